@@ -54,7 +54,7 @@ def test_contiguous_to_contiguous_is_one_direct_write() -> None:
     assert only(plan) == (CopyMode.DIRECT, Reason.CONTIGUOUS)
     assert plan.num_writes() == 1
     assert plan.ops.sizes[0].tolist() == [1, 1, 1, 1, ROWS * 64]
-    assert plan.landing_nbytes == (0,)
+    assert plan.staging_nbytes == (0,)
 
 
 def test_a_column_slice_of_the_source_is_packed_unless_its_runs_are_long() -> None:
@@ -76,10 +76,10 @@ def test_a_column_slice_of_the_source_is_packed_unless_its_runs_are_long() -> No
 
 def test_a_strided_destination_lands_beside_and_is_unpacked() -> None:
     pitched = rank("engine", FULL, strides=(256, 2), extent=256 * ROWS)
-    plan = plan_transfer([rank("t", FULL)], [pitched], PlanPolicy(landing_alignment=4096))
+    plan = plan_transfer([rank("t", FULL)], [pitched], PlanPolicy(staging_alignment=4096))
     assert only(plan) == (CopyMode.SCATTER, Reason.DESTINATION_STRIDED)
-    assert plan.landing_nbytes == (4096,)
-    assert plan.ops.landing_offset[0] == 0
+    assert plan.staging_nbytes == (4096,)
+    assert plan.ops.staging_offset[0] == 0
 
 
 def test_a_transposed_destination_is_row_major_in_the_plan() -> None:
@@ -113,13 +113,13 @@ def test_a_cast_that_is_not_between_floats_is_refused(have: DType, want: DType) 
         plan_transfer([rank("t", FULL, dtype=have)], [rank("engine", FULL, dtype=want)])
 
 
-def test_payloads_for_a_strided_destination_go_to_the_landing_region_aligned() -> None:
+def test_payloads_for_a_strided_destination_go_to_staging_memory_aligned() -> None:
     halves = [rank(f"t{i}", Box((i * 8, 0), (8, 64))) for i in range(2)]
     transposed = rank("engine", FULL, strides=(2, 2 * ROWS))
-    plan = plan_transfer(halves, [transposed], PlanPolicy(landing_alignment=1000))
+    plan = plan_transfer(halves, [transposed], PlanPolicy(staging_alignment=1000))
     assert (plan.ops.mode == CopyMode.SCATTER).all()
-    assert plan.ops.landing_offset.tolist() == [0, 2000]  # 1024 bytes each
-    assert plan.landing_nbytes == (4000,)
+    assert plan.ops.staging_offset.tolist() == [0, 2000]  # 1024 bytes each
+    assert plan.staging_nbytes == (4000,)
 
 
 def test_adjacent_copies_join_into_one_write() -> None:
@@ -210,7 +210,7 @@ def test_empty_sides_and_doubled_workers_are_refused() -> None:
 PLAN_POLICIES: dict[str, Callable[[], PlanPolicy]] = {
     "direct_min_run_bytes": lambda: PlanPolicy(direct_min_run_bytes=0),
     "min_split_bytes": lambda: PlanPolicy(min_split_bytes=0),
-    "landing_alignment": lambda: PlanPolicy(landing_alignment=0),
+    "staging_alignment": lambda: PlanPolicy(staging_alignment=0),
 }
 
 

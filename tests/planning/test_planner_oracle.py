@@ -22,7 +22,7 @@ from windlass.planning.planner import PlanPolicy, plan_transfer
 
 POLICIES = (
     PlanPolicy(),
-    PlanPolicy(direct_min_run_bytes=8, min_split_bytes=4, landing_alignment=1),
+    PlanPolicy(direct_min_run_bytes=8, min_split_bytes=4, staging_alignment=1),
     PlanPolicy(direct_min_run_bytes=1),
 )
 
@@ -170,12 +170,12 @@ def test_the_oracle_notices_a_plan_that_is_off_by_one_element(mutation: str) -> 
     assert tried > 4
 
 
-def test_scatter_payloads_that_overlap_in_the_landing_region_are_noticed() -> None:
+def test_scatter_payloads_that_overlap_in_staging_memory_are_noticed() -> None:
     fleet = fused_fleet()
     plan = plan_transfer(fleet.sources, fleet.destinations)
     assert (plan.ops.mode == CopyMode.SCATTER).sum() == 8
     assert differences(fleet, plan) == []
-    moved = _shift("landing_offset", -256)(plan.ops, int(plan.ops.landing_offset.argmax()))
+    moved = _shift("staging_offset", -256)(plan.ops, int(plan.ops.staging_offset.argmax()))
     assert differences(fleet, replace(plan, ops=moved))
 
 

@@ -32,7 +32,7 @@ def test_bytes_that_are_no_plan_are_refused(data: bytes) -> None:
         TransferPlan.decode(data)
 
 
-@pytest.mark.parametrize("column", ["src", "mode", "sizes", "landing_offset"])
+@pytest.mark.parametrize("column", ["src", "mode", "sizes", "staging_offset"])
 def test_a_column_that_is_cut_or_absent_is_refused(column: str) -> None:
     whole = payload()
     assert len(TransferPlan.decode(msgspec.msgpack.encode(whole)).ops) == 1
@@ -47,5 +47,5 @@ def test_a_column_that_is_cut_or_absent_is_refused(column: str) -> None:
 
 
 def test_a_plan_of_another_schema_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="schema_version must be 3, got 4"):
-        TransferPlan.decode(msgspec.msgpack.encode(payload() | {"schema_version": 4}))
+    with pytest.raises(ProtocolError, match="schema_version must be 4, got 5"):
+        TransferPlan.decode(msgspec.msgpack.encode(payload() | {"schema_version": 5}))

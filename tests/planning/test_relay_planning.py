@@ -11,8 +11,8 @@ from strategies import Fleet, fleets
 
 from windlass.config import RelayShape
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.digest import new_digest
 from windlass.memory.host import HostMemory
+from windlass.memory.packing import new_digest
 from windlass.planning.plan import CopyMode, TransferPlan
 from windlass.planning.planner import PlanPolicy, plan_transfer
 from windlass.planning.program import bind_links
@@ -131,7 +131,7 @@ def relay(
     payloads = {
         p.peer: (p, payload_of(p, group.chunk_nbytes)) for p in bind_links(part, sending=False)
     }
-    landing = {m.worker: np.zeros(part.landing_nbytes[0], np.uint8) for m in members}
+    staged = {m.worker: np.zeros(part.staging_nbytes[0], np.uint8) for m in members}
     memory = {m.worker: [np.zeros(p.nbytes, np.uint8) for p in m.parameters] for m in members}
     written: dict[str, dict[tuple[bool, int, int], int]] = {m.worker: {} for m in members}
     order = sorted(
@@ -155,14 +155,14 @@ def relay(
                         data = stream[begin[index] : begin[index] + nbytes]
                     else:
                         giver = group.members[parent]
-                        held = landing[giver] if lands else memory[giver][parameter]
+                        held = staged[giver] if lands else memory[giver][parameter]
                         data = held[at]
                     key = (lands, parameter, offset)
                     written[worker][key] = written[worker].get(key, 0) + 1
-                    (landing[worker] if lands else memory[worker][parameter])[at] = data
+                    (staged[worker] if lands else memory[worker][parameter])[at] = data
     assert all(count == 1 for counts in written.values() for count in counts.values())
     for worker in group.members:
-        unpack(part, landing[worker], memory[worker])
+        unpack(part, staged[worker], memory[worker])
     return memory
 
 
@@ -179,11 +179,11 @@ def link_bytes(part: TransferPlan, source: str, sources: dict[str, list[Bytes]])
     return np.concatenate(found)
 
 
-def unpack(part: TransferPlan, landing: Bytes, memory: list[Bytes]) -> None:
+def unpack(part: TransferPlan, staged: Bytes, memory: list[Bytes]) -> None:
     ops = part.ops
     for row in np.flatnonzero(ops.mode == CopyMode.SCATTER).tolist():
-        first = int(ops.landing_offset[row])
-        payload = landing[first : first + int(ops.nbytes[row])].view(np.uint32)
+        first = int(ops.staging_offset[row])
+        payload = staged[first : first + int(ops.nbytes[row])].view(np.uint32)
         view = np.ndarray(
             ops.sizes[row],
             np.uint32,

@@ -86,7 +86,7 @@ def cast_op(source: DType, target: DType, rows: int, layout: Layout) -> BoundOp:
         dst_strides=(layout.columns * target.itemsize, target.itemsize),
         dst_dtype=target,
         nbytes=rows * layout.columns * target.itemsize,
-        landing_offset=-1,
+        staging_offset=-1,
         src_sizes=(rows, layout.columns),
         tensor=NAME,
     )

@@ -32,11 +32,11 @@ def execute(plan: TransferPlan, sources: Buffers, destinations: Buffers) -> dict
 
     Raises:
         TransferFailed: an op reaches outside its buffer, overlaps another payload in a
-            landing region, casts, or contradicts its mode.
+            staging memory, casts, or contradicts its mode.
     """
     counts = {w: [np.zeros(len(p), np.uint8) for p in ps] for w, ps in destinations.items()}
-    landing = [np.zeros(nbytes, np.uint8) for nbytes in plan.landing_nbytes]
-    taken = [np.zeros(nbytes, np.bool_) for nbytes in plan.landing_nbytes]
+    staged = [np.zeros(nbytes, np.uint8) for nbytes in plan.staging_nbytes]
+    taken = [np.zeros(nbytes, np.bool_) for nbytes in plan.staging_nbytes]
     ops = plan.ops
     for op in range(len(ops)):
         if ops.src_dtype[op] != ops.dst_dtype[op]:
@@ -58,12 +58,12 @@ def execute(plan: TransferPlan, sources: Buffers, destinations: Buffers) -> dict
         payload = source[read]
         mode = CopyMode(int(ops.mode[op]))
         if mode is CopyMode.SCATTER:
-            at = slice(int(ops.landing_offset[op]), int(ops.landing_offset[op]) + len(payload))
-            if at.start < 0 or at.stop > len(landing[dst]) or taken[dst][at].any():
-                raise TransferFailed(f"op {op}: landing {at.start}:{at.stop} is outside or taken")
+            at = slice(int(ops.staging_offset[op]), int(ops.staging_offset[op]) + len(payload))
+            if at.start < 0 or at.stop > len(staged[dst]) or taken[dst][at].any():
+                raise TransferFailed(f"op {op}: staged {at.start}:{at.stop} is outside or taken")
             taken[dst][at] = True
-            landing[dst][at] = payload
-            payload = landing[dst][at]
+            staged[dst][at] = payload
+            payload = staged[dst][at]
         else:
             _check_runs(op, mode, int(ops.run_nbytes[op]), read, written)
         destinations[worker][parameter][written] = payload

@@ -128,7 +128,7 @@ def op_of(sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Boun
         dst_strides=tuple(int(np.prod(sizes[i + 1 :])) * 4 for i in range(len(sizes))),
         dst_dtype=DType.INT32,
         nbytes=int(np.prod(sizes)) * 4,
-        landing_offset=-1,
+        staging_offset=-1,
         src_sizes=sizes,
     )
 

@@ -263,7 +263,7 @@ def test_an_engine_passes_on_what_it_verified_in_the_memory_it_lies_in(
     fleet, place = dense_to_fused(dtype), (1, 1)
     leader = fleet.destinations[0]
     plan = plan_transfer(fleet.sources, [leader])
-    assert plan.landing_nbytes[0] > 0
+    assert plan.staging_nbytes[0] > 0
     values = distinct_values((*exact.sources, *exact.destinations))
     held = {m.worker: fill(m, values, background=0xEE) for m in exact.sources}
     wanted = fill(exact.destinations[0], values, background=0xAA)
@@ -333,7 +333,7 @@ def quantised_op(rows: int, cols: int, *, scales: bool) -> BoundOp:
         dst_strides=(4 * grid[1], 4) if scales else (cols, 1),
         dst_dtype=DType.FLOAT32 if scales else DType.FLOAT8_E4M3,
         nbytes=4 * grid[0] * grid[1] if scales else rows * cols,
-        landing_offset=-1,
+        staging_offset=-1,
         src_sizes=(rows, cols),
         transform=Transform.FP8_BLOCK_SCALES if scales else Transform.FP8_BLOCK_VALUES,
     )

@@ -31,9 +31,9 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.auto import TransportSet
 from windlass.transports.base import PeerMapper, WireReport, WriteBatch
-from windlass.transports.local import LocalTransport
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.processes import own_endpoint
+from windlass.transports.region_transport import RegionTransport
 
 SHAPE = (48, 40)
 FULL = Box((0, 0), SHAPE)
@@ -45,7 +45,7 @@ class OverNetwork(MemoryTransport):  # type: ignore[misc]
     traits = GPU_TRAITS
 
 
-class StoredByKernels(LocalTransport):
+class StoredByKernels(RegionTransport):
     """What `cuda_ipc` says of itself, where all memory is this process's."""
 
     traits = msgspec.structs.replace(
@@ -63,7 +63,7 @@ class StoredByKernels(LocalTransport):
     def report(self) -> WireReport:
         return WireReport("cuda_ipc", "cuda-ipc", "GPU 0")
 
-    def _copy(self, batch: WriteBatch, deadline: Deadline) -> None:
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         raise TransferFailed("kernels store, nobody writes")
 
 
@@ -102,8 +102,8 @@ def both(fabric: MemoryFabric) -> Iterator[TransportSet]:
 @pytest.mark.parametrize("mode", list(UpdateMode))
 def test_each_engine_is_updated_by_the_transport_of_its_link(mode: UpdateMode) -> None:
     plan = plan_transfer([TRAINER], list(ENGINES.values()))
-    assert all(nbytes > 0 for nbytes in plan.landing_nbytes)
-    plan = plan.without_landing({("trainer/0", "near/0")})
+    assert all(nbytes > 0 for nbytes in plan.staging_nbytes)
+    plan = plan.without_staging({("trainer/0", "near/0")})
     fabric, trained = MemoryFabric(), np.arange(SHAPE[0] * SHAPE[1], dtype="<u2").reshape(SHAPE)
     with both(fabric) as sending, both(fabric) as near, both(fabric) as far:
         bindings, receivers, served = [], {}, {}
@@ -114,7 +114,7 @@ def test_each_engine_is_updated_by_the_transport_of_its_link(mode: UpdateMode) -
             one = Receiver(transport, ENGINES[name], [address], [region])
             receivers[name] = receiver_for(P2pBackend(), one, "127.0.0.1")
             binding = receivers[name].connect(plan.for_destination(name), mode)
-            assert (binding.landing_address > 0) is (name == "far/0")
+            assert (binding.staging_address > 0) is (name == "far/0")
             (offer,) = (o for o in transport.offers() if o.transport == LINKS[name])
             regions = tuple(r for r in binding.regions if r.endpoint == offer.endpoint)
             bindings.append(

@@ -59,7 +59,7 @@ class Pair:
             endpoint=own_endpoint("cuda_ipc"),
             regions=binding.regions,
             parameter_addresses=binding.parameter_addresses,
-            landing_address=binding.landing_address,
+            staging_address=binding.staging_address,
             listener=binding.listener,
             digest_kind=binding.digest_kind,
         )

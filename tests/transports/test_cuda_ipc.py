@@ -9,13 +9,13 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 import torch
+from position_digest import PositionDigest
 
 from windlass.errors import PeerUnreachable, RegionError
 from windlass.layout.dtypes import DType
 from windlass.memory.cuda.kernels import PIECE, PieceTable
 from windlass.memory.cuda.pieces import block_tables
-from windlass.memory.position_digest import PositionDigest
-from windlass.memory.quantize import pack_quantized
+from windlass.memory.host import pack_quantized
 from windlass.planning.plan import CopyMode, Transform
 from windlass.planning.program import BoundOp, DirectRuns, LinkProgram
 from windlass.transports.base import WriteBatch
@@ -114,7 +114,7 @@ def test_block_float8_is_that_of_the_cpu_bit_for_bit(
             dst_strides=(columns + 8, 1) if is_values else (grid[1] * 4, 4),
             dst_dtype=DType.FLOAT8_E4M3 if is_values else DType.FLOAT32,
             nbytes=rows * columns if is_values else 4 * grid[0] * grid[1],
-            landing_offset=-1,
+            staging_offset=-1,
             src_sizes=shape,
             transform=kind,
         )

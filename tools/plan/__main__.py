@@ -258,7 +258,7 @@ def _summary(measured: _Measured) -> Table:
             f"{_size(routing.lower_bound)}, proven by {len(routing.certificate)} sender(s)",
         ),
         ("writes", f"{plan.num_writes():,} in {len(plan.ops):,} ops"),
-        ("landing regions", _size(sum(plan.landing_nbytes))),
+        ("staging memory", _size(sum(plan.staging_nbytes))),
         ("predicted wire", f"{cost.wire_s:.4g} s, bottleneck: {cost.bottleneck}"),
         ("wire lower bound", f"{cost.lower_bound_s:.4g} s under any routing"),
         ("planned in", f"{measured.plan_seconds:.2f} s, peak RSS {_size(measured.peak_rss_bytes)}"),

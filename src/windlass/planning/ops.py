@@ -28,7 +28,7 @@ from windlass.planning.quantize import (
 from windlass.planning.routing import Assignment
 from windlass.planning.rows import RowTable, TensorNames
 
-__all__ = ["Candidates", "RoutedPieces", "build_ops", "coalesce", "place_landing"]
+__all__ = ["Candidates", "RoutedPieces", "build_ops", "coalesce", "place_staged"]
 
 _IS_CAST = np.array([[not cast_refusal(have, want) for want in DTYPES] for have in DTYPES])
 """[source, destination]; also of equal dtypes."""
@@ -170,7 +170,7 @@ def _ops(given: RoutedPieces, part: Rows, s: Int64Array, d: Int64Array) -> OpTab
         dst_strides=geometry.dst_strides,
         run_nbytes=run_nbytes,
         nbytes=payload.prod(axis=1) * dst_itemsize,
-        landing_offset=np.full(len(part), -1, np.int64),
+        staging_offset=np.full(len(part), -1, np.int64),
     )
 
 
@@ -384,10 +384,10 @@ def coalesce(ops: OpTable) -> OpTable:
     )
 
 
-def place_landing(
+def place_staged(
     ops: OpTable, num_destinations: int, align: int
 ) -> tuple[Int64Array, tuple[int, ...]]:
-    """Give every payload that needs unpacking its place in its destination's landing region."""
+    """Give every payload that needs unpacking its place in its destination's staging memory."""
     offsets = np.full(len(ops), -1, np.int64)
     needs = np.flatnonzero(ops.mode == CopyMode.SCATTER)
     needs = needs[np.argsort(ops.dst[needs], kind="stable")]

@@ -35,7 +35,7 @@ __all__ = [
 
 UInt8Array = npt.NDArray[np.uint8]
 
-PLAN_SCHEMA_VERSION = 3
+PLAN_SCHEMA_VERSION = 4
 
 DTYPES = tuple(DType)
 """`OpTable.src_dtype` and `dst_dtype` are indices into this tuple."""
@@ -49,8 +49,8 @@ class CopyMode(IntEnum):
     DIRECT: straight from the source parameter to the destination parameter, in
     `num_runs` contiguous runs (one when both sides are contiguous); zero copy.
     PACKED: the source packs (gathers, casts) into its arena; one contiguous write.
-    SCATTER: packed where needed, written into the destination's landing region, unpacked there.
-    A payload in a landing region is row-major over `sizes`.
+    SCATTER: packed where needed, written into the destination's staging memory, unpacked there.
+    A payload in staging memory is row-major over `sizes`.
     """
 
     DIRECT = 0
@@ -107,7 +107,7 @@ class OpTable(Columns):
         dst_offset: (n,) bytes. dst_strides: (n, MAX_DIMS) bytes.
         run_nbytes: (n,) destination bytes of one contiguous run on both sides (DIRECT), else `nbytes`.
         nbytes: (n,) bytes that travel: numel * destination itemsize, or the bytes of the scales.
-        landing_offset: (n,) byte offset in the destination's landing region, -1 without one.
+        staging_offset: (n,) byte offset in the destination's staging memory, -1 without one.
     """
 
     src: Int32Array = column("<i4")
@@ -127,7 +127,7 @@ class OpTable(Columns):
     dst_strides: Int64Array = column("<i8", MAX_DIMS)
     run_nbytes: Int64Array = column("<i8")
     nbytes: Int64Array = column("<i8")
-    landing_offset: Int64Array = column("<i8")
+    staging_offset: Int64Array = column("<i8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ class _Payload(msgspec.Struct, frozen=True):
     tensors: tuple[str, ...]
     source_digests: tuple[str, ...]
     destination_digests: tuple[str, ...]
-    landing_nbytes: tuple[int, ...]
+    staging_nbytes: tuple[int, ...]
     num_ops: int
     columns: dict[str, bytes]
 
@@ -162,7 +162,7 @@ class TransferPlan:
         tensors: checkpoint names that ops refer to.
         source_digests: manifest digest per source; a changed layout invalidates the plan.
         destination_digests: manifest digest per destination.
-        landing_nbytes: size of the landing region each destination must provide (0 for none).
+        staging_nbytes: size of the staging memory each destination must provide (0 for none).
         ops: the copy ops.
     """
 
@@ -171,7 +171,7 @@ class TransferPlan:
     tensors: tuple[str, ...]
     source_digests: tuple[str, ...]
     destination_digests: tuple[str, ...]
-    landing_nbytes: tuple[int, ...]
+    staging_nbytes: tuple[int, ...]
     ops: OpTable
 
     @property
@@ -208,28 +208,23 @@ class TransferPlan:
         """The part of the plan that `worker` receives; same name tables, fewer rows."""
         return self._filtered(self.ops.dst == self.destinations.index(worker))
 
-    def for_destinations(self, workers: Collection[str]) -> TransferPlan:
-        """The part of the plan that all of `workers` receive; same name tables, fewer rows."""
-        wanted = [index for index, name in enumerate(self.destinations) if name in workers]
-        return self._filtered(np.isin(self.ops.dst, wanted))
-
-    def without_landing(self, links: Collection[tuple[str, str]]) -> TransferPlan:
+    def without_staging(self, links: Collection[tuple[str, str]]) -> TransferPlan:
         """The plan with every op of `links`, (source, destination), stored where it belongs.
 
         For links whose source stores with strides: nothing of them lands packed. A destination keeps
-        its landing region for the other links, if there are any.
+        its staging memory for the other links, if there are any.
         """
         stored = np.zeros(len(self.ops), np.bool_)
         for link in self.links():
             if (self.sources[link.src], self.destinations[link.dst]) in links:
                 stored[link.start : link.stop] = True
-        offsets = np.where(stored, -1, self.ops.landing_offset)
+        offsets = np.where(stored, -1, self.ops.staging_offset)
         lands = set(self.ops.dst[offsets >= 0].tolist())
-        landing_nbytes = tuple(
-            nbytes if index in lands else 0 for index, nbytes in enumerate(self.landing_nbytes)
+        staging_nbytes = tuple(
+            nbytes if index in lands else 0 for index, nbytes in enumerate(self.staging_nbytes)
         )
-        ops = replace(self.ops, landing_offset=offsets.astype(self.ops.landing_offset.dtype))
-        return replace(self, landing_nbytes=landing_nbytes, ops=ops)
+        ops = replace(self.ops, staging_offset=offsets.astype(self.ops.staging_offset.dtype))
+        return replace(self, staging_nbytes=staging_nbytes, ops=ops)
 
     def for_replica(self, leader: str, copy: ShardManifest) -> TransferPlan:
         """What `for_destination(leader)`, this plan, is for a rank that holds the same boxes alike."""
@@ -238,7 +233,7 @@ class TransferPlan:
             self,
             destinations=(copy.worker,),
             destination_digests=(copy.digest(),),
-            landing_nbytes=(self.landing_nbytes[index],),
+            staging_nbytes=(self.staging_nbytes[index],),
             ops=replace(self.ops, dst=np.zeros(len(self.ops), np.int32)),
         )
 
@@ -255,7 +250,7 @@ class TransferPlan:
                 tensors=self.tensors,
                 source_digests=self.source_digests,
                 destination_digests=self.destination_digests,
-                landing_nbytes=self.landing_nbytes,
+                staging_nbytes=self.staging_nbytes,
                 num_ops=len(self.ops),
                 columns=self.ops.to_bytes(),
             )
@@ -286,7 +281,7 @@ class TransferPlan:
             tensors=payload.tensors,
             source_digests=payload.source_digests,
             destination_digests=payload.destination_digests,
-            landing_nbytes=payload.landing_nbytes,
+            staging_nbytes=payload.staging_nbytes,
             ops=ops,
         )
 

@@ -32,7 +32,7 @@ from windlass.planning.intersect import (
     intersect_boxes,
     unique_boxes,
 )
-from windlass.planning.ops import Candidates, RoutedPieces, build_ops, coalesce, place_landing
+from windlass.planning.ops import Candidates, RoutedPieces, build_ops, coalesce, place_staged
 from windlass.planning.plan import TransferPlan
 from windlass.planning.quantize import widen_scales
 from windlass.planning.routing import assign, group_by_holders, pour
@@ -49,7 +49,7 @@ class PlanPolicy:
         direct_min_run_bytes: a strided op whose contiguous runs, on both sides, are at least
             this long is written run by run without packing.
         min_split_bytes: an op smaller than this is never split over several sources.
-        landing_alignment: bytes; every payload in a landing region starts at a multiple.
+        staging_alignment: bytes; every payload in staging memory starts at a multiple.
         forbid_unused: refuse tensors that sources hold and no destination wants.
 
     Raises:
@@ -58,14 +58,14 @@ class PlanPolicy:
 
     direct_min_run_bytes: int = 16 * 1024
     min_split_bytes: int = 256 * 1024
-    landing_alignment: int = 256
+    staging_alignment: int = 256
     forbid_unused: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (
             ("direct_min_run_bytes", self.direct_min_run_bytes),
             ("min_split_bytes", self.min_split_bytes),
-            ("landing_alignment", self.landing_alignment),
+            ("staging_alignment", self.staging_alignment),
         ):
             if value < 1:
                 raise ConfigError(f"PlanPolicy: {name} must be >= 1, got {value}")
@@ -88,15 +88,15 @@ def plan_transfer(
     policy = policy or PlanPolicy()
     given = route(sources, destinations, policy)
     ops = coalesce(build_ops(given))
-    landing_offset, landing_nbytes = place_landing(ops, len(destinations), policy.landing_alignment)
-    ops.landing_offset[:] = landing_offset
+    staging_offset, staging_nbytes = place_staged(ops, len(destinations), policy.staging_alignment)
+    ops.staging_offset[:] = staging_offset
     return TransferPlan(
         sources=given.sources,
         destinations=tuple(manifest.worker for manifest in destinations),
         tensors=given.names.names,
         source_digests=tuple(manifest.digest() for manifest in sources),
         destination_digests=tuple(manifest.digest() for manifest in destinations),
-        landing_nbytes=landing_nbytes,
+        staging_nbytes=staging_nbytes,
         ops=ops,
     )
 

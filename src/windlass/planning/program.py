@@ -59,15 +59,27 @@ class BoundOp:
     dst_strides: tuple[int, ...]
     dst_dtype: DType
     nbytes: int
-    landing_offset: int
+    staging_offset: int
     src_sizes: tuple[int, ...]
     transform: Transform = Transform.NONE
     tensor: str = ""
 
     @property
     def lands(self) -> bool:
-        """Whether the payload goes to the landing region instead of the parameter."""
-        return self.landing_offset >= 0
+        """Whether the payload goes to staging memory instead of the parameter."""
+        return self.staging_offset >= 0
+
+    @property
+    def src_extent_nbytes(self) -> int:
+        """From the first byte that is read to the end of the last."""
+        reach = sum((n - 1) * s for n, s in zip(self.src_sizes, self.src_strides, strict=True))
+        return reach + self.src_dtype.itemsize
+
+    @property
+    def dst_extent_nbytes(self) -> int:
+        """From the first byte that belongs to the op to the end of the last."""
+        reach = sum((n - 1) * s for n, s in zip(self.sizes, self.dst_strides, strict=True))
+        return reach + self.dst_dtype.itemsize
 
     @property
     def is_direct(self) -> bool:
@@ -179,7 +191,7 @@ def _bind_op(plan: TransferPlan, row: int) -> BoundOp:
         dst_strides=tuple(dst_strides[dim] for dim in keep),
         dst_dtype=DTYPES[int(ops.dst_dtype[row])],
         nbytes=int(ops.nbytes[row]),
-        landing_offset=int(ops.landing_offset[row]),
+        staging_offset=int(ops.staging_offset[row]),
         src_sizes=src_sizes,
         transform=transform,
         tensor=plan.tensors[int(ops.tensor[row])],

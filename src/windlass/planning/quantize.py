@@ -50,7 +50,7 @@ def widen_scales(dst: RowTable, names: TensorNames) -> RowTable:
 
 
 def payload_sizes(sizes: Int64Array, transform: UInt8Array) -> Int64Array:
-    """What travels: the scales' sizes where an op computes scales, `sizes` elsewhere."""
+    """What travels: the scales' sizes where an op computes scales, otherwise `sizes`."""
     scales = transform == Transform.FP8_BLOCK_SCALES
     if not scales.any():
         return sizes

@@ -90,7 +90,7 @@ def check_binding(
     starts, extents = [], []
     for op in program.ops:
         lands = op.lands and staged
-        if lands and not binding.landing_address:
+        if lands and not binding.staging_address:
             raise PlanError(f"connect: {binding.worker} offers no staging memory")
         if op.dst_parameter >= len(binding.parameter_addresses):
             raise PlanError(
@@ -98,12 +98,11 @@ def check_binding(
                 f"{len(binding.parameter_addresses)}, got {op.dst_parameter}"
             )
         if lands:
-            starts.append(binding.landing_address + op.landing_offset)
+            starts.append(binding.staging_address + op.staging_offset)
             extents.append(op.nbytes)
         else:
-            reach = sum((n - 1) * s for n, s in zip(op.sizes, op.dst_strides, strict=True))
             starts.append(binding.parameter_addresses[op.dst_parameter] + op.dst_offset)
-            extents.append(reach + op.dst_dtype.itemsize)
+            extents.append(op.dst_extent_nbytes)
     check_inside(
         np.array(starts, np.uint64),
         np.array(extents, np.uint64),

@@ -45,14 +45,14 @@ class DestinationBinding(msgspec.Struct, frozen=True):
         regions: registered regions that every write must lie in.
         parameter_addresses: per parameter of its manifest: address of the live parameter
             (`in_place`) or of its shadow (`staged`).
-        landing_address: address of staging memory for scatter and loader ops; 0 without one.
+        staging_address: address of staging memory for scatter and loader ops; 0 without one.
     """
 
     worker: str
     endpoint: PeerEndpoint
     regions: tuple[RemoteRegion, ...]
     parameter_addresses: tuple[int, ...]
-    landing_address: int = 0
+    staging_address: int = 0
     listener: str = ""
     digest_kind: DigestKind = DigestKind.XXH3
 

@@ -19,6 +19,7 @@ from windlass.layout.manifest import ShardManifest
 from windlass.memory.ops import aligned
 from windlass.planning.program import BoundOp, LinkProgram
 from windlass.transfer.bindings import BucketPart, GroupOffer
+from windlass.transfer.destination import joined_ranges
 
 __all__ = ["Load", "clip", "cut_buckets", "loads_of", "signature_of_offer"]
 
@@ -106,8 +107,7 @@ def clip(op: BoundOp, start: int, stop: int) -> Iterator[BoundOp]:
 
     Both bounds are multiples of the item size away from every element, so that no element is cut.
     """
-    reach = sum((n - 1) * s for n, s in zip(op.sizes, op.src_strides, strict=True))
-    reach += op.src_dtype.itemsize
+    reach = op.src_extent_nbytes
     first, last = op.src_offset, op.src_offset + reach
     if last <= start or first >= stop:
         return
@@ -145,19 +145,11 @@ def signature_of_offer(offer: GroupOffer, source_digest: str, plan: str) -> str:
 
 def _needed(programs: Iterable[LinkProgram]) -> list[tuple[int, int, int]]:
     """(parameter, start, stop) of bytes that some link reads: sorted, disjoint, joined."""
-    rows = []
-    for program in programs:
-        for op in program.ops:
-            reach = sum((n - 1) * s for n, s in zip(op.sizes, op.src_strides, strict=True))
-            stop = op.src_offset + reach + op.src_dtype.itemsize
-            rows.append((op.src_parameter, op.src_offset, stop))
-    joined: list[tuple[int, int, int]] = []
-    for parameter, start, stop in sorted(rows):
-        if joined and joined[-1][0] == parameter and start <= joined[-1][2]:
-            joined[-1] = (parameter, joined[-1][1], max(stop, joined[-1][2]))
-        else:
-            joined.append((parameter, start, stop))
-    return joined
+    return joined_ranges(
+        (op.src_parameter, op.src_offset, op.src_offset + op.src_extent_nbytes)
+        for program in programs
+        for op in program.ops
+    )
 
 
 def _narrow(op: BoundOp, dim: int, index: int, count: int) -> BoundOp:

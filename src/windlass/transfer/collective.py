@@ -1,4 +1,4 @@
-"""Collective broadcast: every trainer rank is the root of one group with the engines it feeds.
+"""Collective broadcast: every trainer rank is the root of one group with the engines that it sends to.
 
 Nothing is gathered: a rank broadcasts the bytes it owns, each of them once. Both halves hold two
 buffers, so that packing, the broadcast and loading overlap. An engine that belongs to several
@@ -17,12 +17,12 @@ from typing import final
 
 from windlass.config import UpdateMode, XcclBackend
 from windlass.errors import PlanError, ProtocolError, TransferError, TransferFailed
-from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.ops import PreparedCopies, StridedCopy
 from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.base import ParameterMemory, SendResult
+from windlass.transfer.bind import check_destinations
 from windlass.transfer.bindings import (
     BucketPart,
     DestinationBinding,
@@ -70,7 +70,7 @@ class CollectiveSender:
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """See `SenderBackend.connect`. None for a rank that feeds nobody."""
+        """See `SenderBackend.connect`. None for a rank that sends nothing."""
         self.close()
         self._source.bind(plan, bindings)
         programs = self._source.programs
@@ -130,7 +130,7 @@ class CollectiveSender:
         deadline_s: float,
     ) -> SendResult:
         """See `SenderBackend.write`. All links succeed or fail together."""
-        self._source.check_destinations(destinations)
+        check_destinations(self._source.programs, destinations)
         deadline = Deadline.after(deadline_s, "broadcast")
         pack_s, self._pack_s = self._pack_s, 0.0
         began = time.perf_counter()
@@ -175,7 +175,7 @@ class CollectiveSender:
         return tuple(
             self._source.memory.prepare(
                 [
-                    _raw(
+                    StridedCopy.of_bytes(
                         int(self._source.addresses[part.parameter]) + part.start,
                         group.buffer(bucket % group.num_buffers) + part.offset,
                         part.stop - part.start,
@@ -334,16 +334,3 @@ def _plan_tables(plan: TransferPlan) -> str:
     """What every part of one plan has in common."""
     tables = (plan.sources, plan.destinations, plan.source_digests, plan.destination_digests)
     return repr(tables)
-
-
-def _raw(src: int, dst: int, nbytes: int) -> StridedCopy:
-    """Bytes as they lie."""
-    return StridedCopy(
-        sizes=(nbytes,),
-        src_address=src,
-        src_strides=(1,),
-        src_dtype=DType.UINT8,
-        dst_address=dst,
-        dst_strides=(1,),
-        dst_dtype=DType.UINT8,
-    )

@@ -12,7 +12,6 @@ from typing import final
 
 import numpy as np
 
-from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.ops import (
     ALIGNMENT,
@@ -31,7 +30,7 @@ from windlass.transfer.arena import Arena
 from windlass.transfer.bind import check_part
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 
-__all__ = ["Destination", "ShadowCopy"]
+__all__ = ["Destination", "ShadowCopy", "joined_ranges"]
 
 
 @final
@@ -182,7 +181,7 @@ class Destination:
         if shadow and self._shadow is None:
             self._shadow = ShadowCopy(self.memory, self.manifest, self._live, self._allocate)
         self.addresses = self._shadow.addresses if shadow and self._shadow else self._live
-        self.staging_address = self._stage(plan.landing_nbytes[index] if staged else 0)
+        self.staging_address = self._stage(plan.staging_nbytes[index] if staged else 0)
         self.digests = self.memory.digests(
             programs,
             np.array(self.addresses, np.uint64),
@@ -283,33 +282,27 @@ class Destination:
 
         Padding, which belongs to no tensor, is left out: a shadow copy holds nothing for it.
         """
+        is_live = self.addresses is self._live
         rows: list[tuple[int, int, int]] = []
         for program in self.programs.values():
             for op in program.ops:
                 if op.lands and self.staging_address:
-                    address = self.staging_address + op.landing_offset
+                    address = self.staging_address + op.staging_offset
                     yield self._copy(op, address, op.packed_strides)
-                elif self.addresses is self._live or op.is_direct:
+                elif is_live or op.is_direct:
                     continue
                 elif op.dst_strides == op.packed_strides:
-                    rows.append((op.dst_parameter, op.dst_offset, op.nbytes))
+                    rows.append((op.dst_parameter, op.dst_offset, op.dst_offset + op.nbytes))
                 else:
                     address = self.addresses[op.dst_parameter] + op.dst_offset
                     yield self._copy(op, address, op.dst_strides)
-            if self.addresses is not self._live:
+            if not is_live:
                 runs = program.direct
-                columns = (runs.dst_parameter, runs.dst_offset, runs.nbytes)
+                columns = (runs.dst_parameter, runs.dst_offset, runs.dst_offset + runs.nbytes)
                 rows.extend(zip(*(column.tolist() for column in columns), strict=True))
-        for parameter, offset, nbytes in _joined(rows):
-            yield StridedCopy(
-                sizes=(nbytes,),
-                src_address=self.addresses[parameter] + offset,
-                src_strides=(1,),
-                src_dtype=DType.UINT8,
-                dst_address=self._live[parameter] + offset,
-                dst_strides=(1,),
-                dst_dtype=DType.UINT8,
-            )
+        for parameter, start, stop in joined_ranges(rows):
+            source, target = self.addresses[parameter], self._live[parameter]
+            yield StridedCopy.of_bytes(source + start, target + start, stop - start)
 
     def _copy(self, op: BoundOp, address: int, strides: Sequence[int]) -> StridedCopy:
         return StridedCopy(
@@ -324,12 +317,12 @@ class Destination:
         )
 
 
-def _joined(rows: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """(parameter, offset, bytes), sorted, joined where adjacent."""
+def joined_ranges(rows: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Return (parameter, start, stop), sorted, joined where they meet."""
     joined: list[tuple[int, int, int]] = []
-    for parameter, offset, nbytes in sorted(rows):
-        if joined and joined[-1][0] == parameter and sum(joined[-1][1:]) == offset:
-            joined[-1] = (parameter, joined[-1][1], joined[-1][2] + nbytes)
+    for parameter, start, stop in sorted(rows):
+        if joined and joined[-1][0] == parameter and start <= joined[-1][2]:
+            joined[-1] = (parameter, joined[-1][1], max(stop, joined[-1][2]))
         else:
-            joined.append((parameter, offset, nbytes))
+            joined.append((parameter, start, stop))
     return joined

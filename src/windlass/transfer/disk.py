@@ -17,6 +17,7 @@ from windlass.errors import TransferFailed
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.base import ParameterMemory, SendResult
+from windlass.transfer.bind import check_destinations
 from windlass.transfer.bindings import DestinationBinding, GroupOffer
 from windlass.transfer.destination import Destination
 from windlass.transfer.disk_files import (
@@ -86,7 +87,7 @@ class DiskSender:
         deadline_s: float,  # noqa: ARG002
     ) -> SendResult:
         """Write this rank's file, whoever reads it; see `SenderBackend.write`."""
-        self._source.check_destinations(destinations)
+        check_destinations(self._source.programs, destinations)
         pack_s, self._pack_s = self._pack_s, 0.0
         began = time.perf_counter()
         manifest = self._source.manifest

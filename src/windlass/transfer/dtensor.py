@@ -96,7 +96,7 @@ def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) ->
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         box = Box.full(shape)
-    elif _is_elsewhere(parameter):
+    elif _is_off_mesh(parameter):
         return LocalShard(shape, Box((0,) * len(shape), (0,) * len(shape)), (0,) * len(shape), 0)
     else:
         box = _box_of(name, parameter, by_fsdp=by_fsdp)
@@ -112,7 +112,7 @@ def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) ->
     return LocalShard(shape, box, strides, _reach(local))
 
 
-def _is_elsewhere(tensor: torch.Tensor) -> bool:
+def _is_off_mesh(tensor: torch.Tensor) -> bool:
     """Whether its mesh is one without this rank."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
@@ -267,7 +267,7 @@ def held_tensors(module: torch.nn.Module, name_map: NameMap | None = None) -> li
     for name, tensor in tensors:
         bare = _bare(name, parallel)
         mapped = bare if name_map is None else name_map(bare)
-        if mapped is not None and not _is_elsewhere(tensor):
+        if mapped is not None and not _is_off_mesh(tensor):
             if not isinstance(mapped, str):
                 raise ConfigError(f"name_map must give a name or None for {bare!r}, got {mapped!r}")
             check_memory(name, tensor)

@@ -71,7 +71,7 @@ class Peer:
     def address_of(self, op: BoundOp) -> int:
         """Where the payload of a packed op goes."""
         if op.lands:
-            return self.binding.landing_address + op.landing_offset
+            return self.binding.staging_address + op.staging_offset
         return self.binding.parameter_addresses[op.dst_parameter] + op.dst_offset
 
 
@@ -198,29 +198,29 @@ class Packer:
             self._hashed = tuple(programs)
         return self._digests.take([program.peer for program in programs], OWN_WORK_S, threads)
 
-    def pack_link(self, program: LinkProgram, peer: Peer, offset: int) -> tuple[PackedLink, int]:
-        """Pack and hash a whole link at `offset` of the arena; returns where the next one may begin.
+    def pack(self, program: LinkProgram, offset: int) -> tuple[LinkPack, str, int]:
+        """Pack and hash a whole link at `offset` of the arena.
+
+        Returns:
+            (what lies where, digest, where the next link may begin).
 
         Raises:
             TransferFailed: a cast overflows, or the owner's work does not end.
             TransferOutcomeUnknown: kernels do not end.
         """
-        pack = self._whole(program, offset)
-        digest = pack.pack_and_hash(OWN_WORK_S)
+        self.memory.settle(OWN_WORK_S)
+        nbytes, key = packed_capacity((program,)), (program.peer, offset)
+        if key not in self._packs:
+            places = (self._address + offset,)
+            self._packs[key] = self.memory.pack_link(program, self._sources, places, nbytes)
+        pack = self._packs[key]
+        return pack, pack.pack_and_hash(OWN_WORK_S), offset + nbytes
+
+    def link_to(self, peer: Peer, program: LinkProgram, pack: LinkPack, digest: str) -> PackedLink:
+        """Return the writes of a link that is packed whole."""
         packed = [_packed_batches(program, peer, turn) for turn in pack.turns]
         found = (*self._direct(program, peer), *itertools.chain.from_iterable(packed))
-        return PackedLink(found, digest), offset + packed_capacity((program,))
-
-    def pack_ops(self, program: LinkProgram, offset: int) -> tuple[dict[int, int], str, int]:
-        """As `pack_link`, for who writes the payload in pieces of its own.
-
-        Returns:
-            (op -> address of its payload, digest, where the next link may begin).
-        """
-        pack = self._whole(program, offset)
-        digest = pack.pack_and_hash(OWN_WORK_S)
-        packed = {part.op: part.address for turn in pack.turns for part in turn}
-        return packed, digest, offset + packed_capacity((program,))
+        return PackedLink(found, digest)
 
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
         """Yield batches that use the two halves in turn; at most one may be in flight between two.
@@ -233,15 +233,6 @@ class Packer:
         for turn, parts in enumerate(pack.turns):
             pack.pack(turn, OWN_WORK_S)
             yield from _packed_batches(program, peer, parts)
-
-    def _whole(self, program: LinkProgram, offset: int) -> LinkPack:
-        self.memory.settle(OWN_WORK_S)
-        key = program.peer, offset
-        if key not in self._packs:
-            self._packs[key] = self.memory.pack_link(
-                program, self._sources, (self._address + offset,), packed_capacity((program,))
-            )
-        return self._packs[key]
 
     def _in_turns(self, program: LinkProgram) -> LinkPack:
         key = program.peer, -1

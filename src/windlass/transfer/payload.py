@@ -18,10 +18,7 @@ from windlass.planning.program import LinkProgram
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import OneSidedTransport, WriteBatch
 
-__all__ = ["WRITES_AT_ONCE", "Payload", "payload_of"]
-
-WRITES_AT_ONCE = 4
-"""Chunks on their way to one engine: the next one is written while the last is acknowledged."""
+__all__ = ["Payload", "payload_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +98,7 @@ class Payload:
     def at(self, binding: DestinationBinding) -> UInt64Array:
         """(n,) addresses at a peer."""
         targets = np.array(binding.parameter_addresses, np.uint64)
-        return self.at_destination(targets, binding.landing_address)
+        return self.at_destination(targets, binding.staging_address)
 
     def at_destination(self, targets: UInt64Array, staging_address: int) -> UInt64Array:
         """(n,) addresses, given where parameters and staging memory begin."""
@@ -121,7 +118,7 @@ def payload_of(program: LinkProgram, chunk_nbytes: int) -> Payload:
     source = runs.op, runs.src_parameter, runs.src_offset
     direct = *source, runs.dst_parameter, runs.dst_offset, runs.nbytes
     packed = [
-        (i, 0, 0, op.dst_parameter, op.landing_offset if op.lands else op.dst_offset, op.nbytes)
+        (i, 0, 0, op.dst_parameter, op.staging_offset if op.lands else op.dst_offset, op.nbytes)
         for i, op in enumerate(ops)
         if not op.is_direct
     ]

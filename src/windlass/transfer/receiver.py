@@ -108,7 +108,7 @@ class Receiver:
                 endpoint=self.transport.endpoint(),
                 regions=tuple(exported for region in regions for exported in region.remotes),
                 parameter_addresses=found.addresses,
-                landing_address=found.staging_address,
+                staging_address=found.staging_address,
                 listener="" if self._listener is None else self._listener.address,
                 digest_kind=found.digest_kind,
             )

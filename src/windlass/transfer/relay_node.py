@@ -3,7 +3,7 @@
 A chunk counts once its bytes in this rank's memory have the digest that the trainer computed; only
 then is it written to the next engines, by one-sided writes from where it lies. Only writers that the
 listener has let in write here, and the round's answer is given when each of them has ended: so it settles
-whether bytes may still land. Each child has threads of its own.
+whether bytes may still land.
 """
 
 from __future__ import annotations
@@ -12,28 +12,24 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import assert_never, final
 
 import numpy as np
 
-from windlass.errors import PlanError, TransferError
+from windlass.errors import PlanError
 from windlass.memory.ops import OWN_WORK_S, ChunkDigests, UInt64Array
 from windlass.net.clock import Deadline
 from windlass.planning.relay import RelayGroup, children_of, depths_of
 from windlass.transfer.bind import check_binding
 from windlass.transfer.bindings import DestinationBinding
-from windlass.transfer.outcomes import is_unknown, submit
-from windlass.transfer.payload import WRITES_AT_ONCE, Payload, payload_of
+from windlass.transfer.payload import Payload, payload_of
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay_connection import (
     Disconnected,
     Interrupted,
     RelayReceiver,
-    RelaySender,
 )
 from windlass.transfer.relay_wire import (
     ChunkLanded,
@@ -42,6 +38,7 @@ from windlass.transfer.relay_wire import (
     RelayAddress,
     StripeEnd,
 )
+from windlass.transfer.relay_write import ChunkWriter
 
 __all__ = ["RelayNode", "RelayResult"]
 
@@ -74,37 +71,6 @@ class RelayResult:
     wire_s: float
 
 
-@dataclass(slots=True)
-class _Child:
-    """One engine that is passed on to, in one round. `jobs` are in the order of their beginning."""
-
-    binding: DestinationBinding
-    address: RelayAddress
-    remote: Mapping[str, UInt64Array]
-    pool: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(WRITES_AT_ONCE, "windlass-relay-out")
-    )
-    sender: RelaySender | None = None
-    given_up: bool = False
-    unknown: bool = False
-    unreached: bool = False
-    jobs: list[Future[int]] = field(default_factory=list)
-
-    def submit(self, job: Callable[[], int]) -> None:
-        """Have a thread carry it out; it begins after all earlier ones have begun."""
-        self.jobs.append(submit(self.pool, job))
-
-    def submit_last(self, job: Callable[[], int]) -> None:
-        """As `submit`, once all earlier ones have ended."""
-        earlier = tuple(self.jobs)
-
-        def after() -> int:
-            wait(earlier)  # they have threads of their own: they began before this one
-            return job()
-
-        self.submit(after)
-
-
 @dataclass(frozen=True, slots=True)
 class BoundGroup:
     """What this rank does in every round of a binding.
@@ -117,6 +83,7 @@ class BoundGroup:
         timeout_shares: per stripe how much of the time for the relay to wait: those in front give up first,
             so that who merely waits for a rank that stands still is not taken for one.
         bindings, addresses: of the children.
+        remote: child -> source -> where the pieces lie there.
     """
 
     payloads: Mapping[str, Payload]
@@ -127,6 +94,7 @@ class BoundGroup:
     timeout_shares: tuple[float, ...]
     bindings: Mapping[str, DestinationBinding]
     addresses: Mapping[str, RelayAddress]
+    remote: Mapping[str, Mapping[str, UInt64Array]]
 
     def close(self) -> None:
         """Free what was prepared. Idempotent."""
@@ -141,9 +109,7 @@ class RelayRound:
     def __init__(
         self, receiver: Receiver, bound: BoundGroup, place: Place, deadline: Deadline
     ) -> None:
-        self._worker = receiver.manifest.worker
-        self._transport = receiver.transport
-        self._bound, self._place, self._deadline = bound, place, deadline
+        self._bound = bound
         num_stripes = len(bound.upstream)
         self._left: dict[str, set[tuple[str, int]]] = {}
         for source, payload in bound.payloads.items():
@@ -164,25 +130,22 @@ class RelayRound:
         self._disconnected: set[str] = set()
         self._first_s = self._last_s = 0.0
         self._nbytes = 0
-        names = dict.fromkeys(name for stripe in bound.children for name in stripe)
         self._children = {
-            name: _Child(
+            name: ChunkWriter(
+                receiver.transport,
+                receiver.manifest.worker,
                 bound.bindings[name],
                 bound.addresses[name],
-                {s: payload.at(bound.bindings[name]) for s, payload in bound.payloads.items()},
+                place,
+                deadline,
             )
-            for name in names
+            for name in bound.remote
         }
 
     @property
     def waits(self) -> bool:
         """Whether chunks can still come."""
         return bool(self._left)
-
-    def open_children(self) -> None:
-        """Connect to them, each in its own thread."""
-        for child in self._children.values():
-            child.submit(partial(self._open, child))
 
     def on_chunk(self, upstream: str, landed: ChunkLanded) -> None:
         """Verify a chunk and have it passed on."""
@@ -200,9 +163,10 @@ class RelayRound:
             self._missing.add(landed.source)
             return
         stripe = landed.chunk % len(self._bound.upstream)
+        payload, local = self._bound.payloads[landed.source], self._bound.local[landed.source]
         for name in self._bound.children[stripe]:
-            child = self._children[name]
-            child.submit(partial(self._pass_on, child, landed))
+            remote = self._bound.remote[name][landed.source]
+            self._children[name].write(payload, local, remote, landed)
 
     @property
     def timeout_s(self) -> float:
@@ -226,8 +190,7 @@ class RelayRound:
         if not left:
             del self._left[upstream]
         for name in self._bound.children[stripe]:
-            child = self._children[name]
-            child.submit_last(partial(self._end_stripe, child, stripe))
+            self._children[name].end_stripe(stripe)
 
     def on_disconnect(self, upstream: str) -> None:
         """An upstream writes nothing more, and has not said so."""
@@ -248,82 +211,22 @@ class RelayRound:
         self._unknown |= set(self._left) & set(joined)
         self._missing |= {source for left in self._left.values() for source, _ in left}
         for child in self._children.values():
-            child.submit_last(partial(self._close, child))
-        for child in self._children.values():
-            child.pool.shutdown(wait=True)
-        for name, child in self._children.items():
-            self._nbytes += self._settle(name, child)
-
-    def _settle(self, name: str, child: _Child) -> int:
-        """Bytes that its jobs have passed on; what any of them raised is said of the child."""
-        nbytes = 0
-        for job in child.jobs:
-            error = job.exception()
-            if error is None:
-                nbytes += job.result()
-                continue
-            _log.error("%s: relaying to %s failed", self._worker, name, exc_info=error)
-            if is_unknown(error):
-                child.unknown = True
-        if child.sender is not None:
-            child.sender.close()
-        return nbytes
+            child.end()
+        self._nbytes = sum(child.close() for child in self._children.values())
 
     def result(self) -> RelayResult:
         """After `finish`."""
         children = self._children.items()
+        last_s = max((self._last_s, *(child.last_s for child in self._children.values())))
         return RelayResult(
             missing=tuple(sorted(self._missing)),
             unknown_from=tuple(sorted(self._unknown)),
-            unknown_to=tuple(name for name, child in children if child.unknown),
+            unknown_to=tuple(name for name, child in children if child.is_unknown),
             unreached=tuple(name for name, child in children if child.unreached),
             disconnected=tuple(sorted(self._disconnected)),
             nbytes=self._nbytes,
-            wire_s=max(self._last_s - self._first_s, 0.0),
+            wire_s=last_s - self._first_s,
         )
-
-    # --- in the threads of a child -----------------------------------------------------------------
-
-    def _open(self, child: _Child) -> int:
-        try:
-            child.sender = RelaySender(child.address, self._worker, self._place, self._deadline)
-        except TransferError:
-            child.given_up = child.unreached = True
-        return 0
-
-    def _pass_on(self, child: _Child, landed: ChunkLanded) -> int:
-        if child.jobs[0].exception() is not None or child.given_up or child.sender is None:
-            return 0
-        payload = self._bound.payloads[landed.source]
-        try:
-            local, remote = self._bound.local[landed.source], child.remote[landed.source]
-            payload.write(
-                self._transport, child.binding, landed.chunk, local, remote, self._deadline
-            )
-            child.sender.send(landed)
-        except TransferError as error:
-            if is_unknown(error):
-                child.unknown = True
-            child.given_up = True  # it finds the link incomplete when the connection ends
-        except BaseException:  # whatever it is, bytes may still land there
-            child.given_up = child.unknown = True
-            raise
-        self._last_s = time.perf_counter()
-        return payload.chunk_nbytes(landed.chunk)
-
-    def _end_stripe(self, child: _Child, stripe: int) -> int:
-        if child.given_up or child.sender is None:
-            return 0
-        try:
-            child.sender.send(StripeEnd(stripe))
-        except TransferError:
-            child.given_up = True  # the end of the connection says more
-        return 0
-
-    def _close(self, child: _Child) -> int:
-        if child.sender is not None:
-            child.sender.end(unknown=child.unknown)
-        return 0
 
 
 @final
@@ -369,7 +272,8 @@ class RelayNode:
         children = children_of(group, worker)
         bound = {binding.worker: binding for binding in bindings}
         known = {address.worker: address for address in addresses}
-        for child in {name for stripe in children for name in stripe}:
+        names = dict.fromkeys(name for stripe in children for name in stripe)
+        for child in names:
             if child not in bound or child not in known:
                 raise PlanError(f"relay: {child} has no binding or no address")
             for program in programs.values():
@@ -394,6 +298,7 @@ class RelayNode:
             ),
             bindings=bound,
             addresses=known,
+            remote={n: {s: p.at(bound[n]) for s, p in payloads.items()} for n in names},
         )
 
     def run(self, place: Place, deadline_s: float) -> RelayResult:
@@ -410,7 +315,6 @@ class RelayNode:
         self._running = place
         round_ = RelayRound(self._receiver, bound, place, deadline)
         try:
-            round_.open_children()
             while round_.waits:
                 try:
                     upstream, event = events.get(timeout=max(round_.timeout_s, 0.001))

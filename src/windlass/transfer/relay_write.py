@@ -1,21 +1,23 @@
-"""The trainer's part of a relay: the roots of a group are written, each with the chunks of its stripes.
+"""How chunks are written to an engine of a relay; and the trainer's part, which writes the roots of a group.
 
-The plan names one member of each group; the links to the others have the same ops, the same packed
+Each root gets the chunks of its stripes. The plan names one member of each group; the links to the others have the same ops, the same packed
 bytes and the same digest. A trainer can write any member directly: so it completes the links that the
 relay left incomplete.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from typing import final
 
 import numpy as np
 
-from windlass.errors import PlanError
+from windlass.errors import PlanError, TransferError
 from windlass.memory.ops import OWN_WORK_S, ChunkDigests, MemoryOps, UInt64Array
 from windlass.net.clock import Deadline
 from windlass.planning.program import LinkProgram
@@ -24,12 +26,137 @@ from windlass.transfer.bind import check_binding
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.outcomes import is_unknown, submit
 from windlass.transfer.packer import PackedLink, batches_to
-from windlass.transfer.payload import WRITES_AT_ONCE, payload_of
+from windlass.transfer.payload import Payload, payload_of
 from windlass.transfer.relay_connection import RelaySender
-from windlass.transfer.relay_wire import ChunkLanded, Place, RelayAddress
+from windlass.transfer.relay_wire import ChunkLanded, Place, RelayAddress, StripeEnd
 from windlass.transports.base import OneSidedTransport
 
-__all__ = ["GroupWrite"]
+__all__ = ["ChunkWriter", "GroupWrite"]
+
+_log = logging.getLogger(__name__)
+WRITES_AT_ONCE = 4
+"""Chunks on their way to one engine: the next one is written while the last is acknowledged."""
+
+
+@final
+class ChunkWriter:
+    """Chunks on their way to one engine in one round, each announced once it is in place.
+
+    It has threads of its own, and connects in one of them. After the first error it writes no more.
+
+    Args:
+        transport: writes.
+        worker: this rank.
+        binding: of the engine. address: where it listens.
+        place: (epoch, round).
+        deadline: for all of it.
+
+    Attributes:
+        errors: what went wrong, in the order of time.
+        unreached: the engine did not let this rank in; nothing was written to it.
+        last_s: when the last chunk was in place, by `time.perf_counter`; 0 for none.
+    """
+
+    def __init__(
+        self,
+        transport: OneSidedTransport,
+        worker: str,
+        binding: DestinationBinding,
+        address: RelayAddress,
+        place: Place,
+        deadline: Deadline,
+    ) -> None:
+        self.errors: list[BaseException] = []
+        self.unreached, self.last_s = False, 0.0
+        self._transport, self._binding, self._deadline = transport, binding, deadline
+        self._sender: RelaySender | None = None
+        self._pool = ThreadPoolExecutor(WRITES_AT_ONCE, "windlass-relay-write")
+        self._jobs: list[Future[int]] = []
+        self._submit(partial(self._open, address, worker, place))
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether bytes may still land."""
+        return any(is_unknown(error) for error in self.errors)
+
+    def write(
+        self, payload: Payload, local: UInt64Array, remote: UInt64Array, landed: ChunkLanded
+    ) -> None:
+        """Have a chunk written from (n,) `local` to (n,) `remote`."""
+        self._submit(partial(self._write, payload, local, remote, landed))
+
+    def end_stripe(self, stripe: int) -> None:
+        """Say that nothing more comes of a stripe, once everything before is written."""
+        self._submit_last(partial(self._end_stripe, stripe))
+
+    def end(self) -> None:
+        """Say that nothing more comes, once everything before is written."""
+        self._submit_last(self._end)
+
+    def close(self) -> int:
+        """Wait for all; returns the bytes written."""
+        self._pool.shutdown(wait=True)
+        failed = [error for job in self._jobs if (error := job.exception()) is not None]
+        for error in failed:
+            _log.error("relaying to %s failed", self._binding.worker, exc_info=error)
+        self.errors += failed
+        if self._sender is not None:
+            self._sender.close()
+        return sum(job.result() for job in self._jobs if job.exception() is None)
+
+    def _submit(self, job: Callable[[], int]) -> None:
+        """Jobs begin in this order."""
+        self._jobs.append(submit(self._pool, job))
+
+    def _submit_last(self, job: Callable[[], int]) -> None:
+        earlier = tuple(self._jobs)
+
+        def after() -> int:
+            wait(earlier)  # they have threads of their own: they began before this one
+            return job()
+
+        self._submit(after)
+
+    def _open(self, address: RelayAddress, worker: str, place: Place) -> int:
+        try:
+            self._sender = RelaySender(address, worker, place, self._deadline)
+        except TransferError as error:
+            self.errors.append(error)
+            self.unreached = True
+        return 0
+
+    def _write(
+        self, payload: Payload, local: UInt64Array, remote: UInt64Array, landed: ChunkLanded
+    ) -> int:
+        if self._jobs[0].exception() is not None or self.errors or self._sender is None:
+            return 0
+        try:
+            payload.write(
+                self._transport, self._binding, landed.chunk, local, remote, self._deadline
+            )
+            self._sender.send(landed)
+        except TransferError as error:
+            self.errors.append(error)  # the peer finds the link incomplete in the end
+            return 0
+        except BaseException as error:  # whatever it is, bytes may still land there
+            self.errors.append(error)
+            raise
+        self.last_s = time.perf_counter()
+        return payload.chunk_nbytes(landed.chunk)
+
+    def _end_stripe(self, stripe: int) -> int:
+        if self._sender is not None and not self.errors:
+            try:
+                self._sender.send(StripeEnd(stripe))
+            except TransferError as error:
+                self.errors.append(error)  # the end of the connection says more
+        return 0
+
+    def _end(self) -> int:
+        if self._sender is not None:
+            lost = any(job.exception() is not None for job in self._jobs if job.done())
+            self._sender.end(unknown=self.is_unknown or lost)
+        return 0
 
 
 @final
@@ -145,30 +272,15 @@ class GroupWrite:
             TransferError: the root was not reached, or a write failed.
             TransferOutcomeUnknown: bytes may still land.
         """
-        payload, local, digests = self._payload, self._local, self._chunks
-        if not self.digest:
-            digests = ()
-        sender = RelaySender(self._addresses[binding.worker], worker, place, deadline)
-        remote, failed = payload.at(binding), threading.Event()
-
-        def write(chunk: int) -> int:
-            if failed.is_set():
-                return 0
-            try:
-                payload.write(transport, binding, chunk, local, remote, deadline)
-                sender.send(ChunkLanded(worker, chunk, digests[chunk]))
-            except BaseException:  # whatever it is, the root waits for no more
-                failed.set()
-                raise
-            return payload.chunk_nbytes(chunk)
-
-        roots = self._group.roots()
-        mine = [c for c in range(len(digests)) if roots[c % len(roots)] == binding.worker]
-        with ThreadPoolExecutor(WRITES_AT_ONCE, "windlass-relay-write") as pool:
-            written = [submit(pool, write, chunk) for chunk in mine]
-        errors = [error for job in written if (error := job.exception()) is not None]
-        unknown = [error for error in errors if is_unknown(error)]
-        sender.end(unknown=bool(unknown))
-        for error in (*unknown, *errors):
+        digests, roots = self._chunks if self.digest else (), self._group.roots()
+        address, remote = self._addresses[binding.worker], self._payload.at(binding)
+        writer = ChunkWriter(transport, worker, binding, address, place, deadline)
+        for chunk, digest in enumerate(digests):
+            if roots[chunk % len(roots)] == binding.worker:
+                landed = ChunkLanded(worker, chunk, digest)
+                writer.write(self._payload, self._local, remote, landed)
+        writer.end()
+        nbytes = writer.close()
+        for error in sorted(writer.errors, key=is_unknown, reverse=True):
             raise error
-        return sum(job.result() for job in written)
+        return nbytes

@@ -470,12 +470,13 @@ class Sender:
     def _pack(self, program: LinkProgram, offset: int) -> tuple[str, int]:
         """Pack and hash a link at `offset`; its digest, and where the next one may begin."""
         peer = program.peer
+        pack, digest, after = self._packer.pack(program, offset)
         if peer in self._relays:
-            packed, digest, after = self._packer.pack_ops(program, offset)
+            packed = {part.op: part.address for turn in pack.turns for part in turn}
             self._relays[peer].keep(self._packer.memory, self._packer.sources, packed, digest)
-            return digest, after
-        self._ready[peer], after = self._packer.pack_link(program, self._peers[peer], offset)
-        return self._ready[peer].digest, after
+        else:
+            self._ready[peer] = self._packer.link_to(self._peers[peer], program, pack, digest)
+        return digest, after
 
     def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
         """Before links are written again; outcomes of those whose parameters are others than before."""

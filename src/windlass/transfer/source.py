@@ -14,12 +14,7 @@ from windlass.memory.ops import OWN_WORK_S, LinkDigests, MemoryOps, UInt64Array,
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import LinkProgram, bind_links
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.bind import (
-    bind_peers,
-    check_destinations,
-    check_digest_kind,
-    check_part,
-)
+from windlass.transfer.bind import bind_peers, check_digest_kind, check_part
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 
@@ -150,7 +145,7 @@ def refuse_transforms(worker: str, plan: TransferPlan) -> None:
 
 @final
 class SourceMemory:
-    """Parameters of one rank, in host memory or on a GPU, and the links of the plan that they feed.
+    """Parameters of one rank, in host memory or on a GPU, and the links of the plan that carry them.
 
     Args:
         manifest: of this rank.
@@ -219,7 +214,7 @@ class SourceMemory:
         return True
 
     def hash_links(self) -> None:
-        """Digest what every link delivers, from the parameters as they are.
+        """Digest what every link delivers, from the parameters as they are; after `locate`.
 
         Raises:
             TransferFailed: a cast overflows, or what is queued on the GPU does not end.
@@ -231,15 +226,11 @@ class SourceMemory:
         self._found = self._digests.take(self.programs, OWN_WORK_S)
 
     def delivered(self, destinations: Sequence[str]) -> tuple[LinkOutcome, ...]:
-        """What is said of links that delivered what `hash_links` saw."""
+        """Return the outcomes of links that delivered what `hash_links` saw."""
         return tuple(
             LinkOutcome(name, LinkStatus.OK, self.programs[name].nbytes, self._found[name])
             for name in destinations
         )
-
-    def check_destinations(self, destinations: Sequence[str]) -> None:
-        """See `bind.check_destinations`."""
-        check_destinations(self.programs, destinations)
 
     def close(self) -> None:
         """Free what was prepared. Idempotent."""

@@ -191,7 +191,7 @@ class StoredLinks:
         """The peer's parameter addresses as this process reaches them.
 
         Every op must stay in the region that its parameter begins in: another region of the peer
-        is mapped elsewhere here.
+        is mapped at another distance here.
         """
         mapped = [self._mapper.map_region(region) for region in binding.regions]
         around = []
@@ -204,8 +204,7 @@ class StoredLinks:
             around.append(inside[0])
         for op in program.ops:
             start = binding.parameter_addresses[op.dst_parameter] + op.dst_offset
-            reach = sum((n - 1) * s for n, s in zip(op.sizes, op.dst_strides, strict=True))
-            if start + reach + op.dst_dtype.itemsize > around[op.dst_parameter].stop:
+            if start + op.dst_extent_nbytes > around[op.dst_parameter].stop:
                 raise RegionError(
                     f"connect: {binding.worker}: parameter {op.dst_parameter} must lie in one region"
                 )

@@ -301,7 +301,7 @@ class _Binder:
         passed_on = {(member, child) for member, children in below.items() for child in children}
         unreached = self._transports.choose(links | passed_on)
         self._refuse({self._engine_of[w]: why for w, why in unreached.items()})
-        plan = plan.without_landing(frozenset(self._transports.strided))
+        plan = plan.without_staging(frozenset(self._transports.strided))
         parts = {m.worker: plan.for_destination(m.worker) for m in planned}
         for manifest in destinations:
             if (of := self._copies.get(manifest.worker)) is not None:

@@ -13,7 +13,7 @@ from functools import cache
 
 from windlass.errors import UnsupportedLayout
 
-__all__ = ["Cut", "Family", "Match", "Rule"]
+__all__ = ["Cut", "Family", "Match", "Rule", "compiled"]
 
 
 class Cut(StrEnum):
@@ -88,7 +88,7 @@ class Family:
             UnsupportedLayout: no rule; says how to add one.
         """
         for rule in self.rules:
-            found = _compiled(rule.pattern).fullmatch(name)
+            found = compiled(rule.pattern).fullmatch(name)
             if found is not None:
                 numbers = found.groupdict()
                 return Match(rule, int(numbers.get("layer", -1)), int(numbers.get("expert", -1)))
@@ -104,7 +104,8 @@ class Family:
 
 
 @cache
-def _compiled(pattern: str) -> re.Pattern[str]:
+def compiled(pattern: str) -> re.Pattern[str]:
+    """Return a pattern of names, whose `{layer}` and `{expert}` stand for numbers."""
     escaped = re.escape(pattern)
     for field in ("layer", "expert"):
         escaped = escaped.replace(rf"\{{{field}\}}", rf"(?P<{field}>\d+)")

@@ -7,13 +7,13 @@ rows, over columns) is a box of each of those matrices.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from windlass.errors import ManifestError
 from windlass.layout.box import Box
 from windlass.layout.naming.place import PlacedShard
+from windlass.layout.naming.rules import compiled
 
 __all__ = ["TORCHTITAN_EXPERTS", "TRANSFORMERS_EXPERTS", "StackedRule", "unstack"]
 
@@ -34,8 +34,7 @@ class StackedRule:
 
     def match(self, name: str) -> int | None:
         """The layer in `name`, or None when the rule is not about it."""
-        escaped = re.escape(self.pattern).replace(r"\{layer\}", r"(?P<layer>\d+)")
-        found = re.fullmatch(escaped, name)
+        found = compiled(self.pattern).fullmatch(name)
         return None if found is None else int(found.group("layer"))
 
 

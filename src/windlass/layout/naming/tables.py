@@ -1,7 +1,7 @@
-"""Parts of naming tables that families share: names of the local spec and of the Transformer Engine spec.
+"""Naming tables of families: names of the local spec and of the Transformer Engine spec.
 
-To add a family: one file in `windlass/layout/naming/families` that lists what differs from an existing one,
-or an entry point of the group `windlass.families` in another distribution. To add a name: one `Rule`.
+To add a family: what differs from an existing one at the end of this file, or an entry point of the group
+`windlass.families` in another distribution. To add a name: one `Rule`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,6 @@ __all__ = [
     "layer",
     "linear",
 ]
-
-FAMILIES: Registry[Family] = Registry(
-    noun="family",
-    kind=Family,
-    package="windlass.layout.naming.families",
-    attribute="FAMILY",
-    group="windlass.families",
-)
-"""All families, by the `model_type` of the checkpoint's `config.json`."""
 
 
 def layer(name: str, *tensors: str, cut: Cut = Cut.WHOLE) -> Rule:
@@ -137,3 +128,27 @@ SHARED = (
     *gated("mlp.shared_experts", "mlp.shared_experts"),
 )
 DEEPSEEK = (*ENDS, *NORMS, *LATENT, *gated("mlp", "mlp"), *SPARSE, *SHARED)
+_MIXTRAL = (
+    layer("mlp.router.weight", "block_sparse_moe.gate.weight"),
+    *experts("block_sparse_moe.experts", "w1", "w3", "w2"),
+)
+
+LLAMA = Family("llama", DENSE)
+QWEN2 = Family("qwen2", DENSE)
+QWEN3 = Family("qwen3", DENSE)
+QWEN3_MOE = Family("qwen3_moe", (*DENSE, *SPARSE))
+GLM4_MOE = Family("glm4_moe", (*DENSE, *SPARSE, *SHARED))
+MIXTRAL = Family("mixtral", (*ENDS, *NORMS, *GROUPED_QUERY, *_MIXTRAL))
+DEEPSEEK_V3 = Family("deepseek_v3", DEEPSEEK)
+KIMI_K2 = Family("kimi_k2", DEEPSEEK)
+
+FAMILIES: Registry[Family] = Registry(
+    noun="family",
+    kind=Family,
+    built_in={
+        family.name: f"{__name__}:{family.name.upper()}"
+        for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GLM4_MOE, MIXTRAL, DEEPSEEK_V3, KIMI_K2)
+    },
+    group="windlass.families",
+)
+"""All families, by the `model_type` of the checkpoint's `config.json`."""
