@@ -8,6 +8,7 @@ from windlass.lazy import public
 
 if TYPE_CHECKING:
     from windlass.engines.client import EngineClient as EngineClient
+    from windlass.engines.client import EngineWeights as EngineWeights
     from windlass.engines.spec import AgentSettings as AgentSettings
     from windlass.engines.spec import CapturedLayout as CapturedLayout
     from windlass.engines.spec import EngineOptions as EngineOptions
@@ -24,7 +25,7 @@ if not TYPE_CHECKING:  # a type checker must go on refusing names that are not t
     __all__, __getattr__, __dir__ = public(
         __name__,
         {
-            "windlass.engines.client": "EngineClient",
+            "windlass.engines.client": "EngineClient EngineWeights",
             "windlass.engines.spec": "AgentSettings CapturedLayout EngineOptions EngineServer EngineSpec QuantisedLayout Rule ServerCommand",
             "windlass.transfer.dtensor": "describe_module parameter_addresses",
             "windlass.updates.hooks": "EngineHooks",

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from windlass.errors import (
+    ConfigError,
     PeerTimeout,
     PeerUnreachable,
     StaleMessage,
@@ -48,7 +49,7 @@ from windlass.updates.messages import (
     Write,
 )
 
-__all__ = ["WELCOME_SEQ", "AgentChannel", "CommandHandler", "report_cannot_join"]
+__all__ = ["WELCOME_SEQ", "AgentChannel", "CommandHandler", "group_and_rank", "report_cannot_join"]
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +80,18 @@ def report_cannot_join(url: str, token: str, engine: str, reason: str) -> None:
         asyncio.run(report())
     except (OSError, aiohttp.ClientError) as error:  # a TimeoutError is an OSError
         raise PeerUnreachable(f"controller {url}: {type(error).__name__}: {error}") from error
+
+
+def group_and_rank(worker: str) -> tuple[str, int]:
+    """Return what the name of a rank is made of.
+
+    Raises:
+        ConfigError: it is not GROUP/RANK.
+    """
+    group, _, rank = worker.rpartition("/")
+    if not group or not (rank.isascii() and rank.isdecimal()):
+        raise ConfigError(f"manifest: worker must be GROUP/RANK, got {worker!r}")
+    return group, int(rank)
 
 
 class CommandHandler(Protocol):
