@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from windlass.trainers.client import TrainerClient as TrainerClient
     from windlass.trainers.client import TrainerWeights as TrainerWeights
     from windlass.trainers.client import connect_trainer as connect_trainer
-    from windlass.updates.hooks import EngineHooks as EngineHooks
+    from windlass.updates.engine_agent import EngineHooks as EngineHooks
     from windlass.updates.messages import RoundOutcome as RoundOutcome
     from windlass.updates.messages import UpdateReport as UpdateReport
 
@@ -90,7 +90,7 @@ if not TYPE_CHECKING:  # a type checker must go on refusing names that are not t
             "windlass.rollout.staleness": "OnStale StalenessPolicy",
             "windlass.trainers.callback": "RolloutCallback WeightGroup",
             "windlass.trainers.client": "PendingUpdate TrainerClient TrainerWeights connect_trainer",
-            "windlass.updates.hooks": "EngineHooks",
+            "windlass.updates.engine_agent": "EngineHooks",
             "windlass.updates.messages": "RoundOutcome UpdateReport",
         },
     )

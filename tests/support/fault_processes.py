@@ -32,7 +32,8 @@ from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
-from windlass.updates.agents import EngineAgent, TrainerAgent
+from windlass.updates.engine_agent import EngineAgent
+from windlass.updates.trainer_agent import TrainerAgent
 
 TOKEN = "secret of the test"
 NUM_TRAINERS = 2

@@ -29,9 +29,10 @@ from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.agents import EngineAgent, TrainerAgent
 from windlass.updates.client import CommandHandler
+from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.messages import Command, Result
+from windlass.updates.trainer_agent import TrainerAgent
 
 TOKEN = "secret of the test"
 COLUMNS = 512

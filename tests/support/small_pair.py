@@ -14,7 +14,7 @@ from windlass.net.access import Access, role_token
 from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.hooks import EngineHooks
+from windlass.updates.engine_agent import EngineHooks
 
 __all__ = ["SmallPair", "connect_small_pair", "small_manifest"]
 

@@ -29,7 +29,7 @@ from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.base import OneSidedTransport, WriteBatch
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.agents import EngineAgent
+from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.messages import Command, Receive, Result, Verify
 
 PER_RUN = 20

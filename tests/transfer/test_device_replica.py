@@ -41,9 +41,9 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.processes import own_endpoint
-from windlass.updates.agents import TrainerAgent
 from windlass.updates.client import CommandHandler
 from windlass.updates.messages import Command, Result, Write
+from windlass.updates.trainer_agent import TrainerAgent
 
 TOKEN = "secret of the test"
 SECONDS = 20.0

@@ -30,8 +30,8 @@ from windlass.trainers.fsdp import describe_trainer
 from windlass.transfer.dtensor import describe_module, parameter_addresses
 from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
-from windlass.updates.agents import TrainerAgent
 from windlass.updates.messages import Command, Result, Write
+from windlass.updates.trainer_agent import TrainerAgent
 
 TOKEN = "t" * 32
 

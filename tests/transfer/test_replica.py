@@ -34,9 +34,9 @@ from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion
 from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
-from windlass.updates.agents import TrainerAgent
 from windlass.updates.client import CommandHandler
 from windlass.updates.messages import Command, Result, Write
+from windlass.updates.trainer_agent import TrainerAgent
 
 TOKEN = "secret of the test"
 SHAPES = {"same": (40, 24), "cast": (40, 24), "columns": (24, 48), "norm": (24,)}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from windlass.engines.spec import ServerCommand as ServerCommand
     from windlass.transfer.dtensor import describe_module as describe_module
     from windlass.transfer.dtensor import parameter_addresses as parameter_addresses
-    from windlass.updates.hooks import EngineHooks as EngineHooks
+    from windlass.updates.engine_agent import EngineHooks as EngineHooks
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
     __all__, __getattr__, __dir__ = public(
@@ -28,6 +28,6 @@ if not TYPE_CHECKING:  # a type checker must go on refusing names that are not t
             "windlass.engines.client": "EngineClient EngineWeights",
             "windlass.engines.spec": "AgentSettings CapturedLayout EngineOptions EngineServer EngineSpec QuantisedLayout Rule ServerCommand",
             "windlass.transfer.dtensor": "describe_module parameter_addresses",
-            "windlass.updates.hooks": "EngineHooks",
+            "windlass.updates.engine_agent": "EngineHooks",
         },
     )

@@ -15,9 +15,8 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportOffer
-from windlass.updates.agents import EngineAgent
 from windlass.updates.client import AgentChannel, CommandHandler, group_and_rank
-from windlass.updates.hooks import EngineHooks
+from windlass.updates.engine_agent import EngineAgent, EngineHooks
 from windlass.updates.messages import PROTOCOL_VERSION, Hello, Registered
 
 __all__ = ["EngineClient", "EngineWeights"]

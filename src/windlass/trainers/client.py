@@ -29,9 +29,9 @@ from windlass.transfer.replica import CopyTimes
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportConfig
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.agents import TrainerAgent
 from windlass.updates.client import AgentChannel, CommandHandler, group_and_rank
 from windlass.updates.messages import MAX_COUNT, PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
+from windlass.updates.trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ from windlass.envs import ENGINE_TOKEN_VARIABLE, secret_value
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.hooks import EngineHooks
+from windlass.updates.engine_agent import EngineHooks
 
 __all__ = ["run_rank"]
 
