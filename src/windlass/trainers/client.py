@@ -146,7 +146,7 @@ class TrainerWeights:
 
 @final
 class TrainerClient:
-    """One trainer rank's way to the fleet. Made by `connect_trainer`, or by hand for any framework.
+    """One trainer rank's way to the fleet. Made by `connect_trainer`, or by yourself for any framework.
 
     Args:
         weights: of this rank.

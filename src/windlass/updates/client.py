@@ -169,7 +169,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
 
         Raises:
             PeerTimeout: no report within `deadline_s`. An announcement that still waited for other
-                ranks is withdrawn; if a round had begun it goes on, and the weights must not change
+                ranks is taken back; if a round had begun it goes on, and the weights must not change
                 before the next report.
             ProtocolError: the controller refused this agent.
             PeerUnreachable: the channel was closed.
@@ -312,7 +312,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
                 _log.exception("on_disconnect")
 
     async def _send_announcement(self) -> None:
-        """Again after a lost connection, which has withdrawn it."""
+        """Send it again after a lost connection, which took it back."""
         announced = self._announced
         if announced is not None and announced.frame.attempt and not announced.report.done():
             await self.send(announced.frame)
