@@ -222,3 +222,32 @@ def test_a_segment_that_could_shrink_is_refused() -> None:
         assert engine.ask() == "shrunk"
         assert "sealed" in trainer.ask()
         assert trainer.end() == 0
+
+
+INTRUDER = """
+import os, sys
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+for name in sys.argv[1:]:
+    try:
+        os.open(name, os.O_RDWR)
+        print("opened", name)
+    except PermissionError:
+        print("refused")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root plays two users")
+def test_another_user_of_the_host_opens_no_segment() -> None:
+    with started(ENGINE) as engine:
+        key = msgspec.json.decode(engine.said(), type=RemoteRegion).key
+        path = f"/proc/{engine.process.pid}/fd/{key.partition(':')[0]}"
+        assert "windlass-" in os.readlink(path)
+        done = subprocess.run(
+            [sys.executable, "-c", INTRUDER, path],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout == "refused\n"
