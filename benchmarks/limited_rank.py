@@ -58,7 +58,7 @@ class LimitedLink(WrappedTransport):
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         with self._lock:
             begin = max(time.monotonic(), self._free_at)
-            self._free_at = begin + batch.total_nbytes / self._rate
+            self._free_at = begin + int(batch.nbytes.sum()) / self._rate
             through = self._free_at
         time.sleep(max(through - time.monotonic(), 0.0))
         super().write(batch, deadline_s=deadline_s)

@@ -142,7 +142,7 @@ class FaultyWrites(WrappedTransport):
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         with self._lock:
-            self.nbytes += batch.total_nbytes
+            self.nbytes += int(batch.nbytes.sum())
             self._left -= 1
             now = self._left == 0
         if now and self._kind == "tear":
