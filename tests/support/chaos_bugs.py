@@ -24,9 +24,9 @@ from windlass.rollout.pool import WorkerPool
 from windlass.transfer.destination import Destination
 from windlass.transfer.sender import Sender
 from windlass.updates import binding, coordinator, session
-from windlass.updates.agents import EngineAgent
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.driver import RoundDriver
+from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.fleet import Fleet
 from windlass.updates.rounds import LinkLedger, RoundMachine
 
@@ -297,6 +297,7 @@ INTRUDER_BUGS = (
         "_check_past",
         "if hello.role is Role.TRAINER and not ours and self._journal.is_kept:",
         "if False:",
+        100004,
     ),
     Bug(
         "an engine says what is published",
@@ -363,7 +364,7 @@ INTRUDER_BUGS = (
         "admit",
         "if hello.role is Role.ENGINE and hello.group == self._trainer_group:",
         "if False:",
-        100675,
+        101100,
     ),
     Bug(
         "an engine may bind the memory of another",
@@ -418,6 +419,7 @@ INTRUDER_BUGS = (
         "_settle_for_predecessor",
         "if writer is None or not 0 < round_id.epoch <= writer.hello.epoch:",
         "if writer is None:",
+        100027,
     ),
     Bug(
         "an outcome of another attempt counts",

@@ -16,7 +16,7 @@ import numpy as np
 from fake_agents import engine_manifest, fake_hello, trainer_manifest
 
 from windlass.errors import DECODE_ERRORS, WindlassError
-from windlass.jobs import train_messages as train
+from windlass.jobs import train_worker as train
 from windlass.layout.manifest import ShardManifest
 from windlass.net.line_file import add_checksum, read_lines
 from windlass.net.sockets import PartJoiner

@@ -13,14 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import final
 
 import msgspec
 
 from windlass.engines.adapters import adapter_of
-from windlass.engines.private_routes import environment_of, key_of
+from windlass.engines.private_routes import environment_of, new_key, saved_key
 from windlass.engines.rank_reports import RankReports, Secrets
 from windlass.engines.spec import (
     AgentSettings,
@@ -36,17 +35,14 @@ from windlass.engines.spec import (
 )
 from windlass.engines.versions import check_installed
 from windlass.envs import (
-    TLS_CERTIFICATE_VARIABLE,
-    TLS_KEY_VARIABLE,
     TOKEN_VARIABLE,
     control_token,
     environment_value,
-    has_certificate,
     inherited_environment,
     secret_value,
 )
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
-from windlass.net.addresses import own_address, published_host, url_of
+from windlass.net.addresses import check_url, own_address, published_host, url_of
 from windlass.updates.client import report_cannot_join
 
 __all__ = [
@@ -85,7 +81,7 @@ Join = Callable[[AgentSettings], None]
 
 
 def exit_at_signal(number: int, _frame: FrameType | None) -> None:
-    """A handler: leave the main thread by SystemExit, with a shell's status for the signal."""
+    """Handle a signal: leave the main thread by SystemExit, with a shell's status for it."""
     sys.exit(128 + number)
 
 
@@ -135,22 +131,27 @@ def launch(engine: EngineSpec, description: str | None) -> int:
                 f"engine {engine.name!r} must have a server and releases, it has none"
             )
         refuse_unsafe([*rest, *_own_words(args)], engine.rules)
-        secrets = _secrets(args.controller, rest)
-        join = partial(join_fleet, engine.server, secrets=secrets)
         place(args)
         if args.attach:
+            check_url(args.attach, "--attach")
+            secrets = _secrets(args.controller, rest, saved_key(args.attach))
+            join = partial(join_fleet, engine.server, secrets=secrets)
             return attach_running(args, join, secrets.token)
         for warning in check_installed(engine.releases):
             sys.stderr.write(f"engine {args.name}: {warning}\n")
         command = engine.server.command(args, rest)
-        return serve(args, command, ready_line=engine.server.ready_line, join=join, secrets=secrets)
+        with new_key(args.port) as key:
+            secrets = _secrets(args.controller, rest, key)
+            join = partial(join_fleet, engine.server, secrets=secrets)
+            ready_line = engine.server.ready_line
+            return serve(args, command, ready_line=ready_line, join=join, secrets=secrets)
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         return 2
 
 
-def _secrets(controller: str, rest: Sequence[str]) -> Secrets:
-    """Return what this process was given to show others, of which no child inherits anything.
+def _secrets(controller: str, rest: Sequence[str], key: str) -> Secrets:
+    """Return what this process has to show others, of which no child inherits anything.
 
     Raises:
         ConfigError: there is a controller and no token.
@@ -158,11 +159,7 @@ def _secrets(controller: str, rest: Sequence[str]) -> Secrets:
     token = control_token() if controller else secret_value(TOKEN_VARIABLE)
     options = dict(options_of(rest))
     api_key = options.get("--api-key") or environment_value("VLLM_API_KEY")
-    secret = token
-    if not token and has_certificate():  # then its key is what this process alone knows
-        file = environment_value(TLS_KEY_VARIABLE) or environment_value(TLS_CERTIFICATE_VARIABLE)
-        secret = Path(file).read_text()
-    return Secrets(token, key_of(secret), api_key, options.get("--admin-api-key", ""))
+    return Secrets(token, key, api_key, options.get("--admin-api-key", ""))
 
 
 def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) -> None:
@@ -198,7 +195,7 @@ def _order(
 
 
 def _own_words(args: argparse.Namespace) -> list[str]:
-    """Options that every engine has here, but that not every engine can be given.
+    """Return options that every engine has here, but that not every engine can be given.
 
     Raises:
         ConfigError: a number of ranks is none.
@@ -218,7 +215,7 @@ def _own_words(args: argparse.Namespace) -> list[str]:
 
 
 def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
-    """Options of every engine; what the parser does not know goes to the engine's own server."""
+    """Return the options of every engine; what the parser does not know goes to the engine's own server."""
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--name", required=True, help="identity in the fleet")
     parser.add_argument("--model", required=True, help="checkpoint folder (safetensors)")
@@ -278,7 +275,7 @@ def refuse_unsafe(rest: Sequence[str], rules: Sequence[Rule]) -> None:
 
 
 def attach_running(args: argparse.Namespace, join: Join, token: str) -> int:
-    """For `--attach`: a server that runs joins a fleet, with this transport; prints one JSON line.
+    """Have a server that runs join a fleet, for `--attach`; print one JSON line.
 
     The layout that it has captured is used again; one that has not joined a fleet captures it now,
     and must still hold its checkpoint.
@@ -400,7 +397,7 @@ def serve(
 
 
 def _tell(args: argparse.Namespace, token: str, reason: str) -> None:
-    """Whoever waits for this engine must not wait for its deadline; stderr has the reason as well."""
+    """Tell the controller why this engine does not join, so that nobody waits for its deadline."""
     with contextlib.suppress(WindlassError):
         if args.controller:
             report_cannot_join(args.controller, token, args.name, reason)
@@ -429,7 +426,7 @@ def _watch(server: subprocess.Popen[bytes], ready: threading.Event) -> None:
 
 
 def _reach(host: str, port: int) -> None:
-    """Servers log that they serve a moment before they listen, and say nothing afterwards.
+    """Wait until a server listens: it logs that it serves a moment before, and says nothing afterwards.
 
     Raises:
         PeerUnreachable: refused for `REACH_DEADLINE_S`.
@@ -455,7 +452,7 @@ def _signal(group: int, number: int) -> None:
 
 
 def check_placed(engine: str, unplaced_by_rank: Sequence[Sequence[str]]) -> None:
-    """Every checkpoint tensor must have left a trace on some rank.
+    """Raise if a checkpoint tensor has left no trace on any rank.
 
     One that did not is either not wanted by the engine, or lies where capture cannot see it (a
     kernel's private copy), and then updates would silently miss it.
@@ -472,7 +469,7 @@ def check_placed(engine: str, unplaced_by_rank: Sequence[Sequence[str]]) -> None
 
 
 def report_buffers(engine: str, ranks: Sequence[CapturedLayout]) -> None:
-    """Say on stderr what updates cost that go through buffers, if any do.
+    """Print on stderr what updates cost that go through buffers, if any do.
 
     Args:
         engine: its name.

@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from windlass.errors import ConfigError, ProtocolError, RolloutError
-from windlass.net.logs import add_log_fields, log_fields
+from windlass.net.logs import log_fields
 from windlass.rollout.generate import AttemptError, AttemptResult, generate
 from windlass.rollout.messages import (
     OutcomeStatus,
@@ -56,30 +56,19 @@ class WorkflowContext:
         turns: calls that have ended, in order of their end.
     """
 
-    __slots__ = ("_num_calls", "_session", "_task", "_versions", "arguments", "turns")
+    __slots__ = (
+        *("_num_calls", "_session", "_task", "_versions"),
+        *("arguments", "attempt", "sampling", "task_id", "turns"),
+    )
 
     def __init__(self, session: aiohttp.ClientSession, task: RolloutTask) -> None:
         self._session = session
         self._task = task
         self._num_calls = 0
         self._versions: tuple[int, ...] = ()  # of the oldest and of the newest token
+        self.task_id, self.attempt, self.sampling = task.task_id, task.attempt, task.sampling
         self.arguments: object = msgspec.msgpack.decode(task.arguments)
         self.turns: list[Turn] = []
-
-    @property
-    def task_id(self) -> str:
-        """Identity of the rollout."""
-        return self._task.task_id
-
-    @property
-    def attempt(self) -> int:
-        """Which try of it this is."""
-        return self._task.attempt
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """The submitter's."""
-        return self._task.sampling
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None
@@ -102,13 +91,13 @@ class WorkflowContext:
             self._task,
             task_id=f"{self._task.task_id}.{self._num_calls}",
             prompt_ids=tuple(prompt_ids),
-            sampling=sampling if sampling is not None else self._task.sampling,
+            sampling=sampling or self.sampling,
         )
         answer = await generate(self._session, call)
         turn = Turn(call.prompt_ids, answer.tokens, answer.finish_reason)
         self.turns.append(turn)
         if answer.tokens.versions:
-            add_log_fields(version=answer.tokens.versions[-1])
+            log_fields(version=answer.tokens.versions[-1])
             self._check_age(answer.tokens.versions)
         return turn
 
@@ -169,7 +158,7 @@ async def _run_attempt(
         Exception: whatever the workflow raises.
     """
     # An attempt is a task of its own, so that the fields are of nobody else's lines.
-    add_log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name)
+    log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name)
     if not task.workflow:
         answer = await generate(session, task)
         return AttemptResult(answer.tokens, answer.finish_reason)

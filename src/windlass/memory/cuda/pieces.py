@@ -19,10 +19,12 @@ from windlass.layout.dtypes import DType, can_overflow
 from windlass.layout.quantization import BLOCK
 from windlass.memory.cuda.kernels import PIECE
 from windlass.memory.ops import Int64Array, StridedCopy
+from windlass.memory.ranges import split_pieces
 from windlass.planning.plan import Transform
 from windlass.planning.program import BoundOp, LinkProgram
 
 MAX_PIECE_NBYTES = 64 << 10
+"""One block of threads copies a piece: smaller ones keep more of the device busy at the end."""
 UInt64Array = npt.NDArray[np.uint64]
 PieceArray = npt.NDArray[np.void]
 
@@ -96,16 +98,18 @@ def cut_ranges(addresses: UInt64Array, nbytes: Int64Array) -> tuple[PieceArray, 
     Returns:
         The pieces, and (n + 1,) which of them is the first of each range, and how many there are.
     """
-    count = -(-nbytes // MAX_PIECE_NBYTES)
-    first = np.append(0, np.cumsum(count))
-    row = np.repeat(np.arange(len(nbytes)), count)
-    step = (np.arange(len(row)) - first[row]) * MAX_PIECE_NBYTES
-    pieces = np.zeros(len(row), PIECE)
-    pieces["src"] = pieces["dst"] = addresses[row] + step.astype(np.uint64)
-    pieces["pos"] = (np.cumsum(nbytes) - nbytes)[row] + step
+    first = np.append(0, np.cumsum(-(-nbytes // MAX_PIECE_NBYTES)))
+    return raw_pieces(addresses, addresses, nbytes.astype(np.uint64)), first
+
+
+def raw_pieces(sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array) -> PieceArray:
+    """Return pieces of bytes of ranges, one range behind the other in the payload; (n,) each."""
+    source, target, size = split_pieces(sources, targets, nbytes, MAX_PIECE_NBYTES)
+    pieces = np.zeros(len(size), PIECE)
+    pieces["src"], pieces["dst"], pieces["row_elems"] = source, target, size
+    pieces["pos"] = np.cumsum(size) - size
     pieces["rows"] = 1
-    pieces["row_elems"] = np.minimum(nbytes[row] - step, MAX_PIECE_NBYTES)
-    return pieces, first
+    return pieces
 
 
 def join_tables(found: Iterable[tuple[PieceKind, PieceArray]]) -> dict[PieceKind, PieceArray]:
