@@ -321,7 +321,7 @@ INTRUDER_BUGS = (
         "_part_with",
         "if session.agent.num_late > MAX_LATE:",
         "if False:",
-        100145,
+        100023,
     ),
     Bug(
         "versions of another run count",
@@ -412,6 +412,7 @@ INTRUDER_BUGS = (
         "on_reply",
         "if reply.round_id == self.round_id and self.sessions.get(worker) is session:",
         "if self.sessions.get(worker) is session:",
+        100065,
     ),
     Bug(
         "anybody reports writes to a predecessor",
@@ -427,6 +428,7 @@ INTRUDER_BUGS = (
         "find_running",
         "or record.attempt != attempt",
         "",
+        100000,
     ),
     Bug(
         "a worker that was replaced comes back",
@@ -434,6 +436,7 @@ INTRUDER_BUGS = (
         "register",
         "if (hello.name, hello.incarnation) in self._replaced:",
         "if False:",
+        100006,
     ),
 )
 """Of what intruders, other runs and misfits try: searched for among seeds from `ATTACKED_FROM` on."""

@@ -512,9 +512,12 @@ class Intruder:
             last = 0
             for _ in range(30):
                 await asyncio.sleep(0.1)
+                version = self.world.controller.coordinator.published_version
                 records = list(self.world.controller.rollouts._table.records.values())[:8]
                 outcomes = tuple(
-                    msgspec.Raw(encode(_forged_outcome(record.task_id, record.attempt + step)))
+                    msgspec.Raw(
+                        encode(_forged_outcome(record.task_id, record.attempt + step, version))
+                    )
                     for record in records
                     for step in (-1, 1)
                 )
@@ -522,12 +525,12 @@ class Intruder:
                 await socket.send_bytes(encode(rollout.CompletionBatch(last, outcomes)))
 
 
-def _forged_outcome(task_id: str, attempt: int) -> rollout.RolloutOutcome:
+def _forged_outcome(task_id: str, attempt: int, version: int) -> rollout.RolloutOutcome:
     return rollout.RolloutOutcome(
         task_id=task_id,
         attempt=attempt,
         status=rollout.OutcomeStatus.ACCEPTED,
-        result=rollout.Partial((6, 6, 6), (-1.0,) * 3, (0, 0, 0)),
+        result=rollout.Partial((6, 6, 6), (-1.0,) * 3, (version,) * 3),
         engine="a",
         worker="worker/0",
         finished_at=0.0,
