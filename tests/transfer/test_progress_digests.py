@@ -135,7 +135,7 @@ def test_bytes_that_were_told_of_too_early_do_not_count(pair: Pair) -> None:
     told = pair.write(1, "w")[1]
     pair.trained[0][5] ^= 1
     pair.tell(told)  # of the write to come, whose bytes are not there yet
-    pair.receiver._listener.drain()  # type: ignore[union-attr]
+    pair.receiver._progress.listener.drain()  # type: ignore[union-attr]
     digest = pair.write(1, "w")[0]
     assert pair.receiver.verify(1, {SOURCE: digest}) == ()
     assert pair.receiver.late_nbytes > 0
@@ -146,7 +146,7 @@ def test_bytes_that_were_told_of_too_early_do_not_count(pair: Pair) -> None:
 def test_hints_of_an_earlier_connect_do_not_count(pair: Pair) -> None:
     digest, told = pair.write(2, "w")
     pair.tell(told)
-    pair.receiver._listener.drain()  # type: ignore[union-attr]
+    pair.receiver._progress.listener.drain()  # type: ignore[union-attr]
     pair.connect()
     pair.served[0][3] ^= 1
     assert pair.receiver.verify(2, {SOURCE: digest}) == (SOURCE,)

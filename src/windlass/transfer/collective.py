@@ -21,7 +21,7 @@ from windlass.layout.manifest import ShardManifest
 from windlass.memory.ops import PreparedCopies, StridedCopy
 from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
-from windlass.transfer.base import ParameterMemory, SendResult
+from windlass.transfer.base import ParameterMemory, SendResult, failed_links
 from windlass.transfer.bind import check_destinations
 from windlass.transfer.bindings import (
     BucketPart,
@@ -31,7 +31,6 @@ from windlass.transfer.bindings import (
 from windlass.transfer.buckets import cut_buckets, loads_of, signature_of_offer
 from windlass.transfer.collective_group import Rendezvous, TorchBroadcastGroup, join_group
 from windlass.transfer.destination import Destination
-from windlass.transfer.outcomes import failed_links
 from windlass.transfer.source import SourceMemory, refuse_transforms
 from windlass.transports.base import PeerEndpoint
 

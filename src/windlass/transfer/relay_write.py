@@ -22,9 +22,9 @@ from windlass.memory.ops import OWN_WORK_S, ChunkDigests, MemoryOps, UInt64Array
 from windlass.net.clock import Deadline
 from windlass.planning.program import LinkProgram
 from windlass.planning.relay import RelayGroup
+from windlass.transfer.base import is_unknown, submit
 from windlass.transfer.bind import check_binding
 from windlass.transfer.bindings import DestinationBinding
-from windlass.transfer.outcomes import is_unknown, submit
 from windlass.transfer.packer import PackedLink, batches_to
 from windlass.transfer.payload import Payload, payload_of
 from windlass.transfer.relay_connection import RelaySender

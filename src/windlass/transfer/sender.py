@@ -41,7 +41,16 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.program import LinkProgram, bind_links
 from windlass.planning.relay import RelayGroup
 from windlass.transfer.arena import memory_of
-from windlass.transfer.base import LINKS_AT_ONCE, ParameterMemory, SendResult
+from windlass.transfer.base import (
+    LINKS_AT_ONCE,
+    ParameterMemory,
+    SendResult,
+    failed_links,
+    is_unknown,
+    joined_results,
+    status_of,
+    submit,
+)
 from windlass.transfer.bind import (
     bind_peers,
     check_binding,
@@ -50,13 +59,6 @@ from windlass.transfer.bind import (
     check_part,
 )
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
-from windlass.transfer.outcomes import (
-    failed_links,
-    is_unknown,
-    joined_results,
-    status_of,
-    submit,
-)
 from windlass.transfer.packer import PackedLink, Packer, Peer, packed_capacity
 from windlass.transfer.relay_wire import Place, RelayAddress
 from windlass.transfer.relay_write import GroupWrite
