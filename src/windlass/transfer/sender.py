@@ -37,6 +37,7 @@ from windlass.errors import (
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.ops import ALIGNMENT, Buffer
 from windlass.net.clock import Deadline
+from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import LinkProgram, bind_links
 from windlass.planning.relay import RelayGroup
@@ -60,7 +61,7 @@ from windlass.transfer.bind import (
 )
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
 from windlass.transfer.packer import PackedLink, Packer, Peer, packed_capacity
-from windlass.transfer.relay_wire import Place, RelayAddress
+from windlass.transfer.relay_wire import RelayAddress
 from windlass.transfer.relay_write import GroupWrite
 from windlass.transfer.replica import CopyTimes, Replica, replica_memory
 from windlass.transfer.source import LocatedParameters, RegisteredMemory, addresses_of
@@ -331,7 +332,7 @@ class Sender:
             )
 
     def relay_write(
-        self, place: Place, destinations: Sequence[str], deadline_s: float
+        self, round_id: RoundId, destinations: Sequence[str], deadline_s: float
     ) -> SendResult:
         """As `write`, but groups that are bound for it are relayed: only their roots are written.
 
@@ -349,7 +350,7 @@ class Sender:
             digests = {n: self._relays[n].digest for n in destinations if n in self._relays}
             self._sent.update(digests)
             roots = {
-                name: submit(self._pool, self._write_root, name, place, deadline)
+                name: submit(self._pool, self._write_root, name, round_id, deadline)
                 for name, relayed in self._relays.items()
                 if name in relayed.roots
             }
@@ -495,10 +496,10 @@ class Sender:
                 lost[name] = LinkOutcome(name, LinkStatus.FAILED, 0, "", reason)
         return lost
 
-    def _write_root(self, root: str, place: Place, deadline: Deadline) -> int:
+    def _write_root(self, root: str, round_id: RoundId, deadline: Deadline) -> int:
         """In a thread of the pool."""
         worker, binding = self.manifest.worker, self._peers[root].binding
-        return self._relays[root].write_root(self.transport, worker, binding, place, deadline)
+        return self._relays[root].write_root(self.transport, worker, binding, round_id, deadline)
 
     def _relayed_outcome(
         self, name: str, written: Future[int] | None, digest: str, arena: Buffer | None
