@@ -138,11 +138,6 @@ class Sender:
         self._pack_s = 0.0
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that this rank sends in one update."""
-        return sum(program.nbytes for program in self._programs.values())
-
-    @property
     def arena_nbytes(self) -> int:
         """Bytes of arena allocated now."""
         return self._packer.nbytes
@@ -391,7 +386,7 @@ class Sender:
     def _check_binding(self, program: LinkProgram, binding: DestinationBinding) -> None:
         is_stored = self._is_stored(binding)
         if not is_stored:
-            check_digest_kind(self._packer.digest_kind, binding)
+            check_digest_kind(self._packer.memory.digest_kind, binding)
         check_binding(program, binding, staged=not is_stored)
 
     # --- links that kernels store ------------------------------------------------------------
