@@ -68,7 +68,7 @@ def own_api(engine: str, url: str, folders: list[Path]) -> Iterator[OwnApi]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "WINDLASS_TOKEN": TOKEN},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -11,7 +11,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +56,29 @@ Trainers in the types named quantise while they pack, to a checkpoint's own sche
 |---|---|---|
 """
 LAYOUT_HEAD = """
-How an engine's kernels want block float8; from `EngineSpec.layouts`. Whatever the table says, every
+How an engine's kernels want block float8; read in the engines' sources. Whatever the table says, every
 rank's capture proves its layout bit for bit or refuses it by name.
 
 | engine | kernels | layout in memory | outcome |
 |---|---|---|---|
 """
+_LIVE = "proven: every tensor and the tokens are those of a fresh load (docs/gpu.md)"
+_POWERS = "untested: scales become powers of two, which capture leaves to the engine's loader"
+LAYOUTS = (
+    ("SGLang 0.5.16", "Triton, Hopper (SGLANG_ENABLE_JIT_DEEPGEMM=0)", "as in the checkpoint", "proven: every tensor and the tokens are those of a fresh load (docs/gpu.md)"),
+    ("SGLang 0.5.16", "DeepGEMM, Hopper", "as in the checkpoint", "untested"),
+    ("SGLang 0.5.23", "CPU", "packed for AMX", "untested: the kernels need a CPU with AMX tiles"),
+    ("SGLang", "DeepGEMM, Blackwell", "requantised", "untested: scales become powers of two, which capture leaves to the engine's loader"),
+    ("SGLang", "latent attention", "kv_b_proj dequantised to bfloat16", "untested live: capture leaves it to the engine's loader"),
+    ("vLLM 0.24", "CUTLASS and Triton, Hopper (the launcher's default)", "as in the checkpoint", _LIVE),
+    ("vLLM 0.24", "DeepGEMM, Hopper", "requantised", _POWERS),
+    ("vLLM 0.24", "DeepGEMM with VLLM_USE_DEEP_GEMM_E8M0=0", "scales by columns", "untested"),
+    ("vLLM 0.24", "Marlin, FlashInfer", "repacked or reordered", "untested"),
+    ("vLLM 0.32", "CPU", "packed for AMX", "untested: the kernels need a CPU with AMX tiles"),
+    ("vLLM", "DeepGEMM, Blackwell", "requantised", _POWERS),
+    ("vLLM", "latent attention", "kv_b_proj dequantised to bfloat16", "untested live: capture leaves it to the engine's loader"),
+)  # fmt: skip
+"""Release, kernels and device, layout in memory against the checkpoint, what is known of it."""
 RELEASES = """
 ## Releases
 
@@ -109,8 +125,7 @@ def render(rows: Sequence[Row], proofs: Sequence[dict[str, Any]]) -> str:
         ]
     parts += [QUANTISED, *(_scheme(row) for row in CAPABILITIES)]
     engines = [ENGINES.find(name) for name in ENGINES.names()]
-    layouts = [layout for engine in engines for layout in engine.layouts]
-    parts += [LAYOUT_HEAD, *(f"| {' | '.join(astuple(layout))} |\n" for layout in layouts)]
+    parts += [LAYOUT_HEAD, *(f"| {' | '.join(layout)} |\n" for layout in LAYOUTS)]
     parts.append(RELEASES)
     parts += [_releases(engine.releases) for engine in engines if engine.releases is not None]
     return "".join(parts)

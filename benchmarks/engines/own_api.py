@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import shutil
 import socket
 import sys
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from windlass.engines.private_routes import KEY_HEADER, key_of
+from windlass.engines.private_routes import KEY_HEADER, saved_key
 
 Weights = Mapping[str, torch.Tensor]
 GROUP = "own_api"
@@ -53,7 +52,7 @@ def post(url: str, path: str, body: object) -> Any:
     request = urllib.request.Request(
         url + path,
         json.dumps(body).encode(),
-        {"Content-Type": "application/json", KEY_HEADER: key_of(os.environ["WINDLASS_TOKEN"])},
+        {"Content-Type": "application/json", KEY_HEADER: saved_key(url)},
     )
     with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
         content = response.read()

@@ -311,7 +311,7 @@ class Rank:
         source = self.address
         if kind == "host":
             self.host = torch.empty_like(self.memory, device="cpu", pin_memory=True)
-            source = self.transport.gpu.device.host_pointer(self.host.data_ptr())
+            source = self.transport.gpu.device.device_pointer(self.host.data_ptr())
         pieces, nbytes = suite_pieces(kind, piece, source, target)
         kernel, itemsize = {
             "cast": ("put_float32_bfloat16", 2),

@@ -78,7 +78,7 @@ def _deepgemm(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def windlass_own(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What a trainer with its weights in host memory sends."""
     from windlass.layout.dtypes import DType
-    from windlass.memory.quantize import pack_quantized
+    from windlass.memory.host import pack_quantized
     from windlass.planning.plan import Transform
 
     blocks = [-(-size // BLOCK) for size in weight.shape]

@@ -68,7 +68,7 @@ def take_names(settings: msgspec.Struct, kinds: Mapping[str, type[StrEnum]]) -> 
 
 
 def check_numbers(
-    settings: object, least: Mapping[str, float], above: Collection[str] = ()
+    settings: object, least: Mapping[str, float], above: Collection[str] = (), *, where: str = ""
 ) -> None:
     """Refuse what is no number, or too small, in the fields of a frozen value.
 
@@ -76,6 +76,7 @@ def check_numbers(
         settings: read by field name.
         least: field -> smallest value; an integer there asks for integers.
         above: fields that must be greater than 0.
+        where: what stands before a field's name in an error; empty for the type's name.
 
     Raises:
         ConfigError: names type, field, rule and value.
@@ -87,8 +88,8 @@ def check_numbers(
         known = isinstance(value, kinds) and not isinstance(value, bool)
         if not known or not (value >= least[field] if field in least else value > 0):
             kind = "an integer " if kinds == (int,) and not known else ""
-            name = type(settings).__name__
-            raise ConfigError(f"{name}: {field} must be {kind}{rule}, got {value!r}")
+            name = where or f"{type(settings).__name__}: "
+            raise ConfigError(f"{name}{field} must be {kind}{rule}, got {value!r}")
 
 
 class UpdateMode(StrEnum):

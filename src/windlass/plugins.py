@@ -23,8 +23,6 @@ from typing import Generic, TypeVar
 
 from windlass.errors import ConfigError, TransportUnavailable
 
-__all__ = ["Registry"]
-
 T = TypeVar("T")
 
 

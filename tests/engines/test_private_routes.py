@@ -14,15 +14,17 @@ from windlass.engines.private_routes import (
     Message,
     PrivateRoutes,
     environment_of,
-    key_of,
+    new_key,
+    saved_key,
 )
 from windlass.engines.rank_reports import Secrets
 from windlass.engines.sglang.spec import SglangServer
 from windlass.engines.spec import ServerCommand
 from windlass.engines.vllm import spec as vllm
+from windlass.errors import ConfigError
 
 TOKEN = "secret of the test"
-KEY = key_of(TOKEN)
+KEY = "key of the test"
 OF_VLLM = ["/collective_rpc", "/pause", "/resume", "/sleep", "/reset_prefix_cache", "/server_info"]
 OF_SGLANG = [
     *("/update_weights_from_tensor", "/update_weights_from_disk", "/pause_generation"),
@@ -84,9 +86,34 @@ async def test_without_a_hash_nothing_opens_the_private_routes() -> None:
         assert await status_of(PrivateRoutes(app), "/collective_rpc", (header, key)) == 403
 
 
-def test_a_server_without_a_token_has_a_key_that_nobody_knows() -> None:
-    assert key_of("") != key_of("")
-    assert KEY == key_of(TOKEN) != TOKEN
+def test_the_key_of_a_server_is_found_by_its_user_alone_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with new_key(9) as key, new_key(10) as other:
+        assert saved_key("http://127.0.0.1:9") == key != other
+        (folder,) = tmp_path.iterdir()
+        assert {path.stat().st_mode & 0o077 for path in (folder, *folder.iterdir())} == {0}
+    assert saved_key("http://127.0.0.1:9") == ""
+
+
+def test_a_folder_of_keys_that_others_can_change_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with new_key(9):
+        (folder,) = tmp_path.iterdir()
+    folder.chmod(0o755)
+    with (
+        pytest.raises(ConfigError, match="must be a folder that this user alone can read"),
+        new_key(9),
+    ):
+        pass
+    folder.rename(tmp_path / "another")
+    (tmp_path / "another" / "9").touch()
+    folder.symlink_to(tmp_path / "another")
+    with pytest.raises(ConfigError, match="must be a folder that this user alone can read"):
+        saved_key("http://127.0.0.1:9")
 
 
 def test_both_engines_are_started_behind_them(
@@ -114,7 +141,7 @@ def test_tokens_are_in_no_environment_of_a_server(
     monkeypatch.setenv("WINDLASS_ENGINE_TOKEN", f"{TOKEN} of clients")
     words = ["--name", "a", "--model", "/m", "--host", "127.0.0.1", "--port", "9"]
     args = arguments("program", None).parse_args(words)
-    secrets = _secrets("http://c", ())
+    secrets = _secrets("http://c", (), KEY)
     command = ServerCommand((sys.executable, "-c", SAYS_ITS_ENVIRONMENT))
     serve(args, command, ready_line="never", join=lambda _: None, secrets=secrets)
     said = capfd.readouterr().err
@@ -136,4 +163,4 @@ def test_an_engines_own_api_key_is_presented(
     words: list[str], expected: Secrets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
-    assert _secrets("http://c", words) == expected
+    assert _secrets("http://c", words, KEY) == expected

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 import windlass
 from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
 from windlass.engines.client import EngineClient
-from windlass.errors import RoundAborted, TransferFailed
+from windlass.errors import TransferFailed
 from windlass.jobs.fsdp_engine import FsdpEngine
 from windlass.jobs.train_worker import TrainContext
 from windlass.layout.manifest import Role
@@ -109,47 +109,72 @@ def held(monkeypatch: pytest.MonkeyPatch) -> None:
     HeldTransport.go.set()
 
 
+async def published(controller: windlass.Controller, engine: FsdpEngine, version: int) -> None:
+    assert await asyncio.to_thread(engine.prepare_publish, version)
+    update = controller.coordinator.begin_publish(version, deadline_s=SECONDS)
+    assert (await update.report).outcome is windlass.RoundOutcome.PUBLISHED
+
+
 async def test_a_step_goes_on_while_the_weights_before_it_are_published(held: None) -> None:
-    def work(url: str) -> None:
-        with served(url) as live, trained(url) as engine:
-            engine.publish(0, deadline_s=SECONDS)  # waits: nothing was served before
-            assert torch.equal(live, weight_of(engine))
-            for version in (1, 2):
-                engine.train_step(version, ())
-                published = weight_of(engine)
-                HeldTransport.go.clear()
-                engine.publish(version, deadline_s=SECONDS)
-                engine.train_step(version + 1, ())  # its weights are others now
-                assert not torch.equal(published, weight_of(engine))
-                assert not torch.equal(live, published)
-                HeldTransport.go.set()
-                engine._finish_update(SECONDS)
-                assert torch.equal(live, published)
-            engine.publish(3, deadline_s=SECONDS)
-            last = weight_of(engine)
-            engine.close()  # waits for what is under way
-            assert torch.equal(live, last)
-
     config = ControlConfig(mode=UpdateMode.STAGED)
-    async with windlass.Controller(token=TOKEN, config=config) as controller:
-        await asyncio.to_thread(work, controller.url)
+    async with (
+        windlass.Controller(token=TOKEN, config=config) as controller,
+        in_job(controller) as (
+            live,
+            engine,
+        ),
+    ):
+        await published(controller, engine, 0)
+        assert torch.equal(live, weight_of(engine))
+        for version in (1, 2):
+            await asyncio.to_thread(engine.train_step, version, ())
+            copied = weight_of(engine)
+            HeldTransport.go.clear()
+            assert await asyncio.to_thread(engine.prepare_publish, version)
+            update = controller.coordinator.begin_publish(version, deadline_s=SECONDS)
+            async with asyncio.timeout(SECONDS):
+                await update.copied.wait()
+            await asyncio.to_thread(engine.train_step, version + 1, ())
+            assert not torch.equal(copied, weight_of(engine))
+            assert not torch.equal(live, copied)
+            assert not update.report.done()
+            HeldTransport.go.set()
+            assert (await update.report).outcome is windlass.RoundOutcome.PUBLISHED
+            assert torch.equal(live, copied)
 
 
-async def test_what_became_of_an_update_is_raised_by_the_next_publish(held: None) -> None:
-    def work(url: str) -> None:
-        with served(url) as live, trained(url) as engine:
-            engine.publish(0, deadline_s=SECONDS)
-            HeldTransport.error = "no wire"
-            engine.train_step(1, ())
-            engine.publish(1, deadline_s=SECONDS)
-            with pytest.raises(RoundAborted, match=r"version 1 was not published: .*no wire"):
-                engine.publish(2, deadline_s=SECONDS)
-            HeldTransport.error = ""
-            engine.publish(3, deadline_s=SECONDS)
-            last = weight_of(engine)
-            engine.close()
-            assert torch.equal(live, last)
-
+async def test_after_an_update_that_failed_the_next_one_is_prepared_as_ever(held: None) -> None:
     config = ControlConfig(mode=UpdateMode.STAGED)
-    async with windlass.Controller(token=TOKEN, config=config) as controller:
-        await asyncio.to_thread(work, controller.url)
+    async with (
+        windlass.Controller(token=TOKEN, config=config) as controller,
+        in_job(controller) as (
+            live,
+            engine,
+        ),
+    ):
+        await published(controller, engine, 0)
+        HeldTransport.error = "no wire"
+        await asyncio.to_thread(engine.prepare_publish, 1)
+        report = await controller.coordinator.begin_publish(1, deadline_s=SECONDS).report
+        assert report.outcome is windlass.RoundOutcome.ABORTED
+        assert "no wire" in report.reason
+        HeldTransport.error = ""
+        # One that was prepared, and that the controller never began.
+        await asyncio.to_thread(engine.prepare_publish, 2)
+        await asyncio.to_thread(engine.train_step, 1, ())
+        await published(controller, engine, 3)
+        assert torch.equal(live, weight_of(engine))
+
+
+@asynccontextmanager
+async def in_job(
+    controller: windlass.Controller,
+) -> AsyncIterator[tuple[torch.Tensor, FsdpEngine]]:
+    """An engine and a trainer rank; who blocks does so in other threads, as in other processes."""
+    with ExitStack() as stack:
+        live = await asyncio.to_thread(stack.enter_context, served(controller.url))
+        engine = await asyncio.to_thread(stack.enter_context, trained(controller.url))
+        try:
+            yield live, engine
+        finally:
+            await asyncio.to_thread(stack.close)

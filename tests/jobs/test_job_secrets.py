@@ -139,8 +139,8 @@ async def test_what_runs_in_a_worker_sees_no_token(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
         "import os, sys\n"
-        "from windlass.rollout.runner import run_rollout_worker, run_worker\n"
-        "import windlass.rollout.runner as runner\n"
+        "from windlass.rollout.worker import run_rollout_worker\n"
+        "import windlass.rollout.worker as runner\n"
         "async def show(*_, **__):\n"
         "    print([name for name in os.environ if 'WINDLASS' in name and 'TOKEN' in name])\n"
         "    return True\n"

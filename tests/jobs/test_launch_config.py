@@ -59,7 +59,7 @@ def test_a_replica_is_named_beside_the_transport_and_needs_p2p(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("steps = 4", "steps = 0", r"job\.toml: steps must be >= 1, got 0"),
+        ("steps = 4", "steps = 0", r"job\.toml: job: steps must be >= 1, got 0"),
         (
             "world_size = 2",
             'world_size = 2\nresume_from = "/nowhere"',

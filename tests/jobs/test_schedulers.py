@@ -20,7 +20,7 @@ from slurm_cluster import missing_reason, slurm_cluster
 
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
-from windlass.jobs.schedulers.local import LocalScheduler
+from windlass.jobs.schedulers.local import LocalBackend, LocalScheduler
 from windlass.jobs.schedulers.ray import ray_scheduler
 from windlass.jobs.schedulers.slurm import slurm_scheduler
 
@@ -207,9 +207,11 @@ async def test_a_number_that_another_process_has_now_is_not_killed(tmp_path: Pat
         async with LocalScheduler(tmp_path) as scheduler:
             await scheduler.start(python("short", "pass"))
             await scheduler.wait("short")
-            ended = scheduler._processes["short"]
+            backend = scheduler._backend
+            assert isinstance(backend, LocalBackend)
+            _, ended = backend._processes["short"]
             reused = SimpleNamespace(pid=other.pid, returncode=ended.returncode)
-            scheduler._processes["short"] = reused  # type: ignore[assignment]
+            backend._processes["short"] = "short", reused  # type: ignore[assignment]
             await scheduler.delete("short")
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(0.2)

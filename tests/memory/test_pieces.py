@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from ground_truth import distinct_values, fill
 from hypothesis import HealthCheck, assume, given, settings
+from position_digest import PositionDigest
 from strategies import Fleet, fleets
 
 from windlass.memory.cuda import pieces as blocks
 from windlass.memory.cuda.pieces import block_tables
-from windlass.memory.position_digest import PositionDigest
 from windlass.planning.planner import plan_transfer
 from windlass.planning.program import bind_links
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-
-from windlass.memory.position_digest import PositionDigest
+from position_digest import PositionDigest
 
 
 def digest_of(payload: bytes, row_nbytes: int) -> str:

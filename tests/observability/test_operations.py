@@ -71,6 +71,17 @@ async def controller() -> AsyncIterator[windlass.Controller]:
         yield running
 
 
+async def test_the_page_stands_in_no_frame_and_nothing_says_what_serves_it(
+    controller: windlass.Controller,
+) -> None:
+    async with aiohttp.ClientSession() as http:
+        async with http.get(f"{controller.url}/") as page:
+            assert "frame-ancestors 'none'" in page.headers["Content-Security-Policy"]
+            assert "Server" not in page.headers
+        async with http.get(f"{controller.url}/v1/status") as refused:
+            assert (refused.status, refused.headers.get("Server")) == (401, None)
+
+
 async def test_metrics_are_prometheus_text_and_need_the_token(
     controller: windlass.Controller,
 ) -> None:

@@ -14,11 +14,11 @@ import pytest
 
 from windlass.cli.main import main
 from windlass.errors import ConfigError
-from windlass.observability.speed_of_light import SpeedOfLight, speed_of_light
+from windlass.observability.speed_of_light import SpeedOfLight
 
 
 def report(ceiling_gbps: float = 100.0, num_links: int = 2) -> SpeedOfLight:
-    return speed_of_light(
+    return SpeedOfLight(
         version=3,
         nbytes=20_000_000_000,
         wire_s=0.125,

@@ -11,8 +11,8 @@ from strategies import Fleet, fleets
 
 from windlass.config import RelayShape
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.digest import new_digest
 from windlass.memory.host import HostMemory
+from windlass.memory.packing import new_digest
 from windlass.planning.plan import CopyMode, TransferPlan
 from windlass.planning.planner import PlanPolicy, plan_transfer
 from windlass.planning.program import bind_links

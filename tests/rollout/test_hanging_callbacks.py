@@ -21,8 +21,9 @@ from windlass.engines.rank_reports import Secrets
 from windlass.engines.spec import ServerCommand
 from windlass.errors import PeerTimeout
 from windlass.jobs.launch import _Job
-from windlass.jobs.schedulers import local as local_scheduler
+from windlass.jobs.schedulers import base
 from windlass.jobs.schedulers import ray as ray_scheduler
+from windlass.jobs.schedulers.local import LocalScheduler
 from windlass.net.messages import Envelope
 from windlass.rollout import (
     RolloutController,
@@ -209,15 +210,22 @@ def test_a_launcher_ends_though_a_process_that_left_its_server_holds_the_log_ope
 
 
 async def test_a_killed_process_that_does_not_end_is_not_waited_for_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(local_scheduler, "KILL_DEADLINE_S", 0.1)
+    monkeypatch.setattr(base, "END_DEADLINE_S", 0.1)
     above_all_numbers = 1 << 30
     stuck = SimpleNamespace(
         pid=above_all_numbers, returncode=None, wait=lambda: asyncio.Event().wait()
     )
+
+    async def create(*_: object, **__: object) -> SimpleNamespace:
+        return stuck
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
+    scheduler = LocalScheduler(tmp_path)
     async with asyncio.timeout(DEADLINE_S):
-        await local_scheduler._end([cast("Any", stuck)], 0.05)
+        await scheduler.start(base.ProcessSpec(name="stuck", command=("program",)))
+        await scheduler.close(grace_s=0.05)
 
 
 async def test_an_actor_that_does_not_answer_is_a_named_error() -> None:

@@ -24,7 +24,7 @@ from windlass.rollout import (
     StalenessPolicy,
     journal,
 )
-from windlass.rollout.journal import Entry, PersistedState, RolloutJournal
+from windlass.rollout.journal import Entry, PersistedState, RolloutJournal, VersionReached
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome, Work
 from windlass.rollout.table import Record, State
@@ -76,7 +76,7 @@ class Process:
             if not done.cancelled() and "dropped" in str(done.exception()):
                 self.world.dropped.add(frozenset(handle.task_ids))
 
-        handle._future.add_done_callback(ended)
+        handle.future.add_done_callback(ended)
 
     def resubmits(self) -> dict[str, int]:
         return {task_id: record.resubmits for task_id, record in self.table.records.items()}
@@ -249,9 +249,8 @@ def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
                         process.life.acknowledge(next(iter(ids)))
                 case "cancel" if process.table.records:
                     record = next(iter(process.table.records.values()))
-                    assert record.group is not None
                     world.cancelled.add(frozenset(r.task_id for r in record.group.records))
-                    process.life.cancel_group(record.group)
+                    process.life.cancel(record.group)
                 case _:
                     pass
             await asyncio.sleep(0)
@@ -363,7 +362,9 @@ async def test_what_grew_too_old_while_no_controller_ran_is_dealt_with_at_the_st
     for _ in range(3):
         first.dispatch()
     first.finish(0, OutcomeStatus.ACCEPTED, 0)
-    first.journal.version(5)  # and the process ends before it has drawn the consequences
+    first.journal.add(
+        VersionReached(5)
+    )  # and the process ends before it has drawn the consequences
     second = await world.restarted(first, 0)
     assert (await second.recovered.rollouts[told.task_id]).versions == (0,)
     for handle in (second.recovered.groups[0], second.recovered.rollouts[running.task_id]):
@@ -390,7 +391,7 @@ async def test_handing_out_ends_a_rollout_unless_the_owner_acknowledges_itself(
     await journal.close()
     persisted = PersistedState.of(journal_entries(path))
     assert persisted is not None
-    assert (persisted.tasks, persisted.consumed) == ({}, 1)
+    assert (persisted.tasks, persisted.started.consumed) == ({}, 1)
 
 
 def journal_entries(path: Path) -> list[Entry]:

@@ -71,6 +71,7 @@ class PlayedWorker:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         session = await self.stack.enter_async_context(aiohttp.ClientSession(headers=headers))
         self.socket = await session.ws_connect(f"{self.url}/v1/workers")
+        self.stack.push_async_callback(self.socket.close)
         hello = WorkerHello(
             protocol_version=PROTOCOL_VERSION,
             name="played",
@@ -81,8 +82,8 @@ class PlayedWorker:
         await self.socket.send_bytes(encode(hello))
         welcome = CONTROLLER_FRAMES.decode(await self.socket.receive_bytes(timeout=WITHIN_S))
         assert isinstance(welcome, WorkerWelcome)
-        reader = asyncio.create_task(self.read(self.socket))
-        self.stack.callback(reader.cancel)
+        self.reader = asyncio.create_task(self.read(self.socket))
+        self.stack.callback(self.reader.cancel)
 
     async def read(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         async for message in socket:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.errors import ConfigError, ProtocolError, RolloutError
-from windlass.rollout.handles import RolloutConfig, RolloutGroup
+from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import (
     OutcomeStatus,
@@ -132,15 +132,12 @@ class Bench:
         assert self.at_worker.pop(record.task_id) == record.attempt
 
     def add_group(self, n: int) -> None:
-        future: asyncio.Future[RolloutGroup] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-        group = Group(len(self.groups), future)
-        for _ in range(n):
-            self.num += 1
-            record = Record(
-                str(self.num), Work(prompt_ids=(1,), sampling=SAMPLING), None, 0.0, group=group
-            )
-            group.records.append(record)
+        task_ids = [str(number) for number in range(self.num + 1, self.num + n + 1)]
+        work = Work(prompt_ids=(1,), sampling=SAMPLING)
+        group = Group.of(len(self.groups), task_ids, work, None)
+        group.future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        self.num += n
+        for record in group.records:
             self.life.add(record)
         self.groups.append(group)
 
@@ -280,15 +277,15 @@ def test_every_rollout_is_in_exactly_one_place_and_delivered_at_most_once(
                 case "restart":
                     dead, bench = bench, bench.restarted()
                     for group in dead.groups:
-                        dead.life.cancel_group(group)
+                        dead.life.cancel(group)
                 case "cancel" if bench.groups:
-                    bench.life.cancel_group(bench.groups[number % len(bench.groups)])
+                    bench.life.cancel(bench.groups[number % len(bench.groups)])
                 case _:
                     pass
             await asyncio.sleep(0)
             bench.audit()
         for group in bench.groups:
-            bench.life.cancel_group(group)
+            bench.life.cancel(group)
         bench.audit()
         assert not bench.life.table.records
         assert bench.policy.running == 0

@@ -1,6 +1,6 @@
 """A trainer rank of `test_launch.py`: publishing version 2 waits until it is told to go on.
 
-Version `LOST` is not published, which only `close` says, as with a replica.
+Version `LOST` is copied and then cannot be written: it is not published.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from pathlib import Path
 
 import torch
 
-from windlass.errors import RoundAborted
+from windlass.config import ReplicaPlace
+from windlass.errors import TransferFailed
 from windlass.jobs.fsdp_engine import FsdpEngine, Samples
 from windlass.jobs.train_worker import TrainContext, run_train_worker
 from windlass.rollout.messages import TrainingSample
+from windlass.transfer.base import SendResult
 
 
 class Held:
@@ -22,7 +24,6 @@ class Held:
 
     def __init__(self, inner: FsdpEngine) -> None:
         self._inner = inner
-        self._lost = False
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
         return self._inner.setup(context)
@@ -32,14 +33,15 @@ class Held:
     ) -> Mapping[str, float]:
         return self._inner.train_step(step, groups)
 
-    def publish(self, version: int, *, deadline_s: float) -> None:
+    def prepare_publish(self, version: int) -> bool:
         if str(version) == os.environ.get("LOST"):
-            self._lost = True
-            return
+            client = self._inner._client
+            assert client is not None
+            client._sender.write = cut  # type: ignore[assignment, method-assign]
         if version == 2:
             Path(os.environ["PUBLISHING"]).write_text("now")
             Path(os.environ["GO_ON"]).read_text()
-        self._inner.publish(version, deadline_s=deadline_s)
+        return self._inner.prepare_publish(version)
 
     def save(self, path: str) -> None:
         self._inner.save(path)
@@ -49,8 +51,10 @@ class Held:
 
     def close(self) -> None:
         self._inner.close()
-        if self._lost:
-            raise RoundAborted("version lost")
+
+
+def cut(*_: object) -> SendResult:
+    raise TransferFailed("version lost")
 
 
 def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
@@ -80,6 +84,7 @@ if __name__ == "__main__":
                 model=build_model,
                 optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
                 loss=loss,
+                replica=ReplicaPlace.HOST if "LOST" in os.environ else ReplicaPlace.OFF,
             )
         )
     )

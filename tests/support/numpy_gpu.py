@@ -9,13 +9,13 @@ from typing import cast
 import msgspec
 import numpy as np
 from offers import GPU_TRAITS
+from position_digest import PositionDigest
 
 from windlass.errors import TransferFailed, TransferOutcomeUnknown
 from windlass.layout.dtypes import CASTS, DType
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.kernels import PIECE, PieceTable, put_kernel
-from windlass.memory.position_digest import PositionDigest
-from windlass.memory.quantize import pack_quantized
+from windlass.memory.host import pack_quantized
 from windlass.planning.plan import Transform
 from windlass.transports.base import MappedRegion, PeerMapper, RemoteRegion
 from windlass.transports.memory import MemoryFabric, MemoryTransport
@@ -72,7 +72,7 @@ class _NumpyDevice:
     def unpin(self, address: int) -> None:
         del self.pinned[address]
 
-    def host_pointer(self, address: int) -> int:
+    def device_pointer(self, address: int) -> int:
         return address
 
 

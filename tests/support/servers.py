@@ -11,7 +11,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,13 @@ from sglang_fresh import LoadAfresh
 
 from windlass.engines.http import EngineHttp
 from windlass.engines.launch import join_fleet
-from windlass.engines.private_routes import KEY_HEADER, key_of
+from windlass.engines.private_routes import KEY_HEADER, saved_key
 from windlass.engines.rank_reports import RankReports, Secrets
 from windlass.engines.sglang.orders import Digests, send_order, session
 from windlass.engines.sglang.spec import HOOK, SglangServer
 from windlass.engines.spec import AgentSettings
 from windlass.engines.vllm.spec import VllmServer
+from windlass.errors import PeerUnreachable
 from windlass.net.addresses import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,13 +221,13 @@ class Server:
     @property
     def http(self) -> EngineHttp:
         """Of the server, private routes included."""
-        return EngineHttp(self.url, key_of(TOKEN))
+        return EngineHttp(self.url, saved_key(self.url))
 
     def post(self, path: str, body: object, **headers: str) -> Any:
         request = urllib.request.Request(
             self.url + path,
             json.dumps(body).encode(),
-            {"Content-Type": "application/json", KEY_HEADER: key_of(TOKEN), **headers},
+            {"Content-Type": "application/json", KEY_HEADER: saved_key(self.url), **headers},
         )
         with urllib.request.urlopen(request, timeout=HTTP_S) as response:
             return json.loads(response.read())
@@ -240,7 +241,7 @@ class Server:
                 checkpoint=str(self.adapter or self.model), world_size=self.layout.world_size,
                 adapter=ADAPTER if self.adapter else "",
             ),
-            Secrets(TOKEN, key_of(TOKEN)),
+            Secrets(TOKEN, saved_key(self.url)),
         )  # fmt: skip
 
     def digests(self) -> list[dict[str, str]]:
@@ -374,6 +375,27 @@ def environment(engine: str, num_ranks: int, python_path: str) -> dict[str, str]
     }
 
 
+PRIVATE = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_tensor"}
+
+
+def require_private(server: Server) -> None:
+    """A stranger does not reach what runs code in ranks, and no process was told a token."""
+    with pytest.raises(PeerUnreachable, match=r": 403 .*private to the launcher"):
+        EngineHttp(server.url).post(PRIVATE[server.engine], {})
+    family = _children(server.process.pid)
+    assert family
+    while family:
+        pid = family.pop()
+        with suppress(OSError):  # it has ended meanwhile
+            assert b"WINDLASS_TOKEN" not in Path(f"/proc/{pid}/environ").read_bytes(), pid
+            family += _children(pid)
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
 @contextmanager
 def serving(
     engine: str,
@@ -417,6 +439,7 @@ def serving(
             line = process.stdout.readline()
             assert line, log.read_text()[-6000:]
             server = Server(process, json.loads(line)["url"], engine, layout, model, adapter)
+            require_private(server)
             if layout.pp > 1 and engine == "vllm":
                 # vLLM 0.32 on CPUs makes what later stages receive in a warm-up that is left out
                 # where it does not compile, and dies with its first request.

@@ -38,8 +38,8 @@ class Misbehaving:
         full = weight.full_tensor() if isinstance(weight, DTensor) else weight
         return {**found, "first": float(groups[0][0].reward), "weights": float(full.sum())}
 
-    def publish(self, version: int, *, deadline_s: float) -> None:
-        self._inner.publish(version, deadline_s=deadline_s)
+    def prepare_publish(self, version: int) -> bool:
+        return self._inner.prepare_publish(version)
 
     def save(self, path: str) -> None:
         self._inner.save(path)

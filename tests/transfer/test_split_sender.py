@@ -30,9 +30,9 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.auto import TransportSet
 from windlass.transports.base import PeerMapper, WireReport, WriteBatch
-from windlass.transports.local import LocalTransport
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.processes import own_endpoint
+from windlass.transports.region_transport import RegionTransport
 
 SHAPE = (48, 40)
 FULL = Box((0, 0), SHAPE)
@@ -44,7 +44,7 @@ class OverNetwork(MemoryTransport):  # type: ignore[misc]
     traits = GPU_TRAITS
 
 
-class StoredByKernels(LocalTransport):
+class StoredByKernels(RegionTransport):
     """What `cuda_ipc` says of itself, where all memory is this process's."""
 
     traits = msgspec.structs.replace(
@@ -62,7 +62,7 @@ class StoredByKernels(LocalTransport):
     def report(self) -> WireReport:
         return WireReport("cuda_ipc", "cuda-ipc", "GPU 0")
 
-    def _copy(self, batch: WriteBatch, deadline: Deadline) -> None:
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         raise TransferFailed("kernels store, nobody writes")
 
 

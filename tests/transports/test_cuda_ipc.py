@@ -9,13 +9,13 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 import torch
+from position_digest import PositionDigest
 
 from windlass.errors import PeerUnreachable, RegionError
 from windlass.layout.dtypes import DType
 from windlass.memory.cuda.kernels import PIECE, PieceTable
 from windlass.memory.cuda.pieces import block_tables
-from windlass.memory.position_digest import PositionDigest
-from windlass.memory.quantize import pack_quantized
+from windlass.memory.host import pack_quantized
 from windlass.planning.plan import CopyMode, Transform
 from windlass.planning.program import BoundOp, DirectRuns, LinkProgram
 from windlass.transports.base import WriteBatch

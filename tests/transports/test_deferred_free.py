@@ -22,15 +22,15 @@ from windlass.net.clock import Deadline
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.arena import Arena
 from windlass.transports import cuda_ipc as ipc
-from windlass.transports import deferred_free
+from windlass.transports import regions as bounds
 from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion, WriteBatch
 from windlass.transports.cuda_ipc import CudaIpcTransport
-from windlass.transports.deferred_free import DeferredFree
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.mooncake import transport as mooncake
 from windlass.transports.mooncake.config import MooncakeConfig
 from windlass.transports.mooncake.native import NativeEngine, Started
 from windlass.transports.mooncake.transport import MooncakeTransport
+from windlass.transports.regions import DeferredFree
 
 SECONDS = 20.0
 NBYTES = 1 << 14
@@ -80,7 +80,7 @@ def test_an_arena_on_a_gpu_leaves_its_memory_to_the_transport() -> None:
 
 def test_gpu_memory_under_late_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc, "Gpu", lambda *_: numpy_gpu())
-    monkeypatch.setattr(deferred_free, "_KEPT", kept := list[Callable[[], None]]())
+    monkeypatch.setattr(bounds, "_KEPT", kept := list[Callable[[], None]]())
     transport, freed = CudaIpcTransport(), list[str]()
     regions = [
         MemoryRegion(address, 64, RemoteRegion(transport.endpoint(), address, 64))
@@ -136,7 +136,7 @@ def test_memory_waits_for_as_long_as_it_is_touched_whatever_else_is(
 def test_what_is_touched_when_its_transport_ends_is_kept_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(deferred_free, "_KEPT", kept := list[Callable[[], None]]())
+    monkeypatch.setattr(bounds, "_KEPT", kept := list[Callable[[], None]]())
     memory = Touching(4096, 8192)
     memory.add(4096, 8192)
     memory.touched.remove(8192)
@@ -150,7 +150,7 @@ def test_what_is_touched_when_its_transport_ends_is_kept_for_good(
 def test_memory_that_cannot_be_freed_holds_up_no_other(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr(deferred_free, "_KEPT", kept := list[Callable[[], None]]())
+    monkeypatch.setattr(bounds, "_KEPT", kept := list[Callable[[], None]]())
     memory = Touching(4096, 8192)
 
     def refuse() -> None:
@@ -277,7 +277,7 @@ class Ends:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    monkeypatch.setattr(deferred_free, "_KEPT", [])
+    monkeypatch.setattr(bounds, "_KEPT", [])
     found = Ends(monkeypatch)
     yield found
     found.close()
@@ -305,7 +305,7 @@ def test_a_mooncake_write_that_is_late_reads_the_arena_that_was_closed(ends: End
 def test_closing_mooncake_under_a_late_write_keeps_the_memory_for_good(ends: Ends) -> None:
     ends.lose()
     ends.source.close()
-    assert len(deferred_free._KEPT) == 1
+    assert len(bounds._KEPT) == 1
     assert ends.memory() is not None
     ends.native.may_go.set()
     assert ends.native.ended.wait(SECONDS)

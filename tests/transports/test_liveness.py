@@ -1,4 +1,4 @@
-"""A door tells that a process has ended, and a broken connection to it does not."""
+"""A liveness listener tells that a process has ended, and a broken connection to it does not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from windlass.errors import PeerUnreachable
 from windlass.net.clock import Deadline
-from windlass.transports import liveness as door_module
+from windlass.transports import liveness as liveness_module
 from windlass.transports.base import PeerEndpoint
 from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener, PeerLiveness
 
@@ -22,7 +22,7 @@ SECONDS = 20.0
 
 
 @pytest.fixture
-def door() -> Iterator[LivenessListener]:
+def listener() -> Iterator[LivenessListener]:
     found = LivenessListener("127.0.0.1", NAME, "nixl")
     yield found
     found.close()
@@ -34,62 +34,62 @@ def enter(port: int) -> PeerLiveness:
     )
 
 
-def break_connection(door: LivenessListener, liveness: PeerLiveness) -> None:
+def break_connection(listener: LivenessListener, liveness: PeerLiveness) -> None:
     """As a box on the way does that forgets connections: reset, though both ends live."""
     until = time.monotonic() + SECONDS
-    while not door._clients:
+    while not listener._clients:
         assert time.monotonic() < until
         threading.Event().wait(0.001)
-    client = door._clients.pop()
+    client = listener._clients.pop()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
-    while liveness._look() is door_module._State.OPEN:
+    while liveness._look() is liveness_module._State.OPEN:
         assert time.monotonic() < until
         threading.Event().wait(0.001)
 
 
-def test_a_peer_whose_connection_was_reset_has_not_ended(door: LivenessListener) -> None:
-    liveness = enter(door.port)
+def test_a_peer_whose_connection_was_reset_has_not_ended(listener: LivenessListener) -> None:
+    liveness = enter(listener.port)
     for _ in range(3):
-        break_connection(door, liveness)
+        break_connection(listener, liveness)
         assert not liveness.wait_ended(0.0)
         assert not liveness.has_ended()
-    door.close()
+    listener.close()
     assert liveness.wait_ended(SECONDS)
     liveness.close()
 
 
 def test_a_peer_that_ended_after_its_connection_was_reset_is_found_out(
-    door: LivenessListener,
+    listener: LivenessListener,
 ) -> None:
-    liveness = enter(door.port)
-    break_connection(door, liveness)
-    door.close()
+    liveness = enter(listener.port)
+    break_connection(listener, liveness)
+    listener.close()
     assert liveness.has_ended()
     assert liveness.wait_ended(0.0)
     liveness.close()
 
 
 def test_another_process_behind_the_door_is_not_the_peer(
-    door: LivenessListener, monkeypatch: pytest.MonkeyPatch
+    listener: LivenessListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    liveness = enter(door.port)
-    break_connection(door, liveness)
-    monkeypatch.setattr(door, "_incarnation", b"b" * INCARNATION_NBYTES)
+    liveness = enter(listener.port)
+    break_connection(listener, liveness)
+    monkeypatch.setattr(listener, "_incarnation", b"b" * INCARNATION_NBYTES)
     assert liveness.has_ended()
     liveness.close()
     with pytest.raises(PeerUnreachable, match=r"another process than 'a+' is there"):
-        enter(door.port)
+        enter(listener.port)
 
 
 def test_silence_behind_a_connection_that_was_reset_is_no_end(
-    door: LivenessListener, monkeypatch: pytest.MonkeyPatch
+    listener: LivenessListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door_module, "RECONNECT_S", 0.2)
-    liveness = enter(door.port)
-    break_connection(door, liveness)
+    monkeypatch.setattr(liveness_module, "RECONNECT_S", 0.2)
+    liveness = enter(listener.port)
+    break_connection(listener, liveness)
     with monkeypatch.context() as patch:
-        patch.setattr(door, "_incarnation", b"")  # lets in, and says nothing
+        patch.setattr(listener, "_incarnation", b"")  # lets in, and says nothing
         for _ in range(3):
             assert not liveness.wait_ended(0.05)
     ended: list[bool] = []
@@ -105,14 +105,14 @@ def test_silence_behind_a_connection_that_was_reset_is_no_end(
     used = os.times()
     watching.join(0.5)  # waits, and does not spin
     assert os.times().user - used.user < 0.4
-    door.close()
+    listener.close()
     watching.join(SECONDS)
     assert ended
     liveness.close()
 
 
-def test_closing_a_doorway_ends_whoever_watches_it(door: LivenessListener) -> None:
-    liveness = enter(door.port)
+def test_closing_a_peer_s_liveness_ends_whoever_watches_it(listener: LivenessListener) -> None:
+    liveness = enter(listener.port)
     watching = threading.Thread(target=liveness.watch)
     watching.start()
     liveness.close()

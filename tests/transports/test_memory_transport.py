@@ -59,7 +59,7 @@ class TestMemory(TransportConformance):
         rig.peer.unregister()
         rig.refused(rig.batch([0], [0], [16]), RegionError)
         rig.peer.register()
-        rig.check_untouched("withdrawn memory")
+        rig.check_untouched("unregistered memory")
 
     def test_endpoints_of_two_fabrics_do_not_reach_each_other(self, rig: Rig) -> None:
         stranger = LocalPeer(MemoryTransport(MemoryFabric()))

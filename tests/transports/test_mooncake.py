@@ -67,7 +67,7 @@ class TestMooncakeTcp(ProcessConformance):
         mortal.refused(batch, PeerUnreachable, within_s=1.5, deadline_s=0.5)
         mortal.write(mortal.batch([0], [0], [16]))
 
-    def test_withdrawn_memory_is_refused_by_the_target_and_that_is_failed_or_unknown(
+    def test_unregistered_memory_is_refused_by_the_target_and_that_is_failed_or_unknown(
         self, rig: Rig
     ) -> None:
         rig.peer.unregister()
@@ -77,7 +77,7 @@ class TestMooncakeTcp(ProcessConformance):
             rig.batch([0, 64], [0, 64], [16, 16]), (TransferFailed, TransferOutcomeUnknown)
         )
         rig.peer.register()
-        rig.check_untouched("withdrawn memory")
+        rig.check_untouched("unregistered memory")
         if "may still land" in message:
             rig.refused(rig.batch([0], [0], [16]), TransferOutcomeUnknown)
         else:

@@ -28,8 +28,8 @@ from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
 from windlass.transfer.arena import Arena
 from windlass.transports.base import WriteBatch
-from windlass.transports.nixl.calls import NixlCalls
 from windlass.transports.nixl.config import NixlConfig, NixlWire
+from windlass.transports.nixl.peer import NixlPeer
 from windlass.transports.nixl.transport import NixlTransport
 from windlass.transports.registry import create_transport
 
@@ -209,14 +209,14 @@ def test_memory_is_registered_and_written_after_a_fence_too(config: NixlConfig) 
 
 def stop_between_word_and_batch(monkeypatch: pytest.MonkeyPatch, process: PeerProcess) -> None:
     """The peer is there when the next write begins, and stands still when the first byte goes."""
-    reach = NixlTransport._reach
+    reach = NixlPeer.reach
 
     def reach_and_stop(*args: Any) -> None:
         monkeypatch.undo()
         reach(*args)
         process.stop()
 
-    monkeypatch.setattr(NixlTransport, "_reach", reach_and_stop)
+    monkeypatch.setattr(NixlPeer, "reach", reach_and_stop)
 
 
 def test_regions_that_touch_are_written_as_one_however_they_were_registered() -> None:
@@ -330,7 +330,7 @@ def test_closing_beside_a_write_ends_it_and_what_is_on_its_way_arrives_whole(
     mortal_peer: Mortal,
 ) -> None:
     ends, found, begun = mortal_peer, list[Exception](), threading.Event()
-    post, patch = NixlCalls._post, pytest.MonkeyPatch()
+    post, patch = NixlPeer._post, pytest.MonkeyPatch()
 
     def post_and_tell(*args: Any) -> Any:
         handle = post(*args)
@@ -343,7 +343,7 @@ def test_closing_beside_a_write_ends_it_and_what_is_on_its_way_arrives_whole(
         except TransferOutcomeUnknown as error:
             found.append(error)
 
-    patch.setattr(NixlCalls, "_post", post_and_tell)
+    patch.setattr(NixlPeer, "_post", post_and_tell)
     thread = threading.Thread(target=write)
     thread.start()
     assert begun.wait(20.0)

@@ -12,7 +12,7 @@ import pytest
 from windlass.errors import TransferFailed
 from windlass.net.clock import Deadline
 from windlass.transports.inbound import new_mark
-from windlass.transports.nixl.fence import TcpFence
+from windlass.transports.nixl.native import TcpFence
 
 SECONDS = 20.0
 PEER = (

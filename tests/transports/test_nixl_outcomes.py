@@ -13,7 +13,7 @@ import pytest
 
 from windlass.errors import PeerUnreachable, TransferOutcomeUnknown
 from windlass.transfer.arena import Arena
-from windlass.transports import deferred_free
+from windlass.transports import regions
 from windlass.transports.base import WriteBatch
 from windlass.transports.liveness import PeerLiveness
 from windlass.transports.nixl import transport as nixl
@@ -174,7 +174,7 @@ class Ends:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    monkeypatch.setattr(deferred_free, "_KEPT", [])
+    monkeypatch.setattr(regions, "_KEPT", [])
     found = Ends(monkeypatch)
     yield found
     found.close()
@@ -247,21 +247,21 @@ def test_closing_beside_a_write_ends_it_with_an_error_and_frees_nothing_under_it
     assert "the transport was closed; bytes may still land" in str(found[0])
     assert len(ends.agent.deregistered) == freed
     assert [ref() is None for ref in memory] == [False, True]
-    assert len(stranded) == len(deferred_free._KEPT) == 1
+    assert len(stranded) == len(regions._KEPT) == 1
 
 
-def test_nobody_waits_for_the_door_of_a_peer_whose_connection_broke(
+def test_nobody_waits_for_the_listener_of_a_peer_whose_connection_broke(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a partition doors are silent, and each is waited at for a second."""
+    """Behind a partition listeners are silent, and each is waited for for a second."""
     ends.write(ends.arenas[0], SECONDS)
     held: list[bool] = []
 
-    def knock(_: PeerLiveness) -> bool:
-        held.append(ends.ours._lock.locked())
+    def reconnect(_: PeerLiveness) -> bool:
+        held.append(ends.ours._agent.lock.locked())
         return False
 
-    monkeypatch.setattr(PeerLiveness, "_reconnect", knock)
+    monkeypatch.setattr(PeerLiveness, "_reconnect", reconnect)
     (peer,) = ends.ours._peers.values()
     peer.liveness._is_broken = True
     another = NixlTransport(ends.config)
@@ -280,7 +280,7 @@ def test_nobody_waits_for_the_door_of_a_peer_whose_connection_broke(
 def test_a_peer_is_not_removed_under_a_transfer_of_another_thread(ends: Ends) -> None:
     """As a relay's threads write to one engine, whose fence has cut the connection of some of them."""
     agent = ends.agent
-    ends.ours._config = NixlConfig(host="127.0.0.1", wire=NixlWire.TCP)
+    ends.ours._agent.wire = NixlWire.TCP
     ends.write(ends.arenas[0], SECONDS)
     agent.has_begun.clear()
     agent.state = "PROC"
@@ -313,9 +313,9 @@ def test_a_peer_that_has_ended_is_not_forgotten_under_a_call(ends: Ends) -> None
     with ends.ours._lock:
         call = peer.call((column, column, column))
         call.__enter__()
-        forget_ended(peers, ends.ours._calls.is_open)
+        forget_ended(peers)
         assert list(peers.values()) == [peer]
     call.__exit__(None, None, None)
     with ends.ours._lock:
-        forget_ended(peers, ends.ours._calls.is_open)
+        forget_ended(peers)
     assert not peers

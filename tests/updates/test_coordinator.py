@@ -104,6 +104,24 @@ async def test_every_engine_serves_exactly_the_published_payload(mode: UpdateMod
                 assert (rank.live == expected).all()
 
 
+async def test_what_trainers_stand_still_with_is_published_by_a_call() -> None:
+    async with FakeFleet(quick()) as rig:
+        await rig.start({"a": 1})
+        told = rig.channels["trainer/1"].expect(3)
+        update = rig.coordinator.begin_publish(3, deadline_s=20.0)
+        report = await update.report
+        assert (report.outcome, report.version, report.engines) == ("published", 3, ("a",))
+        assert update.copied.is_set()
+        assert (await asyncio.wrap_future(told)).attempt == 0
+        assert (await rig.publish(4)).outcome is RoundOutcome.PUBLISHED
+        stale = await rig.coordinator.begin_publish(4, deadline_s=20.0).report
+        assert "stale version" in stale.reason
+        await asyncio.to_thread(rig.channels.pop("trainer/1").close)
+        alone = rig.coordinator.begin_publish(5, deadline_s=0.2)
+        assert "not all trainer ranks were connected within 0.2 s" in (await alone.report).reason
+        assert not alone.copied.is_set()
+
+
 async def test_phases_and_listeners_see_a_round_in_order() -> None:
     async with FakeFleet() as rig:
         seen: list[object] = []

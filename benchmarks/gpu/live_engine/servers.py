@@ -19,7 +19,7 @@ from live_engine.load import generate_request
 from live_engine.surroundings import ENVIRONMENT, ROOT, TOKEN
 from live_engine.trainers import Trainers
 from windlass.engines.http import EngineHttp
-from windlass.engines.private_routes import KEY_HEADER, key_of
+from windlass.engines.private_routes import KEY_HEADER, saved_key
 from windlass.engines.rank_reports import RankReports
 
 PROMPT = [5, 6, 7, 8]
@@ -34,7 +34,7 @@ class _Routes:
 
     async def post(self, path: str, body: Any) -> Any:
         """JSON to one of its routes; the answer."""
-        headers = {KEY_HEADER: key_of(TOKEN)}
+        headers = {KEY_HEADER: saved_key(self.url)}
         async with self.session.post(self.url + path, json=body, headers=headers) as response:
             text = await response.text()
             if response.status != 200:
@@ -167,7 +167,7 @@ class Sglang(_Routes):
     async def fingerprints(self) -> list[dict[str, str]]:
         from windlass.engines.sglang.orders import Digests, order_ranks
 
-        server, ranks = EngineHttp(self.url, key_of(TOKEN)), self.options.tp
+        server, ranks = EngineHttp(self.url, saved_key(self.url)), self.options.tp
         with RankReports(ranks) as reports:
             await asyncio.to_thread(order_ranks, server, Digests(reports.folder), ranks, 60.0)
             return [json.loads(report) for report in await asyncio.to_thread(reports.gather, 60.0)]

@@ -1,7 +1,8 @@
 """A transport whose peers map the same file: for hosts without a usable /dev/shm, or as a beginning.
 
 The owner of memory allocates it as a file of a folder that both processes see. A peer opens the file by
-the key of the region, maps it and copies. Nothing of a write outlives the process that makes it.
+the key of the region, maps it and copies. Nothing of a write outlives the process that makes it. Peers trust
+each other: who shortens a file of his ends those that have mapped it, as `shm` with its sealed memory does not.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import ClassVar, final
 from windlass import RegionError, TransportUnavailable
 from windlass.transports import (
     Deadline,
-    LocalTransport,
     MemoryAllocator,
     OneSidedTransport,
     OwnProcess,
     PeerProcesses,
+    RegionTransport,
     RemoteRegion,
     TransportConfig,
     TransportTraits,
@@ -63,7 +64,7 @@ class _Mapped:
 
 
 @final
-class FileMmapTransport(LocalTransport):
+class FileMmapTransport(RegionTransport):
     """`OneSidedTransport` over files of `folder`, and the `MemoryAllocator` of them.
 
     Raises:
@@ -131,14 +132,14 @@ class FileMmapTransport(LocalTransport):
         for mapped in owned:
             mapped.path.unlink(missing_ok=True)
 
-    def _key_of(self, address: int, nbytes: int) -> str:
+    def _register(self, address: int, nbytes: int) -> str:
         for mapped in self._owned.values():
             offset = address - mapped.address
             if offset >= 0 and offset + nbytes <= len(mapped.mapping):
                 return f"{mapped.path.name}:{offset}"
         return ""
 
-    def _copy(self, batch: WriteBatch, deadline: Deadline) -> None:
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         self._processes.check(batch.endpoint)
         shifts = []
         opened = []  # stays mapped until the copy is over

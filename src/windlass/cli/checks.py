@@ -17,8 +17,8 @@ from windlass.engines.versions import EngineReleases, installed_version, judge
 from windlass.errors import ConfigError, WindlassError
 from windlass.transports.base import MemoryType, TransportConfig, TransportOffer
 from windlass.transports.choice import choose_transport
-from windlass.transports.lockable import locks_without_limit
 from windlass.transports.mooncake.native import WITHOUT_CUDA, is_installed
+from windlass.transports.network import locks_without_limit
 from windlass.transports.registry import config_type, create_transport, transport_names
 
 __all__ = ["Finding", "Status", "check_flags", "run_checks"]

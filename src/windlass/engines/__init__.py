@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from windlass.engines.spec import EngineOptions as EngineOptions
     from windlass.engines.spec import EngineServer as EngineServer
     from windlass.engines.spec import EngineSpec as EngineSpec
-    from windlass.engines.spec import QuantisedLayout as QuantisedLayout
     from windlass.engines.spec import Rule as Rule
     from windlass.engines.spec import ServerCommand as ServerCommand
     from windlass.transfer.dtensor import describe_module as describe_module
@@ -25,7 +24,7 @@ if not TYPE_CHECKING:  # a type checker must go on refusing names that are not t
         __name__,
         {
             "windlass.engines.client": "EngineClient",
-            "windlass.engines.spec": "AgentSettings CapturedLayout EngineOptions EngineServer EngineSpec QuantisedLayout Rule ServerCommand",
+            "windlass.engines.spec": "AgentSettings CapturedLayout EngineOptions EngineServer EngineSpec Rule ServerCommand",
             "windlass.transfer.dtensor": "describe_module parameter_addresses",
             "windlass.updates.hooks": "EngineHooks",
         },

@@ -13,14 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import final
 
 import msgspec
 
 from windlass.engines.adapters import adapter_of
-from windlass.engines.private_routes import environment_of, key_of
+from windlass.engines.private_routes import environment_of, new_key, saved_key
 from windlass.engines.rank_reports import RankReports, Secrets
 from windlass.engines.spec import (
     AgentSettings,
@@ -36,17 +35,14 @@ from windlass.engines.spec import (
 )
 from windlass.engines.versions import check_installed
 from windlass.envs import (
-    TLS_CERTIFICATE_VARIABLE,
-    TLS_KEY_VARIABLE,
     TOKEN_VARIABLE,
     control_token,
     environment_value,
-    has_certificate,
     inherited_environment,
     secret_value,
 )
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
-from windlass.net.addresses import own_address, published_host, url_of
+from windlass.net.addresses import check_url, own_address, published_host, url_of
 from windlass.updates.client import report_cannot_join
 
 __all__ = [
@@ -135,22 +131,27 @@ def launch(engine: EngineSpec, description: str | None) -> int:
                 f"engine {engine.name!r} must have a server and releases, it has none"
             )
         refuse_unsafe([*rest, *_own_words(args)], engine.rules)
-        secrets = _secrets(args.controller, rest)
-        join = partial(join_fleet, engine.server, secrets=secrets)
         place(args)
         if args.attach:
+            check_url(args.attach, "--attach")
+            secrets = _secrets(args.controller, rest, saved_key(args.attach))
+            join = partial(join_fleet, engine.server, secrets=secrets)
             return attach_running(args, join, secrets.token)
         for warning in check_installed(engine.releases):
             sys.stderr.write(f"engine {args.name}: {warning}\n")
         command = engine.server.command(args, rest)
-        return serve(args, command, ready_line=engine.server.ready_line, join=join, secrets=secrets)
+        with new_key(args.port) as key:
+            secrets = _secrets(args.controller, rest, key)
+            join = partial(join_fleet, engine.server, secrets=secrets)
+            ready_line = engine.server.ready_line
+            return serve(args, command, ready_line=ready_line, join=join, secrets=secrets)
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         return 2
 
 
-def _secrets(controller: str, rest: Sequence[str]) -> Secrets:
-    """Return what this process was given to show others, of which no child inherits anything.
+def _secrets(controller: str, rest: Sequence[str], key: str) -> Secrets:
+    """Return what this process has to show others, of which no child inherits anything.
 
     Raises:
         ConfigError: there is a controller and no token.
@@ -158,11 +159,7 @@ def _secrets(controller: str, rest: Sequence[str]) -> Secrets:
     token = control_token() if controller else secret_value(TOKEN_VARIABLE)
     options = dict(options_of(rest))
     api_key = options.get("--api-key") or environment_value("VLLM_API_KEY")
-    secret = token
-    if not token and has_certificate():  # then its key is what this process alone knows
-        file = environment_value(TLS_KEY_VARIABLE) or environment_value(TLS_CERTIFICATE_VARIABLE)
-        secret = Path(file).read_text()
-    return Secrets(token, key_of(secret), api_key, options.get("--admin-api-key", ""))
+    return Secrets(token, key, api_key, options.get("--admin-api-key", ""))
 
 
 def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) -> None:

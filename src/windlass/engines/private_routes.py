@@ -3,21 +3,28 @@
 Servers of vLLM and SGLang have routes that run methods in their ranks, unpickle tensors, pause and read
 weights, and ask nobody who they are. `PrivateRoutes` stands in front of all of them: what generates and
 what reports health is open as ever (`--api-key` of the engine closes that), everything else wants a key.
-The key follows from the token that the launcher was started with, so that a later `--attach` knows it;
-the server's processes are given its hash alone.
+Each server has a key of its own, in a file that its user alone can read and where a later `--attach` finds
+it; the server's processes are given its hash alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+import stat
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, final
+from urllib.parse import urlsplit
 
 import msgspec
 
 from windlass.envs import environment_value
+from windlass.errors import ConfigError
 
 __all__ = [
     "KEY_HEADER",
@@ -28,7 +35,8 @@ __all__ = [
     "Send",
     "answer",
     "environment_of",
-    "key_of",
+    "new_key",
+    "saved_key",
 ]
 
 KEY_HEADER = "x-windlass-key"
@@ -51,14 +59,52 @@ _OPEN_PREFIX = "/v1/"
 _LOADS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 
-def key_of(token: str) -> str:
-    """Return what opens the private routes of servers that were launched with `token`.
+@contextmanager
+def new_key(port: int) -> Iterator[str]:
+    """Make the key of a server of this host, which `saved_key` finds for as long as the block lasts.
 
-    Without a token it is one that nobody else knows: such a server cannot be attached to.
+    Args:
+        port: of the server.
+
+    Raises:
+        ConfigError: the folder of keys is not this user's own.
     """
-    if not token:
-        return secrets.token_hex(32)
-    return hmac.new(token.encode(), b"windlass key of private routes", hashlib.sha256).hexdigest()
+    folder = _folder()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _require_own(folder)
+    key, file = secrets.token_hex(32), folder / str(port)
+    file.unlink(missing_ok=True)  # of a launcher that was killed
+    with open(
+        os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "w"
+    ) as new:
+        new.write(key)
+    try:
+        yield key
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def saved_key(url: str) -> str:
+    """Return the key of a running server of this host; empty where none was made for it.
+
+    Raises:
+        ConfigError: see `new_key`.
+    """
+    file = _folder() / str(urlsplit(url).port)
+    if not file.exists():
+        return ""
+    _require_own(file.parent)
+    return file.read_text()
+
+
+def _folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"windlass-{os.getuid()}"
+
+
+def _require_own(folder: Path) -> None:
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{folder} must be a folder that this user alone can read")
 
 
 def environment_of(key: str) -> dict[str, str]:

@@ -35,7 +35,6 @@ __all__ = [
     "EngineOptions",
     "EngineServer",
     "EngineSpec",
-    "QuantisedLayout",
     "RankStep",
     "Rule",
     "ServerCommand",
@@ -133,23 +132,6 @@ def expandable_segments() -> str:
         if "expandable_segments:true" in value.lower():
             return f"{variable}={value}"
     return ""
-
-
-@dataclass(frozen=True, slots=True)
-class QuantisedLayout:
-    """What kernels of an engine make of a block float8 checkpoint, and what is known of it.
-
-    Attributes:
-        release: of the engine, as the page of capabilities shows it.
-        kernels: which, and on what device.
-        layout: in memory, against the checkpoint.
-        outcome: `proven` on a live engine, `refused` or `untested`, with the reason.
-    """
-
-    release: str
-    kernels: str
-    layout: str
-    outcome: str
 
 
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,7 +277,6 @@ class EngineSpec:
         module: what `python -m` starts; takes the options that `command` gives.
         releases: what is known of them; None for an engine that comes with Windlass or a plugin.
         rules: of its options and settings.
-        layouts: what its kernels make of quantised checkpoints.
         server: of somebody else's, which a launcher starts and whose ranks are told to join; None for
             an engine whose ranks join by themselves.
         needs_port: whether its server cannot choose a port by itself.
@@ -308,7 +289,6 @@ class EngineSpec:
     module: str
     releases: EngineReleases | None = None
     rules: tuple[Rule, ...] = ()
-    layouts: tuple[QuantisedLayout, ...] = ()
     server: EngineServer | None = None
     needs_port: bool = False
     cpu_arguments: tuple[str, ...] = ()

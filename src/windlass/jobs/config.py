@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from windlass.config import ControlConfig, ReplicaPlace, take_name
+from windlass.config import ControlConfig, ReplicaPlace, check_numbers, take_name
 from windlass.engines.spec import ENGINES
 from windlass.errors import ConfigError
 from windlass.jobs.schedulers.configs import LocalSchedulerConfig, SchedulerConfig
@@ -80,10 +80,8 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
     resume_from: str = ""
 
     def __post_init__(self) -> None:
-        _at_least("trainer.world_size", self.world_size, 1)
-        _at_least("trainer.save_every", self.save_every, 0)
-        _positive("trainer.step_deadline_s", self.step_deadline_s)
-        _positive("trainer.publish_deadline_s", self.publish_deadline_s)
+        least = {"world_size": 1, "save_every": 0}
+        check_numbers(self, least, ("step_deadline_s", "publish_deadline_s"), where="trainer.")
 
 
 class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,8 +111,7 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         where = f"engines {self.name!r}"
-        _at_least(f"{where}: tensor_parallel_size", self.tensor_parallel_size, 1)
-        _at_least(f"{where}: max_restarts", self.max_restarts, 0)
+        check_numbers(self, {"tensor_parallel_size": 1, "max_restarts": 0}, where=f"{where}: ")
         if not self.name or "/" in self.name:
             raise ConfigError(f"engines: name must not be empty or contain '/', got {self.name!r}")
         if ENGINES.find(self.kind).needs_port and not self.port:
@@ -151,13 +148,9 @@ class RolloutSection(msgspec.Struct, frozen=True, kw_only=True):
     batch_deadline_s: float = 600.0
 
     def __post_init__(self) -> None:
-        _at_least("rollout.groups_per_step", self.groups_per_step, 1)
-        _at_least("rollout.samples_per_group", self.samples_per_group, 1)
-        _at_least("rollout.max_staleness", self.max_staleness, 0)
-        _at_least("rollout.max_resubmits", self.max_resubmits, 0)
-        _at_least("rollout.max_concurrent", self.max_concurrent, 1)
-        _at_least("rollout.num_workers", self.num_workers, 0)
-        _positive("rollout.batch_deadline_s", self.batch_deadline_s)
+        one = dict.fromkeys(("groups_per_step", "samples_per_group", "max_concurrent"), 1)
+        none = dict.fromkeys(("max_staleness", "max_resubmits", "num_workers"), 0)
+        check_numbers(self, one | none, ("batch_deadline_s",), where="rollout.")
 
 
 class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,9 +183,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_s: float = 60.0
 
     def __post_init__(self) -> None:
-        _at_least("steps", self.steps, 1)
-        _positive("start_deadline_s", self.start_deadline_s)
-        _positive("shutdown_s", self.shutdown_s)
+        check_numbers(self, {"steps": 1}, ("start_deadline_s", "shutdown_s"), where="job: ")
         names = [engine.name for engine in self.engines]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"engines: needs at least one, with different names, got {names}")
@@ -275,13 +266,3 @@ def _explain(said: str, raw: Mapping[str, Any]) -> str:
         else:
             return f"{key}: {rule}"
     return f"{key}: {rule}" if isinstance(value, (dict, list)) else f"{key}: {rule}, got {value!r}"
-
-
-def _at_least(key: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{key} must be >= {least}, got {value}")
-
-
-def _positive(key: str, value: float) -> None:
-    if not value > 0:
-        raise ConfigError(f"{key} must be > 0, got {value}")

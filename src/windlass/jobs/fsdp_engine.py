@@ -14,9 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from windlass.config import ReplicaPlace, take_name
 from windlass.errors import ConfigError
 from windlass.jobs.train_worker import TrainContext, TrainEngine
-from windlass.net.clock import Deadline
 from windlass.rollout.messages import TrainingSample
-from windlass.trainers.client import PendingUpdate, TrainerClient, connect_trainer
+from windlass.trainers.client import TrainerClient, connect_trainer
 from windlass.transports.base import TransportConfig
 
 __all__ = ["FsdpEngine", "Samples"]
@@ -37,9 +36,7 @@ class FsdpEngine(TrainEngine):
         backend: of torch.distributed. seed: before `model` is called.
         max_grad_norm: gradients are clipped to it; 0 for never.
         publish_to_fleet: whether to connect to the controller's fleet.
-        transport, replica: see `connect_trainer`. With a replica `publish` returns once the weights are
-            copied: the next one, or `close`, waits for the fleet and raises what became of them. The
-            first one waits itself, since nothing is served before it.
+        transport, replica: see `connect_trainer`, and `TrainController.publish` for what a replica does.
     """
 
     def __init__(
@@ -61,9 +58,6 @@ class FsdpEngine(TrainEngine):
         self._backend, self._seed, self._max_grad_norm = backend, seed, max_grad_norm
         self._publish_to_fleet, self._transport = publish_to_fleet, transport
         self._replica = take_name("replica", replica, ReplicaPlace)
-        self._pending: PendingUpdate | None = None
-        self._publish_deadline_s = 0.0
-        self._is_served = False
         self._model: torch.nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._client: TrainerClient | None = None
@@ -121,30 +115,11 @@ class FsdpEngine(TrainEngine):
         optimizer.step()
         return metrics
 
-    def publish(self, version: int, *, deadline_s: float) -> None:
+    def prepare_publish(self, version: int) -> bool:
         if self._client is None:
             raise ConfigError("FsdpEngine: publish needs publish_to_fleet=True, got False")
-        if self._replica is ReplicaPlace.OFF:
-            self._client.publish(version, deadline_s=deadline_s)
-            return
-        deadline = Deadline.after(deadline_s, "publish")
-        self._finish_update(deadline_s)
-        self._publish_deadline_s = deadline_s
-        left_s = max(deadline.remaining_s, 0.001)
-        self._pending = self._client.begin_publish(version, deadline_s=left_s)
-        if not self._is_served:
-            self._finish_update(deadline_s)
-            self._is_served = True
-
-    def _finish_update(self, deadline_s: float) -> None:
-        """Wait for the one under way.
-
-        Raises:
-            RoundAborted, PeerTimeout: see `PendingUpdate.result`.
-        """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result(deadline_s=deadline_s)
+        self._client.prepare_publish(version)
+        return self._replica is not ReplicaPlace.OFF
 
     def save(self, path: str) -> None:
         """Model and optimiser, as a distributed checkpoint: it may be loaded by another number of ranks."""
@@ -178,11 +153,8 @@ class FsdpEngine(TrainEngine):
         return self._optimizer
 
     def close(self) -> None:
-        try:
-            self._finish_update(self._publish_deadline_s)
-        finally:
-            if self._client is not None:
-                self._client.close()
-                self._client = None
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        if dist.is_initialized():
+            dist.destroy_process_group()

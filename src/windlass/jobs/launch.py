@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import signal
 import sys
@@ -29,6 +30,7 @@ from windlass.net.logs import LOG_VARIABLES
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
+from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import RoundOutcome
 
 __all__ = ["JobSummary", "run_job"]
@@ -75,7 +77,8 @@ async def run_job(
             steps are done and the last update was not published.
     """
     recipe = recipe or load_recipe(Path(config.recipe.file), config.recipe.name)
-    output_dir = _made(config.output_dir)
+    output_dir = _absolute(config.output_dir)
+    await asyncio.to_thread(output_dir.mkdir, parents=True, exist_ok=True)
     token = secret_value(TOKEN_VARIABLE) or secrets.token_hex(16)
     inherited = {name: environment_value(name) for name in (*LOG_VARIABLES, *TLS_VARIABLES)}
     environment = {
@@ -86,7 +89,7 @@ async def run_job(
     }
     scheduler = create_scheduler(config.scheduler, output_dir / "logs", environment)
     controller = _controller(config, token)
-    trainers = _trainers(config, scheduler, token)
+    trainers = _trainers(config, scheduler, token, controller.coordinator)
     trainers.mount(controller.server)
     stop = _Stop()
     stop.listen()
@@ -118,15 +121,9 @@ async def run_job(
     return summary
 
 
-def _made(folder: str) -> Path:
-    path = Path(folder).resolve()
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def _whole(folder: str) -> str:
+def _absolute(folder: str) -> Path:
     """As ranks in other folders find it."""
-    return str(Path(folder).resolve())
+    return Path(folder).resolve()
 
 
 @final
@@ -159,14 +156,6 @@ class _Stopped(Exception):
     """Raised inside the job's work where a signal may end it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Restarted:
-    """A process that is started again when it dies, `max_restarts` times."""
-
-    spec: ProcessSpec
-    max_restarts: int
-
-
 @final
 @dataclass(slots=True, kw_only=True)
 class _Job:
@@ -176,7 +165,7 @@ class _Job:
     scheduler: Scheduler
     controller: Controller
     trainers: TrainController
-    processes: Sequence[_Restarted]
+    processes: Sequence[tuple[ProcessSpec, int]]
     stop: _Stop
     notify: Callable[[str], None]
     steps: int = 0
@@ -185,7 +174,7 @@ class _Job:
         controller = self.controller
         self.notify(f"controller {controller.url}")
         work = asyncio.create_task(self._work())
-        guards = [asyncio.create_task(self._guard(kept)) for kept in self.processes]
+        guards = [asyncio.create_task(self._guard(*process)) for process in self.processes]
         asked: asyncio.Task[Any] = asyncio.create_task(self.stop.asked.wait())
         try:
             await asyncio.wait([work, asked, *guards], return_when=asyncio.FIRST_COMPLETED)
@@ -243,18 +232,16 @@ class _Job:
         if not work.done():
             self.notify(f"given up after {self.config.shutdown_s} s or a second signal")
 
-    async def _guard(self, kept: _Restarted) -> None:
+    async def _guard(self, spec: ProcessSpec, max_restarts: int) -> None:
         """Keep a process running; a fleet goes on without a member that comes back."""
-        spec, restarts = kept.spec, 0
-        while True:
+        for restarts in itertools.count():
             await self.scheduler.start(spec)
             status = await self.scheduler.wait(spec.name)
             ended = f"{spec.name} ended with {status.returncode} after {restarts} restarts"
-            if restarts == kept.max_restarts:
+            if restarts == max_restarts:
                 tail = await self.scheduler.log_tail(spec.name)
                 raise WindlassError(f"{ended}; its log ends:\n{tail}")
             self.notify(f"{ended}; starting it again")
-            restarts += 1
 
     # --- the work ----------------------------------------------------------------------------
 
@@ -287,7 +274,7 @@ class _Job:
         async with asyncio.timeout(deadline_s):
             await self.trainers.start(controller.url, deadline_s=deadline_s)
             if folder := config.trainer.resume_from:
-                await self.trainers.load(_whole(folder), deadline_s=deadline_s)
+                await self.trainers.load(str(_absolute(folder)), deadline_s=deadline_s)
                 self.notify(f"resumed from {folder}")
             await controller.wait_for_fleet(
                 num_trainers=config.trainer.world_size,
@@ -433,7 +420,9 @@ def _controller(config: LaunchConfig, token: str) -> Controller:
     )
 
 
-def _trainers(config: LaunchConfig, scheduler: Scheduler, token: str) -> TrainController:
+def _trainers(
+    config: LaunchConfig, scheduler: Scheduler, token: str, coordinator: Coordinator
+) -> TrainController:
     """What starts the trainer ranks and calls them; not yet mounted."""
     trainer = config.trainer
     return TrainController(
@@ -441,23 +430,18 @@ def _trainers(config: LaunchConfig, scheduler: Scheduler, token: str) -> TrainCo
         command=(trainer.python or sys.executable, trainer.script, *trainer.arguments),
         world_size=trainer.world_size,
         token=token,
+        coordinator=coordinator,
         environment=trainer.environment,
         num_cpus=trainer.num_cpus,
         num_gpus=trainer.num_gpus,
     )
 
 
-def _processes(config: LaunchConfig, url: str, token: str) -> list[_Restarted]:
-    """Engines and rollout workers of the controller at `url`."""
-    engines = [
-        _Restarted(_engine(config, engine, url, token), engine.max_restarts)
-        for engine in config.engines
-    ]
-    workers = [
-        _Restarted(_worker(config, number, url, token), MAX_WORKER_RESTARTS)
-        for number in range(config.rollout.num_workers)
-    ]
-    return engines + workers
+def _processes(config: LaunchConfig, url: str, token: str) -> list[tuple[ProcessSpec, int]]:
+    """Engines and rollout workers of the controller at `url`, and how often each is started again."""
+    engines = [(_engine(config, each, url, token), each.max_restarts) for each in config.engines]
+    workers = range(config.rollout.num_workers)
+    return engines + [(_worker(config, n, url, token), MAX_WORKER_RESTARTS) for n in workers]
 
 
 def _worker(config: LaunchConfig, number: int, url: str, token: str) -> ProcessSpec:

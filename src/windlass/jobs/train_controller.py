@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -23,7 +23,7 @@ from windlass.jobs.train_messages import (
     Joined,
     Load,
     Operation,
-    Publish,
+    PreparePublish,
     RankFrame,
     Save,
     Setup,
@@ -39,6 +39,8 @@ from windlass.net.rpc import Session, serve
 from windlass.net.server import ControlServer
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import encode_value
+from windlass.updates.coordinator import CalledUpdate, Coordinator
+from windlass.updates.messages import RoundOutcome
 
 __all__ = ["StepResult", "TrainController"]
 
@@ -90,6 +92,7 @@ class TrainController:
         world_size: ranks. token: the owner's secret of the server that this is
             mounted on; ranks get the token of role trainer.
         name: ranks are called NAME-0, NAME-1, ...; letters, digits, "_", "." and "-".
+        coordinator: `Controller.coordinator` of the server that this is mounted on, for `publish`.
         environment: added to every rank's. num_cpus, num_gpus: reserved per rank.
 
     Raises:
@@ -104,6 +107,7 @@ class TrainController:
         world_size: int,
         token: str,
         name: str = "trainer",
+        coordinator: Coordinator | None = None,
         environment: Mapping[str, str] | None = None,
         num_cpus: int = 1,
         num_gpus: int = 0,
@@ -116,6 +120,9 @@ class TrainController:
         self._command = tuple(command)
         self._environment = dict(environment or {})
         self._num_cpus, self._num_gpus = num_cpus, num_gpus
+        self._coordinator = coordinator
+        self._under_way: CalledUpdate | None = None
+        self._is_served = False
         names = [f"{name}-{rank}" for rank in range(world_size)]
         self._ranks = [_Rank(each, Session(each, keeps_calls=True)) for each in names]
         self._store = ("", 0)
@@ -201,12 +208,44 @@ class TrainController:
         return StepResult(step, found, _weighted_mean(found, weights))
 
     async def publish(self, version: int, *, deadline_s: float) -> None:
-        """All ranks publish their weights as `version`.
+        """Publish the weights of all ranks as `version`: they stand still, and the coordinator publishes.
+
+        Where all ranks send from replicas it returns once they are copied: the next call, or `close`, waits
+        for the fleet and raises what became of them. The first one waits itself, since nothing is
+        served before it.
 
         Raises:
-            TrainerError: see `train_step`.
+            ConfigError: made without a coordinator.
+            TrainerError: not published, with the reason; see also `train_step`.
         """
-        await self._collective([Publish(version, deadline_s)] * len(self._ranks), deadline_s)
+        if self._coordinator is None:
+            raise ConfigError("TrainController: publish needs a coordinator, got none")
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        await self._finish_update(deadline_s)
+        left_s = max(end - loop.time(), 0.1)
+        answers = await self._collective([PreparePublish(version)] * len(self._ranks), left_s)
+        update = self._coordinator.begin_publish(version, deadline_s=left_s)
+        if self._is_served and all(answer.sends_copies for answer in answers):
+            self._under_way = update
+            await self._wait_for(_copied(update), end, deadline_s)
+        else:
+            await self._wait_for(_published(update), end, deadline_s)
+            self._is_served = True
+
+    async def _finish_update(self, deadline_s: float) -> None:
+        """Wait for the one under way."""
+        update, self._under_way = self._under_way, None
+        if update is not None:
+            end = asyncio.get_running_loop().time() + deadline_s
+            await self._wait_for(_published(update), end, deadline_s)
+
+    async def _wait_for(
+        self, work: Coroutine[Any, Any, TrainResult], end: float, deadline_s: float
+    ) -> None:
+        """A rank that ends meanwhile is the reason, as in every call."""
+        waits = [asyncio.create_task(work)] * len(self._ranks)
+        await self._settle(waits, end, deadline_s, "publish")
 
     async def save(self, path: str, *, deadline_s: float) -> None:
         """All ranks write a checkpoint.
@@ -296,6 +335,11 @@ class TrainController:
             grace_s: for ranks to stop, and then to end; after a failure at most `BROKEN_GRACE_S`.
         """
         started = [rank for rank in self._ranks if rank.watch is not None]
+        if not self._failure:
+            try:
+                await self._finish_update(grace_s)
+            except TrainerError as error:
+                _log.warning("the last update: %s", error)
         broken = bool(self._failure)
         if started and not self._failure:
             try:
@@ -455,6 +499,20 @@ def _value_of(rank: _Rank, done: Done) -> Any:
         return msgspec.msgpack.decode(done.value)
     except DECODE_ERRORS as error:
         raise TrainerError(f"{rank.name}: value of {len(done.value)} bytes: {error}") from error
+
+
+async def _published(update: CalledUpdate) -> TrainResult:
+    report = await asyncio.shield(update.report)
+    if report.outcome is RoundOutcome.PUBLISHED:
+        return Done()
+    return Failed(f"RoundAborted: version {report.version} was not published: {report.reason}")
+
+
+async def _copied(update: CalledUpdate) -> TrainResult:
+    copied = asyncio.create_task(update.copied.wait())
+    await asyncio.wait([copied, update.report], return_when=asyncio.FIRST_COMPLETED)
+    copied.cancel()
+    return Done() if update.copied.is_set() else await _published(update)
 
 
 async def _wait(event: asyncio.Event) -> None:

@@ -20,7 +20,7 @@ __all__ = [
     "Joined",
     "Load",
     "Operation",
-    "Publish",
+    "PreparePublish",
     "RankFrame",
     "Save",
     "Setup",
@@ -72,11 +72,10 @@ class TrainStep(msgspec.Struct, frozen=True, tag="train_step"):
     groups: tuple[tuple[TrainingSample, ...], ...]
 
 
-class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """Publish the weights as they are now as `version`."""
+class PreparePublish(msgspec.Struct, frozen=True, tag="prepare_publish"):
+    """Have the weights stand still as `version`; answered with `Done.sends_copies` filled in."""
 
     version: int
-    deadline_s: float
 
 
 class Save(msgspec.Struct, frozen=True, tag="save"):
@@ -105,7 +104,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Close the engine and end the process."""
 
 
-TrainCommand = Setup | TrainStep | Publish | Save | Load | Operation | Stop
+TrainCommand = Setup | TrainStep | PreparePublish | Save | Load | Operation | Stop
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -113,6 +112,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
     Attributes:
         metrics: of the engine. data_parallel_rank, data_parallel_size: after `Setup`.
+        sends_copies: after `PreparePublish`: the weights may change once they are copied.
         value: msgpack of what an operation returned; empty for other commands.
     """
 
@@ -120,6 +120,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
     value: bytes = b""
+    sends_copies: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -27,7 +27,7 @@ from windlass.jobs.train_messages import (
     Joined,
     Load,
     Operation,
-    Publish,
+    PreparePublish,
     Save,
     Setup,
     Stop,
@@ -91,11 +91,13 @@ class TrainEngine(Protocol):
         """One optimiser step on this rank's shard, which may be empty; returns metrics."""
         ...
 
-    def publish(self, version: int, *, deadline_s: float) -> None:
-        """Publish the weights as they are; return once the fleet serves them.
+    def prepare_publish(self, version: int) -> bool:
+        """Have the weights stand still as `version`, until the controller has published them.
 
-        An engine that keeps a replica may return once they are copied; the next `publish`, or
-        `close`, then raises what became of them.
+        `TrainerClient.prepare_publish` does so.
+
+        Returns:
+            Whether they are sent from a replica, and may change once the controller has copied them.
         """
         ...
 
@@ -268,9 +270,9 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
                 return Done(data_parallel_rank=index, data_parallel_size=size)
             case TrainStep(step=step, groups=groups):
                 return Done(metrics=dict(engine.train_step(step, groups)))
-            case Publish(version=version, deadline_s=deadline_s):
+            case PreparePublish(version=version):
                 with log_fields(version=version):
-                    engine.publish(version, deadline_s=deadline_s)
+                    return Done(sends_copies=engine.prepare_publish(version))
             case Save(path=path):
                 engine.save(path)
             case Load(path=path):

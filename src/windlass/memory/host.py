@@ -9,50 +9,54 @@ import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, final
 
 import numpy as np
 import numpy.typing as npt
 
-from windlass.errors import PlanError
+from windlass.errors import PlanError, TransferFailed
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import BLOCK, scale_shape
-from windlass.memory.digest import hash_strided, new_digest
 from windlass.memory.ops import (
     ALIGNMENT,
+    ChunkDigests,
     Int64Array,
-    PackedPart,
+    LinkDigests,
+    MemoryOps,
+    PreparedCopies,
     StridedCopy,
+    Turns,
     UInt64Array,
-    aligned,
 )
-from windlass.memory.packing import bytes_at, copy_strided, row_major_blocks, strided_view
-from windlass.memory.quantize import pack_quantized
+from windlass.memory.packing import (
+    bytes_at,
+    copy_cast,
+    hash_strided,
+    new_digest,
+    overflow_text,
+    row_major_blocks,
+    strided_view,
+)
 from windlass.planning.plan import Transform
 from windlass.planning.program import BoundOp, DigestKind, LinkProgram
 
 if TYPE_CHECKING:
     import torch
 
-    from windlass.memory.cuda.links import DeviceLink
-
-__all__ = ["HostBuffer", "HostMemory", "hash_link", "least_half", "pack_op", "split_op"]
-
 SCRATCH_NBYTES = 1 << 20
 """For casting before hashing: small enough to stay in cache in between."""
+_PER_MAX = 1.0 / 448.0
+_FLOOR = 1e-4
 
 
 @final
-class HostMemory:
-    """See `MemoryOps`. What it is asked to do is done on return."""
+class HostMemory(MemoryOps):
+    """`MemoryOps` of host memory: what it is asked to do is done on return, and nothing is held or queued."""
 
     ordinal = -1
-    gpu = None
     digest_kind = DigestKind.XXH3
 
     def allocate(self, nbytes: int) -> HostBuffer:
-        """See `MemoryOps.allocate`."""
         return HostBuffer(nbytes)
 
     def prepare(
@@ -61,7 +65,6 @@ class HostMemory:
         *,
         beside_transfers: bool = False,  # noqa: ARG002
     ) -> _HostCopies:
-        """See `MemoryOps.prepare`."""
         return _HostCopies(copies)
 
     def digests(
@@ -72,17 +75,14 @@ class HostMemory:
         at_source: bool,
         staging_address: int = 0,
     ) -> _HostDigests:
-        """See `MemoryOps.digests`."""
         return _HostDigests(programs, addresses, at_source, staging_address)
 
     def chunk_digests(
         self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
     ) -> _HostChunks:
-        """See `MemoryOps.chunk_digests`."""
         return _HostChunks(addresses, nbytes, chunk_start)
 
     def least_pack_nbytes(self, program: LinkProgram) -> int:
-        """See `MemoryOps.least_pack_nbytes`."""
         return least_half(program)
 
     def pack_link(
@@ -92,20 +92,12 @@ class HostMemory:
         places: Sequence[int],
         capacity_nbytes: int,
     ) -> _HostPack:
-        """See `MemoryOps.pack_link`."""
         return _HostPack(program, addresses, places, capacity_nbytes)
 
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
     ) -> torch.Tensor:
-        """See `MemoryOps.view`."""
         return strided_view(address, sizes, strides_bytes, dtype)
-
-    def settle(self, deadline_s: float) -> None:
-        """Nothing is ever queued."""
-
-    def finish(self, deadline_s: float) -> None:
-        """Nothing is ever queued."""
 
 
 @final
@@ -129,34 +121,19 @@ class HostBuffer:
 
 
 @final
-class _HostCopies:
+class _HostCopies(PreparedCopies):
     def __init__(self, copies: Sequence[StridedCopy]) -> None:
         self._copies = tuple(copies)
 
     def run(self) -> None:
-        for copy in self._copies:
-            copy_strided(
-                sizes=copy.sizes,
-                src_address=copy.src_address,
-                src_strides=copy.src_strides,
-                src_dtype=copy.src_dtype,
-                dst_address=copy.dst_address,
-                dst_strides=copy.dst_strides,
-                dst_dtype=copy.dst_dtype,
-                tensor=copy.tensor,
-            )
-
-    def check(self) -> None:
-        """`run` has raised already."""
-
-    def close(self) -> None:
-        self._copies = ()
+        for c in self._copies:
+            source = strided_view(c.src_address, c.sizes, c.src_strides, c.src_dtype)
+            target = strided_view(c.dst_address, c.sizes, c.dst_strides, c.dst_dtype)
+            copy_cast(target, source, c.tensor)
 
 
 @final
-class _HostDigests:
-    links: Mapping[str, DeviceLink] = MappingProxyType({})
-
+class _HostDigests(LinkDigests):
     def __init__(
         self,
         programs: Mapping[str, LinkProgram],
@@ -179,9 +156,6 @@ class _HostDigests:
         found = map(of, programs) if threads is None else threads.map(of, programs)
         return dict(zip(wanted, found, strict=True))
 
-    def close(self) -> None:
-        """Nothing is held."""
-
     def _at_the_source(self, program: LinkProgram) -> str:
         return hash_link(program, self._addresses)
 
@@ -193,18 +167,12 @@ class _HostDigests:
             else:
                 address = int(self._addresses[op.dst_parameter]) + op.dst_offset
                 strides = op.dst_strides
-            hash_strided(
-                digest,
-                address=address,
-                sizes=op.sizes,
-                strides_bytes=strides,
-                dtype=op.dst_dtype,
-            )
+            hash_strided(digest, address, op.sizes, strides, op.dst_dtype)
         return digest.hexdigest()
 
 
 @final
-class _HostChunks:
+class _HostChunks(ChunkDigests):
     def __init__(self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array) -> None:
         self._pieces = list(zip(addresses.tolist(), nbytes.tolist(), strict=True))
         self._start = chunk_start.tolist()
@@ -218,9 +186,6 @@ class _HostChunks:
             digest.update(bytes_at(address, nbytes))
         return digest.hexdigest()
 
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 @final
 class _HostPack:
@@ -232,21 +197,17 @@ class _HostPack:
         capacity_nbytes: int,
     ) -> None:
         self._program, self._addresses = program, addresses
-        self.turns: list[list[PackedPart]] = [[]]
+        turns = Turns(places, capacity_nbytes)
         self._ops: list[list[BoundOp]] = [[]]
-        used = 0
         for index, op in enumerate(program.ops):
             start = 0
             for part in () if op.is_direct else split_op(op, capacity_nbytes):
-                if used + aligned(part.nbytes) > capacity_nbytes:
-                    self.turns.append([])
+                turns.place(index, start, part.nbytes)
+                if len(self._ops) < len(turns.parts):
                     self._ops.append([])
-                    used = 0
-                address = places[(len(self.turns) - 1) % len(places)] + used
-                self.turns[-1].append(PackedPart(index, start, address, part.nbytes))
                 self._ops[-1].append(part)
-                used += aligned(part.nbytes)
                 start += part.nbytes
+        self.turns = turns.parts
 
     def pack(self, turn: int, deadline_s: float) -> None:  # noqa: ARG002
         for op, part in zip(self._ops[turn], self.turns[turn], strict=True):
@@ -261,13 +222,8 @@ class _HostPack:
         following = next(packed, None)
         for index, op in enumerate(self._program.ops):
             if op.is_direct:
-                hash_strided(
-                    digest,
-                    address=int(self._addresses[op.src_parameter]) + op.src_offset,
-                    sizes=op.sizes,
-                    strides_bytes=op.src_strides,
-                    dtype=op.src_dtype,
-                )
+                address = int(self._addresses[op.src_parameter]) + op.src_offset
+                hash_strided(digest, address, op.sizes, op.src_strides, op.src_dtype)
             while following is not None and following[1].op == index:
                 cut, part = following
                 pack_op(cut, int(self._addresses[cut.src_parameter]), part.address)
@@ -276,11 +232,11 @@ class _HostPack:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Free nothing."""
 
 
 def least_half(program: LinkProgram) -> int:
-    """Bytes of half a ring that holds any part which `split_op` cannot cut."""
+    """Return bytes of half a ring that holds any part which `split_op` cannot cut."""
     rows_of_blocks = (
         min(op.nbytes, _row_of_blocks(op))
         for op in program.ops
@@ -290,7 +246,7 @@ def least_half(program: LinkProgram) -> int:
 
 
 def _row_of_blocks(op: BoundOp) -> int:
-    """Bytes of payload, which are not cut."""
+    """Return bytes of a row of blocks in the payload, which is not cut."""
     return op.packed_strides[0] * (1 if op.transform is Transform.FP8_BLOCK_SCALES else BLOCK)
 
 
@@ -313,16 +269,9 @@ def pack_op(op: BoundOp, src_parameter: int, address: int) -> None:
             tensor=op.tensor,
         )
         return
-    copy_strided(
-        sizes=op.sizes,
-        src_address=src_parameter + op.src_offset,
-        src_strides=op.src_strides,
-        src_dtype=op.src_dtype,
-        dst_address=address,
-        dst_strides=op.packed_strides,
-        dst_dtype=op.dst_dtype,
-        tensor=op.tensor,
-    )
+    source = strided_view(src_parameter + op.src_offset, op.sizes, op.src_strides, op.src_dtype)
+    target = strided_view(address, op.sizes, op.packed_strides, op.dst_dtype)
+    copy_cast(target, source, op.tensor)
 
 
 def hash_link(program: LinkProgram, sources: UInt64Array) -> str:
@@ -338,13 +287,8 @@ def hash_link(program: LinkProgram, sources: UInt64Array) -> str:
     for op in program.ops:
         parameter = int(sources[op.src_parameter])
         if op.transform is Transform.NONE and op.src_dtype is op.dst_dtype:
-            hash_strided(
-                digest,
-                address=parameter + op.src_offset,
-                sizes=op.sizes,
-                strides_bytes=op.src_strides,
-                dtype=op.src_dtype,
-            )
+            address = parameter + op.src_offset
+            hash_strided(digest, address, op.sizes, op.src_strides, op.src_dtype)
             continue
         for part in split_op(op, limit):
             pack_op(part, parameter, int(scratch.ctypes.data))
@@ -380,7 +324,7 @@ def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
 
 
 def _split_blocks(op: BoundOp, limit: int) -> Iterator[BoundOp]:
-    """Rows of blocks; a payload of values or of scales is cut between them."""
+    """Yield rows of blocks; a payload of values or of scales is cut between them."""
     scales = op.transform is Transform.FP8_BLOCK_SCALES
     step = _row_of_blocks(op)
     if step > limit:
@@ -407,3 +351,62 @@ def _split_blocks(op: BoundOp, limit: int) -> Iterator[BoundOp]:
 
 def _dot(index: Sequence[int], strides: Sequence[int]) -> int:
     return sum(i * s for i, s in zip(index, strides, strict=True))
+
+
+def pack_quantized(
+    *,
+    transform: Transform,
+    sizes: Sequence[int],
+    src_address: int,
+    src_strides: Sequence[int],
+    src_dtype: DType,
+    dst_address: int,
+    tensor: str = "",
+) -> None:
+    """Quantise a matrix of whole blocks, by rows of blocks, so that scratch memory is some 128 rows of float32.
+
+    The values are those of `per_block_cast_to_fp8` (DeepGEMM) on the whole matrix on a GPU, bit for bit.
+
+    Args:
+        transform: values or scales.
+        sizes: rows and columns of the source.
+        src_address: of the first element, in host memory.
+        src_strides: bytes per dim.
+        src_dtype: element type.
+        dst_address: of the payload: float8 of `sizes`, or float32 of `scale_shape(sizes)`,
+            row-major.
+        tensor: its name, for errors.
+
+    Raises:
+        TransferFailed: a finite weight is too large for bfloat16.
+    """
+    import torch
+
+    rows, columns = sizes
+    source = strided_view(src_address, sizes, src_strides, src_dtype)
+    scaled = transform is Transform.FP8_BLOCK_VALUES
+    out_sizes = (rows, columns) if scaled else scale_shape((rows, columns))
+    out_dtype = DType.FLOAT8_E4M3 if scaled else DType.FLOAT32
+    step = out_dtype.itemsize
+    out = strided_view(dst_address, out_sizes, (out_sizes[1] * step, step), out_dtype)
+    for index, first in enumerate(range(0, rows, BLOCK)):
+        given = source[first : first + BLOCK]
+        part = given.to(torch.bfloat16).float()
+        scales = _scales(part)
+        if not bool(scales.isfinite().all()) and bool((part.isinf() & given.isfinite()).any()):
+            raise TransferFailed(overflow_text(tensor, src_dtype, DType.BFLOAT16))
+        if scaled:
+            factor = (1.0 / scales).repeat_interleave(BLOCK)[:columns]
+            out[first : first + BLOCK].copy_(part.mul_(factor).to(torch.float8_e4m3fn))
+        else:
+            out[index].copy_(scales)
+
+
+def _scales(part: torch.Tensor) -> torch.Tensor:
+    """Scales of one row of blocks, (columns / 128,) float32."""
+    import torch
+
+    columns = part.shape[1]
+    amax = part.abs().amax(dim=0)
+    padded = torch.nn.functional.pad(amax, (0, -columns % BLOCK))
+    return padded.view(-1, BLOCK).amax(dim=1).clamp(_FLOOR) * _PER_MAX

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,25 +25,6 @@ if TYPE_CHECKING:
     from windlass.memory.cuda.gpu import Gpu
     from windlass.memory.cuda.links import DeviceLink
 
-__all__ = [
-    "ALIGNMENT",
-    "aligned",
-    "aligned_offsets",
-    "OWN_WORK_S",
-    "PackedPart",
-    "Buffer",
-    "ChunkDigests",
-    "Int64Array",
-    "LinkDigests",
-    "LinkPack",
-    "MemoryOps",
-    "PreparedCopies",
-    "StridedCopy",
-    "UInt64Array",
-    "memory_at",
-    "memory_on",
-]
-
 OWN_WORK_S = 60.0
 """Deadline of work on memory of one's own, which takes milliseconds."""
 UInt64Array = npt.NDArray[np.uint64]
@@ -53,12 +34,12 @@ ALIGNMENT = 64
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes that something of `nbytes` takes up in an arena."""
+    """Return bytes that something of `nbytes` takes up in an arena."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Where things of these sizes lie one after the other, and the bytes that they take up."""
+    """Return where things of these sizes lie one after the other, and the bytes that they take up."""
     offsets, total = [], 0
     for nbytes in sizes:
         offsets.append(total)
@@ -132,11 +113,11 @@ class PreparedCopies(Protocol):
         Raises:
             TransferFailed: a finite number became infinite in a cast; what was stored must not be used.
         """
-        ...
+        return
 
     def close(self) -> None:
         """Free what was prepared; nothing of it may be under way. Idempotent."""
-        ...
+        return
 
 
 class LinkDigests(Protocol):
@@ -144,11 +125,12 @@ class LinkDigests(Protocol):
 
     Attributes:
         links: at the destination, on a GPU: by peer, the tables of its pieces, for whoever hashes them
-            part by part; they go with `close`. Empty elsewhere.
+            part by part; they go with `close`. Empty otherwise.
     """
 
     @property
-    def links(self) -> Mapping[str, DeviceLink]: ...
+    def links(self) -> Mapping[str, DeviceLink]:
+        return {}
 
     def take(
         self, peers: Iterable[str], deadline_s: float, threads: Executor | None = None
@@ -171,7 +153,7 @@ class LinkDigests(Protocol):
 
     def close(self) -> None:
         """Free what was prepared. Idempotent."""
-        ...
+        return
 
 
 class ChunkDigests(Protocol):
@@ -187,7 +169,7 @@ class ChunkDigests(Protocol):
 
     def close(self) -> None:
         """Free what was prepared, unless late kernels may still use it. Idempotent."""
-        ...
+        return
 
 
 class PackedPart(NamedTuple):
@@ -197,6 +179,34 @@ class PackedPart(NamedTuple):
     start: int
     address: int
     nbytes: int
+
+
+@final
+class Turns:
+    """Places for parts of a payload, one behind the other, in memory that is packed again and again.
+
+    Args:
+        places: addresses that turns are packed at, in rotation.
+        capacity_nbytes: at each of them.
+
+    Attributes:
+        parts: by turn, in the order of the payload.
+    """
+
+    def __init__(self, places: Sequence[int], capacity_nbytes: int) -> None:
+        self._places, self._capacity = places, capacity_nbytes
+        self._used = 0
+        self.parts: list[list[PackedPart]] = [[]]
+
+    def place(self, op: int, start: int, nbytes: int) -> PackedPart:
+        """Return where a part goes: in the turn of the last one, or in another."""
+        if self._used + aligned(nbytes) > self._capacity:
+            self.parts.append([])
+            self._used = 0
+        address = self._places[(len(self.parts) - 1) % len(self._places)] + self._used
+        self._used += aligned(nbytes)
+        self.parts[-1].append(PackedPart(op, start, address, nbytes))
+        return self.parts[-1][-1]
 
 
 class LinkPack(Protocol):
@@ -229,7 +239,7 @@ class LinkPack(Protocol):
 
     def close(self) -> None:
         """Free what was prepared, unless late kernels may still use it. Idempotent."""
-        ...
+        return
 
 
 class MemoryOps(Protocol):
@@ -246,7 +256,7 @@ class MemoryOps(Protocol):
     @property
     def gpu(self) -> Gpu | None:
         """In whose stream its work is queued; None for host memory."""
-        ...
+        return None
 
     def allocate(self, nbytes: int) -> Buffer:
         """Memory of `nbytes` >= 1, aligned to 64 bytes, not cleared; the caller closes it.
@@ -280,7 +290,7 @@ class MemoryOps(Protocol):
         at_source: bool,
         staging_address: int = 0,
     ) -> LinkDigests:
-        """Digests of what links deliver, in the destination's dtype, in plan order.
+        """Prepare digests of what links deliver, in the destination's dtype, in plan order.
 
         Args:
             programs: by peer.
@@ -298,7 +308,7 @@ class MemoryOps(Protocol):
     def chunk_digests(
         self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
     ) -> ChunkDigests:
-        """Digests of chunks that lie in pieces; equal wherever pieces of the same sizes hold the same bytes.
+        """Prepare digests of chunks that lie in pieces; equal wherever pieces of the same sizes hold the same bytes.
 
         Args:
             addresses: (n,) of the pieces.
@@ -311,7 +321,7 @@ class MemoryOps(Protocol):
         ...
 
     def least_pack_nbytes(self, program: LinkProgram) -> int:
-        """What the memory of one turn of `pack_link` must hold at least."""
+        """Return what the memory of one turn of `pack_link` must hold at least."""
         ...
 
     def pack_link(
@@ -342,27 +352,27 @@ class MemoryOps(Protocol):
         """This memory as a tensor of `sizes`; the caller keeps it alive and in place."""
         ...
 
-    def settle(self, deadline_s: float) -> None:
+    def settle(self, deadline_s: float) -> None:  # noqa: ARG002
         """Wait for what this process has queued there by whatever library, such as an optimiser step.
 
         Raises:
             TransferFailed: it is not over within `deadline_s`, or it failed.
             TransferOutcomeUnknown: kernels outlived an earlier deadline.
         """
-        ...
+        return
 
-    def finish(self, deadline_s: float) -> None:
+    def finish(self, deadline_s: float) -> None:  # noqa: ARG002
         """Wait for what was queued through this object.
 
         Raises:
             TransferFailed: it failed.
             TransferOutcomeUnknown: it is not over within `deadline_s`, and may go on for ever.
         """
-        ...
+        return
 
 
 def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:
-    """The memory that all of a rank's parameters are in.
+    """Return the memory that all of a rank's parameters are in.
 
     Args:
         addresses: of its parameters; 0 for those that have no bytes.
@@ -382,7 +392,7 @@ def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:
 
 
 def memory_on(ordinal: int) -> MemoryOps:
-    """The memory of the GPU of this process that is `ordinal`; host memory for -1.
+    """Return the memory of the GPU of this process that is `ordinal`; host memory for -1.
 
     Raises:
         TransportUnavailable: a GPU whose kernels cannot be compiled.

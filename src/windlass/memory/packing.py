@@ -1,4 +1,4 @@
-"""Gather, cast and scatter between raw addresses: the kernels behind PACKED and SCATTER.
+"""Gather, cast, scatter and hash at raw addresses: the kernels behind PACKED and SCATTER.
 
 `torch.Tensor.copy_` between two strided views is the kernel: it gathers, casts and stores in one
 pass. Addresses are of host memory. Torch is imported when the first view is made.
@@ -11,22 +11,20 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from windlass.errors import TransferFailed
 from windlass.layout.dtypes import DType, can_overflow, cast_refusal
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "bytes_at",
-    "copy_cast",
-    "copy_strided",
-    "is_contiguous",
-    "overflow_text",
-    "row_major_blocks",
-    "split_inner",
-    "strided_view",
-]
+RUN_NBYTES = 1024
+"""Runs of this size and more are hashed where they lie; shorter ones are gathered first."""
+GATHER_NBYTES = 1 << 20
+"""Scratch memory for gathering: small enough to stay in cache between gather and hash."""
+
+new_digest = xxhash.xxh3_128
 
 _PYBUF_WRITE = 0x200
 # One C call: a ctypes array would make a new Python class per length, at 50 us each.
@@ -44,7 +42,7 @@ def bytes_at(address: int, nbytes: int) -> memoryview:
 def split_inner(
     sizes: Sequence[int], strides_bytes: Sequence[int], itemsize: int
 ) -> tuple[int, int]:
-    """How far elements in row-major order are consecutive in memory.
+    """Return how far elements in row-major order are consecutive in memory.
 
     Returns:
         (number of outer dims that step over gaps, bytes of one consecutive run).
@@ -57,7 +55,7 @@ def split_inner(
 
 
 def is_contiguous(sizes: Sequence[int], strides_bytes: Sequence[int], itemsize: int) -> bool:
-    """Whether elements in row-major order are consecutive in memory."""
+    """Return whether elements in row-major order are consecutive in memory."""
     return split_inner(sizes, strides_bytes, itemsize)[0] == 0
 
 
@@ -94,36 +92,6 @@ def row_major_blocks(
                 return
             start[carry] = 0
             start[carry - 1] += 1
-
-
-def copy_strided(
-    *,
-    sizes: Sequence[int],
-    src_address: int,
-    src_strides: Sequence[int],
-    src_dtype: DType,
-    dst_address: int,
-    dst_strides: Sequence[int],
-    dst_dtype: DType,
-    tensor: str = "",
-) -> None:
-    """Copy elements between two strided layouts of host memory, casting where dtypes differ.
-
-    Args:
-        sizes: elements per dim.
-        src_address: of the first element.
-        src_strides: bytes per dim, multiples of the item size.
-        src_dtype: element type.
-        dst_address: of the first element.
-        dst_strides: bytes per dim, multiples of the item size.
-        dst_dtype: element type: the same, or one of `CASTS`.
-        tensor: its name, for errors.
-
-    Raises:
-        TransferFailed: the cast overflowed; what stands at the destination must not be used.
-    """
-    source = strided_view(src_address, sizes, src_strides, src_dtype)
-    copy_cast(strided_view(dst_address, sizes, dst_strides, dst_dtype), source, tensor)
 
 
 def copy_cast(target: torch.Tensor, source: torch.Tensor, tensor: str) -> None:
@@ -165,3 +133,55 @@ def strided_view(
     reach = sum((n - 1) * s for n, s in zip(sizes, strides_bytes, strict=True)) + itemsize
     flat = torch.frombuffer(bytes_at(address, reach), dtype=torch_dtype(dtype))
     return flat.as_strided(tuple(sizes), tuple(s // itemsize for s in strides_bytes))
+
+
+def hash_strided(
+    digest: xxhash.xxh3_128,
+    address: int,
+    sizes: Sequence[int],
+    strides_bytes: Sequence[int],
+    dtype: DType,
+) -> None:
+    """Add elements to a digest in row-major order of `sizes`; uses at most 1 MiB of scratch.
+
+    The digest of a link runs over its ops in plan order and over each op's elements so, in the
+    destination's dtype, however the bytes are laid out and whichever way they travelled.
+
+    Args:
+        digest: from `new_digest`.
+        address: of the first element, in host memory.
+        sizes: elements per dim.
+        strides_bytes: bytes per dim.
+        dtype: element type.
+    """
+    outer, run_nbytes = split_inner(sizes, strides_bytes, dtype.itemsize)
+    if outer == 0:
+        digest.update(bytes_at(address, run_nbytes))
+    elif run_nbytes >= RUN_NBYTES:
+        for start, _ in row_major_blocks(sizes[:outer], 1):
+            digest.update(bytes_at(address + _offset(start, strides_bytes), run_nbytes))
+    else:
+        _hash_gathered(digest, address, sizes, strides_bytes, dtype)
+
+
+def _hash_gathered(
+    digest: xxhash.xxh3_128,
+    address: int,
+    sizes: Sequence[int],
+    strides_bytes: Sequence[int],
+    dtype: DType,
+) -> None:
+    import torch
+
+    from windlass.memory.torch_dtypes import torch_dtype
+
+    scratch = torch.empty(GATHER_NBYTES // dtype.itemsize, dtype=torch_dtype(dtype))
+    raw = scratch.view(torch.uint8).numpy()
+    for start, block in row_major_blocks(sizes, len(scratch)):
+        view = strided_view(address + _offset(start, strides_bytes), block, strides_bytes, dtype)
+        scratch[: view.numel()].view(block).copy_(view)
+        digest.update(raw[: view.numel() * dtype.itemsize].data)
+
+
+def _offset(index: Sequence[int], strides_bytes: Sequence[int]) -> int:
+    return sum(i * s for i, s in zip(index, strides_bytes, strict=False))

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Pieces", "calls", "cut_at_edges", "edges_of", "merge_adjacent", "split_pieces"]
-
 UInt64Array = npt.NDArray[np.uint64]
 Pieces = tuple[UInt64Array, UInt64Array, UInt64Array]
 """Local addresses, remote addresses and sizes in bytes, each (n,)."""
@@ -39,7 +37,7 @@ def split_pieces(
 
 
 def calls(nbytes: UInt64Array, *, max_pieces: int, max_nbytes: int) -> Iterator[slice]:
-    """Pieces that go into one native call each: as many, in order, as the limits allow, at least one."""
+    """Yield pieces that go into one native call each: as many, in order, as the limits allow, at least one."""
     ends = np.cumsum(nbytes)
     start, done = 0, 0
     while start < len(nbytes):
@@ -50,7 +48,7 @@ def calls(nbytes: UInt64Array, *, max_pieces: int, max_nbytes: int) -> Iterator[
 
 
 def edges_of(address: int, nbytes: int, step_nbytes: int) -> list[int]:
-    """Where a region that is registered in steps has a seam; none for a step of 0."""
+    """Return where a region that is registered in steps has a seam; none for a step of 0."""
     if not 0 < step_nbytes < nbytes:
         return []
     return list(range(address + step_nbytes, address + nbytes, step_nbytes))

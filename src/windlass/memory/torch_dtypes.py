@@ -7,8 +7,6 @@ import torch
 from windlass.errors import UnsupportedLayout
 from windlass.layout.dtypes import DType
 
-__all__ = ["dtype_of", "torch_dtype"]
-
 _TO_TORCH = {
     DType.FLOAT64: torch.float64,
     DType.FLOAT32: torch.float32,
@@ -27,12 +25,12 @@ _FROM_TORCH = {value: key for key, value in _TO_TORCH.items()}
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """The torch type of a checkpoint type."""
+    """Return the torch type of a checkpoint type."""
     return _TO_TORCH[dtype]
 
 
 def dtype_of(name: str, tensor: torch.Tensor) -> DType:
-    """The checkpoint type of a tensor; `name` is for the message.
+    """Return the checkpoint type of a tensor; `name` is for the message.
 
     Raises:
         UnsupportedLayout: a type that checkpoints do not have.

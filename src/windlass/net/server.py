@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import resource
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, MutableSequence
 from contextvars import ContextVar
 from typing import final
@@ -22,7 +23,7 @@ from windlass.net.listener import Listener, request_log
 from windlass.net.sockets import close_socket
 from windlass.net.tls import server_context
 
-__all__ = ["CALLER", "OPEN_SOCKETS", "ControlServer"]
+__all__ = ["CALLER", "OPEN_SOCKETS", "ControlServer", "raise_file_limit"]
 
 CALLER = ContextVar("CALLER", default=Access.OWNER)
 """In the task of a request: the role of its token."""
@@ -49,7 +50,6 @@ class ControlServer:
         extra_token: a token, and the role that it stands for.
         middlewares: of routes, behind the check of the token.
         max_body_nbytes: larger request bodies are refused with 413.
-        cancel_handlers: whether a handler ends with its client.
         shutdown_s: for handlers to end when the server closes.
         what: the process, for errors.
 
@@ -69,7 +69,6 @@ class ControlServer:
         extra_token: tuple[str, Access] = ("", Access.CLIENT),
         middlewares: Iterable[Middleware] = (),
         max_body_nbytes: int = 64 << 20,
-        cancel_handlers: bool = False,
         shutdown_s: float = 2.0,
         what: str = "ControlServer",
     ) -> None:
@@ -81,12 +80,13 @@ class ControlServer:
         self._tls = server_context()
         self._routes = routes
         self._gate = AccessGate.of_secret(token, Access, extra_token)
-        self._cancel_handlers, self._shutdown_s = cancel_handlers, shutdown_s
+        self._shutdown_s = shutdown_s
         self._app = web.Application(
             middlewares=[self._authenticate, *middlewares], client_max_size=max_body_nbytes
         )
         self._app[OPEN_SOCKETS] = WeakSet()
         self._app.on_shutdown.append(_end_sockets)
+        self._app.on_response_prepare.append(_hide_software)
         self._runner: web.AppRunner | None = None
         self._bound: socket.socket | None = None
         self._listener: Listener | None = None
@@ -146,14 +146,10 @@ class ControlServer:
         """
         bound = self._bind()
         self._runner = web.AppRunner(
-            self._app,
-            access_log=None,
-            shutdown_timeout=self._shutdown_s,
-            handler_cancellation=self._cancel_handlers,
-            logger=request_log,
+            self._app, access_log=None, shutdown_timeout=self._shutdown_s, logger=request_log
         )
         await self._runner.setup()
-        _raise_file_limit()
+        raise_file_limit()
         self._listener = Listener(self._runner, bound, tls=self._tls)
         await self._listener.start()
 
@@ -193,11 +189,20 @@ class ControlServer:
         return await handler(request)
 
 
-def _raise_file_limit() -> None:
-    """The usual soft limit, 1024, is for programs that use `select`; a fleet may need more."""
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files to the hard one, and return that; the largest int for none.
+
+    The usual soft limit, 1024, is for programs that use `select`; a fleet may need more.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # the limit above it was lowered meanwhile
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
+async def _hide_software(_request: web.Request, response: web.StreamResponse) -> None:
+    """What serves here, and in which version, is nobody's business."""
+    response.headers.popall("Server", None)
 
 
 async def _end_sockets(app: web.Application) -> None:

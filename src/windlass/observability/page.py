@@ -63,7 +63,7 @@ class StatusPage:
             charset="utf-8",
             headers={
                 "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; "
-                "style-src 'unsafe-inline'; connect-src 'self'"
+                "style-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'"
             },
         )
 

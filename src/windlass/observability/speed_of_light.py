@@ -9,7 +9,7 @@ from typing import Any, final
 
 from windlass.errors import ConfigError
 
-__all__ = ["SpeedOfLight", "save_plot", "speed_of_light"]
+__all__ = ["SpeedOfLight", "save_plot"]
 
 
 @final
@@ -18,25 +18,43 @@ class SpeedOfLight:
     """One update against its ceiling.
 
     Attributes:
-        version: that was published.
+        version: as in `UpdateReport`, like the next five.
         nbytes: that travelled.
-        num_links: that carried them side by side.
-        ceiling_gbps: of one link, measured, in 10^9 bytes per second.
-        limit_s: `nbytes` over all links at their ceiling.
         wire_s: the slowest rank's time inside writes. update_s: first command to last reply.
         pause_s: the longest that an engine stood still.
-        stages: (name, seconds), in order; `other` is what no stage accounts for.
+        phase_s: seconds per phase, by name.
+        ceiling_gbps: of one link, measured on this machine in this state, in 10^9 bytes per second.
+        num_links: that work side by side: the smaller number of ranks, one link each, say.
+
+    Raises:
+        ConfigError: a ceiling or a number of links that is not positive.
     """
 
     version: int
     nbytes: int
-    num_links: int
-    ceiling_gbps: float
-    limit_s: float
     wire_s: float
     update_s: float
     pause_s: float
-    stages: tuple[tuple[str, float], ...]
+    phase_s: Mapping[str, float]
+    ceiling_gbps: float
+    num_links: int
+
+    def __post_init__(self) -> None:
+        if self.ceiling_gbps <= 0:
+            raise ConfigError(f"speed_of_light: ceiling_gbps must be > 0, got {self.ceiling_gbps}")
+        if self.num_links < 1:
+            raise ConfigError(f"speed_of_light: num_links must be >= 1, got {self.num_links}")
+
+    @property
+    def limit_s(self) -> float:
+        """`nbytes` over all links at their ceiling."""
+        return self.nbytes / self.num_links / self.ceiling_gbps / 1e9
+
+    @property
+    def stages(self) -> tuple[tuple[str, float], ...]:
+        """(name, seconds), in order; `other` is what no stage accounts for."""
+        other = max(0.0, self.update_s - sum(self.phase_s.values()))
+        return (*self.phase_s.items(), ("other", other))
 
     @property
     def achieved_gbps(self) -> float:
@@ -57,6 +75,7 @@ class SpeedOfLight:
         """Plain types, for JSON."""
         return {
             **asdict(self),
+            "limit_s": self.limit_s,
             "stages": dict(self.stages),
             "achieved_gbps": self.achieved_gbps,
             "wire_fraction": self.wire_fraction,
@@ -79,50 +98,6 @@ class SpeedOfLight:
             share = seconds / self.update_s if self.update_s else 0.0
             lines.append(f"  {name:<8} {1e3 * seconds:9.2f} ms {100 * share:5.1f} %")
         return "\n".join(lines)
-
-
-def speed_of_light(
-    *,
-    version: int,
-    nbytes: int,
-    wire_s: float,
-    update_s: float,
-    pause_s: float,
-    phase_s: Mapping[str, float],
-    ceiling_gbps: float,
-    num_links: int,
-) -> SpeedOfLight:
-    """Compare what an `UpdateReport` says with a measured ceiling.
-
-    Args:
-        version: as in `UpdateReport`, like the next five.
-        nbytes: that travelled.
-        wire_s: the slowest rank's time inside writes.
-        update_s: first command to last reply.
-        pause_s: the longest that an engine stood still.
-        phase_s: seconds per phase, by name.
-        ceiling_gbps: of one link, measured on this machine in this state.
-        num_links: that work side by side: the smaller number of ranks, one link each, say.
-
-    Raises:
-        ConfigError: a ceiling or a number of links that is not positive.
-    """
-    if ceiling_gbps <= 0:
-        raise ConfigError(f"speed_of_light: ceiling_gbps must be > 0, got {ceiling_gbps}")
-    if num_links < 1:
-        raise ConfigError(f"speed_of_light: num_links must be >= 1, got {num_links}")
-    other = max(0.0, update_s - sum(phase_s.values()))
-    return SpeedOfLight(
-        version=version,
-        nbytes=nbytes,
-        num_links=num_links,
-        ceiling_gbps=ceiling_gbps,
-        limit_s=nbytes / num_links / ceiling_gbps / 1e9,
-        wire_s=wire_s,
-        update_s=update_s,
-        pause_s=pause_s,
-        stages=(*phase_s.items(), ("other", other)),
-    )
 
 
 def save_plot(updates: Sequence[SpeedOfLight], path: Path) -> None:

@@ -8,9 +8,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Self
+from typing import Annotated, Self
 from urllib.parse import urlencode
 
+import msgspec
 from aiohttp import web
 
 from windlass.envs import check_token
@@ -31,7 +32,6 @@ from windlass.rollout.messages import TRAINING_BATCHES, TrainingBatch, TrainingS
 __all__ = ["BatchClient", "BatchQueue", "training_samples"]
 
 MAX_WAIT_S = 3600.0
-MAX_DIGITS = 18
 ANSWER_MARGIN_S = 2.0
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
@@ -60,6 +60,16 @@ def training_samples(group: RolloutGroup, rewards: Sequence[float]) -> tuple[Tra
         )
         for rollout, reward in zip(group.rollouts, rewards, strict=True)
     )
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
+
+class _Query(msgspec.Struct):
+    step: _Count
+    rank: _Count
+    world_size: _Count
+    deadline_s: Annotated[float, msgspec.Meta(gt=0)]
 
 
 class BatchQueue:
@@ -160,37 +170,20 @@ class BatchQueue:
     async def serve(self, request: web.Request) -> web.Response:
         """Answer `GET /v1/batches`."""
         try:
+            asked = msgspec.convert(dict(request.query), _Query, strict=False)
             batch = await self.shard(
-                _integer(request, "step"),
-                _integer(request, "rank"),
-                _integer(request, "world_size"),
-                deadline_s=min(_seconds(request, "deadline_s"), MAX_WAIT_S),
+                asked.step,
+                asked.rank,
+                asked.world_size,
+                deadline_s=min(asked.deadline_s, MAX_WAIT_S),
             )
-        except ConfigError as error:
+        except (ConfigError, msgspec.ValidationError) as error:
             raise web.HTTPBadRequest(text=str(error)) from error
         except StaleMessage as error:
             raise web.HTTPGone(text=str(error)) from error
         except PeerTimeout as error:
             raise web.HTTPGatewayTimeout(text=str(error)) from error
         return web.Response(body=encode(batch), content_type="application/msgpack")
-
-
-def _integer(request: web.Request, name: str) -> int:
-    text = request.query.get(name, "")
-    if not text.isdecimal() or len(text) > MAX_DIGITS:
-        raise ConfigError(f"{name} must be an integer >= 0, got {text!r}")
-    return int(text)
-
-
-def _seconds(request: web.Request, name: str) -> float:
-    text = request.query.get(name, "")
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} must be seconds, got {text!r}") from error
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{name} must be > 0 and finite, got {text!r}")
-    return value
 
 
 class BatchClient:

@@ -134,7 +134,7 @@ class RolloutController:
         except OSError as error:  # the rest is closed all the same
             logger.error("what was added last is not in the journal: %s", error)  # noqa: TRY400
         for record in list(self._table.records.values()):
-            self._life.cancel(record)
+            self._life.cancel(record.group)
         self._closed = True
         for timer in self._engine_timers.values():
             timer.cancel()
@@ -248,25 +248,13 @@ class RolloutController:
             PeerTimeout: not all were done within `deadline_s`.
             RolloutError: one of them failed.
         """
-        done = asyncio.Event()
-        left = len(handles)
-
-        def one_done(_: asyncio.Future[Rollout]) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                done.set()
-
-        for handle in handles:
-            handle.add_done_callback(one_done)
-        try:
-            async with asyncio.timeout(deadline_s if handles else None):
-                if handles:
-                    await done.wait()
-        except TimeoutError as error:
-            raise PeerTimeout(
-                f"wait: {len(handles)} rollouts within {deadline_s} s, {left} are not done"
-            ) from error
+        futures = {handle.future for handle in handles}
+        if futures:
+            _, left = await asyncio.wait(futures, timeout=deadline_s)
+            if left:
+                raise PeerTimeout(
+                    f"wait: {len(handles)} rollouts within {deadline_s} s, {len(left)} are not done"
+                )
         return tuple([await handle for handle in handles])
 
     def _work(

@@ -174,18 +174,18 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Handle(Generic[ResultT]):
-    __slots__ = ("_cancel", "_future", "metadata")
+    __slots__ = ("_cancel", "future", "metadata")
 
     def __init__(
         self, future: asyncio.Future[ResultT], cancel: Callable[[], None], metadata: object
     ) -> None:
         self.metadata = metadata
-        self._future = future
+        self.future = future
         self._cancel = cancel
 
     def done(self) -> bool:
         """Whether awaiting would return or raise at once."""
-        return self._future.done()
+        return self.future.done()
 
     def cancel(self) -> None:
         """Give it up, a group as a whole; workers are told. Idempotent."""
@@ -193,7 +193,7 @@ class _Handle(Generic[ResultT]):
 
     def add_done_callback(self, callback: Callable[[asyncio.Future[ResultT]], None]) -> None:
         """Call `callback` with the future once it is done."""
-        self._future.add_done_callback(callback)
+        self.future.add_done_callback(callback)
 
 
 class RolloutHandle(_Handle[Rollout]):
@@ -216,7 +216,7 @@ class RolloutHandle(_Handle[Rollout]):
         self.task_id = task_id
 
     def __await__(self) -> Generator[object, None, Rollout]:
-        return self._future.__await__()
+        return self.future.__await__()
 
 
 class GroupHandle(_Handle[RolloutGroup]):
@@ -241,7 +241,7 @@ class GroupHandle(_Handle[RolloutGroup]):
         self.task_ids = task_ids
 
     def __await__(self) -> Generator[object, None, RolloutGroup]:
-        return asyncio.shield(self._future).__await__()
+        return asyncio.shield(self.future).__await__()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,15 +29,24 @@ from windlass.rollout.messages import RolloutOutcome, Work
 from windlass.rollout.table import Record
 from windlass.rollout.workflows import encode_value
 
-__all__ = ["Attempted", "Entry", "PersistedState", "PersistedTask", "RolloutJournal", "Submitted"]
+__all__ = [
+    "Accepted",
+    "Ended",
+    "Entry",
+    "PersistedState",
+    "PersistedTask",
+    "Resubmitted",
+    "RolloutJournal",
+    "VersionReached",
+]
 
 logger = logging.getLogger(__name__)
 WRITE_AGAIN_S = 1.0
 """After a write that failed: nobody tells when a disk has room again."""
 
 
-class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
-    """A process took over; what it knows of the past beside the tasks that follow.
+class Started(msgspec.Struct, kw_only=True, tag="started"):
+    """A process took over; what it knows of the past beside the tasks that follow, and they add to.
 
     Attributes:
         identity: of the controller, the same in every process; workers know it by this.
@@ -46,10 +55,10 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     """
 
     identity: str
-    run: int
-    start_version: int
-    version: int
-    consumed: int
+    run: int = 0
+    start_version: int = 0
+    version: int = -1
+    consumed: int = 0
 
 
 class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
@@ -124,13 +133,9 @@ class PersistedTask:
 
 @dataclass(slots=True)
 class PersistedState:
-    """What a journal adds up to; see `Started` for the first five."""
+    """What a journal adds up to: its beginning, brought up to date, and what has not ended."""
 
-    identity: str
-    run: int = 0
-    start_version: int = 0
-    version: int = -1
-    consumed: int = 0
+    started: Started
     tasks: dict[str, PersistedTask] = field(default_factory=dict)
 
     @classmethod
@@ -139,8 +144,7 @@ class PersistedState:
         persisted: PersistedState | None = None
         for entry in entries:
             if isinstance(entry, Started):
-                tasks = {} if persisted is None else persisted.tasks
-                persisted = cls(**msgspec.structs.asdict(entry), tasks=tasks)
+                persisted = cls(entry, {} if persisted is None else persisted.tasks)
             elif persisted is not None:
                 persisted._apply(entry)
         if persisted is not None:
@@ -160,9 +164,9 @@ class PersistedState:
             case Ended():
                 for task_id in entry.task_ids:
                     self.tasks.pop(task_id, None)
-                self.consumed += entry.num_consumed
+                self.started.consumed += entry.num_consumed
             case VersionReached():
-                self.version = max(self.version, entry.version)
+                self.started.version = max(self.started.version, entry.version)
             case _:
                 assert_never(entry)
 
@@ -193,13 +197,7 @@ class PersistedState:
 
     def entries(self) -> Iterator[Entry]:
         """The shortest journal that adds up to this."""
-        yield Started(
-            identity=self.identity,
-            run=self.run,
-            start_version=self.start_version,
-            version=self.version,
-            consumed=self.consumed,
-        )
+        yield self.started
         yield from self.submissions()
         for task in self.tasks.values():
             if task.attempt is not None:
@@ -256,7 +254,8 @@ class RolloutJournal:
         Raises:
             ConfigError: the file cannot be used, or another process uses it.
         """
-        fresh = PersistedState(uuid.uuid4().hex[:12], start_version=start_version)
+        started = Started(identity=uuid.uuid4().hex[:12], start_version=start_version)
+        fresh = PersistedState(started)
         if self._path is None:
             return fresh
         entry: Any = Entry  # a union is a kind
@@ -265,7 +264,7 @@ class RolloutJournal:
             persisted = PersistedState.of(file.found)
             file.found = []
             if persisted is not None:
-                persisted.run += 1
+                persisted.started.run += 1
             file.write_replacement((persisted or fresh).entries())
             file.replace(file.nbytes)
         except OSError as error:
@@ -308,32 +307,12 @@ class RolloutJournal:
         if self.on:
             self.check()
             encoded = encode_value("journal: metadata", metadata)
-            self._add(Submitted(tuple(task_ids), group_id, work, encoded))
+            self.add(Submitted(tuple(task_ids), group_id, work, encoded))
 
     def attempted(self, record: Record) -> None:
         """A worker is about to be sent this attempt."""
         if self.on:
-            self._add(
-                Attempted(
-                    task_id=record.task_id,
-                    attempt=record.attempt,
-                    num_dispatches=record.num_dispatches,
-                    engine=record.engine,
-                    worker=record.worker,
-                    failures=record.failures,
-                    rejections=record.rejections,
-                    resubmits=record.resubmits,
-                    oldest_version=record.oldest_version,
-                )
-            )
-
-    def accepted(self, outcome: RolloutOutcome) -> None:
-        """The outcome is kept until its group is complete, or until it is acknowledged."""
-        self._add(Accepted(outcome))
-
-    def resubmitted(self, record: Record) -> None:
-        """Its outcome was thrown away; it waits for admission again."""
-        self._add(Resubmitted(record.task_id, record.rejections, record.resubmits))
+            self.add(msgspec.convert(record, Attempted, from_attributes=True))
 
     def delivered(self, task_ids: Sequence[str]) -> None:
         """Handed to the owner, together."""
@@ -343,7 +322,7 @@ class RolloutJournal:
             together = tuple(task_ids)
             self._unacknowledged.update(dict.fromkeys(together, together))
         else:
-            self._add(Ended(tuple(task_ids), num_consumed=len(task_ids)))
+            self.add(Ended(tuple(task_ids), num_consumed=len(task_ids)))
 
     def acknowledged(self, task_id: str) -> bool:
         """The owner has used it; returns whether it was waiting for that. Idempotent."""
@@ -351,7 +330,7 @@ class RolloutJournal:
         if together:
             for other in together:
                 self._unacknowledged.pop(other, None)
-            self._add(Ended(together, num_consumed=len(together)))
+            self.add(Ended(together, num_consumed=len(together)))
         return bool(together)
 
     def declined(self, task_ids: Sequence[str]) -> None:
@@ -360,21 +339,14 @@ class RolloutJournal:
             return
         owed = [self._unacknowledged.pop(task_id, ()) for task_id in task_ids]
         if any(owed):
-            self._add(Ended(tuple(task_ids)))
+            self.add(Ended(tuple(task_ids)))
         else:
-            self._add(Ended((), num_consumed=-len(task_ids)))
-
-    def ended(self, task_id: str, *, num_consumed: int = 0) -> None:
-        """Cancelled, failed or dropped; or known to the owner already, as `num_consumed` samples."""
-        self._add(Ended((task_id,), num_consumed=num_consumed))
-
-    def version(self, version: int) -> None:
-        """The consumer holds `version`."""
-        self._add(VersionReached(version))
+            self.add(Ended((), num_consumed=-len(task_ids)))
 
     # --- the file ----------------------------------------------------------------------------
 
-    def _add(self, entry: Entry) -> None:
+    def add(self, entry: Entry) -> None:
+        """Note a fact; it is written in this turn of the loop."""
         if self._file is None:
             return
         self._added.append(entry)

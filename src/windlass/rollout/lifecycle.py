@@ -27,7 +27,15 @@ from windlass.rollout.handles import (
     RolloutGroup,
     RolloutHandle,
 )
-from windlass.rollout.journal import PersistedState, PersistedTask, RolloutJournal
+from windlass.rollout.journal import (
+    Accepted,
+    Ended,
+    PersistedState,
+    PersistedTask,
+    Resubmitted,
+    RolloutJournal,
+    VersionReached,
+)
 from windlass.rollout.messages import (
     LOCAL_WORKER,
     OnAbort,
@@ -78,7 +86,8 @@ class Lifecycle:
     ) -> None:
         self.journal = RolloutJournal() if journal is None else journal
         self.first_attempt = 0
-        self.table = RolloutTable()
+        self._deadlines = Deadlines(config.attempt_deadline_s, self._attempt_expired)
+        self.table = RolloutTable(self._deadlines)
         self.ready = asyncio.Event()
         self.journal.on_change(self.ready.set)
         self.identity = self._prefix = uuid.uuid4().hex[:12]
@@ -90,7 +99,6 @@ class Lifecycle:
         self._silent_until = 0.0
         self._withdraw = withdraw
         self._work_changed = work_changed
-        self._deadlines = Deadlines(config.attempt_deadline_s, self._attempt_expired)
 
     # --- begin -----------------------------------------------------------------------------
 
@@ -101,23 +109,24 @@ class Lifecycle:
             ConfigError: the journal cannot be used.
         """
         persisted = self.journal.open(self._policy.start_version)
-        self.identity = persisted.identity
-        self._prefix = (
-            f"{persisted.identity}.{persisted.run}" if persisted.run else persisted.identity
-        )
-        self._next_group = persisted.run << 32
-        singles, groups = self._restore(persisted)
+        started = persisted.started
+        self.identity = self._prefix = started.identity
+        if started.run:
+            self._prefix += f".{started.run}"
+        self._next_group, self.first_attempt = started.run << 32, started.run << 20
+        groups = self._restore(persisted)
         recovered = Recovered()
-        for record in singles:
-            recovered.rollouts[record.task_id] = self._single_handle(record)
-            if record.future is not None:  # nobody has to ask for what it did not submit
-                record.future.add_done_callback(_retrieve)
         for group in groups:
-            recovered.groups[group.group_id] = self._group_handle(group)
-            self.ready_if_complete(group)
-        for record in singles:
-            if record.outcome is not None:
-                self.deliver(record)
+            if group.is_single:
+                recovered.rollouts[group.records[0].task_id] = self._single_handle(group)
+                group.future.add_done_callback(_retrieve)  # nobody asks for what it did not submit
+            else:
+                recovered.groups[group.group_id] = self._group_handle(group)
+        for group in groups:
+            if group.is_single and group.complete():
+                self._deliver_single(group)
+            else:
+                self.ready_if_complete(group)
         self.drop_stale()
         return recovered
 
@@ -126,14 +135,9 @@ class Lifecycle:
 
         Raises:
             ConfigError: sampling of wrong types, metadata that a journal cannot keep.
-            RolloutError: the journal cannot be written any more.
+            RolloutError: the journal cannot be written now.
         """
-        record = self._record(work, metadata)
-        self.journal.submitted((record.task_id,), -1, work, metadata)
-        handle = self._single_handle(record)
-        self.add(record)
-        self._work_changed()
-        return handle
+        return self._single_handle(self._submit(work, 1, -1, metadata))
 
     def submit_group(self, work: Work, n: int, *, metadata: object = None) -> GroupHandle:
         """As `submit`, `n` of them that are handed out together.
@@ -143,30 +147,27 @@ class Lifecycle:
         """
         if n < 1:
             raise ConfigError(f"rollout: n must be >= 1, got {n}")
-        records = [self._record(work, metadata) for _ in range(n)]
-        task_ids = tuple(record.task_id for record in records)
-        self.journal.submitted(task_ids, self._next_group, work, metadata)
-        future: asyncio.Future[RolloutGroup] = asyncio.get_running_loop().create_future()
-        group = Group(self._next_group, future, records)
+        group = self._submit(work, n, self._next_group, metadata)
         self._next_group += 1
-        for record in records:
-            record.group = group
-            self.add(record)
-        self._work_changed()
         return self._group_handle(group)
 
-    def _record(self, work: Work, metadata: object) -> Record:
+    def _submit(self, work: Work, n: int, group_id: int, metadata: object) -> Group:
         if work.sampling is not self._sampling:
             self._sampling = _checked(work.sampling)
-        self._next_task += 1
-        now = asyncio.get_running_loop().time()
-        return Record(f"{self._prefix}-{self._next_task}", work, metadata, now)
+        first = self._next_task + 1
+        task_ids = [f"{self._prefix}-{number}" for number in range(first, first + n)]
+        self.journal.submitted(task_ids, group_id, work, metadata)
+        self._next_task += n
+        group = Group.of(group_id, task_ids, work, metadata)
+        for record in group.records:
+            self.add(record)
+        self._work_changed()
+        return group
 
-    def _single_handle(self, record: Record) -> RolloutHandle:
-        future: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-        record.future = future
-        future.add_done_callback(lambda done: self.cancel(record) if done.cancelled() else None)
-        return RolloutHandle(record.task_id, future, lambda: self.cancel(record), record.metadata)
+    def _single_handle(self, group: Group) -> RolloutHandle:
+        future, record = group.future, group.records[0]
+        future.add_done_callback(lambda done: self.cancel(group) if done.cancelled() else None)
+        return RolloutHandle(record.task_id, future, lambda: self.cancel(group), record.metadata)
 
     def _group_handle(self, group: Group) -> GroupHandle:
         # The failure of a group whose handle nobody kept is in the counts and the log.
@@ -175,7 +176,7 @@ class Lifecycle:
             group.group_id,
             tuple(record.task_id for record in group.records),
             group.future,
-            lambda: self.cancel_group(group),
+            lambda: self.cancel(group),
             group.records[0].metadata,
         )
 
@@ -185,46 +186,34 @@ class Lifecycle:
         self.table.counts.submitted += 1
         self.table.move(record, state)
 
-    def _restore(self, persisted: PersistedState) -> tuple[list[Record], list[Group]]:
+    def _restore(self, persisted: PersistedState) -> list[Group]:
         """Put every task where it was, before anything else happens.
 
-        Running attempts stay with their workers, which are asked when they register; what ran in the
-        controller's own loop is queued again. What has grown too old is still there: `drop_stale` once
-        everybody has a handle. Time limits begin anew.
-
-        Returns:
-            Records that belong to no group, those with an outcome to be delivered once more; and groups.
+        Running attempts stay with their workers, which say what they have when they connect; what ran in
+        the controller's own loop is queued again. What has grown too old is still there: `drop_stale`
+        once everybody has a handle. So are single rollouts that have an outcome, which are delivered once
+        more. Time limits begin anew.
         """
-        loop = asyncio.get_running_loop()
-        singles: list[Record] = []
-        groups: list[Group] = []
-        self.first_attempt = persisted.run << 20
-        tasks = persisted.tasks
-        records = {task_id: _restored(task, loop.time()) for task_id, task in tasks.items()}
-        for submission in persisted.submissions():
-            members = [records[task_id] for task_id in submission.task_ids]
-            if submission.group_id < 0:
-                singles += members
-                continue
-            future: asyncio.Future[RolloutGroup] = loop.create_future()
-            group = Group(submission.group_id, future, members)
-            groups.append(group)
-            for record in members:
-                record.group = group
-        num_again = sum(record.outcome is not None for record in singles)
-        num_buffered = sum(r.outcome is not None for r in records.values()) - num_again
-        consumed = persisted.consumed + num_again
+        groups = [
+            Group.of(each.group_id, each.task_ids, each.work, msgspec.msgpack.decode(each.metadata))
+            for each in persisted.submissions()
+        ]
+        records = {record.task_id: record for group in groups for record in group.records}
+        tasks, started = persisted.tasks, persisted.started
+        finished = [records[t] for t, task in tasks.items() if task.outcome is not None]
+        num_again = sum(record.group.is_single for record in finished)
+        consumed = started.consumed + num_again
         self._policy.restore(
-            start_version=persisted.start_version,
-            version=persisted.version,
+            start_version=started.start_version,
+            version=started.version,
             running=sum(task.running for task in tasks.values()),
-            accepted=consumed + num_buffered,
+            accepted=consumed + len(finished) - num_again,
             consumed=consumed,
         )
         waiting_again: list[Record] = []
-        for task, record in zip(tasks.values(), records.values(), strict=True):
-            state = _state_of(task)
-            record.admitted = task.running
+        for task in tasks.values():
+            record = records[task.task_id]
+            state = _restore_record(record, task)
             self.add(record, state)
             if state is State.RUNNING:
                 self._start_timers(record)
@@ -232,7 +221,7 @@ class Lifecycle:
                 waiting_again.append(record)
         for record in reversed(waiting_again):
             self.table.move(record, State.WAITING, front=True)
-        return singles, groups
+        return groups
 
     def admit(self, record: Record) -> None:
         """The staleness bound lets it run.
@@ -275,8 +264,7 @@ class Lifecycle:
         now = loop.time()
         if record.expiry is None and record.work.deadline_s is not None:
             record.expiry = loop.call_at(now + record.work.deadline_s, self._expire, record)
-        record.timer = ticket = self._deadlines.start(record)
-        ends = ticket.ends
+        ends = self._deadlines.start(record)
         return (ends if record.expiry is None else min(ends, record.expiry.when())) - now
 
     def find_running(self, task_id: str, attempt: int) -> Record | None:
@@ -352,24 +340,16 @@ class Lifecycle:
         record.admitted = False
         record.outcome = outcome
         record.finished_at = asyncio.get_running_loop().time()
-        if record.group is None:
+        if record.group.is_single:
             if self.journal.keep_delivered:
-                self.journal.accepted(outcome)
+                self.journal.add(Accepted(outcome))
             self._policy.consume(1)
-            self.deliver(record)
+            self._deliver_single(record.group)
             return
-        self.journal.accepted(outcome)
+        self.journal.add(Accepted(outcome))
         record.stop_expiry()
         self.table.move(record, State.BUFFERED)
         self.ready_if_complete(record.group)
-
-    def deliver(self, record: Record) -> None:
-        """A rollout that belongs to no group has its outcome."""
-        self._end(record)
-        self.table.counts.completed += 1
-        self._delivered((record.task_id,))
-        if record.future is not None and not record.future.done():
-            record.future.set_result(record.rollout())
 
     def ready_if_complete(self, group: Group) -> None:
         """It may be handed out once all its samples are finished."""
@@ -379,12 +359,11 @@ class Lifecycle:
 
     def _resubmit(self, record: Record) -> None:
         """Throw the answer away and stand at the head of the line again."""
-        if record.group is not None:
-            self.table.ready.pop(record.group.group_id, None)
+        self.table.ready.pop(record.group.group_id, None)
         if record.admitted:
             self._policy.release()
             record.admitted = False
-        self.journal.resubmitted(record)
+        self.journal.add(Resubmitted(record.task_id, record.rejections, record.resubmits))
         record.outcome = None
         record.partial = NOTHING
         record.stop_expiry()
@@ -414,19 +393,15 @@ class Lifecycle:
             f"(on_stale={policy.on_stale}, max_resubmits={policy.max_resubmits})"
         )
         logger.info("%s", error)
-        if group is not None:
-            self.table.ready.pop(group.group_id, None)
-        for member in [record] if group is None else group.records:
-            if member is not record:
-                if member.outcome is not None:
-                    self.table.counts.wasted_tokens += len(member.outcome.versions())
-                self._give_up(member)
-            self._end(member)
-            self.journal.ended(member.task_id)
-            self.table.counts.dropped += 1
-        future = record.future if group is None else group.future
-        if future is not None and not future.done():
-            future.set_exception(error)
+        self._end(record)
+        self.journal.add(Ended((record.task_id,)))
+        others = self._take_back(group)
+        self.table.counts.wasted_tokens += sum(
+            [len(other.outcome.versions()) for other in others if other.outcome is not None]
+        )
+        self.table.counts.dropped += 1 + len(others)
+        if not group.future.done():
+            group.future.set_exception(error)
         self._work_changed()
 
     def _warn_of_waste(self) -> None:
@@ -453,7 +428,7 @@ class Lifecycle:
         if version <= self._policy.version:
             return
         self._policy.set_version(version)
-        self.journal.version(version)
+        self.journal.add(VersionReached(version))
         self.drop_stale()
         self._work_changed()
 
@@ -480,18 +455,28 @@ class Lifecycle:
         Ready groups are never stale: versions only change in `set_version`.
         """
         _, group = self.table.ready.popitem(last=False)
-        rollouts = tuple(record.rollout() for record in group.records)
-        for record in group.records:
-            self._end(record)
-        self._delivered([record.task_id for record in group.records])
-        self._policy.consume(len(rollouts))
-        self.table.counts.completed += len(rollouts)
         first = group.records[0]
+        rollouts = self._rollouts(group)
+        self._policy.consume(len(rollouts))
         delivered = RolloutGroup(group.group_id, first.work.prompt_ids, rollouts, first.metadata)
         if not group.future.done():
             group.future.set_result(delivered)
         self._work_changed()
         return delivered
+
+    def _deliver_single(self, group: Group) -> None:
+        (rollout,) = self._rollouts(group)
+        if not group.future.done():
+            group.future.set_result(rollout)
+
+    def _rollouts(self, group: Group) -> tuple[Rollout, ...]:
+        """The results of a complete group, which ends."""
+        rollouts = tuple([record.rollout() for record in group.records])
+        for record in group.records:
+            self._end(record)
+        self.table.counts.completed += len(rollouts)
+        self._delivered([record.task_id for record in group.records])
+        return rollouts
 
     def _delivered(self, task_ids: Sequence[str]) -> None:
         self.journal.delivered(task_ids)
@@ -525,12 +510,9 @@ class Lifecycle:
         record = self.table.records.get(task_id)
         if self.journal.acknowledged(task_id) or record is None:
             return
-        members = [record]
-        if record.group is not None:
-            members = record.group.records
-            self.table.ready.pop(record.group.group_id, None)
-            record.group.future.cancel()
-        for member in members:
+        self.table.ready.pop(record.group.group_id, None)
+        record.group.future.cancel()
+        for member in record.group.records:
             buffered = member.state is State.BUFFERED
             if buffered:
                 self._policy.consume(1)
@@ -538,26 +520,27 @@ class Lifecycle:
                 self._withdraw(member)
             self._end(member)
             self.table.counts.completed += 1
-            self.journal.ended(member.task_id, num_consumed=int(buffered))
-            if member.future is not None:
-                member.future.cancel()
+            self.journal.add(Ended((member.task_id,), int(buffered)))
         self._work_changed()
 
     # --- giving up -------------------------------------------------------------------------
 
-    def cancel(self, record: Record) -> None:
-        """Nobody wants it any more; the rest of its group goes with it. Idempotent."""
-        if record.state is State.ENDED:
-            return
-        self._give_up(record)
-        self._end(record)
-        self.journal.ended(record.task_id)
-        self.table.counts.cancelled += 1
-        if record.future is not None:
-            record.future.cancel()
-        if record.group is not None:
-            self.cancel_group(record.group)
-        self._work_changed()
+    def cancel(self, group: Group) -> None:
+        """Nobody wants what has not ended of it. Idempotent."""
+        group.future.cancel()
+        self.table.counts.cancelled += len(self._take_back(group))
+
+    def _take_back(self, group: Group) -> list[Record]:
+        """End every record of it that has not ended; returns those."""
+        self.table.ready.pop(group.group_id, None)
+        records = [record for record in group.records if record.state is not State.ENDED]
+        for record in records:
+            self._give_up(record)
+            self._end(record)
+            self.journal.add(Ended((record.task_id,)))
+        if records:
+            self._work_changed()
+        return records
 
     def _give_up(self, record: Record) -> None:
         """Withdraw it from its worker, or from what waits to be consumed."""
@@ -565,14 +548,6 @@ class Lifecycle:
             self._withdraw(record)
         elif record.state is State.BUFFERED:
             self._policy.discard()
-
-    def cancel_group(self, group: Group) -> None:
-        """Cancel every sample that has not ended. Idempotent."""
-        self.table.ready.pop(group.group_id, None)
-        if not group.future.done():
-            group.future.cancel()
-        for record in group.records:
-            self.cancel(record)
 
     def _expire(self, record: Record) -> None:
         """The overall deadline passed."""
@@ -595,14 +570,11 @@ class Lifecycle:
         with log_fields(task=record.task_id, attempt=record.attempt, engine=record.engine):
             logger.warning("%s", error)
         self._end(record)
-        self.journal.ended(record.task_id)
+        self.journal.add(Ended((record.task_id,)))
         self.table.counts.failed += 1
-        if record.future is not None and not record.future.done():
-            record.future.set_exception(error)
-        if record.group is not None:
-            if not record.group.future.done():
-                record.group.future.set_exception(error)
-            self.cancel_group(record.group)
+        if not record.group.future.done():
+            record.group.future.set_exception(error)
+        self.cancel(record.group)
         self._work_changed()
 
     def _end(self, record: Record) -> None:
@@ -627,22 +599,17 @@ def _checked(sampling: SamplingParams) -> SamplingParams:
     return sampling
 
 
-def _state_of(task: PersistedTask) -> State:
-    if task.outcome is not None:
-        return State.BUFFERED
-    if not task.running or task.attempt is None:
-        return State.WAITING
-    return State.QUEUED if task.attempt.worker == LOCAL_WORKER else State.RUNNING
-
-
-def _restored(task: PersistedTask, now: float) -> Record:
-    submission, attempt = task.submission, task.attempt
-    metadata = msgspec.msgpack.decode(submission.metadata)
-    record = Record(task.task_id, submission.work, metadata, now)
-    record.outcome, record.finished_at = task.outcome, now
-    if attempt is not None:
+def _restore_record(record: Record, task: PersistedTask) -> State:
+    """Fill in what an earlier process knew; returns where the record belongs."""
+    record.outcome, record.finished_at = task.outcome, record.submitted_at
+    record.admitted = task.running
+    if (attempt := task.attempt) is not None:
         record.attempt, record.num_dispatches = attempt.attempt, attempt.num_dispatches
         record.engine, record.worker = attempt.engine, attempt.worker
         record.failures, record.rejections = attempt.failures, attempt.rejections
         record.resubmits, record.oldest_version = attempt.resubmits, attempt.oldest_version
-    return record
+    if task.outcome is not None:
+        return State.BUFFERED
+    if not task.running or attempt is None:
+        return State.WAITING
+    return State.QUEUED if attempt.worker == LOCAL_WORKER else State.RUNNING

@@ -9,33 +9,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import final
+from typing import Any, final
 
 import msgspec
 
-from windlass.rollout.handles import Rollout, RolloutGroup
+from windlass.rollout.handles import Rollout
 from windlass.rollout.messages import AttemptKey, Partial, RolloutOutcome, Work
 
-__all__ = ["NOTHING", "Counts", "Deadlines", "Group", "Record", "RolloutTable", "State", "Ticket"]
+__all__ = ["NOTHING", "Counts", "Deadlines", "Group", "Record", "RolloutTable", "State"]
 
 NOTHING = Partial()
-
-
-@final
-class Ticket:
-    """The running deadline of an attempt. `ends` is in seconds of the loop's clock."""
-
-    __slots__ = ("_running", "ends", "record")
-
-    def __init__(self, record: Record, ends: float, running: dict[Ticket, None]) -> None:
-        self.record, self.ends, self._running = record, ends, running
-
-    def cancel(self) -> None:
-        """It will not pass. Idempotent."""
-        self._running.pop(self, None)
 
 
 @final
@@ -43,7 +29,7 @@ class Deadlines:
     """Calls `passed` with every record whose deadline passes; tens of thousands run at a time.
 
     All have one length and therefore pass in the order in which they were started: a queue and
-    one timer of the loop serve them all, and starting or cancelling one costs no heap operation.
+    one timer of the loop serve them all, and starting or stopping one costs no heap operation.
 
     Args:
         length_s: of every deadline.
@@ -52,28 +38,31 @@ class Deadlines:
 
     def __init__(self, length_s: float, passed: Callable[[Record], None]) -> None:
         self._length_s, self._passed = length_s, passed
-        self._running: dict[Ticket, None] = {}
+        self._ends: dict[Record, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, record: Record) -> Ticket:
-        """Start a deadline from now."""
+    def start(self, record: Record) -> float:
+        """Start a deadline from now; returns when it ends, in seconds of the loop's clock."""
         loop = asyncio.get_running_loop()
-        ticket = Ticket(record, loop.time() + self._length_s, self._running)
-        self._running[ticket] = None
+        ends = self._ends[record] = loop.time() + self._length_s
         if self._timer is None:
-            self._timer = loop.call_at(ticket.ends, self._look)
-        return ticket
+            self._timer = loop.call_at(ends, self._look)
+        return ends
+
+    def stop(self, record: Record) -> None:
+        """It will not pass. Idempotent."""
+        self._ends.pop(record, None)
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
         self._timer = None
-        while self._running:
-            first = next(iter(self._running))
-            if first.ends > loop.time():
-                self._timer = loop.call_at(first.ends, self._look)
+        while self._ends:
+            record, ends = next(iter(self._ends.items()))
+            if ends > loop.time():
+                self._timer = loop.call_at(ends, self._look)
                 return
-            first.cancel()
-            self._passed(first.record)
+            del self._ends[record]
+            self._passed(record)
 
 
 class State(Enum):
@@ -90,11 +79,30 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Records of the same work. `future` is done when the group was handed out or given up."""
+    """Records of the same work, which end together. A rollout that was submitted alone is one of one.
+
+    Attributes:
+        group_id: -1 for one that was submitted alone.
+        future: a `RolloutGroup`, or the `Rollout` of one alone; done when it was handed out or given up.
+    """
 
     group_id: int
-    future: asyncio.Future[RolloutGroup]
+    future: asyncio.Future[Any]
     records: list[Record] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, group_id: int, task_ids: Iterable[str], work: Work, metadata: object) -> Group:
+        """Make one with a record for each id; in the event loop."""
+        loop = asyncio.get_running_loop()
+        group = cls(group_id, loop.create_future())
+        now = loop.time()
+        group.records += [Record(task_id, group, work, metadata, now) for task_id in task_ids]
+        return group
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one rollout that was submitted alone."""
+        return self.group_id < 0
 
     def complete(self) -> bool:
         """Whether every sample is finished."""
@@ -114,16 +122,15 @@ class Record:
         oldest_version: version of the oldest token that the running attempt can have; None if not known.
         engine: of the last attempt. load_key: key in `RolloutTable.by_engine`.
         queue: of the table, that it stands in; None once it has ended.
-        timer: of the running attempt or of the backoff.
+        timer: of the backoff.
         expiry: of the overall deadline, started at the first dispatch.
     """
 
     task_id: str
+    group: Group
     work: Work
     metadata: object
     submitted_at: float
-    future: asyncio.Future[Rollout] | None = None
-    group: Group | None = None
     state: State = State.WAITING
     admitted: bool = False
     attempt: int = 0
@@ -141,19 +148,13 @@ class Record:
     outcome: RolloutOutcome | None = None
     finished_at: float = 0.0
     queue: dict[str, Record] | None = None
-    timer: asyncio.TimerHandle | Ticket | None = None
+    timer: asyncio.TimerHandle | None = None
     expiry: asyncio.TimerHandle | None = None
 
     @property
     def key(self) -> AttemptKey:
         """Of its last attempt."""
         return AttemptKey(self.task_id, self.attempt)
-
-    def stop_timer(self) -> None:
-        """Cancel the timer of the attempt or of the backoff, if any."""
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
 
     def stop_expiry(self) -> None:
         """Cancel the overall deadline, if any."""
@@ -168,7 +169,7 @@ class Record:
         result = self.outcome.result
         return Rollout(
             task_id=self.task_id,
-            group_id=-1 if self.group is None else self.group.group_id,
+            group_id=self.group.group_id,
             prompt_ids=self.work.prompt_ids,
             output_ids=result.output_ids,
             logprobs=result.logprobs,
@@ -204,9 +205,14 @@ class Counts:
 
 
 class RolloutTable:
-    """Records by id and the ordered queues that they stand in."""
+    """Records by id and the ordered queues that they stand in.
 
-    def __init__(self) -> None:
+    Args:
+        deadlines: of running attempts; an attempt's is stopped when it ends.
+    """
+
+    def __init__(self, deadlines: Deadlines) -> None:
+        self._deadlines = deadlines
         self.records: dict[str, Record] = {}
         self.waiting: OrderedDict[str, Record] = OrderedDict()
         self.queued: OrderedDict[str, Record] = OrderedDict()
@@ -231,10 +237,14 @@ class RolloutTable:
             state: where it goes.
             front: at the head of WAITING or QUEUED.
         """
-        record.stop_timer()
+        if record.timer is not None:
+            record.timer.cancel()
+            record.timer = None
         if record.queue is not None:
             del record.queue[record.task_id]
-            if record.state is State.RUNNING and not record.queue:
+        if record.state is State.RUNNING:
+            self._deadlines.stop(record)
+            if not record.queue:
                 del self.by_engine[record.load_key]
         record.state = state
         record.load_key = record.engine

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import concurrent.futures
 import logging
-import resource
 import signal
 import sys
 import uuid
@@ -29,6 +28,7 @@ from windlass.net.access import Access, role_token
 from windlass.net.logs import configure_logging
 from windlass.net.messages import PROTOCOL_VERSION, Envelope, encode
 from windlass.net.rpc_client import Client
+from windlass.net.server import raise_file_limit
 from windlass.net.sockets import open_http
 from windlass.rollout.messages import (
     CONTROLLER_FRAMES,
@@ -277,10 +277,7 @@ def _encoded(outcome: RolloutOutcome) -> bytes:
 
 def _check_descriptors(settings: WorkerSettings) -> WorkerSettings:
     """Take no more attempts than there can be connections: half for what runs, half idle."""
-    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    if limit == resource.RLIM_INFINITY:
-        return settings
+    limit = raise_file_limit()
     room = max((limit - OTHER_DESCRIPTORS) // 2, 1)
     if room >= settings.max_concurrent:
         return settings

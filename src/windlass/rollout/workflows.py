@@ -56,30 +56,19 @@ class WorkflowContext:
         turns: calls that have ended, in order of their end.
     """
 
-    __slots__ = ("_num_calls", "_session", "_task", "_versions", "arguments", "turns")
+    __slots__ = (
+        *("_num_calls", "_session", "_task", "_versions"),
+        *("arguments", "attempt", "sampling", "task_id", "turns"),
+    )
 
     def __init__(self, session: aiohttp.ClientSession, task: RolloutTask) -> None:
         self._session = session
         self._task = task
         self._num_calls = 0
         self._versions: tuple[int, ...] = ()  # of the oldest and of the newest token
+        self.task_id, self.attempt, self.sampling = task.task_id, task.attempt, task.sampling
         self.arguments: object = msgspec.msgpack.decode(task.arguments)
         self.turns: list[Turn] = []
-
-    @property
-    def task_id(self) -> str:
-        """Identity of the rollout."""
-        return self._task.task_id
-
-    @property
-    def attempt(self) -> int:
-        """Which try of it this is."""
-        return self._task.attempt
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """The submitter's."""
-        return self._task.sampling
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None
@@ -102,7 +91,7 @@ class WorkflowContext:
             self._task,
             task_id=f"{self._task.task_id}.{self._num_calls}",
             prompt_ids=tuple(prompt_ids),
-            sampling=sampling if sampling is not None else self._task.sampling,
+            sampling=sampling or self.sampling,
         )
         answer = await generate(self._session, call)
         turn = Turn(call.prompt_ids, answer.tokens, answer.finish_reason)

@@ -19,8 +19,6 @@ from windlass.transports.base import (
     WriteBatch,
 )
 
-__all__ = ["Fault", "FaultKind", "FaultyTransport"]
-
 
 class FaultKind(StrEnum):
     """What goes wrong.

@@ -24,9 +24,7 @@ from windlass.envs import inherited_environment
 from windlass.errors import PeerTimeout, ProtocolError
 from windlass.transfer.arena import Arena
 from windlass.transports.base import RemoteRegion, TransportConfig
-from windlass.transports.registry import create_transport, decode_transport
-
-__all__ = ["Child", "PeerProcess", "digest_of", "serve", "start_child"]
+from windlass.transports.registry import create_transport, parse_transport
 
 ANSWER_S = 30.0
 
@@ -86,7 +84,7 @@ class Child(Protocol):
 
 
 def start_child(config: TransportConfig, nbytes: int, environment: Mapping[str, str]) -> Child:
-    """A new interpreter that runs `serve` on its standard input and output.
+    """Start an interpreter that runs `serve` on its standard input and output.
 
     Args:
         config: transport of the child.
@@ -108,7 +106,7 @@ def start_child(config: TransportConfig, nbytes: int, environment: Mapping[str, 
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """The digest that `PeerProcess.digest` gives for the same bytes."""
+    """Return the digest that `PeerProcess.digest` gives for the same bytes."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -151,7 +149,7 @@ class PeerProcess:
         return self._region
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of the arena as the child sees them."""
+        """Return bytes of the arena as the child sees them."""
         return self._ask(_Read(offset, nbytes)).data
 
     def digest(self) -> str:
@@ -163,7 +161,7 @@ class PeerProcess:
         self._ask(_Fill(value))
 
     def unregister(self) -> None:
-        """Withdraw the arena; `region` is stale from now on."""
+        """Unregister the arena; `region` is stale from now on."""
         self._ask(_Unregister())
 
     def register(self) -> None:
@@ -288,4 +286,4 @@ def serve(config: TransportConfig, nbytes: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(decode_transport(sys.argv[1]), int(sys.argv[2]))
+    serve(parse_transport(sys.argv[1]), int(sys.argv[2]))

@@ -6,12 +6,10 @@ from typing import final
 
 from windlass.config import PauseMode
 
-__all__ = ["RestingEngine"]
-
 
 @final
 class RestingEngine:
-    """`EngineHooks` of a rank that is always at rest."""
+    """`EngineHooks` of a rank that generates nothing."""
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         """Nothing runs."""

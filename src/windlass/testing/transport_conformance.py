@@ -39,16 +39,6 @@ from windlass.transports.base import (
 )
 from windlass.transports.registry import create_transport
 
-__all__ = [
-    "NBYTES",
-    "Peer",
-    "ProcessConformance",
-    "Rig",
-    "TransportConformance",
-    "check",
-    "scattered",
-]
-
 NBYTES = 8 << 20
 """Size of the arenas on both sides."""
 GUARD = 0xEE
@@ -99,7 +89,7 @@ class Rig:
         endpoint: PeerEndpoint | None = None,
         regions: tuple[RemoteRegion, ...] | None = None,
     ) -> WriteBatch:
-        """A batch from offsets in the two arenas."""
+        """Return a batch from offsets in the two arenas."""
         region = self.peer.region
         return WriteBatch(
             endpoint=region.endpoint if endpoint is None else endpoint,
@@ -135,7 +125,7 @@ class Rig:
     def expected(
         self, local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array
     ) -> npt.NDArray[np.uint8]:
-        """The peer's arena after exactly these pieces have landed in guard bytes."""
+        """Return the peer's arena after exactly these pieces have landed in guard bytes."""
         image = np.full(NBYTES, GUARD, np.uint8)
         for source, target, size in zip(
             local.tolist(), remote.tolist(), nbytes.tolist(), strict=True
@@ -162,7 +152,7 @@ class Rig:
         within_s: float | None = None,
         deadline_s: float | None = None,
     ) -> str:
-        """The write raises `error` within the time; returns the message."""
+        """See that the write raises `error` within the time; return the message."""
         limit_s = self.prompt_s if within_s is None else within_s
         start = time.monotonic()
         with pytest.raises(error) as caught:
@@ -194,11 +184,11 @@ class TransportConformance:
     prompt_s: ClassVar[float] = PROMPT_S
 
     def start_transport(self) -> OneSidedTransport:
-        """The transport under test."""
+        """Return the transport under test."""
         return create_transport(self.config)
 
     def start_peer(self, transport: OneSidedTransport) -> Peer:  # noqa: ARG002 - for overrides
-        """A peer that `transport` can reach."""
+        """Return a peer that `transport` can reach."""
         return PeerProcess(self.config, NBYTES)
 
     @pytest.fixture(scope="class")
@@ -242,7 +232,7 @@ class TransportConformance:
         rig.write(rig.batch(*pieces))
         rig.check_peer(rig.expected(*pieces), f"{num_pieces} pieces")
         rig.peer.fill(GUARD)
-        rig.write(rig.batch(*pieces))  # the peer must not have been poisoned by the first
+        rig.write(rig.batch(*pieces))  # the first must not have closed the peer
         rig.check_peer(rig.expected(*pieces), f"{num_pieces} pieces, again")
 
     def test_pieces_that_follow_each_other_on_both_sides_arrive(self, rig: Rig) -> None:
@@ -358,7 +348,7 @@ class TransportConformance:
         rig.check_untouched("a write meant for an earlier process")
 
     def predecessor(self, endpoint: PeerEndpoint) -> PeerEndpoint:
-        """The endpoint of a process that was at the same address before."""
+        """Return the endpoint of a process that was at the same address before."""
         return msgspec.structs.replace(endpoint, incarnation=f"1{endpoint.incarnation}"[:-1])
 
     @pytest.mark.parametrize(("start", "nbytes"), [(0, NBYTES), (64, 64), (-64, 128)])
@@ -390,7 +380,7 @@ class TransportConformance:
         rig.transport.unregister(region)
         check(rig.peer.read(0, 16) == bytes([3] * 16), "a region registered again is a source")
 
-    def test_a_peer_can_withdraw_and_register_again(self, rig: Rig) -> None:
+    def test_a_peer_can_unregister_and_register_again(self, rig: Rig) -> None:
         rig.peer.unregister()
         rig.peer.register()
         rig.write(rig.batch([0], [0], [16]))
@@ -444,7 +434,7 @@ class ProcessConformance(TransportConformance):
     """More of it, for transports whose peers are processes."""
 
     def process(self, rig: Rig) -> PeerProcess:
-        """The peer of `rig`, as the process that it is."""
+        """Return the peer of `rig`, as the process that it is."""
         if not isinstance(rig.peer, PeerProcess):
             raise TypeError(f"peer must be a PeerProcess, got {type(rig.peer).__name__}")
         return rig.peer

@@ -16,8 +16,6 @@ from windlass.transports.base import (
     WriteBatch,
 )
 
-__all__ = ["WrappedTransport"]
-
 
 class WrappedTransport(OneSidedTransport):
     """`OneSidedTransport` in front of another one; override what is to differ.

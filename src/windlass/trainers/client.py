@@ -187,6 +187,7 @@ class TrainerClient:
             )
             undo.callback(self._sender.close)
             self._background = ThreadPoolExecutor(1, "windlass-publish")
+            self._prepared: Future[None] | None = None
             self._agent = agent = TrainerAgent(
                 self._sender, host=own_address(controller), changed=changed
             )
@@ -298,8 +299,42 @@ class TrainerClient:
         pending.stood_s, pending.copy = time.perf_counter() - began, self._sender.copy_times
         return pending
 
+    def prepare_publish(self, version: int) -> None:
+        """Have the weights as they are now ready for a `publish` of the controller's own process.
+
+        `TrainController` calls it on every rank, and then publishes without asking the ranks again.
+        Collective: every trainer rank calls it with the same version.
+        Memory: the weights must not change before the controller has published them; with a replica,
+        before it has copied them.
+
+        Raises:
+            ConfigError: `version` is no integer >= 0, or a version is still being published.
+            ProtocolError, PeerUnreachable: there is no controller any more.
+        """
+        version = version_number(version, "prepare_publish")
+        if (
+            self._prepared is not None
+        ):  # its end was told, or never will be: who asks now knows of it
+            self._channel.give_up_expected()
+            self._prepared.result()
+        with ExitStack() as undo:
+            self._take_turn("prepare_publish", version, undo)
+            copied = threading.Event() if self._sender.replica is not None else None
+            stream = None if copied is None or self._step_stream is None else self._step_stream()
+            then = None if copied is None else copied.set
+            self._sender.begin_version(then, version=version, stream=stream)
+            report = self._channel.expect(version)
+            self._prepared = self._background.submit(self._end_prepared, report, copied)
+            undo.pop_all()
+
+    def _end_prepared(self, report: Future[UpdateReport], copied: threading.Event | None) -> None:
+        try:
+            self._end_turn(report.result, copied)
+        except WindlassError as error:  # the controller knows, and says it where it was called
+            _log.info("%s", error)
+
     def _take_turn(self, what: str, version: int, undo: ExitStack) -> None:
-        """Every way to publish begins here. `_announce` gives the turn back, or `undo`."""
+        """Every way to publish begins here. `_end_turn` gives the turn back, or `undo`."""
         if not self._publishing.acquire(blocking=False):
             raise ConfigError(
                 f"{what}: version {version} must wait for the end of the one under way: "
@@ -320,16 +355,22 @@ class TrainerClient:
     def _announce(
         self, version: int, deadline_s: float, copied: threading.Event | None
     ) -> UpdateReport:
+        report = self._end_turn(lambda: self._channel.announce(version, deadline_s), copied)
+        if report.outcome is not RoundOutcome.PUBLISHED:
+            raise RoundAborted(f"version {version} was not published: {report.reason}")
+        return report
+
+    def _end_turn(
+        self, wait: Callable[[], UpdateReport], copied: threading.Event | None
+    ) -> UpdateReport:
         try:
-            report = self._channel.announce(version, deadline_s)
+            report = wait()
             if report.compared:
                 self._channel.run_later(self._agent.after_update)
         finally:
             if copied is not None and not copied.is_set():
                 self._sender.end_version()
             self._publishing.release()
-        if report.outcome is not RoundOutcome.PUBLISHED:
-            raise RoundAborted(f"version {version} was not published: {report.reason}")
         return report
 
     def close(self) -> None:

@@ -25,8 +25,8 @@ from windlass.layout.manifest import ShardManifest
 from windlass.memory.cuda.driver import Event
 from windlass.memory.cuda.gpu import Gpu, shared_gpu
 from windlass.memory.cuda.ops import CudaMemory
-from windlass.memory.cuda.pinned_arena import PinnedArena
 from windlass.memory.cuda.range_copy import COPY_ENGINE_NBYTES, RangeCopy
+from windlass.memory.cuda.sources import PinnedArena
 from windlass.memory.ops import OWN_WORK_S, Buffer, UInt64Array, aligned_offsets
 from windlass.transfer.arena import Arena, ArenaSlot
 from windlass.transfer.base import LINKS_AT_ONCE

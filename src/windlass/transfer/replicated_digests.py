@@ -23,8 +23,8 @@ from windlass.memory.cuda.driver import gpu_of
 from windlass.memory.cuda.gpu import Gpu, shared_gpu
 from windlass.memory.cuda.kernels import PIECE, PieceTable
 from windlass.memory.cuda.links import WORDS_NBYTES
-from windlass.memory.digest import hash_strided, new_digest
 from windlass.memory.ops import OWN_WORK_S
+from windlass.memory.packing import hash_strided, new_digest
 from windlass.planning.intersect import counted
 from windlass.planning.program import DigestKind
 from windlass.planning.replicated import (

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from windlass.transports.base import WriteBatch as WriteBatch
     from windlass.transports.cma import CmaConfig as CmaConfig
     from windlass.transports.cuda_ipc import CudaIpcConfig as CudaIpcConfig
-    from windlass.transports.local import LocalTransport as LocalTransport
     from windlass.transports.memory import MemoryConfig as MemoryConfig
     from windlass.transports.mooncake.config import MooncakeConfig as MooncakeConfig
     from windlass.transports.nixl.config import NixlConfig as NixlConfig
     from windlass.transports.processes import OwnProcess as OwnProcess
     from windlass.transports.processes import PeerProcesses as PeerProcesses
     from windlass.transports.processes import check_alive as check_alive
+    from windlass.transports.region_transport import RegionTransport as RegionTransport
     from windlass.transports.registry import create_transport as create_transport
     from windlass.transports.registry import parse_transport as parse_transport
     from windlass.transports.registry import transport_names as transport_names
@@ -51,11 +51,11 @@ if not TYPE_CHECKING:  # a type checker must go on refusing names that are not t
             "windlass.transports.base": "MappedRegion MemoryAllocator MemoryRegion MemoryType OneSidedTransport PeerEndpoint PeerMapper RemoteRegion TransportConfig TransportOffer TransportTraits WireReport WriteBatch",
             "windlass.transports.cma": "CmaConfig",
             "windlass.transports.cuda_ipc": "CudaIpcConfig",
-            "windlass.transports.local": "LocalTransport",
             "windlass.transports.memory": "MemoryConfig",
             "windlass.transports.mooncake.config": "MooncakeConfig",
             "windlass.transports.nixl.config": "NixlConfig",
             "windlass.transports.processes": "OwnProcess PeerProcesses check_alive",
+            "windlass.transports.region_transport": "RegionTransport",
             "windlass.transports.registry": "create_transport parse_transport transport_names",
             "windlass.transports.shm": "ShmConfig",
         },

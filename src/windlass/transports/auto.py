@@ -7,6 +7,7 @@ it by its endpoint.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -30,8 +31,6 @@ from windlass.transports.base import (
     WriteBatch,
 )
 from windlass.transports.registry import config_type, parse_transport, transport_names
-
-__all__ = ["AutoConfig", "TransportSet"]
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class AutoConfig(TransportConfig, frozen=True, tag="auto"):
 
 
 def _start_all(towards: str, gpu: int, undo: ExitStack) -> list[OneSidedTransport]:
-    """Everything that starts; closed by `undo`."""
+    """Start everything that does; `undo` closes it."""
     reasons: dict[str, str] = {}
     configs = _configs_for(MemoryType.HOST if gpu < 0 else MemoryType.CUDA, reasons)
 
@@ -133,7 +132,6 @@ class TransportSet(OneSidedTransport):
         ordered = sorted(members, key=lambda member: -member.traits.ceiling_bytes_per_s)
         self._members = {member.endpoint().transport: member for member in ordered}
         self._lock = threading.Lock()
-        self._allocated: dict[int, int] = {}
         self._regions: dict[MemoryRegion, dict[str, MemoryRegion]] = {}
 
     @property
@@ -152,7 +150,8 @@ class TransportSet(OneSidedTransport):
 
     @property
     def allocator(self) -> MemoryAllocator | None:
-        return None if self._inner_allocator() is None else self
+        found = (member.allocator for member in self._members.values())
+        return next((allocator for allocator in found if allocator is not None), None)
 
     @property
     def mapper(self) -> PeerMapper | None:
@@ -160,28 +159,15 @@ class TransportSet(OneSidedTransport):
         return next((mapper for mapper in found if mapper is not None), None)
 
     def report(self) -> WireReport:
-        """Of the fastest; `offers` has that of each."""
+        """Return that of the fastest; `offers` has that of each."""
         return next(iter(self._members.values())).report()
 
     def endpoint(self) -> PeerEndpoint:
-        """Of the fastest."""
+        """Return that of the fastest."""
         return next(iter(self._members.values())).endpoint()
 
     def offers(self) -> tuple[TransportOffer, ...]:
         return tuple(offer for member in self._members.values() for offer in member.offers())
-
-    def allocate(self, nbytes: int) -> int:
-        """See `MemoryAllocator.allocate`."""
-        address = self._require_allocator().allocate(nbytes)
-        with self._lock:
-            self._allocated[address] = nbytes
-        return address
-
-    def release(self, address: int) -> None:
-        """See `MemoryAllocator.release`."""
-        self._require_allocator().release(address)
-        with self._lock:
-            self._allocated.pop(address, None)
 
     def register(self, address: int, nbytes: int) -> MemoryRegion:
         """See `OneSidedTransport.register`; refused only where every one of them refuses it."""
@@ -197,7 +183,7 @@ class TransportSet(OneSidedTransport):
         remotes = [
             region.remote
             for name, region in done.items()
-            if not self._members[name].traits.allocates or self._is_allocated(address, nbytes)
+            if region.remote.key or not self._members[name].traits.allocates
         ]
         if not remotes:
             for name, region in done.items():
@@ -218,9 +204,14 @@ class TransportSet(OneSidedTransport):
                 f"unregister: region at {region.address:#x} with {region.nbytes} bytes is not "
                 "registered"
             )
-        countdown = None if released is None else _Countdown(len(done), released)
+        left = itertools.count(len(done) - 1, -1)
+
+        def release() -> None:
+            if next(left) == 0 and released is not None:  # the last of them
+                released()
+
         for name, part in done.items():
-            self._members[name].unregister(part, countdown)
+            self._members[name].unregister(part, release)
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`; by the transport that the batch's endpoint is of."""
@@ -241,36 +232,3 @@ class TransportSet(OneSidedTransport):
         with ExitStack() as closing:
             for member in self._members.values():
                 closing.callback(member.close)
-
-    def _is_allocated(self, address: int, nbytes: int) -> bool:
-        with self._lock:
-            return any(
-                start <= address and address + nbytes <= start + size
-                for start, size in self._allocated.items()
-            )
-
-    def _inner_allocator(self) -> MemoryAllocator | None:
-        found = (member.allocator for member in self._members.values())
-        return next((allocator for allocator in found if allocator is not None), None)
-
-    def _require_allocator(self) -> MemoryAllocator:
-        found = self._inner_allocator()
-        if found is None:
-            raise RegionError(f"allocate: none of {list(self._members)} allocates memory")
-        return found
-
-
-class _Countdown:
-    """Calls `released` when it has been called `num` times."""
-
-    def __init__(self, num: int, released: Callable[[], None]) -> None:
-        self._lock = threading.Lock()
-        self._left = num
-        self._released = released
-
-    def __call__(self) -> None:
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._released()

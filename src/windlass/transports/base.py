@@ -23,23 +23,6 @@ import numpy.typing as npt
 from windlass.errors import ConfigError
 from windlass.memory.cuda.gpu import Gpu
 
-__all__ = [
-    "CEILING_BYTES_PER_S",
-    "MappedRegion",
-    "MemoryAllocator",
-    "MemoryType",
-    "MemoryRegion",
-    "OneSidedTransport",
-    "PeerEndpoint",
-    "PeerMapper",
-    "RemoteRegion",
-    "TransportConfig",
-    "TransportOffer",
-    "TransportTraits",
-    "WireReport",
-    "WriteBatch",
-]
-
 CEILING_BYTES_PER_S: Mapping[str, float] = {
     "cuda-ipc": 397e9,  # copy engine from one H200 to another, benchmarks/gpu/bench_nvlink.py
     "rdma": 50e9,  # a NIC of 400 Gbit/s
@@ -163,7 +146,8 @@ class TransportTraits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         strided_stores: the source's kernels store where each element belongs, so that nothing
             lands packed.
         notifies: the source tells the target which bytes have landed while it still writes.
-        allocates: peers can write only memory that the transport's `allocator` gave out.
+        allocates: peers can write only memory that the transport's `allocator` gave out; the key of
+            other memory is empty.
     """
 
     same_host: bool
@@ -279,15 +263,15 @@ class OneSidedTransport(Protocol):
         return None
 
     def report(self) -> WireReport:
-        """What is really in use."""
+        """Return what is really in use."""
         ...
 
     def endpoint(self) -> PeerEndpoint:
-        """How peers reach memory registered here."""
+        """Return how peers reach memory registered here."""
         ...
 
     def offers(self) -> tuple[TransportOffer, ...]:
-        """Every way to reach memory registered here, the fastest first; at least one."""
+        """Return every way to reach memory registered here, the fastest first; at least one."""
         return (TransportOffer(self.endpoint(), self.traits, self.report()),)
 
     def register(self, address: int, nbytes: int) -> MemoryRegion:

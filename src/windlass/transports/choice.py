@@ -13,8 +13,6 @@ from windlass.errors import ConfigError
 from windlass.net.addresses import HOST_VARIABLE, is_loopback, split_host_port
 from windlass.transports.base import PeerEndpoint, TransportOffer
 
-__all__ = ["LinkChoice", "choose_transport", "unreachable_reason"]
-
 
 class LinkChoice(msgspec.Struct, frozen=True):
     """What one link takes.
@@ -34,7 +32,7 @@ def choose_transport(
     same_host: bool,
     same_address: bool,
 ) -> LinkChoice:
-    """The fastest transport of a link.
+    """Return the fastest transport of a link.
 
     Args:
         source: what the rank that writes has.

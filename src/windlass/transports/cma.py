@@ -40,11 +40,9 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
-from windlass.transports.local import LocalTransport
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
+from windlass.transports.region_transport import RegionTransport
 from windlass.transports.sharing import share
-
-__all__ = ["CmaConfig", "CmaTransport", "write_process_memory"]
 
 MAX_IOVECS = 1024
 MAX_CALL_NBYTES = 64 << 20
@@ -122,7 +120,7 @@ _process_vm_writev.argtypes = [
 
 
 def _writev(pid: int, local_vectors: UInt64Array, remote_vectors: UInt64Array) -> int:
-    """One call; the one place where errno becomes an exception."""
+    """Make one call; nothing else turns errno into an exception."""
     done = int(
         _process_vm_writev(
             pid,
@@ -140,7 +138,7 @@ def _writev(pid: int, local_vectors: UInt64Array, remote_vectors: UInt64Array) -
 
 
 @final
-class CmaTransport(LocalTransport):
+class CmaTransport(RegionTransport):
     """`OneSidedTransport` over `process_vm_writev`.
 
     Args:
@@ -175,7 +173,7 @@ class CmaTransport(LocalTransport):
         super().close()
         self._helpers.shutdown(wait=True)
 
-    def _copy(self, batch: WriteBatch, deadline: Deadline) -> None:
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         pid = self._peers.check(batch.endpoint)
         try:
             self._copy_into(pid, batch, deadline)
@@ -185,7 +183,7 @@ class CmaTransport(LocalTransport):
         check_alive(batch.endpoint)
 
     def _copy_into(self, pid: int, batch: WriteBatch, deadline: Deadline) -> None:
-        """Returns or raises only once every thread is done: nothing lands afterwards."""
+        """Return or raise only once every thread is done: nothing lands afterwards."""
         pieces = merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes)
         total = int(batch.nbytes.sum())
         num_parts = max(min(self._num_threads, total // MIN_THREAD_NBYTES), 1)
@@ -195,7 +193,7 @@ class CmaTransport(LocalTransport):
 
 
 def _shares(pieces: Pieces, total: int, num_parts: int) -> Iterator[Pieces]:
-    """The pieces, cut small enough for one call, in `num_parts` runs of about as many bytes."""
+    """Yield the pieces, cut small enough for one call, in `num_parts` runs of about as many bytes."""
     limit = min(MAX_CALL_NBYTES, -(-total // num_parts))
     local, remote, nbytes = split_pieces(*pieces, limit)
     goals = np.arange(1, num_parts) * (total / num_parts)

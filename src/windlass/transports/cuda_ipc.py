@@ -6,9 +6,7 @@ stores into it, by kernel or by copy engine. The owner's process takes no part i
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import ClassVar, final
 
 import numpy as np
@@ -17,6 +15,7 @@ from windlass.errors import PeerUnreachable, RegionError
 from windlass.memory.cuda.driver import IPC_HANDLE_NBYTES, Device, pointer_device
 from windlass.memory.cuda.gpu import Gpu, end_queued
 from windlass.memory.cuda.range_copy import RangeCopy
+from windlass.net.clock import Deadline
 from windlass.transports.base import (
     CEILING_BYTES_PER_S,
     MappedRegion,
@@ -31,11 +30,8 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
-from windlass.transports.deferred_free import DeferredFree
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive, is_own_process
-from windlass.transports.regions import RegionTable, check_batch
-
-__all__ = ["CudaIpcConfig", "CudaIpcTransport"]
+from windlass.transports.region_transport import RegionTransport
 
 
 class CudaIpcConfig(TransportConfig, frozen=True, tag="cuda_ipc"):
@@ -57,7 +53,7 @@ class CudaIpcConfig(TransportConfig, frozen=True, tag="cuda_ipc"):
 
 
 @final
-class CudaIpcTransport(OneSidedTransport):
+class CudaIpcTransport(RegionTransport):
     """`OneSidedTransport` and `PeerMapper` between GPUs of one host.
 
     Args:
@@ -74,10 +70,7 @@ class CudaIpcTransport(OneSidedTransport):
     def __init__(self, ordinal: int = 0, num_multiprocessors: int = 0) -> None:
         self.gpu = Gpu(ordinal, num_multiprocessors)
         self._own, self._peers = OwnProcess("cuda_ipc"), PeerProcesses()
-        self._endpoint = self._own.endpoint
-        self._table = RegionTable()
-        self._lock = threading.Lock()
-        self._deferred = DeferredFree("cuda_ipc")
+        super().__init__(self._own.endpoint)
         self._opened: dict[tuple[PeerEndpoint, bytes], int] = {}
 
     @property
@@ -98,11 +91,8 @@ class CudaIpcTransport(OneSidedTransport):
     def report(self) -> WireReport:
         return WireReport("cuda_ipc", "cuda-ipc", f"GPU {self.gpu.device.ordinal}")
 
-    def endpoint(self) -> PeerEndpoint:
-        return self._endpoint
-
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        """See `OneSidedTransport.register`.
+    def _register(self, address: int, nbytes: int) -> str:
+        """Export the allocation that the memory is of.
 
         Raises:
             RegionError: memory that cannot be exported (host memory, expandable segments), that is
@@ -119,24 +109,13 @@ class CudaIpcTransport(OneSidedTransport):
                 f"register: [{address:#x}, {address + nbytes:#x}) must lie in one allocation, it ends "
                 f"at {start + size:#x}"
             )
-        key = f"{ordinal}:{address - start}:{self.gpu.device.export(start).hex()}"
-        region = MemoryRegion(address, nbytes, RemoteRegion(self._endpoint, address, nbytes, key))
-        self._table.add(region)
-        return region
+        return f"{ordinal}:{address - start}:{self.gpu.device.export(start).hex()}"
 
-    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        """See `OneSidedTransport.unregister`. Under late kernels nothing is released."""
-        with self._lock:
-            self._table.remove(region)
-            if released is not None:
-                self._deferred.add(region, released, self._is_touched)
-
-    def _is_touched(self, _: MemoryRegion) -> bool:
-        """Nobody knows which memory late kernels touch."""
+    def _is_touched(self, region: MemoryRegion) -> bool:  # noqa: ARG002
+        """Return whether there are late kernels: nobody knows which memory they touch."""
         return self.gpu.is_late
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
-        """See `PeerMapper.map_region`."""
         stop = region.address + region.nbytes
         ordinal, offset, handle = _parse_key(region.key)
         if is_own_process(region.endpoint):  # a handle can be opened by other processes only
@@ -159,7 +138,6 @@ class CudaIpcTransport(OneSidedTransport):
         return MappedRegion(region.address, stop, base + offset - region.address)
 
     def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
-        """See `PeerMapper.keep_mapped`."""
         if self.gpu.is_late:
             return
         needed = {(region.endpoint, _parse_key(region.key)[2]) for region in regions}
@@ -177,34 +155,31 @@ class CudaIpcTransport(OneSidedTransport):
             except PeerUnreachable:
                 self.gpu.device.close_handle(self._opened.pop((endpoint, handle)))
 
-    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.write`."""
-        check_batch(self._table, batch, "cuda_ipc")
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         check_alive(batch.endpoint)
         mapped = sorted((self.map_region(r) for r in batch.regions), key=lambda m: m.start)
         starts = np.array([m.start for m in mapped], np.uint64)
         shifts = np.array([m.shift for m in mapped], np.int64)
         owner = np.searchsorted(starts, batch.remote_addresses, "right") - 1
         remote = (batch.remote_addresses.astype(np.int64) + shifts[owner]).astype(np.uint64)
-        began = time.monotonic()
         copy = RangeCopy(self.gpu, batch.local_addresses, remote, batch.nbytes)
         try:
             copy.queue()
             event = self.gpu.stream.record()
         # Whatever stops it half way: what was queued before may still be under way.
         except Exception as error:
-            end_queued(self.gpu, error, max(deadline_s - (time.monotonic() - began), 0.0))
+            end_queued(self.gpu, error, deadline.remaining_s)
             copy.close()
             raise
         # If the outcome is unknown a kernel may still read the table: it stays allocated.
-        self.gpu.wait(event, max(deadline_s - (time.monotonic() - began), 0.0))
+        self.gpu.wait(event, deadline.remaining_s)
         copy.close()
         check_alive(batch.endpoint)
 
     def close(self) -> None:
         """See `OneSidedTransport.close`. Keeps mapped what late stores may still reach."""
         self._own.close()
-        self._table.clear()
+        super().close()
         with self._lock:
             self._deferred.close(self._is_touched)
         if self.gpu.is_late:

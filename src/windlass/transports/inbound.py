@@ -19,15 +19,6 @@ from pathlib import Path
 from windlass.errors import TransferFailed
 from windlass.net.clock import Deadline
 
-__all__ = [
-    "Connection",
-    "connections_to",
-    "cut_inbound",
-    "cut_marked",
-    "listening_ports",
-    "new_mark",
-]
-
 Connection = tuple[Hashable, Hashable]
 """Own and the peer's address, as the kernel gives them."""
 
@@ -36,7 +27,7 @@ MAX_SYN_RETRIES = 127
 
 
 def listening_ports() -> frozenset[int]:
-    """TCP ports on which this process listens."""
+    """Return TCP ports on which this process listens."""
     found = set()
     for own in _sockets():
         with contextlib.suppress(OSError):
@@ -46,7 +37,7 @@ def listening_ports() -> frozenset[int]:
 
 
 def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
-    """TCP connections that this process has begun to one of `ports`."""
+    """Return TCP connections that this process has begun to one of `ports`."""
     found = set()
     for own in _sockets():
         with contextlib.suppress(OSError):  # not connected
@@ -66,7 +57,7 @@ def cut_inbound(ports: frozenset[int], deadline: Deadline) -> int:
 
 
 def new_mark() -> int:
-    """A number of SYN retries that sockets do not have by themselves.
+    """Return a number of SYN retries that sockets do not have by themselves.
 
     A library that can be told this number, and nothing else by which its sockets are known, marks
     them by it: those that it opens and those that it accepts.
@@ -112,7 +103,7 @@ def _cut(is_meant: Callable[[socket.socket], bool], deadline: Deadline) -> int:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """A duplicate of every socket of this process, one at a time."""
+    """Yield a duplicate of every socket of this process, one at a time."""
     for entry in list(Path("/proc/self/fd").iterdir()):
         try:
             duplicate = os.dup(int(entry.name))

@@ -22,8 +22,6 @@ from windlass.net.addresses import is_wildcard, split_host_port
 from windlass.net.clock import Deadline
 from windlass.transports.base import PeerEndpoint
 
-__all__ = ["INCARNATION_NBYTES", "LivenessListener", "PeerLiveness"]
-
 INCARNATION_NBYTES = 16
 """Characters of an incarnation, all ASCII."""
 _MAX_CLIENTS = 4096
@@ -32,6 +30,24 @@ RECONNECT_S = 1.0
 """How long a new connection may take where one broke, and until it is tried again."""
 
 _log = logging.getLogger(__name__)
+
+
+def listen_on(host: str, transport: str) -> socket.socket:
+    """Listen on `host` at a port that the kernel picks.
+
+    Raises:
+        ConfigError: `host` is every address.
+        TransportUnavailable: `host` is no address of this machine.
+    """
+    if is_wildcard(host):
+        raise ConfigError(f"{transport}: host must be one address of this machine, got {host!r}")
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, 0), family=family, backlog=128)
+    except OSError as error:
+        raise TransportUnavailable(
+            f"{transport}: host must be an address of this machine, got {host!r}: {error}"
+        ) from error
 
 
 @final
@@ -44,22 +60,11 @@ class LivenessListener:
         transport: registry name, for messages.
 
     Raises:
-        ConfigError: `host` is every address.
-        TransportUnavailable: `host` is no address of this machine.
+        ConfigError, TransportUnavailable: see `listen_on`.
     """
 
     def __init__(self, host: str, incarnation: str, transport: str) -> None:
-        if is_wildcard(host):
-            raise ConfigError(
-                f"{transport}: host must be one address of this machine, got {host!r}"
-            )
-        try:
-            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-            self._listener = socket.create_server((host, 0), family=family, backlog=128)
-        except OSError as error:
-            raise TransportUnavailable(
-                f"{transport}: host must be an address of this machine, got {host!r}: {error}"
-            ) from error
+        self._listener = listen_on(host, transport)
         self.port = int(self._listener.getsockname()[1])
         self._incarnation = incarnation.encode()
         self._closed = threading.Event()
@@ -143,7 +148,7 @@ class PeerLiveness:
             ) from error
 
     def has_ended(self, *, reconnect: bool = True) -> bool:
-        """Whether the peer's process, or its transport, is gone. May take `RECONNECT_S`, once in a while.
+        """Return whether the peer's process, or its transport, is gone. May take `RECONNECT_S`, once in a while.
 
         Without `reconnect` never: a connection that was broken tells nothing then. For callers that
         others wait for.
@@ -159,7 +164,7 @@ class PeerLiveness:
                 return reconnect and self._reconnect()
 
     def _look(self) -> _State:
-        """A socket tells of its error once, and from then on as if it had ended in order."""
+        """Return what became of it: a socket tells of its error once, and from then on as if it had ended in order."""
         with self._looking:
             state = _State.BROKEN if self._is_broken else _state_of(self._socket)
             self._is_broken = state is _State.BROKEN
@@ -185,7 +190,7 @@ class PeerLiveness:
                 connection.close()
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Until something happens to the connection."""
+        """Wait until something happens to the connection."""
         connection = self._socket
         if self._look() is _State.BROKEN:
             self._closed.wait(RECONNECT_S if timeout_s is None else min(timeout_s, RECONNECT_S))
@@ -196,7 +201,7 @@ class PeerLiveness:
             waiting.poll(None if timeout_s is None else timeout_s * 1e3)
 
     def _reconnect(self) -> bool:
-        """Connect anew: whether nobody listens any more, or another process. Silence is no answer."""
+        """Connect anew; return whether nobody listens any more, or another process does. Silence is no answer."""
         with self._lock:
             if self._gone or self._closed.is_set() or time.monotonic() < self._again_s:
                 return self._gone or self._closed.is_set()
@@ -230,7 +235,7 @@ class _State(Enum):
 
 
 def _connect(endpoint: PeerEndpoint, deadline: Deadline) -> socket.socket:
-    """A connection to the listener of `endpoint`.
+    """Return a connection to the listener of `endpoint`.
 
     Raises:
         PeerUnreachable: the endpoint has no address.

@@ -23,10 +23,8 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
-from windlass.transports.local import LocalTransport
+from windlass.transports.region_transport import RegionTransport
 from windlass.transports.regions import check_inside
-
-__all__ = ["MemoryConfig", "MemoryFabric", "MemoryTransport"]
 
 
 class MemoryConfig(TransportConfig, frozen=True, tag="memory"):
@@ -66,7 +64,7 @@ class MemoryFabric:
             self._endpoints.pop(address, None)
 
     def find(self, endpoint: PeerEndpoint) -> MemoryTransport:
-        """The transport behind `endpoint`.
+        """Return the transport behind `endpoint`.
 
         Raises:
             PeerUnreachable: nobody there, or another incarnation.
@@ -87,7 +85,7 @@ _PROCESS_FABRIC = MemoryFabric()
 
 
 @final
-class MemoryTransport(LocalTransport):
+class MemoryTransport(RegionTransport):
     """`OneSidedTransport` by `memmove` inside this process.
 
     `unregister` waits for a write into this endpoint that is under way.
@@ -135,5 +133,5 @@ class MemoryTransport(LocalTransport):
         self._fabric.leave(self._endpoint.address)
         super().close()
 
-    def _copy(self, batch: WriteBatch, deadline: Deadline) -> None:
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         self._fabric.find(batch.endpoint).receive(batch, deadline)

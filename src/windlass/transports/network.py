@@ -1,33 +1,34 @@
-"""What transports between hosts share: settings, registration in steps, memory that is freed late."""
+"""What transports between hosts share: settings, registration in steps, native calls, memory that is freed late."""
 
 from __future__ import annotations
 
-import contextlib
-from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from functools import partial
+import resource
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from threading import Lock
 from typing import ClassVar, Self
 
 import msgspec
 
-from windlass.errors import ConfigError
-from windlass.memory.ranges import Pieces, cut_at_edges, edges_of, merge_adjacent
+from windlass.errors import ConfigError, RegionError
+from windlass.memory.ranges import (
+    Pieces,
+    calls,
+    cut_at_edges,
+    edges_of,
+    merge_adjacent,
+    split_pieces,
+)
 from windlass.net.addresses import own_address
 from windlass.transports.base import (
-    MemoryRegion,
     MemoryType,
-    OneSidedTransport,
     PeerEndpoint,
-    RemoteRegion,
     TransportConfig,
     WriteBatch,
 )
-from windlass.transports.deferred_free import DeferredFree
-from windlass.transports.regions import RegionTable
+from windlass.transports.region_transport import RegionTransport
 
-__all__ = ["NetworkConfig", "NetworkTransport"]
+_CAP_IPC_LOCK = 14
 
 
 class NetworkConfig(TransportConfig, frozen=True):
@@ -69,92 +70,84 @@ class NetworkConfig(TransportConfig, frozen=True):
         )
 
 
-class NetworkTransport(OneSidedTransport):
+class NetworkTransport(RegionTransport):
     """Base of transports whose registrations and writes are a library's.
 
-    Derived classes start the library, then call `__init__` of this class. Everything private is
-    guarded by `lock`.
+    Derived classes start the library, then call `__init__` of this class.
 
     Args:
         endpoint: of this process.
         step_nbytes: larger regions are registered in steps of this; 0 for at once.
-        lock: around every registration and every look at writes that are not over.
+        lock: see `RegionTransport`.
     """
 
     def __init__(self, endpoint: PeerEndpoint, step_nbytes: int, lock: Lock) -> None:
-        self._endpoint = endpoint
+        super().__init__(endpoint, lock)
         self._step_nbytes = step_nbytes
-        self._lock = lock
-        self._table = RegionTable()
-        self._deferred = DeferredFree(endpoint.transport)
-
-    def endpoint(self) -> PeerEndpoint:
-        return self._endpoint
-
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        """See `OneSidedTransport.register`; over RDMA this pins the memory."""
-        with self._lock, self._current():
-            self._table.check_free(address, nbytes)  # before anything is pinned
-            key = self._pin(address, nbytes)
-            remote = RemoteRegion(self._endpoint, address, nbytes, key)
-            region = MemoryRegion(address, nbytes, remote)
-            self._table.add(region)
-        return region
-
-    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        with self._lock, self._current():
-            self._table.remove(region)
-            unpin_late = self._unpin(region)
-            if unpin_late is not None or released is not None:
-                free = partial(_call_each, (unpin_late, released))
-                self._deferred.add(region, free, self._is_touched)
-
-    def _current(self) -> AbstractContextManager[None]:
-        """What must be in place around native calls that concern the registered memory."""
-        return contextlib.nullcontext()
-
-    @abstractmethod
-    def _pin(self, address: int, nbytes: int) -> str:
-        """Register memory with the library; returns the key for peers. Holds the lock.
-
-        Raises:
-            RegionError: the library refuses it; nothing is registered.
-        """
-
-    @abstractmethod
-    def _unpin(self, region: MemoryRegion) -> Callable[[], None] | None:
-        """Take a registration back; or return what does, to be called once nothing touches it.
-
-        Holds the lock.
-        """
-
-    @abstractmethod
-    def _is_touched(self, region: MemoryRegion) -> bool:
-        """Whether a call that is not over may read or fill a byte of the region. Holds the lock."""
 
     def _starts(self, address: int, nbytes: int) -> list[int]:
-        """Where the steps begin in which a local region is registered."""
+        """Return where the steps begin in which a local region is registered."""
         return [address, *edges_of(address, nbytes, self._step_nbytes)]
 
-    def _cut(self, batch: WriteBatch, remote_steps: Iterable[tuple[int, int, int]]) -> Pieces:
-        """The pieces of a batch, none of which crosses a seam between two registrations.
+    def _calls(
+        self,
+        batch: WriteBatch,
+        remote_steps: Iterable[int],
+        max_pieces: int,
+        max_nbytes: int,
+        max_piece_nbytes: int,
+    ) -> Iterator[Pieces]:
+        """Yield what goes into one native call each; no piece crosses a seam between two registrations.
 
         Args:
             batch: what is to be written or read.
-            remote_steps: (address, nbytes, step) of every published region; step 0 for at once.
+            remote_steps: of every published region; step 0 for at once.
+            max_pieces: of one call.
+            max_nbytes: of one call.
+            max_piece_nbytes: of one piece.
         """
-        return cut_at_edges(
+        pieces = cut_at_edges(
             merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
             local=[edge for span in self._table.spans() for edge in self._starts(*span)],
             remote=[
                 edge
-                for address, nbytes, step in remote_steps
-                for edge in (address, *edges_of(address, nbytes, step))
+                for region, step in zip(batch.regions, remote_steps, strict=True)
+                for edge in (region.address, *edges_of(region.address, region.nbytes, step))
             ],
+        )
+        local, remote, nbytes = split_pieces(*pieces, max_piece_nbytes)
+        for part in calls(nbytes, max_pieces=max_pieces, max_nbytes=max_nbytes):
+            yield local[part], remote[part], nbytes[part]
+
+
+def locks_without_limit() -> bool:
+    """Return whether this process has CAP_IPC_LOCK, for which RLIMIT_MEMLOCK does not hold."""
+    return bool(int(_status("CapEff"), 16) >> _CAP_IPC_LOCK & 1)
+
+
+def check_lockable(nbytes: int, purpose: str) -> None:
+    """Refuse what the kernel would refuse: pinned memory above RLIMIT_MEMLOCK.
+
+    UCX tries again without end when the kernel refuses to pin, so the kernel is not left to refuse.
+
+    Args:
+        nbytes: bytes to be pinned beside those that are.
+        purpose: what for, at the head of the message.
+
+    Raises:
+        RegionError: the limit is too small, and this process has no CAP_IPC_LOCK.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY or locks_without_limit():
+        return
+    needed = int(_status("VmPin")) * 1024 + nbytes
+    if needed > limit:
+        raise RegionError(
+            f"{purpose}: lockable memory must be >= {needed} bytes, got {limit}; see ulimit -l"
         )
 
 
-def _call_each(calls: Iterable[Callable[[], None] | None]) -> None:
-    for call in calls:
-        if call is not None:
-            call()
+def _status(key: str) -> str:
+    """Return the number at `key` in what the kernel says of this process."""
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    return text.partition(f"\n{key}:")[2].split(maxsplit=1)[0]

@@ -16,16 +16,6 @@ from typing import final
 from windlass.errors import PeerUnreachable
 from windlass.transports.base import PeerEndpoint
 
-__all__ = [
-    "OwnProcess",
-    "PeerProcesses",
-    "check_alive",
-    "host_identity",
-    "is_own_process",
-    "own_endpoint",
-    "process_start_time",
-]
-
 PROVE_S = 5.0
 ACCEPT_AGAIN_S = 0.1
 _CREDENTIALS = struct.Struct("3i")
@@ -34,7 +24,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 @functools.cache
 def host_identity() -> str:
-    """The same for two processes that can reach each other by pid and by abstract sockets.
+    """Return what is the same for two processes that can reach each other by pid and by abstract sockets.
 
     Boot of the kernel, namespace of pids, namespace of networks.
     """
@@ -64,7 +54,7 @@ def own_endpoint(transport: str) -> PeerEndpoint:
 
 
 def check_alive(peer: PeerEndpoint) -> int:
-    """The pid behind `peer`.
+    """Return the pid behind `peer`.
 
     Raises:
         PeerUnreachable: no pid, no such process, or another one under that pid.
@@ -87,7 +77,7 @@ _OWN: set[PeerEndpoint] = set()
 
 
 def is_own_process(peer: PeerEndpoint) -> bool:
-    """Whether `peer` is an open transport of the process that asks, this one or another.
+    """Return whether `peer` is an open transport of the process that asks, this one or another.
 
     Its secret is compared as well: who only names this process is not believed.
     """
@@ -125,7 +115,7 @@ class OwnProcess:
         self._listener.close()
 
     def _serve(self) -> None:
-        """Accept and close: a client learns from the kernel who listens, as soon as it has connected."""
+        """Accept and close: the kernel tells a client who listens, as soon as it has connected."""
         while not self._closed.is_set():
             try:
                 self._listener.accept()[0].close()
@@ -141,7 +131,7 @@ class PeerProcesses:
         self._proven: frozenset[PeerEndpoint] = frozenset()
 
     def check(self, peer: PeerEndpoint) -> int:
-        """The pid behind `peer`.
+        """Return the pid behind `peer`.
 
         Raises:
             PeerUnreachable: see `check_alive`; or that process does not say that it is this peer.

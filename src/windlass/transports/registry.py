@@ -16,15 +16,6 @@ from windlass.memory.cuda.driver import gpu_of
 from windlass.plugins import Registry
 from windlass.transports.base import MemoryType, OneSidedTransport, TransportConfig
 
-__all__ = [
-    "TRANSPORTS",
-    "config_type",
-    "create_transport",
-    "decode_transport",
-    "parse_transport",
-    "transport_names",
-]
-
 TRANSPORTS: Registry[object] = Registry(
     noun="transport",
     kind=object,
@@ -85,21 +76,13 @@ def parse_transport(name: str | TransportConfig) -> TransportConfig:
         return name
     if not isinstance(name, str):
         raise ConfigError(f"transport must be a name or a configuration of one, got {name!r}")
-    return decode_transport(name) if name.startswith("{") else config_type(name)()
-
-
-def decode_transport(text: str | bytes) -> TransportConfig:
-    """Return a configuration from its JSON, by the transport's own struct.
-
-    Raises:
-        ConfigError, TransportUnavailable: see `parse_transport`.
-    """
+    if not name.startswith("{"):
+        return config_type(name)()
     try:
-        tag = msgspec.json.decode(text, type=_Tagged).type
-        return msgspec.json.decode(text, type=config_type(tag))
+        tag = msgspec.json.decode(name, type=_Tagged).type
+        return msgspec.json.decode(name, type=config_type(tag))
     except msgspec.DecodeError as error:
-        shown = text.decode(errors="replace") if isinstance(text, bytes) else text
-        raise ConfigError(f"transport {shown}: {error}") from error
+        raise ConfigError(f"transport {name}: {error}") from error
 
 
 def create_transport(

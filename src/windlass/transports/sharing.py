@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from typing import final
 
-__all__ = ["share"]
-
 
 def share(jobs: Iterable[Callable[[], object]], threads: Executor, num_helpers: int) -> None:
     """Carry out all jobs, by this thread and as many others as there are.

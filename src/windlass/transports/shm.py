@@ -38,10 +38,8 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
-from windlass.transports.local import LocalTransport
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
-
-__all__ = ["ShmConfig", "ShmTransport"]
+from windlass.transports.region_transport import RegionTransport
 
 MAX_COPY_NBYTES = 512 << 20
 """Bytes per copy: bounds how long one can outlast a deadline. Large, because from some size on
@@ -68,7 +66,7 @@ class ShmConfig(TransportConfig, frozen=True, tag="shm"):
 
 
 @final
-class ShmTransport(LocalTransport):
+class ShmTransport(RegionTransport):
     """`OneSidedTransport` over sealed memory files, and the `MemoryAllocator` of them.
 
     Memory that it did not allocate can be registered as a source only. Segments are freed at
@@ -108,7 +106,6 @@ class ShmTransport(LocalTransport):
         return segment.address
 
     def release(self, address: int) -> None:
-        """See `MemoryAllocator.release`."""
         with self._lock:
             segment = self._segments.get(address)
             if segment is None:
@@ -128,14 +125,14 @@ class ShmTransport(LocalTransport):
         for segment in segments:
             segment.close()
 
-    def _key_of(self, address: int, nbytes: int) -> str:
+    def _register(self, address: int, nbytes: int) -> str:
         for segment in self._segments.values():
             offset = address - segment.address
             if offset >= 0 and offset + nbytes <= segment.nbytes:
                 return f"{segment.descriptor}:{segment.token}:{offset}"
         return ""
 
-    def _copy(self, batch: WriteBatch, deadline: Deadline) -> None:
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         try:
             self._processes.check(batch.endpoint)
             targets, mapped = self._translate(batch)

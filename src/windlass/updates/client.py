@@ -194,6 +194,24 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
             )
         return announced
 
+    def expect(self, version: int) -> concurrent.futures.Future[UpdateReport]:
+        """As `begin_announcement`, of a round that the controller begins by itself: nothing is sent."""
+        with self._lock:
+            if self.ended.done():
+                self.ended.result()
+            self._announced = Announcement(Announce(version, 0), concurrent.futures.Future())
+            return self._announced.report
+
+    def give_up_expected(self) -> None:
+        """The end of a round that was expected is not told any more. Idempotent."""
+        with self._lock:
+            expected = self._announced
+            if expected is None or expected.frame.attempt or expected.report.done():
+                return
+            version = expected.frame.version
+            error = PeerUnreachable(f"version {version}: the controller did not say how it ended")
+            expected.report.set_exception(error)
+
     def withdraw(self, announced: Announcement) -> concurrent.futures.Future[bool] | None:
         """Take an announcement back, so that it begins no round that nobody waits for.
 
@@ -247,7 +265,9 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
             announced = self._announced
             if announced is None or announced.report.done():
                 return
-            if frame.attempt == announced.frame.attempt:
+            if frame.attempt != announced.frame.attempt:
+                return
+            if frame.attempt or frame.version == announced.frame.version:
                 announced.report.set_result(frame)
 
     def on_call(self, call: Envelope[Command | Probe]) -> None:
@@ -281,7 +301,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
     async def _send_announcement(self) -> None:
         """Again after a lost connection, which has withdrawn it."""
         announced = self._announced
-        if announced is not None and not announced.report.done():
+        if announced is not None and announced.frame.attempt and not announced.report.done():
             await self.send(announced.frame)
 
     # --- in the thread of calls ----------------------------------------------------------------

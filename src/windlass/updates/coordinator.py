@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -23,6 +24,7 @@ from windlass.config import PUSH_TRAITS, ControlConfig, UpdateMode
 from windlass.errors import (
     ConfigError,
     EngineRefused,
+    PeerTimeout,
     PeerUnreachable,
     PlanError,
     ProtocolError,
@@ -81,7 +83,7 @@ from windlass.updates.session import (
     report_to,
 )
 
-__all__ = ["Coordinator", "EngineInfo"]
+__all__ = ["CalledUpdate", "Coordinator", "EngineInfo"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -92,6 +94,19 @@ MAX_REASON_LENGTH = 2000
 """Of what an engine says why it cannot join."""
 MAX_EPOCHS_AHEAD = 1 << 20
 """By which agents may be ahead of what a controller knows: bindings are not recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalledUpdate:
+    """A version that the controller's own process publishes.
+
+    Attributes:
+        copied: set once no trainer rank reads its weights any more, where all send from replicas.
+        report: how it ended.
+    """
+
+    copied: asyncio.Event
+    report: asyncio.Task[UpdateReport]
 
 
 @final
@@ -131,6 +146,7 @@ class Coordinator:
         self._published_by: frozenset[Identity] = frozenset()
         self._sessions: dict[str, AgentSession] = {}
         self._requests = PublishRequests()
+        self._copied: asyncio.Event | None = None
         self._binding: Binding | None = None
         self._catch_ups = CatchUps(self, self._fleet, config, planner)
         self._resume_retries = ResumeRetries(self, self._sessions, config.deadlines)
@@ -592,9 +608,45 @@ class Coordinator:
             with log_fields(version=frame.version):  # which the new task keeps
                 self.spawn(self._update(all_of_them))
 
-    async def _update(self, ranks: tuple[PendingPublish, ...]) -> None:
+    def begin_publish(self, version: int, *, deadline_s: float) -> CalledUpdate:
+        """Publish what all trainer ranks stand still with.
+
+        Args:
+            version: that all of them are prepared for (`TrainerClient.prepare_publish`).
+            deadline_s: for a rank to come back whose connection is lost just now.
+        """
+        copied = asyncio.Event()
+
+        async def publish() -> UpdateReport:
+            def there() -> Group | None:
+                trainers = self._fleet.trainers()
+                return trainers if trainers is not None and trainers.complete else None
+
+            try:
+                await self._changes.until(
+                    lambda: there() is not None,
+                    deadline_s,
+                    lambda: f"publish: not all trainer ranks were connected within {deadline_s} s",
+                )
+            except PeerTimeout as error:
+                return _failed(version, str(error))
+            trainers = there()
+            agents = () if trainers is None else trainers.agents.values()
+            ranks = (PendingPublish(trainer=agent.identity, version=version) for agent in agents)
+            return await self._update(tuple(ranks), copied)
+
+        with log_fields(version=version):
+            report = asyncio.create_task(publish())
+        self._tasks.add(report)
+        report.add_done_callback(self._tasks.discard)
+        return CalledUpdate(copied, report)
+
+    async def _update(
+        self, ranks: tuple[PendingPublish, ...], copied: asyncio.Event | None = None
+    ) -> UpdateReport:
         version = max(rank.version for rank in ranks)
         async with self.lock:
+            self._copied = copied
             try:
                 report = await self._attempt_until_whole(ranks, version)
             except WindlassError as error:
@@ -609,6 +661,7 @@ class Coordinator:
             await report_to(self._sessions, trainer, answer)
         if report.left_out:
             self.settle_soon()
+        return report
 
     def _note_update(self, report: UpdateReport) -> None:
         """An update has ended, whoever drove it: everybody who looks at updates is told."""
@@ -786,6 +839,8 @@ class Coordinator:
         return self._conclude(driver, result)
 
     def _on_phase(self, version: int, phase: Phase, reserves_in: Phase) -> None:
+        if phase is Phase.WRITE and self._copied is not None:
+            self._copied.set()
         if phase is reserves_in:
             # On disk before any engine can serve it.
             self._journal_round(JournalKind.PUBLISHING, version, ())

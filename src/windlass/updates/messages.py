@@ -486,7 +486,8 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
         measures: the figures of the round that were taken, by the name of a `Measure`.
         phase_s: seconds per phase, by name.
         digest_ok: every written range had the sender's digest on the receiving side.
-        attempt: the `Announce.attempt` that this answers.
+        attempt: the `Announce.attempt` that this answers; 0 where the controller's own process has asked
+            for the update.
         transports: name -> links that took it, where bytes travel by one-sided writes; `/v1/status` says
             of each link what it took, and why.
     """

@@ -25,11 +25,15 @@ KEPT_REPORTS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingPublish:
-    """A rank whose weights stand still until it is told how the attempt ended."""
+    """A rank whose weights stand still until it is told how the attempt ended.
+
+    Attributes:
+        attempt: of its announcement; 0 where the controller's own process asks for the update.
+    """
 
     trainer: Identity
     version: int
-    attempt: int
+    attempt: int = 0
 
 
 @final
@@ -77,6 +81,8 @@ class PublishRequests:
         """The attempt is over; returns the report as this rank is to get it."""
         worker = pending.trainer[0]
         answer = msgspec.structs.replace(report, version=pending.version, attempt=pending.attempt)
+        if not pending.attempt:
+            return answer
         self._answered[worker] = (pending.trainer, answer)
         if self._begun.get(worker) == pending:
             del self._begun[worker]

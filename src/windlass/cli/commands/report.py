@@ -12,7 +12,7 @@ from windlass.cli import Command
 from windlass.cli.controller import add_controller, overview
 from windlass.errors import ConfigError
 from windlass.observability.ceilings import measure_memcpy_gbps
-from windlass.observability.speed_of_light import SpeedOfLight, save_plot, speed_of_light
+from windlass.observability.speed_of_light import SpeedOfLight, save_plot
 
 __all__ = ["COMMAND"]
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(report: dict[str, Any], ceiling_gbps: float, num_links: int) -> SpeedOfLight:
-    return speed_of_light(
+    return SpeedOfLight(
         version=report["version"],
         nbytes=int(report["measures"].get("nbytes", 0)),
         wire_s=report["measures"].get("wire_s", 0),

@@ -1,4 +1,4 @@
-"""What Windlass knows of SGLang: releases, settings, layouts of kernels, and how its own server is started."""
+"""What Windlass knows of SGLang: releases, settings, and how its own server is started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from windlass.engines.quantised import require_followed
 from windlass.engines.spec import (
     AgentSettings,
     EngineSpec,
-    QuantisedLayout,
     RankStep,
     Rule,
     ServerCommand,
@@ -148,14 +147,6 @@ RULES = (
 """Of a server whose ranks run an agent."""
 _SIZES = ("tp_size", "pp_size", "dp_size")
 
-LAYOUTS = (
-    QuantisedLayout("SGLang 0.5.16", "Triton, Hopper (SGLANG_ENABLE_JIT_DEEPGEMM=0)", "as in the checkpoint", "proven: every tensor and the tokens are those of a fresh load (docs/gpu.md)"),
-    QuantisedLayout("SGLang 0.5.16", "DeepGEMM, Hopper", "as in the checkpoint", "untested"),
-    QuantisedLayout("SGLang 0.5.23", "CPU", "packed for AMX", "untested: the kernels need a CPU with AMX tiles"),
-    QuantisedLayout("SGLang", "DeepGEMM, Blackwell", "requantised", "untested: scales become powers of two, which capture leaves to the engine's loader"),
-    QuantisedLayout("SGLang", "latent attention", "kv_b_proj dequantised to bfloat16", "untested live: capture leaves it to the engine's loader"),
-)  # fmt: skip
-
 
 @final
 class SglangServer:
@@ -240,7 +231,6 @@ ENGINE = EngineSpec(
     module="windlass.engines.sglang",
     releases=RELEASES,
     rules=RULES,
-    layouts=LAYOUTS,
     server=SglangServer(),
     needs_port=True,
     cpu_arguments=(

@@ -1,4 +1,4 @@
-"""What Windlass knows of vLLM: releases, settings, layouts of kernels, and how its own API server is started."""
+"""What Windlass knows of vLLM: releases, settings, and how its own API server is started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from windlass.engines.quantised import require_followed
 from windlass.engines.spec import (
     AgentSettings,
     EngineSpec,
-    QuantisedLayout,
     RankStep,
     Rule,
     ServerCommand,
@@ -130,18 +129,6 @@ RULES = (
          ("scheduler_config.scheduler_cls",)),
 )  # fmt: skip
 """Places of settings are those of vLLM's `VllmConfig`."""
-
-_LIVE = "proven: every tensor and the tokens are those of a fresh load (docs/gpu.md)"
-_POWERS = "untested: scales become powers of two, which capture leaves to the engine's loader"
-LAYOUTS = (
-    QuantisedLayout("vLLM 0.24", "CUTLASS and Triton, Hopper (the launcher's default)", "as in the checkpoint", _LIVE),
-    QuantisedLayout("vLLM 0.24", "DeepGEMM, Hopper", "requantised", _POWERS),
-    QuantisedLayout("vLLM 0.24", "DeepGEMM with VLLM_USE_DEEP_GEMM_E8M0=0", "scales by columns", "untested"),
-    QuantisedLayout("vLLM 0.24", "Marlin, FlashInfer", "repacked or reordered", "untested"),
-    QuantisedLayout("vLLM 0.32", "CPU", "packed for AMX", "untested: the kernels need a CPU with AMX tiles"),
-    QuantisedLayout("vLLM", "DeepGEMM, Blackwell", "requantised", _POWERS),
-    QuantisedLayout("vLLM", "latent attention", "kv_b_proj dequantised to bfloat16", "untested live: capture leaves it to the engine's loader"),
-)  # fmt: skip
 
 
 @final
@@ -264,7 +251,6 @@ ENGINE = EngineSpec(
     module="windlass.engines.vllm",
     releases=RELEASES,
     rules=RULES,
-    layouts=LAYOUTS,
     server=VllmServer(),
     needs_port=True,
     cpu_arguments=(

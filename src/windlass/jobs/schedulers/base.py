@@ -1,15 +1,23 @@
-"""The scheduler seam: start processes, watch them, end them."""
+"""Start processes on this host or a cluster, watch them, end them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+import asyncio
+import logging
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, Self
 
 import msgspec
 
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 
-__all__ = ["ProcessSpec", "ProcessStatus", "Scheduler"]
+__all__ = ["LOST_RETURNCODE", "ClusterBackend", "ProcessSpec", "ProcessStatus", "Scheduler"]
+
+_log = logging.getLogger(__name__)
+LOST_RETURNCODE = -int(signal.SIGKILL)
+END_DEADLINE_S = 30.0
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,12 +64,105 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     returncode: int | None
 
 
-class Scheduler(Protocol):
+class ClusterBackend(Protocol):
+    """What a scheduler needs of a host or a cluster.
+
+    Attributes:
+        queues: whether a process may have to wait before it runs.
+    """
+
+    queues: bool
+
+    async def open(self) -> None:
+        """Reach the cluster.
+
+        Raises:
+            ConfigError: it cannot be reached. TransportUnavailable: its software is missing.
+        """
+        ...
+
+    async def reserve(self, spec: ProcessSpec) -> str:
+        """Ask for the spec's cores and devices; returns the reservation's id, granted or queued.
+
+        Raises:
+            ConfigError: refused.
+        """
+        ...
+
+    async def granted(self, reservation: str) -> None:
+        """Return once the reservation may be used.
+
+        Raises:
+            PeerUnreachable: it never will be.
+        """
+        ...
+
+    async def launch(self, reservation: str, spec: ProcessSpec) -> int:
+        """Start the process there; returns its pid.
+
+        Raises:
+            ConfigError: the program does not exist.
+        """
+        ...
+
+    async def wait(self, reservation: str, name: str) -> int:
+        """The process's return code, once it has ended."""
+        ...
+
+    async def signal(self, reservation: str, name: str, signal_number: int) -> None:
+        """Signal the process and everything it started; nothing when it has ended."""
+        ...
+
+    async def log_tail(self, reservation: str, name: str, num_lines: int) -> str:
+        """The last lines printed."""
+        ...
+
+    async def release(self, reservation: str) -> None:
+        """Give the reservation back and kill whatever is left in it. Idempotent."""
+        ...
+
+    async def close(self) -> None:
+        """Leave the cluster. Idempotent."""
+        ...
+
+
+@dataclass(slots=True)
+class _Process:
+    spec: ProcessSpec
+    reservation: str
+    pid: int = 0
+    returncode: int | None = None
+    failure: str = ""
+    left_queue: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.pid > 0 and not self.ended.is_set()
+
+
+class Scheduler:
     """Starts and watches processes; roles and ranks are the caller's business.
 
-    Used from one asyncio loop. Every method that takes a name raises ConfigError when no such
-    process is known.
+    Enter it as a context, or call `open` and `close`. Used from one asyncio loop. Every method that
+    takes a name raises ConfigError when no such process is known.
+
+    Args:
+        backend: owned by the scheduler from here on.
+        environment: variables for every process.
     """
+
+    def __init__(
+        self, backend: ClusterBackend, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._backend = backend
+        self._environment = dict(environment or {})
+        self._processes: dict[str, _Process] = {}
+
+    async def open(self) -> None:
+        """Reach the cluster; raises as `ClusterBackend.open` does."""
+        await self._backend.open()
 
     async def start(self, spec: ProcessSpec) -> ProcessStatus:
         """Create a process; it may be queued when this returns.
@@ -70,7 +171,49 @@ class Scheduler(Protocol):
             ConfigError: the name is taken by a live process, the program does not exist, or
                 `colocate_with` names no live process.
         """
-        ...
+        known = self._processes.get(spec.name)
+        if known is not None:
+            if not known.ended.is_set():
+                raise ConfigError(
+                    f"scheduler: process name {spec.name!r} is taken by pid {known.pid}"
+                )
+            await self.delete(spec.name)
+        environment = {**self._environment, **spec.environment}
+        wanted = msgspec.structs.replace(spec, environment=environment)
+        process = _Process(wanted, await self._reserve(wanted))
+        self._processes[spec.name] = process
+        process.task = asyncio.create_task(self._drive(process))
+        if not self._backend.queues:
+            await process.left_queue.wait()
+            if not process.pid:
+                del self._processes[spec.name]
+                raise ConfigError(process.failure)
+        return self.status(spec.name)
+
+    async def _reserve(self, spec: ProcessSpec) -> str:
+        if not spec.colocate_with:
+            return await self._backend.reserve(spec)
+        host = self._process(spec.colocate_with)
+        if host.ended.is_set():
+            raise ConfigError(
+                f"scheduler: {spec.name}: colocate_with {spec.colocate_with!r} has ended"
+            )
+        return host.reservation
+
+    async def _drive(self, process: _Process) -> None:
+        backend, reservation = self._backend, process.reservation
+        try:
+            await backend.granted(reservation)
+            process.pid = await backend.launch(reservation, process.spec)
+            process.left_queue.set()
+            process.returncode = await backend.wait(reservation, process.spec.name)
+        except WindlassError as error:
+            process.failure = str(error)
+        finally:
+            if process.returncode is None:
+                process.returncode = LOST_RETURNCODE
+            process.left_queue.set()
+            process.ended.set()
 
     async def wait_healthy(self, name: str, *, deadline_s: float) -> ProcessStatus:
         """Return once the process has left the queue and runs.
@@ -81,32 +224,109 @@ class Scheduler(Protocol):
             PeerTimeout: still queued after `deadline_s`.
             PeerUnreachable: it ended, or could not be placed; carries its log's tail.
         """
-        ...
+        process = self._process(name)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await process.left_queue.wait()
+        except TimeoutError:
+            raise PeerTimeout(f"scheduler: {name} is still queued after {deadline_s} s") from None
+        if process.ended.is_set():
+            tail = await self.log_tail(name)
+            raise PeerUnreachable(
+                f"scheduler: {name} ended with {process.returncode}; its log ends:\n{tail}"
+            )
+        return self.status(name)
 
     async def wait(self, name: str) -> ProcessStatus:
         """Return once the process has ended."""
-        ...
+        await self._process(name).ended.wait()
+        return self.status(name)
 
     def status(self, name: str) -> ProcessStatus:
         """What is known now."""
-        ...
+        process = self._process(name)
+        return ProcessStatus(name=name, pid=process.pid, returncode=process.returncode)
 
     def list(self) -> tuple[ProcessStatus, ...]:
         """All processes that were started and not deleted, oldest first."""
-        ...
+        return tuple(map(self.status, self._processes))
 
     async def signal(self, name: str, signal_number: int) -> None:
         """Send a signal to the process and everything it started; nothing when it has ended."""
-        ...
+        process = self._process(name)
+        if process.is_running:
+            await self._backend.signal(process.reservation, name, signal_number)
 
     async def log_tail(self, name: str, num_lines: int = 40) -> str:
         """The last lines that the process printed."""
-        ...
+        process = self._process(name)
+        if not process.pid:
+            return process.failure
+        try:
+            tail = await self._backend.log_tail(process.reservation, name, num_lines)
+        except (PeerUnreachable, PeerTimeout) as error:
+            return str(error)
+        return f"{tail}{process.failure}"
 
     async def delete(self, name: str, *, grace_s: float = 5.0) -> None:
         """End one process (terminate, wait `grace_s`, kill), free its reservation, forget it."""
-        ...
+        process = self._process(name)
+        await self._terminate([process], grace_s)
+        del self._processes[name]
+        if any(other.reservation == process.reservation for other in self._processes.values()):
+            await self._backend.signal(process.reservation, name, signal.SIGKILL)
+        else:
+            await self._backend.release(process.reservation)
+        await self._join([process])
 
     async def close(self, *, grace_s: float = 5.0) -> None:
         """End every process: terminate, wait `grace_s`, kill. Idempotent."""
-        ...
+        processes = [*self._processes.values()]
+        try:
+            await self._terminate(processes, grace_s)
+            for reservation in dict.fromkeys(each.reservation for each in processes):
+                await self._backend.release(reservation)
+            await self._join(processes)
+        finally:
+            self._processes.clear()
+            await self._backend.close()
+
+    async def _terminate(self, processes: Sequence[_Process], grace_s: float) -> None:
+        live = [process for process in processes if process.is_running]
+        for process in live:
+            for number in (signal.SIGTERM, signal.SIGCONT):  # a stopped one cannot end itself
+                try:
+                    await self._backend.signal(process.reservation, process.spec.name, number)
+                except WindlassError as error:  # its reservation is released all the same
+                    _log.warning("%s: not signalled: %s", process.spec.name, error)
+        waits = [asyncio.ensure_future(process.ended.wait()) for process in live]
+        if waits:
+            _, pending = await asyncio.wait(waits, timeout=grace_s)
+            for task in pending:
+                task.cancel()
+
+    async def _join(self, processes: Sequence[_Process]) -> None:
+        """Released reservations end their processes; a cluster that does not say so is not waited for."""
+        tasks = [process.task for process in processes if process.task is not None]
+        for process in processes:
+            if not process.pid and process.task is not None:
+                process.task.cancel()  # still queued
+        if tasks:
+            # One that hangs in the kernel (a file system that is gone) ends when that lets it.
+            _, pending = await asyncio.wait(tasks, timeout=END_DEADLINE_S)
+            for task in pending:
+                _log.error("a process was killed and has not ended within %s s", END_DEADLINE_S)
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _process(self, name: str) -> _Process:
+        if name not in self._processes:
+            raise ConfigError(f"scheduler: no process named {name!r}")
+        return self._processes[name]
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from windlass.jobs.schedulers.base import Scheduler
 from windlass.jobs.schedulers.local import LocalScheduler
-from windlass.jobs.schedulers.queued import QueuedScheduler
 from windlass.jobs.schedulers.ray import ray_scheduler
 from windlass.jobs.schedulers.slurm import slurm_scheduler
 
@@ -60,7 +60,7 @@ SchedulerConfig = LocalSchedulerConfig | SlurmSchedulerConfig | RaySchedulerConf
 
 def create_scheduler(
     config: SchedulerConfig, log_dir: Path, environment: Mapping[str, str]
-) -> LocalScheduler | QueuedScheduler:
+) -> Scheduler:
     """The scheduler that `config` describes; enter it as a context.
 
     Args:

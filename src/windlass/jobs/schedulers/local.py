@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
 from windlass.envs import inherited_environment
-from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable
+from windlass.errors import ConfigError, PeerTimeout
 from windlass.jobs.schedulers import parent_watchdog
-from windlass.jobs.schedulers.base import ProcessSpec, ProcessStatus, Scheduler
+from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, Scheduler
 
-__all__ = ["LocalScheduler"]
+__all__ = ["LocalBackend", "LocalScheduler"]
 
-_log = logging.getLogger(__name__)
 START_DEADLINE_S = 60.0
-KILL_DEADLINE_S = 30.0
 
 
 @final
@@ -30,7 +27,7 @@ class LocalScheduler(Scheduler):
     """Subprocesses, each in a process group of its own, logging to `log_dir/NAME.log`.
 
     A process and everything it started are signalled together, so that nothing outlives
-    `close`. Use from one asyncio loop.
+    `close`. Nothing is queued, and nothing reserved.
 
     Args:
         log_dir: made if it is missing.
@@ -46,28 +43,34 @@ class LocalScheduler(Scheduler):
         *,
         watched: bool = False,
     ) -> None:
+        super().__init__(LocalBackend(log_dir, watched=watched), environment)
+
+
+@final
+class LocalBackend(ClusterBackend):
+    """Subprocesses of this one; see `LocalScheduler`. A reservation is a name."""
+
+    queues = False
+
+    def __init__(self, log_dir: Path, *, watched: bool) -> None:
         self._log_dir = log_dir
-        self._environment = dict(environment or {})
-        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._processes: dict[str, tuple[str, asyncio.subprocess.Process]] = {}
         self._mark = secrets.token_hex(8) if watched else ""
         self._watchdog: int | None = None
         log_dir.mkdir(parents=True, exist_ok=True)
 
-    async def start(self, spec: ProcessSpec) -> ProcessStatus:
-        known = self._processes.get(spec.name)
-        if known is not None and known.returncode is None:
-            raise ConfigError(f"scheduler: process name {spec.name!r} is taken by pid {known.pid}")
-        if spec.colocate_with and self.status(spec.colocate_with).returncode is not None:
-            raise ConfigError(
-                f"scheduler: {spec.name}: colocate_with {spec.colocate_with!r} has ended"
-            )
-        environment = {
-            **inherited_environment(),
-            **self._environment,
-            **spec.environment,
-            **await self.mark(),
-        }
-        with self.log_path(spec.name).open("ab") as log:
+    async def open(self) -> None:
+        return
+
+    async def reserve(self, spec: ProcessSpec) -> str:
+        return spec.name
+
+    async def granted(self, reservation: str) -> None:  # noqa: ARG002
+        return
+
+    async def launch(self, reservation: str, spec: ProcessSpec) -> int:
+        environment = {**inherited_environment(), **spec.environment, **await self.mark()}
+        with self._log_path(spec.name).open("ab") as log:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *spec.command,
@@ -81,47 +84,29 @@ class LocalScheduler(Scheduler):
                 raise ConfigError(
                     f"scheduler: {spec.name}: cannot start {spec.command[0]!r}: {error}"
                 ) from error
-        self._processes[spec.name] = process
-        return self.status(spec.name)
+        self._processes[spec.name] = reservation, process
+        return process.pid
 
-    async def wait_healthy(self, name: str, *, deadline_s: float) -> ProcessStatus:  # noqa: ARG002
-        status = self.status(name)
-        if status.returncode is not None:
-            tail = await self.log_tail(name)
-            raise PeerUnreachable(
-                f"scheduler: {name} ended with {status.returncode}; its log ends:\n{tail}"
-            )
-        return status
+    async def wait(self, reservation: str, name: str) -> int:  # noqa: ARG002
+        return await self._processes[name][1].wait()
 
-    async def wait(self, name: str) -> ProcessStatus:
-        await self._process(name).wait()
-        return self.status(name)
+    async def signal(self, reservation: str, name: str, signal_number: int) -> None:  # noqa: ARG002
+        _signal_group(self._processes[name][1], signal_number)
 
-    def status(self, name: str) -> ProcessStatus:
-        process = self._process(name)
-        return ProcessStatus(name=name, pid=process.pid, returncode=process.returncode)
-
-    def list(self) -> tuple[ProcessStatus, ...]:
-        return tuple(map(self.status, self._processes))
-
-    async def signal(self, name: str, signal_number: int) -> None:
-        process = self._process(name)
-        if process.returncode is None:
-            _signal_group(process.pid, signal_number)
-
-    async def log_tail(self, name: str, num_lines: int = 40) -> str:
-        path = self.log_path(name)
-        if not path.exists():
-            return ""
-        with path.open(errors="replace") as log:
+    async def log_tail(self, reservation: str, name: str, num_lines: int) -> str:  # noqa: ARG002
+        with self._log_path(name).open(errors="replace") as log:
             return "".join(deque(log, maxlen=num_lines))
 
-    async def delete(self, name: str, *, grace_s: float = 5.0) -> None:
-        await _end([self._process(name)], grace_s)
-        self._processes.pop(name, None)
+    async def release(self, reservation: str) -> None:
+        for name, (owner, process) in list(self._processes.items()):
+            if owner == reservation:
+                _signal_group(process, signal.SIGKILL)
+                del self._processes[name]
 
-    async def close(self, *, grace_s: float = 5.0) -> None:
-        await _end([*self._processes.values()], grace_s)
+    async def close(self) -> None:
+        for _, process in self._processes.values():
+            _signal_group(process, signal.SIGKILL)
+        self._processes.clear()
         if self._watchdog is not None:
             os.close(self._watchdog)
             self._watchdog = None
@@ -134,20 +119,8 @@ class LocalScheduler(Scheduler):
             self._watchdog = await _start_watchdog(self._mark)
         return {parent_watchdog.MARK_VARIABLE: self._mark}
 
-    def log_path(self, name: str) -> Path:
-        """Where the process called `name` logs."""
+    def _log_path(self, name: str) -> Path:
         return self._log_dir / f"{name.replace('/', '-')}.log"
-
-    def _process(self, name: str) -> asyncio.subprocess.Process:
-        if name not in self._processes:
-            raise ConfigError(f"scheduler: no process named {name!r}")
-        return self._processes[name]
-
-    async def __aenter__(self) -> LocalScheduler:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
 
 async def _start_watchdog(mark: str) -> int:
@@ -173,35 +146,17 @@ async def _start_watchdog(mark: str) -> int:
     return write_end
 
 
-async def _end(processes: Sequence[asyncio.subprocess.Process], grace_s: float) -> None:
-    live = [p for p in processes if p.returncode is None]
-    for process in live:
-        _signal_group(process.pid, signal.SIGTERM)
-        _signal_group(process.pid, signal.SIGCONT)  # a stopped process cannot end itself
-    waits = [asyncio.ensure_future(p.wait()) for p in live]
-    if waits:
-        await asyncio.wait(waits, timeout=grace_s)
-    for process in processes:
-        if process.returncode is None or not _is_alive(process.pid):
-            _signal_group(process.pid, signal.SIGKILL)  # also what a dead leader left behind
-    if waits:
-        # One that hangs in the kernel (a file system that is gone) ends when that lets it.
-        _, left = await asyncio.wait(waits, timeout=KILL_DEADLINE_S)
-        for wait in left:
-            wait.cancel()
-            _log.error("a process has been killed and has not ended for %s s", KILL_DEADLINE_S)
+def _signal_group(process: asyncio.subprocess.Process, signal_number: int) -> None:
+    """Signal a process and what it started; of one that has ended, kill what it left behind.
 
-
-def _is_alive(pid: int) -> bool:
-    """Of a process that has ended: whether its number is another's now, and so is its group's.
-
-    The kernel gives a number away again only when no process is left in the group of that number.
+    The kernel gives the number of a process away again only when no process is left in the group of
+    that number: whoever has it then is another, and so is its group.
     """
-    return os.path.exists(f"/proc/{pid}")
-
-
-def _signal_group(pid: int, signal_number: int) -> None:
+    if process.returncode is not None and (
+        signal_number != signal.SIGKILL or os.path.exists(f"/proc/{process.pid}")
+    ):
+        return
     try:
-        os.killpg(pid, signal_number)
+        os.killpg(process.pid, signal_number)
     except ProcessLookupError:
         return

@@ -20,9 +20,8 @@ import msgspec
 
 from windlass.envs import inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
-from windlass.jobs.schedulers.base import ProcessSpec
-from windlass.jobs.schedulers.local import LocalScheduler
-from windlass.jobs.schedulers.queued import LOST_RETURNCODE, ClusterBackend, QueuedScheduler
+from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, Scheduler
+from windlass.jobs.schedulers.local import LocalBackend
 
 __all__ = ["RayBackend", "ray_scheduler"]
 
@@ -38,7 +37,7 @@ def ray_scheduler(
     address: str = "",
     num_cpus: int | None = None,
     namespace: str = "windlass",
-) -> QueuedScheduler:
+) -> Scheduler:
     """A scheduler on a Ray cluster.
 
     Args:
@@ -47,7 +46,7 @@ def ray_scheduler(
         num_cpus: cores of a cluster that is started here; Ray counts them when omitted.
         namespace: Ray's.
     """
-    return QueuedScheduler(RayBackend(address, num_cpus, namespace), environment)
+    return Scheduler(RayBackend(address, num_cpus, namespace), environment)
 
 
 class Launcher:
@@ -55,7 +54,7 @@ class Launcher:
 
     def __init__(self) -> None:
         self._log_dir = tempfile.TemporaryDirectory(prefix="windlass-")
-        self._scheduler = LocalScheduler(Path(self._log_dir.name), watched=True)
+        self._processes = LocalBackend(Path(self._log_dir.name), watched=True)
 
     async def ready(self) -> bool:
         """Answer, which proves that the actor was placed."""
@@ -64,30 +63,31 @@ class Launcher:
     async def start(self, encoded: bytes) -> int:
         """Start the process of an encoded `ProcessSpec`; its pid."""
         spec = msgspec.json.decode(encoded, type=ProcessSpec)
-        return (await self._scheduler.start(spec)).pid
+        return await self._processes.launch("", spec)
 
     async def wait(self, name: str) -> int:
         """Its return code, once it has ended."""
-        code = (await self._scheduler.wait(name)).returncode
-        return LOST_RETURNCODE if code is None else code
+        return await self._processes.wait("", name)
 
     async def signal(self, name: str, signal_number: int) -> None:
         """Signal its process group."""
-        await self._scheduler.signal(name, signal_number)
+        await self._processes.signal("", name, signal_number)
 
     async def log_tail(self, name: str, num_lines: int) -> str:
         """What it printed last."""
-        return await self._scheduler.log_tail(name, num_lines)
+        return await self._processes.log_tail("", name, num_lines)
 
     async def close(self) -> None:
         """Kill what is left."""
-        await self._scheduler.close(grace_s=0.1)
+        await self._processes.close()
         self._log_dir.cleanup()
 
 
 @final
 class RayBackend(ClusterBackend):
-    """See the module. A place is a placement group's id."""
+    """See the module. A reservation is a placement group's id."""
+
+    queues = True
 
     def __init__(self, address: str, num_cpus: int | None, namespace: str) -> None:
         self._address, self._num_cpus, self._namespace = address, num_cpus, namespace
@@ -128,9 +128,9 @@ class RayBackend(ClusterBackend):
 
         bundle = {"CPU": spec.num_cpus} | ({"GPU": spec.num_gpus} if spec.num_gpus else {})
         group = placement_group([bundle], strategy="STRICT_PACK")
-        place = str(group.id.hex())
-        self._groups[place] = group
-        self._launchers[place] = (
+        reservation = str(group.id.hex())
+        self._groups[reservation] = group
+        self._launchers[reservation] = (
             ray.remote(Launcher)
             .options(
                 num_cpus=spec.num_cpus,
@@ -140,31 +140,36 @@ class RayBackend(ClusterBackend):
             )
             .remote()
         )
-        return place
+        return reservation
 
-    async def granted(self, place: str) -> None:
+    async def granted(self, reservation: str) -> None:
         # How long it may queue is the caller's deadline on `wait_healthy`.
-        await _answer(self._launchers[place].ready.remote(), None)
+        await _answer(self._launchers[reservation].ready.remote(), None)
 
-    async def launch(self, place: str, spec: ProcessSpec) -> int:
-        pid: int = await _answer(self._launchers[place].start.remote(msgspec.json.encode(spec)))
+    async def launch(self, reservation: str, spec: ProcessSpec) -> int:
+        pid: int = await _answer(
+            self._launchers[reservation].start.remote(msgspec.json.encode(spec))
+        )
         return pid
 
-    async def wait(self, place: str, name: str) -> int:
-        code: int = await _answer(self._launchers[place].wait.remote(name), None)
+    async def wait(self, reservation: str, name: str) -> int:
+        code: int = await _answer(self._launchers[reservation].wait.remote(name), None)
         return code
 
-    async def signal(self, place: str, name: str, signal_number: int) -> None:
-        await _answer(self._launchers[place].signal.remote(name, signal_number))
+    async def signal(self, reservation: str, name: str, signal_number: int) -> None:
+        await _answer(self._launchers[reservation].signal.remote(name, signal_number))
 
-    async def log_tail(self, place: str, name: str, num_lines: int) -> str:
-        return str(await _answer(self._launchers[place].log_tail.remote(name, num_lines)))
+    async def log_tail(self, reservation: str, name: str, num_lines: int) -> str:
+        return str(await _answer(self._launchers[reservation].log_tail.remote(name, num_lines)))
 
-    async def release(self, place: str) -> None:
+    async def release(self, reservation: str) -> None:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        group, launcher = self._groups.pop(place, None), self._launchers.pop(place, None)
+        group, launcher = (
+            self._groups.pop(reservation, None),
+            self._launchers.pop(reservation, None),
+        )
         if group is None:
             return
         # Queued, or gone already: there is nothing of it left to end.

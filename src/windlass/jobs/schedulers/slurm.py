@@ -28,9 +28,8 @@ from typing import final
 from windlass.envs import inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
 from windlass.jobs.schedulers import parent_watchdog
-from windlass.jobs.schedulers.base import ProcessSpec
-from windlass.jobs.schedulers.local import LocalScheduler
-from windlass.jobs.schedulers.queued import ClusterBackend, QueuedScheduler
+from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, Scheduler
+from windlass.jobs.schedulers.local import LocalBackend
 
 __all__ = ["SlurmBackend", "slurm_scheduler"]
 
@@ -45,7 +44,7 @@ def slurm_scheduler(
     *,
     sbatch_options: tuple[str, ...] = (),
     host: str = "",
-) -> QueuedScheduler:
+) -> Scheduler:
     """A scheduler that submits to the Slurm cluster of this host.
 
     Args:
@@ -55,7 +54,7 @@ def slurm_scheduler(
         host: of this host, as the nodes reach it; empty for its host name.
     """
     backend = SlurmBackend(log_dir, sbatch_options=sbatch_options, host=host)
-    return QueuedScheduler(backend, environment)
+    return Scheduler(backend, environment)
 
 
 @dataclass(slots=True)
@@ -71,12 +70,14 @@ class _Job:
 
 @final
 class SlurmBackend(ClusterBackend):
-    """See the module. A place is a job id."""
+    """See the module. A reservation is a job id."""
+
+    queues = True
 
     def __init__(
         self, log_dir: Path, *, sbatch_options: tuple[str, ...] = (), host: str = ""
     ) -> None:
-        self._clients = LocalScheduler(log_dir, watched=True)
+        self._clients = LocalBackend(log_dir, watched=True)
         self._script = log_dir / "slurm-lease.sh"
         self._options = sbatch_options
         self._host = host or socket.gethostname()
@@ -122,22 +123,22 @@ class SlurmBackend(ClusterBackend):
         )
         job = self._unclaimed[lease] = _Job(client)
         said: list[str] = []
-        place = ""
+        reservation = ""
         try:
             async with asyncio.timeout(COMMAND_DEADLINE_S):
                 async for line in _lines(client):
                     said.append(line)
                     if found := JOB_ID.match(line):
-                        place = found[1]
-                        job.watch = asyncio.create_task(_watch(place, job))
-                        self._jobs[place] = job
-                        return place
+                        reservation = found[1]
+                        job.watch = asyncio.create_task(_watch(reservation, job))
+                        self._jobs[reservation] = job
+                        return reservation
         except TimeoutError:
             raise PeerTimeout(
                 f"slurm: sbatch gave no answer within {COMMAND_DEADLINE_S} s"
             ) from None
         finally:
-            if not place:
+            if not reservation:
                 del self._unclaimed[lease]
                 await _end_client(client)
         raise ConfigError(f"slurm: {spec.name}: sbatch refused: {'; '.join(said)}")
@@ -156,43 +157,44 @@ class SlurmBackend(ClusterBackend):
         job.lease = writer
         job.settled.set()
 
-    async def granted(self, place: str) -> None:
+    async def granted(self, reservation: str) -> None:
         # How long a job may queue is the caller's deadline on `wait_healthy`.
-        job = self._jobs[place]
+        job = self._jobs[reservation]
         await job.settled.wait()
         if job.lease is None:
             raise PeerUnreachable(job.failure)
 
-    async def launch(self, place: str, spec: ProcessSpec) -> int:
+    async def launch(self, reservation: str, spec: ProcessSpec) -> int:
         client = ProcessSpec(
             name=spec.name,
             command=(
-                *("srun", f"--jobid={place}", "--overlap", "--nodes=1", "--ntasks=1"),
+                *("srun", f"--jobid={reservation}", "--overlap", "--nodes=1", "--ntasks=1"),
                 *(f"--cpus-per-task={spec.num_cpus}", f"--job-name={spec.name}"),
                 *("--export=ALL", "--", *spec.command),
             ),
             environment=spec.environment,
         )
-        return (await self._clients.start(client)).pid
+        return await self._clients.launch(reservation, client)
 
-    async def wait(self, place: str, name: str) -> int:  # noqa: ARG002
-        code = (await self._clients.wait(name)).returncode
-        # srun reports a signal as a shell does.
-        return 0 if code is None else code if code <= 128 else 128 - code
+    async def wait(self, reservation: str, name: str) -> int:
+        code = await self._clients.wait(reservation, name)
+        return code if code <= 128 else 128 - code  # srun reports a signal as a shell does
 
-    async def signal(self, place: str, name: str, signal_number: int) -> None:
-        listed = await _run("squeue", "--noheader", "--steps", f"--jobs={place}", "--format=%i|%j")
+    async def signal(self, reservation: str, name: str, signal_number: int) -> None:
+        listed = await _run(
+            "squeue", "--noheader", "--steps", f"--jobs={reservation}", "--format=%i|%j"
+        )
         for line in listed.splitlines():
             step, _, step_name = line.strip().partition("|")
             if step_name == name:
                 await _run("scancel", f"--signal={signal_number}", step, tolerate=True)
 
-    async def log_tail(self, place: str, name: str, num_lines: int) -> str:  # noqa: ARG002
-        return await self._clients.log_tail(name, num_lines)
+    async def log_tail(self, reservation: str, name: str, num_lines: int) -> str:
+        return await self._clients.log_tail(reservation, name, num_lines)
 
-    async def release(self, place: str) -> None:
-        job = self._jobs.pop(place, None)
-        await _run("scancel", place, tolerate=True)
+    async def release(self, reservation: str) -> None:
+        job = self._jobs.pop(reservation, None)
+        await _run("scancel", reservation, tolerate=True)
         if job is not None:
             await _forget(job)
 
@@ -209,12 +211,12 @@ class SlurmBackend(ClusterBackend):
         self._script.unlink(missing_ok=True)
 
 
-async def _watch(place: str, job: _Job) -> None:
+async def _watch(reservation: str, job: _Job) -> None:
     """`sbatch --wait` ends some seconds after its job."""
     said = [line async for line in _lines(job.client)]
     code = await job.client.wait()
     job.failure = (
-        f"slurm: job {place} ended with {code} before its node connected to this host "
+        f"slurm: job {reservation} ended with {code} before its node connected to this host "
         f"{'; '.join(said)}"
     )
     job.settled.set()

@@ -10,25 +10,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import site
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, final
+from typing import Any, final
 
 from windlass.errors import RegionError, TransferFailed, TransportUnavailable
-
-__all__ = [
-    "Device",
-    "Event",
-    "IPC_HANDLE_NBYTES",
-    "MemoryKind",
-    "Stream",
-    "driver",
-    "gpu_of",
-    "memory_kind",
-    "pointer_device",
-]
 
 IPC_HANDLE_NBYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -43,8 +31,7 @@ _PIN_FOR_EVERY_CONTEXT, _PIN_FOR_KERNELS = 1, 2
 _COMPUTE_MAJOR, _COMPUTE_MINOR, _MULTIPROCESSORS = 75, 76, 16
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+_u64, _size = ctypes.c_uint64, ctypes.c_size_t
 
 
 class _IpcHandle(ctypes.Structure):
@@ -88,6 +75,11 @@ def _check(code: int, call: str) -> None:
         raise TransferFailed(f"cuda_ipc: {call} failed with {code}: {detail}")
 
 
+def _call(name: str, *arguments: object) -> None:
+    """Call the driver; pointers and numbers of 64 bits must be ctypes values."""
+    _check(getattr(driver(), name)(*arguments), name)
+
+
 class MemoryKind(Enum):
     """Where an address lies. PINNED: host memory that kernels reach; PAGEABLE: not yet."""
 
@@ -96,48 +88,47 @@ class MemoryKind(Enum):
     PAGEABLE = auto()
 
 
+def _attribute_of(address: int, attribute: int) -> int | None:
+    """Return what the driver knows of an address; None for nothing."""
+    found = ctypes.c_int(0)
+    code = driver().cuPointerGetAttribute(ctypes.byref(found), attribute, _u64(address))
+    return None if code else found.value
+
+
 def memory_kind(address: int) -> MemoryKind:
-    """What the driver knows of `address`."""
-    found = ctypes.c_uint(0)
-    code = driver().cuPointerGetAttribute(
-        ctypes.byref(found), _POINTER_MEMORY_TYPE, ctypes.c_uint64(address)
-    )
-    if code or not found.value:
+    """Return what the driver knows of `address`."""
+    found = _attribute_of(address, _POINTER_MEMORY_TYPE)
+    if not found:
         return MemoryKind.PAGEABLE
-    return MemoryKind.PINNED if found.value == _MEMORY_TYPE_HOST else MemoryKind.DEVICE
+    return MemoryKind.PINNED if found == _MEMORY_TYPE_HOST else MemoryKind.DEVICE
 
 
 def gpu_of(address: int) -> int:
-    """Ordinal of the GPU that `address` is on; -1 for host memory, as on a host without a driver."""
+    """Return the ordinal of the GPU that `address` is on; -1 for host memory, as on a host without a driver."""
     if not _has_driver() or memory_kind(address) is not MemoryKind.DEVICE:
         return -1
-    ordinal = ctypes.c_int(-1)
-    code = driver().cuPointerGetAttribute(
-        ctypes.byref(ordinal), _POINTER_DEVICE_ORDINAL, ctypes.c_uint64(address)
-    )
-    _check(code, f"cuPointerGetAttribute({address:#x})")
-    return ordinal.value
+    ordinal = _attribute_of(address, _POINTER_DEVICE_ORDINAL)
+    if ordinal is None:
+        raise TransferFailed(f"cuda_ipc: the driver does not tell which GPU {address:#x} is on")
+    return ordinal
 
 
 def pointer_device(address: int) -> int:
-    """Ordinal of the GPU that `address` belongs to.
+    """Return the ordinal of the GPU that `address` belongs to.
 
     Raises:
         RegionError: it is no GPU memory that another process could open.
     """
-    ordinal, capable = ctypes.c_int(-1), ctypes.c_uint(0)
-    for name, target in (
-        (_POINTER_DEVICE_ORDINAL, ordinal),
-        (_POINTER_IS_LEGACY_IPC_CAPABLE, capable),
-    ):
-        if driver().cuPointerGetAttribute(ctypes.byref(target), name, ctypes.c_uint64(address)):
-            raise RegionError(f"cuda_ipc: {address:#x} is no GPU memory")
-    if not capable.value:
+    ordinal = _attribute_of(address, _POINTER_DEVICE_ORDINAL)
+    capable = _attribute_of(address, _POINTER_IS_LEGACY_IPC_CAPABLE)
+    if ordinal is None or capable is None:
+        raise RegionError(f"cuda_ipc: {address:#x} is no GPU memory")
+    if not capable:
         raise RegionError(
             f"cuda_ipc: memory at {address:#x} cannot be opened by another process: it must come from "
             "cudaMalloc; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
         )
-    return ordinal.value
+    return ordinal
 
 
 @final
@@ -147,12 +138,10 @@ class Stream:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.handle = ctypes.c_void_p()
-        with device.current():
-            code = driver().cuStreamCreate(ctypes.byref(self.handle), _NON_BLOCKING)
-            _check(code, "cuStreamCreate")
+        device.call("cuStreamCreate", ctypes.byref(self.handle), _NON_BLOCKING)
 
     def record(self) -> Event:
-        """An event after everything queued so far."""
+        """Return an event after everything queued so far."""
         return Event(self._device, self.handle)
 
     def close(self) -> None:
@@ -169,9 +158,8 @@ class Event:
         self._device = device
         self._handle = ctypes.c_void_p()
         with device.current():
-            code = driver().cuEventCreate(ctypes.byref(self._handle), _DISABLE_TIMING)
-            _check(code, "cuEventCreate")
-            _check(driver().cuEventRecord(self._handle, stream), "cuEventRecord")
+            _call("cuEventCreate", ctypes.byref(self._handle), _DISABLE_TIMING)
+            _call("cuEventRecord", self._handle, stream)
 
     def wait(self) -> None:
         """Block this thread until the point is reached.
@@ -179,26 +167,12 @@ class Event:
         Raises:
             TransferFailed: work before it failed, now or earlier in this process.
         """
-        with self._device.current():
-            _check(driver().cuEventSynchronize(self._handle), "cuEventSynchronize")
+        self._device.call("cuEventSynchronize", self._handle)
         self.close()
 
     def close(self) -> None:
         """Nobody waits for it: instead of `wait`, which does this as well."""
         driver().cuEventDestroy_v2(self._handle)
-
-
-def _within(
-    method: Callable[Concatenate[Device, _P], _T],
-) -> Callable[Concatenate[Device, _P], _T]:
-    """A method of `Device` that runs with it current, and leaves the thread as it was."""
-
-    @functools.wraps(method)
-    def _run(self: Device, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with self.current():
-            return method(self, *args, **kwargs)
-
-    return _run
 
 
 @final
@@ -211,188 +185,143 @@ class Device:
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
-        library = driver()
         device = ctypes.c_int()
-        if library.cuDeviceGet(ctypes.byref(device), ordinal):
+        if driver().cuDeviceGet(ctypes.byref(device), ordinal):
             raise TransportUnavailable(f"cuda_ipc: there is no GPU {ordinal}")
         self._device = device
         self._context = ctypes.c_void_p()
-        code = library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device)
-        _check(code, "cuDevicePrimaryCtxRetain")
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
         self.num_multiprocessors = self._attribute(_MULTIPROCESSORS)
         self.architecture = f"{self._attribute(_COMPUTE_MAJOR)}{self._attribute(_COMPUTE_MINOR)}"
 
     def _attribute(self, name: int) -> int:
         value = ctypes.c_int()
-        _check(
-            driver().cuDeviceGetAttribute(ctypes.byref(value), name, self._device),
-            "cuDeviceGetAttribute",
-        )
+        _call("cuDeviceGetAttribute", ctypes.byref(value), name, self._device)
         return value.value
 
-    @_within
     def synchronize(self) -> None:
         """Wait for everything that this process has queued on the device, by whichever library."""
-        _check(driver().cuCtxSynchronize(), "cuCtxSynchronize")
+        self.call("cuCtxSynchronize")
 
     def record(self, stream: int) -> Event:
-        """An event after everything queued so far in a stream of another library; 0: the default one."""
+        """Return an event after everything queued so far in a stream of another library; 0: the default one."""
         return Event(self, ctypes.c_void_p(stream))
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call the driver with this device current; see `_call`."""
+        with self.current():
+            _call(name, *arguments)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Current in this thread within; then what was, as whose thread it is may rely on that."""
-        _check(driver().cuCtxPushCurrent_v2(self._context), "cuCtxPushCurrent")
+        """Have it current in this thread within; then what was, as whose thread it is may rely on that."""
+        _call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
         finally:
-            popped = ctypes.c_void_p()
-            _check(driver().cuCtxPopCurrent_v2(ctypes.byref(popped)), "cuCtxPopCurrent")
+            _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    @_within
     def enable_peer(self, other: Device) -> None:
         """Let kernels of this device reach memory of `other` in this process. Idempotent."""
-        code = driver().cuCtxEnablePeerAccess(other._context, 0)
+        with self.current():
+            code = driver().cuCtxEnablePeerAccess(other._context, 0)
         if code != _PEER_ALREADY_ENABLED:
             _check(code, f"cuCtxEnablePeerAccess({self.ordinal} -> {other.ordinal})")
 
-    @_within
     def allocate(self, nbytes: int) -> int:
-        """cuMemAlloc: outside every pool, never moved; the caller frees it."""
+        """Allocate by cuMemAlloc: outside every pool, never moved; the caller frees it."""
         address = ctypes.c_uint64()
-        _check(driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes)), "cuMemAlloc")
+        self.call("cuMemAlloc_v2", ctypes.byref(address), _size(nbytes))
         return address.value
 
-    @_within
     def free(self, address: int) -> None:
         """Free memory from `allocate`."""
-        _check(driver().cuMemFree_v2(ctypes.c_uint64(address)), "cuMemFree")
+        self.call("cuMemFree_v2", _u64(address))
 
-    @_within
     def upload(self, address: int, data: bytes | memoryview) -> None:
-        """Host to device, complete on return."""
+        """Copy from the host to the device, complete on return."""
         view = memoryview(data).cast("B")
         source = (ctypes.c_char * len(view)).from_buffer_copy(view)
-        _check(
-            driver().cuMemcpyHtoD_v2(ctypes.c_uint64(address), source, ctypes.c_size_t(len(view))),
-            "cuMemcpyHtoD",
-        )
-        # It returns once the bytes are staged, and non-blocking streams do not wait for the rest.
-        _check(driver().cuStreamSynchronize(None), "cuStreamSynchronize")
+        with self.current():
+            _call("cuMemcpyHtoD_v2", _u64(address), source, _size(len(view)))
+            # It returns once the bytes are staged, and non-blocking streams do not wait for the rest.
+            _call("cuStreamSynchronize", None)
 
-    @_within
     def download(self, address: int, nbytes: int, stream: Stream | None = None) -> bytes:
-        """Device to host; with `stream` in its order, else after what the default one has queued."""
+        """Copy to the host; with `stream` in its order, else after what the default one has queued."""
         target = (ctypes.c_char * nbytes)()
-        if stream is not None:
-            code = driver().cuMemcpyDtoHAsync_v2(
-                target, ctypes.c_uint64(address), ctypes.c_size_t(nbytes), stream.handle
-            )
-            _check(code, "cuMemcpyDtoHAsync")
-            _check(driver().cuStreamSynchronize(stream.handle), "cuStreamSynchronize")
-            return bytes(target)
-        _check(
-            driver().cuMemcpyDtoH_v2(target, ctypes.c_uint64(address), ctypes.c_size_t(nbytes)),
-            "cuMemcpyDtoH",
-        )
+        with self.current():
+            if stream is None:
+                _call("cuMemcpyDtoH_v2", target, _u64(address), _size(nbytes))
+            else:
+                _call("cuMemcpyDtoHAsync_v2", target, _u64(address), _size(nbytes), stream.handle)
+                _call("cuStreamSynchronize", stream.handle)
         return bytes(target)
 
-    @_within
     def clear(self, address: int, nbytes: int, stream: Stream) -> None:
         """Zero memory, in stream order."""
-        _check(
-            driver().cuMemsetD8Async(
-                ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(nbytes), stream.handle
-            ),
-            "cuMemsetD8Async",
-        )
+        self.call("cuMemsetD8Async", _u64(address), ctypes.c_ubyte(0), _size(nbytes), stream.handle)
 
-    @_within
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """By a copy engine, in stream order; either side may be a peer's memory."""
-        _check(
-            driver().cuMemcpyAsync(
-                ctypes.c_uint64(target),
-                ctypes.c_uint64(source),
-                ctypes.c_size_t(nbytes),
-                stream.handle,
-            ),
-            "cuMemcpyAsync",
-        )
+        """Copy by a copy engine, in stream order; either side may be a peer's memory."""
+        self.call("cuMemcpyAsync", _u64(target), _u64(source), _size(nbytes), stream.handle)
 
-    @_within
     def allocation(self, address: int) -> tuple[int, int]:
-        """Start and bytes of the allocation around `address`."""
+        """Return start and bytes of the allocation around `address`."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
-        _check(
-            driver().cuMemGetAddressRange_v2(
-                ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
-            ),
-            "cuMemGetAddressRange",
-        )
+        self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), _u64(address))
         return base.value, size.value
 
-    @_within
     def export(self, address: int) -> bytes:
-        """The IPC handle of the allocation that begins at `address`."""
+        """Return the IPC handle of the allocation that begins at `address`."""
         handle = _IpcHandle()
-        code = driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address))
-        _check(code, "cuIpcGetMemHandle")
+        self.call("cuIpcGetMemHandle", ctypes.byref(handle), _u64(address))
         return bytes(handle.reserved)
 
-    @_within
     def open(self, handle: bytes) -> int:
         """Map a peer's allocation into this process, reachable by this device's kernels."""
         raw = _IpcHandle((ctypes.c_byte * IPC_HANDLE_NBYTES).from_buffer_copy(handle))
         address = ctypes.c_uint64()
-        code = driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), raw, _LAZY_PEER_ACCESS)
-        _check(code, "cuIpcOpenMemHandle")
+        self.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), raw, _LAZY_PEER_ACCESS)
         return address.value
 
-    @_within
     def close_handle(self, address: int) -> None:
         """Unmap what `open` mapped."""
-        driver().cuIpcCloseMemHandle(ctypes.c_uint64(address))
+        with self.current():
+            driver().cuIpcCloseMemHandle(_u64(address))
 
-    @_within
     def pin(self, address: int, nbytes: int) -> None:
         """Lock pages of host memory, so that kernels can read them. Whole pages."""
         flags = ctypes.c_uint(_PIN_FOR_EVERY_CONTEXT | _PIN_FOR_KERNELS)
-        code = driver().cuMemHostRegister_v2(
-            ctypes.c_void_p(address), ctypes.c_size_t(nbytes), flags
-        )
-        _check(code, f"cuMemHostRegister({address:#x}, {nbytes})")
+        self.call("cuMemHostRegister_v2", ctypes.c_void_p(address), _size(nbytes), flags)
 
-    @_within
     def unpin(self, address: int) -> None:
         """Let go of what `pin` locked."""
-        driver().cuMemHostUnregister(ctypes.c_void_p(address))
+        with self.current():
+            driver().cuMemHostUnregister(ctypes.c_void_p(address))
 
-    @_within
-    def host_pointer(self, address: int) -> int:
-        """Where kernels find pinned host memory."""
+    def device_pointer(self, address: int) -> int:
+        """Return where kernels find pinned host memory."""
         found = ctypes.c_uint64()
-        code = driver().cuMemHostGetDevicePointer_v2(
-            ctypes.byref(found), ctypes.c_void_p(address), ctypes.c_uint(0)
+        flags = ctypes.c_uint(0)
+        self.call(
+            "cuMemHostGetDevicePointer_v2", ctypes.byref(found), ctypes.c_void_p(address), flags
         )
-        _check(code, f"cuMemHostGetDevicePointer({address:#x})")
         return found.value
 
-    @_within
     def load(self, image: bytes) -> ctypes.c_void_p:
-        """A module from a compiled image."""
+        """Return a module from a compiled image."""
         module = ctypes.c_void_p()
-        _check(driver().cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
+        self.call("cuModuleLoadData", ctypes.byref(module), image)
         return module
 
     def function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
-        """A kernel of a module."""
+        """Return a kernel of a module."""
         found = ctypes.c_void_p()
         code = driver().cuModuleGetFunction(ctypes.byref(found), module, name.encode())
         _check(code, f"cuModuleGetFunction({name})")
         return found
 
-    @_within
     def launch(
         self,
         function: ctypes.c_void_p,
@@ -405,10 +334,8 @@ class Device:
         pointers = (ctypes.c_void_p * len(arguments))(
             *(ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in arguments)
         )
-        code = driver().cuLaunchKernel(
-            function, grid, 1, 1, block, 1, 1, 0, stream.handle, pointers, None
-        )
-        _check(code, "cuLaunchKernel")
+        shape = (grid, 1, 1, block, 1, 1, 0)
+        self.call("cuLaunchKernel", function, *shape, stream.handle, pointers, None)
 
 
 def compile_source(source: str, architecture: str) -> bytes:

@@ -15,8 +15,6 @@ from windlass.errors import TransferFailed, TransferOutcomeUnknown, WindlassErro
 from windlass.memory.cuda.driver import Device, Event, Stream
 from windlass.memory.cuda.kernels import Kernels
 
-__all__ = ["Gpu", "end_queued", "shared_gpu"]
-
 
 @final
 class Gpu:
@@ -139,7 +137,7 @@ def end_queued(gpu: Gpu, error: Exception, deadline_s: float) -> None:
 
 @functools.cache
 def shared_gpu(ordinal: int) -> Gpu:
-    """The one of this process for work on the GPU's own memory; never closed."""
+    """Return the one of this process for work on the GPU's own memory; never closed."""
     return Gpu(ordinal)
 
 

@@ -14,8 +14,6 @@ from windlass.errors import ConfigError
 from windlass.layout.dtypes import DType, cast_refusal
 from windlass.memory.cuda.driver import Device, Stream, compile_source
 
-__all__ = ["PIECE", "Kernels", "PieceTable", "cut_parts", "put_kernel"]
-
 PIECE = np.dtype(
     [
         ("src", np.uint64),
@@ -91,7 +89,7 @@ class PieceTable:
 
 
 def cut_parts(nbytes: npt.NDArray[np.int64]) -> tuple[range, ...]:
-    """Ranges of pieces. `nbytes`: (num_pieces,)."""
+    """Return ranges of pieces. `nbytes`: (num_pieces,)."""
     ends = np.cumsum(nbytes)
     if not len(ends):
         return ()
@@ -102,7 +100,7 @@ def cut_parts(nbytes: npt.NDArray[np.int64]) -> tuple[range, ...]:
 
 
 def put_kernel(src_dtype: DType, dst_dtype: DType) -> str:
-    """Which kernel stores elements of `src_dtype` as `dst_dtype`: one for each of `CASTS`.
+    """Return which kernel stores elements of `src_dtype` as `dst_dtype`: one for each of `CASTS`.
 
     Raises:
         ConfigError: nothing casts between them.

@@ -17,18 +17,6 @@ from windlass.memory.packing import overflow_text
 from windlass.planning.plan import Transform
 from windlass.planning.program import LinkProgram
 
-__all__ = [
-    "DIGEST_NBYTES",
-    "WORDS_NBYTES",
-    "DeviceLink",
-    "load_link",
-    "load_table",
-    "read_digest",
-    "read_sent",
-    "read_words",
-    "unload_links",
-]
-
 DIGEST_NBYTES = 16
 WORDS_NBYTES = DIGEST_NBYTES + 8
 """Of a link: a digest, and a word that says where a cast overflowed."""
@@ -88,13 +76,13 @@ def unload_links(gpu: Gpu, links: Mapping[str, DeviceLink]) -> None:
 
 
 def read_digest(gpu: Gpu, address: int) -> str:
-    """The digest at `address`, as links report it; waits for no other stream."""
+    """Return the digest at `address`, as links report it; waits for no other stream."""
     a, b, _ = read_words(gpu, address)
     return f"{a:016x}{b:016x}"
 
 
 def read_sent(gpu: Gpu, address: int, program: LinkProgram) -> tuple[str, str]:
-    """What kernels noted of a link at its source.
+    """Return what kernels noted of a link at its source.
 
     Returns:
         (digest, which tensor's cast overflowed or empty).
@@ -109,7 +97,7 @@ def read_sent(gpu: Gpu, address: int, program: LinkProgram) -> tuple[str, str]:
 
 
 def read_words(gpu: Gpu, address: int) -> list[int]:
-    """The words at `address`: a digest, and where a cast overflowed or 0."""
+    """Return the words at `address`: a digest, and where a cast overflowed or 0."""
     found = gpu.device.download(address, WORDS_NBYTES, gpu.stream)
     words: list[int] = np.frombuffer(found, "<u8").tolist()
     return words

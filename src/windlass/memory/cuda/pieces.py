@@ -22,23 +22,6 @@ from windlass.memory.ops import Int64Array, StridedCopy
 from windlass.planning.plan import Transform
 from windlass.planning.program import BoundOp, LinkProgram
 
-__all__ = [
-    "OpPieces",
-    "PayloadPart",
-    "PieceKind",
-    "MAX_PIECE_NBYTES",
-    "PieceArray",
-    "block_tables",
-    "cut_copy",
-    "cut_ops",
-    "cut_ranges",
-    "join_tables",
-    "kind_of",
-    "least_packed_nbytes",
-    "payload_parts",
-    "store_packed",
-]
-
 MAX_PIECE_NBYTES = 64 << 10
 UInt64Array = npt.NDArray[np.uint64]
 PieceArray = npt.NDArray[np.void]
@@ -60,7 +43,7 @@ class PieceKind(NamedTuple):
 def block_tables(
     program: LinkProgram, sources: UInt64Array, targets: UInt64Array
 ) -> dict[PieceKind, PieceArray]:
-    """The pieces of a link by what a kernel does with them.
+    """Return the pieces of a link by what a kernel does with them.
 
     Args:
         program: of the link.
@@ -91,7 +74,7 @@ class OpPieces(NamedTuple):
 
 
 def cut_ops(program: LinkProgram, *, at_source: bool) -> Iterator[OpPieces]:
-    """The ops of a link in plan order, cut as both ends cut them."""
+    """Yield the ops of a link in plan order, cut as both ends cut them."""
     position = 0
     for op in program.ops:
         yield OpPieces(op, position, _cut_op(op, position, at_source=at_source))
@@ -99,12 +82,12 @@ def cut_ops(program: LinkProgram, *, at_source: bool) -> Iterator[OpPieces]:
 
 
 def kind_of(op: BoundOp) -> PieceKind:
-    """What a kernel does with its pieces."""
+    """Return what a kernel does with its pieces."""
     return PieceKind(op.transform, op.src_dtype, op.dst_dtype)
 
 
 def cut_ranges(addresses: UInt64Array, nbytes: Int64Array) -> tuple[PieceArray, Int64Array]:
-    """Pieces of raw bytes, hashed where they lie.
+    """Return pieces of raw bytes, hashed where they lie.
 
     Args:
         addresses: (n,) of ranges, in the order of the payload.
@@ -126,7 +109,7 @@ def cut_ranges(addresses: UInt64Array, nbytes: Int64Array) -> tuple[PieceArray, 
 
 
 def join_tables(found: Iterable[tuple[PieceKind, PieceArray]]) -> dict[PieceKind, PieceArray]:
-    """One table per kind, each in the order given."""
+    """Return one table per kind, each in the order given."""
     parts: dict[PieceKind, list[PieceArray]] = {}
     for kind, pieces in found:
         parts.setdefault(kind, []).append(pieces)
@@ -158,7 +141,7 @@ def _cut_op(op: BoundOp, position: int, *, at_source: bool) -> PieceArray:
 
 
 def _cut_values(op: BoundOp, position: int) -> PieceArray:
-    """One piece per block of the matrix, cut alike at both ends."""
+    """Cut one piece per block of the matrix, cut alike at both ends."""
     (rows, columns), (src_row, src_col) = op.src_sizes, op.src_strides
     dst_row, dst_col = op.dst_strides
     if src_col != op.src_dtype.itemsize or dst_col != op.dst_dtype.itemsize:
@@ -177,7 +160,7 @@ def _cut_values(op: BoundOp, position: int) -> PieceArray:
 
 
 def _cut_scales(op: BoundOp, position: int, *, at_source: bool) -> PieceArray:
-    """One piece per scale: a block at the source, one element at the destination."""
+    """Cut one piece per scale: a block at the source, one element at the destination."""
     (rows, columns), (dst_row, dst_col) = op.src_sizes, op.dst_strides
     num_rows, num_columns = op.sizes
     row, col = np.arange(num_rows)[:, None], np.arange(num_columns)[None, :]
@@ -192,7 +175,7 @@ def _cut_scales(op: BoundOp, position: int, *, at_source: bool) -> PieceArray:
 
 
 def _unplaced(op: BoundOp) -> StridedCopy:
-    """An op that copies or casts, at offsets from where the parameters of both sides begin."""
+    """Return an op that copies or casts, at offsets from where the parameters of both sides begin."""
     return StridedCopy(
         sizes=op.sizes,
         src_address=op.src_offset,
@@ -206,7 +189,7 @@ def _unplaced(op: BoundOp) -> StridedCopy:
 
 
 def cut_copy(copy: StridedCopy, position: int) -> PieceArray:
-    """All pieces of one copy, whose payload begins at `position`."""
+    """Return all pieces of one copy, whose payload begins at `position`."""
     sizes, src, dst = list(copy.sizes), list(copy.src_strides), list(copy.dst_strides)
     itemsize = copy.dst_dtype.itemsize
     run = 1
@@ -281,7 +264,7 @@ def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
 def _closed_ends(
     found: OpPieces, pieces: PieceArray, starts: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Numbers of pieces after which no earlier one reaches further: (n,), ascending."""
+    """Return numbers of pieces after which no earlier one reaches further: (n,), ascending."""
     itemsize = found.op.dst_dtype.itemsize
     if found.op.transform is Transform.FP8_BLOCK_SCALES:  # a block at the source, one scale here
         reach = starts + itemsize
@@ -295,12 +278,12 @@ def _closed_ends(
 def _ends_at(
     cuts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], nbytes: int
 ) -> npt.NDArray[np.int64]:
-    """Where the payload of the pieces before each cut ends."""
+    """Return where the payload of the pieces before each cut ends."""
     return np.append(starts, nbytes)[cuts]
 
 
 def least_packed_nbytes(program: LinkProgram) -> int:
-    """Bytes that hold any piece of a link, or row of blocks that is quantised, which are not cut."""
+    """Return bytes that hold any piece of a link, or row of blocks that is quantised, which are not cut."""
     rows_of_blocks = (
         BLOCK * op.packed_strides[0]
         for op in program.ops

@@ -11,8 +11,6 @@ from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.kernels import PIECE, PieceTable
 from windlass.memory.ranges import split_pieces
 
-__all__ = ["COPY_ENGINE_NBYTES", "RangeCopy"]
-
 UInt64Array = npt.NDArray[np.uint64]
 MAX_PIECE_NBYTES = 64 << 10
 """One block of threads copies a piece: smaller ones keep more of the device busy at the end."""

@@ -1,4 +1,4 @@
-"""Where kernels find a trainer's parameters: on their own GPU, or in host memory over PCIe.
+"""Memory as kernels and copy engines of a GPU reach it: on their own GPU, or host memory over PCIe.
 
 Offloaded weights (FSDP2's CPUOffloadPolicy) are read where they lie: a kernel loads them over PCIe,
 casts, and stores them through NVLink into the engine. Nothing is uploaded first.
@@ -6,14 +6,18 @@ casts, and stores them through NVLink into the engine. Nothing is uploaded first
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
 from windlass.errors import RegionError
 from windlass.memory.cuda.driver import Device, MemoryKind, memory_kind, pointer_device
 
-__all__ = ["SourceMemory", "covering_pages"]
+_NUM_TOUCHING = 8
+_TOUCHED_NBYTES = 256 << 20
 
 
 @final
@@ -64,7 +68,7 @@ class SourceMemory:
             return 0
         if kind is MemoryKind.DEVICE:
             return self._on_device(address)
-        return self._device.host_pointer(address)
+        return self._device.device_pointer(address)
 
     def _on_device(self, address: int) -> int:
         if (ordinal := pointer_device(address)) != self._device.ordinal:
@@ -82,7 +86,7 @@ class SourceMemory:
 
 
 def covering_pages(memory: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Whole pages around pieces of memory, each page once: start and stop, ascending."""
+    """Yield whole pages around pieces of memory, each page once: start and stop, ascending."""
     page = mmap.PAGESIZE
     pending: tuple[int, int] | None = None
     for address, nbytes in sorted(memory):
@@ -95,3 +99,45 @@ def covering_pages(memory: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int
         pending = start, stop
     if pending is not None:
         yield pending
+
+
+@final
+class PinnedArena:
+    """Host memory of this process, locked; no peer writes it and no transport knows it.
+
+    Memory: owned by the arena from construction to `close`. Touched by several threads at once,
+    because the kernel zeroes pages one after another.
+
+    Args:
+        device: reaches it. nbytes: capacity, >= 1.
+
+    Attributes:
+        address: where kernels and copy engines find it.
+
+    Raises:
+        TransferFailed: the host refuses to lock so much memory.
+    """
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._device, self.nbytes = device, nbytes
+        self._mapping = mmap.mmap(-1, nbytes)
+        with contextlib.suppress(OSError):  # a kernel without huge pages works as well
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        with ThreadPoolExecutor(_NUM_TOUCHING, "windlass-pin") as threads:
+            for _ in threads.map(self._touch, range(0, nbytes, _TOUCHED_NBYTES)):
+                pass
+        # Whole pages: the mapping ends with one.
+        device.pin(self._start, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self.address = device.device_pointer(self._start)
+
+    def _touch(self, at: int) -> None:
+        """Zero a part, which releases the interpreter."""
+        ctypes.memset(self._start + at, 0, min(_TOUCHED_NBYTES, self.nbytes - at))
+
+    def close(self) -> None:
+        """Let go of the pages; unmapped when nothing refers to them. Idempotent."""
+        if self.address:
+            self._device.unpin(self._start)
+            self._mapping.close()
+            self.address = 0

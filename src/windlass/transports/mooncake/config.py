@@ -9,8 +9,6 @@ from windlass.config import take_names
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.network import NetworkConfig
 
-__all__ = ["MooncakeConfig", "MooncakeProtocol"]
-
 
 class MooncakeProtocol(StrEnum):
     """The wire that Mooncake must use; AUTO takes what it finds and reports it."""

@@ -10,11 +10,11 @@ says this process has opened.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import re
 import signal
-import socket
 import threading
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -23,19 +23,9 @@ from typing import Protocol, cast
 
 from windlass.envs import environment_value, set_defaults
 from windlass.errors import ConfigError, TransportUnavailable
-from windlass.net.addresses import is_wildcard
 from windlass.transports.inbound import listening_ports
+from windlass.transports.liveness import listen_on
 from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
-from windlass.transports.mooncake.verbs import max_registration_nbytes
-
-__all__ = [
-    "MAX_PIECES",
-    "WITHOUT_CUDA",
-    "NativeEngine",
-    "Started",
-    "is_installed",
-    "start_engine",
-]
 
 MAX_PIECES = 1024
 """Per call. Over 2048 pieces waiting at one peer, the engine fails every later call to it, for
@@ -53,13 +43,16 @@ _DISTRIBUTIONS = (
 _DEFAULTS = {
     "MC_LOG_LEVEL": "ERROR",
     # One connection per peer keeps writes in order, and that is what lets an error be told
-    # from an unknown outcome (see MooncakePeer). 1, 2 and 4 lanes are equally fast on loopback.
+    # from an unknown outcome (see MooncakePeer). 1, 2 and 4 are equally fast on loopback.
     "MC_TCP_LANES_PER_PEER": "1",
     # Soft-RoCE takes the engine's 7 retries for "for ever", and so would a call to a dead peer.
     "MC_SLICE_TIMEOUT": "30",
 }
 _VERBS = "/dev/infiniband/uverbs"
 _MARK = signal.SIGIO
+_MAX_MR_SIZE_OFFSET = 64 + 8 + 8
+"""`ibv_device_attr`: char fw_ver[64], two GUIDs of 8 bytes, then uint64 max_mr_size."""
+_DEVICE_ATTR_NBYTES = 4096  # more than it is in any version
 _STARTING = threading.Lock()
 """One engine at a time, so that the devices opened meanwhile are its own."""
 
@@ -109,7 +102,8 @@ def start_engine(config: MooncakeConfig) -> Started:
             start, or it chose another wire than the one asked for.
         ConfigError: `config.protocol` is rdma and the environment forces tcp.
     """
-    _check_host(config.host)
+    # The engine starts, and returns 0, on a host name that does not exist.
+    listen_on(config.host, "mooncake").close()
     forced = config.protocol is MooncakeProtocol.TCP
     detail = _installed_version()
     chosen = {"MC_FORCE_TCP": "1"} if forced else {}
@@ -169,7 +163,7 @@ def _check_chosen(config: MooncakeConfig, wire: str, nics: list[str]) -> None:
 
 
 def _registration_limit(nics: list[str]) -> int:
-    """The engine splits what is larger by itself, and then refuses pieces that cross the seam."""
+    """Return what to register at once: the engine splits what is larger by itself, and then refuses pieces that cross the seam."""
     asked = environment_value("MC_MAX_MR_SIZE") or ""
     limits = [max_registration_nbytes(nic) for nic in nics]
     if asked.isdigit():
@@ -177,24 +171,8 @@ def _registration_limit(nics: list[str]) -> int:
     return min((limit for limit in limits if limit >= mmap.PAGESIZE), default=0)
 
 
-def _check_host(host: str) -> None:
-    """The engine starts, and returns 0, on a host name that does not exist."""
-    if is_wildcard(host):
-        raise ConfigError(f"mooncake: host must be one address of this machine, got {host!r}")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-    except OSError as error:
-        raise TransportUnavailable(
-            f"mooncake: host must be an address of this machine, got {host!r}: {error}"
-        ) from error
-
-
 def is_installed(distribution: str) -> bool:
-    """Whether this environment has a distribution, by its metadata."""
+    """Return whether this environment has a distribution, by its metadata."""
     try:
         version(distribution)
     except PackageNotFoundError:
@@ -243,3 +221,50 @@ def _open_devices(*, mark: bool) -> set[str]:
 def _device_name(verbs: str) -> str:
     name = Path("/sys/class/infiniband_verbs", Path(verbs).name, "ibdev")
     return name.read_text(encoding="ascii").strip()
+
+
+def max_registration_nbytes(device: str) -> int:
+    """Return the largest memory region of a device, in bytes (`max_mr_size`), by the system's libibverbs.
+
+    Raises:
+        TransportUnavailable: no libibverbs, no such device, or it cannot be asked.
+    """
+    try:
+        verbs = ctypes.CDLL("libibverbs.so.1")
+    except OSError as error:
+        raise TransportUnavailable(
+            f"mooncake: libibverbs.so.1 cannot be loaded: {error}"
+        ) from error
+    verbs.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
+    verbs.ibv_free_device_list.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
+    verbs.ibv_get_device_name.restype = ctypes.c_char_p
+    verbs.ibv_get_device_name.argtypes = [ctypes.c_void_p]
+    verbs.ibv_open_device.restype = ctypes.c_void_p
+    verbs.ibv_open_device.argtypes = [ctypes.c_void_p]
+    verbs.ibv_query_device.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    verbs.ibv_close_device.argtypes = [ctypes.c_void_p]
+    count = ctypes.c_int(0)
+    devices = verbs.ibv_get_device_list(ctypes.byref(count))
+    if not devices:
+        raise TransportUnavailable("mooncake: libibverbs gives no list of devices")
+    try:
+        for index in range(count.value):
+            if verbs.ibv_get_device_name(devices[index]) == device.encode():
+                return _query(verbs, devices[index], device)
+    finally:
+        verbs.ibv_free_device_list(devices)
+    raise TransportUnavailable(f"mooncake: libibverbs knows no device {device!r}")
+
+
+def _query(verbs: ctypes.CDLL, device: int | None, name: str) -> int:
+    context = verbs.ibv_open_device(device)
+    if not context:
+        raise TransportUnavailable(f"mooncake: device {name} cannot be opened")
+    try:
+        answer = ctypes.create_string_buffer(_DEVICE_ATTR_NBYTES)
+        code = verbs.ibv_query_device(context, answer)
+        if code != 0:
+            raise TransportUnavailable(f"mooncake: device {name} cannot be asked (code {code})")
+        return int(ctypes.c_uint64.from_buffer(answer, _MAX_MR_SIZE_OFFSET).value)
+    finally:
+        verbs.ibv_close_device(context)

@@ -25,7 +25,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +38,6 @@ from windlass.transports.base import MemoryRegion, PeerEndpoint
 from windlass.transports.liveness import INCARNATION_NBYTES, PeerLiveness
 from windlass.transports.mooncake.native import Started
 from windlass.transports.regions import overlaps
-
-__all__ = ["TOKEN_NBYTES", "MooncakePeer", "format_incarnation", "liveness_name"]
 
 TOKEN_NBYTES = 16
 PROMPT_S = 2.0
@@ -55,18 +53,18 @@ _INCARNATION = re.compile(r"([0-9a-f]{32})@([0-9a-f]{1,16})(?::([0-9]{1,5}))?")
 
 
 def format_incarnation(token: bytes, address: int, liveness_port: int) -> str:
-    """A random token, where its owner keeps it for peers to read, and its liveness port; 0 for none."""
+    """Name a random token, where its owner keeps it for peers to read, and its liveness port; 0 for none."""
     return f"{token.hex()}@{address:x}" + (f":{liveness_port}" if liveness_port else "")
 
 
 def liveness_name(token: bytes) -> str:
-    """The incarnation that the liveness listener of the token's owner sends."""
+    """Return the incarnation that the liveness listener of the token's owner sends."""
     return token.hex()[:INCARNATION_NBYTES]
 
 
 @final
 class _Call:
-    """A native call on its way through the peer's thread.
+    """A native call on its way through the peer's thread. Guarded by the peer's lock.
 
     Args:
         run: the call; returns its code.
@@ -75,31 +73,13 @@ class _Call:
     """
 
     def __init__(self, run: Callable[[], int], local: UInt64Array, nbytes: UInt64Array) -> None:
-        self._run = run
+        self.run = run
         self.local, self.nbytes = local, nbytes
-        self._lock = threading.Lock()
-        self._state = "queued"
+        self.begun = self.cancelled = False
         self.done = threading.Event()
         """It came back, or the peer's process has ended and it never may."""
         self.code = -1
         self.seconds = 0.0
-
-    def execute(self) -> None:
-        """Run unless cancelled; `done` is for the caller to set, whatever happens."""
-        with self._lock:
-            if self._state != "queued":
-                return
-            self._state = "running"
-        start = time.monotonic()
-        self.code = self._run()
-        self.seconds = time.monotonic() - start
-
-    def cancel(self) -> bool:
-        """Take it back; whether that was in time."""
-        with self._lock:
-            if self._state == "queued":
-                self._state = "cancelled"
-            return self._state == "cancelled"
 
 
 @final
@@ -156,7 +136,7 @@ class MooncakePeer:
             return not self._not_over()
 
     def touches(self, region: MemoryRegion) -> bool:
-        """Whether local memory of the region may be read, or filled by a `read`."""
+        """Return whether local memory of the region may be read, or filled, by a call."""
         with self._lock:
             return any(overlaps(region, call.local, call.nbytes) for call in self._not_over())
 
@@ -186,12 +166,12 @@ class MooncakePeer:
             )
 
     def _ask_token(self, deadline: Deadline) -> int:
-        """The code of reading it. A connection that the peer has cut fails twice, and is made anew."""
+        """Return the code of reading the token. A connection that the peer has cut fails twice, and is made anew."""
         code = -1
         for _ in range(READS):
             call = self._start(self._read_token)
             if not call.done.wait(deadline.remaining_s):
-                call.cancel()  # nothing was written, so whether it was in time does not matter
+                self._cancel(call)  # nothing was written, so whether it was in time does not matter
                 self._refuse_unknown(deadline)
                 raise PeerUnreachable(
                     f"{deadline.purpose}: {self.endpoint.address} did not answer within "
@@ -205,7 +185,7 @@ class MooncakePeer:
         return code
 
     def write(self, pieces: Pieces, deadline: Deadline) -> None:
-        """One native call.
+        """Carry out one native call.
 
         Raises:
             PeerUnreachable: the peer's process is gone.
@@ -229,7 +209,11 @@ class MooncakePeer:
                     f"{deadline.purpose}: other writes took the deadline of {deadline.seconds} s; "
                     "nothing more was sent"
                 )
-            self._abandon(call, deadline)
+            self._give_up(
+                call,
+                f"{deadline.purpose}: no answer from {self.endpoint.address} within "
+                f"{deadline.seconds} s; bytes may still land",
+            )
         if call.code != 0:
             self._explain(call, deadline)
 
@@ -262,18 +246,16 @@ class MooncakePeer:
             liveness_name(self._token),
         )
         liveness = PeerLiveness(endpoint, deadline)
-        if not self._keep(liveness):  # another thread was first
+        with self._lock:
+            is_first = self._liveness is None
+            if is_first:
+                self._liveness = liveness
+        if not is_first:  # another thread was
             liveness.close()
             return
         threading.Thread(
             target=self._watch, args=(liveness,), name=self._thread_name, daemon=True
         ).start()
-
-    def _keep(self, liveness: PeerLiveness) -> bool:
-        with self._lock:
-            if self._liveness is None:
-                self._liveness = liveness
-            return self._liveness is liveness
 
     def _watch(self, liveness: PeerLiveness) -> None:
         liveness.watch()
@@ -284,30 +266,20 @@ class MooncakePeer:
             self._calls.put(None)
 
     def _wake(self) -> None:
-        """Whoever waits for a call that may never come back."""
+        """Wake whoever waits for a call that may never come back."""
         with self._lock:
             for call in self._open:
                 call.done.set()
 
-    def _abandon(self, call: _Call, deadline: Deadline) -> None:
-        message = (
-            f"{deadline.purpose}: no answer from {self.endpoint.address} within "
-            f"{deadline.seconds} s; bytes may still land"
-        )
-        with self._lock:
-            if call.done.is_set() and call.code == 0:
-                return  # it came back in this very moment
-            self._unknown[call] = message
-        raise TransferOutcomeUnknown(message)
-
     def _explain(self, call: _Call, deadline: Deadline) -> None:
-        """The one place where code -1 becomes an exception; see the module's docstring."""
+        """Make an exception of code -1, as the module's docstring says; nothing else does."""
         if self._closed:
             if self._cancel(call):
                 self._refuse_closed(deadline)
             self._give_up(
                 call, f"{deadline.purpose}: the transport was closed; bytes may still land"
             )
+            return
         if self._gone or self._refuses_connections(deadline):
             raise PeerUnreachable(f"{deadline.purpose}: {self.endpoint.address} is gone")
         if self.started.ordered and call.seconds < PROMPT_S and self._drained(deadline):
@@ -322,15 +294,18 @@ class MooncakePeer:
         )
 
     def _cancel(self, call: _Call) -> bool:
-        """Whether it was in time: then it touches no memory, however long others are stuck."""
-        if not call.cancel():
-            return False
+        """Take a call back; return whether that was in time. Then it touches no memory, however long others are stuck."""
         with self._lock:
-            self._open.discard(call)
-        return True
+            call.cancelled = not call.begun
+            if call.cancelled:
+                self._open.discard(call)
+            return call.cancelled
 
-    def _give_up(self, call: _Call, message: str) -> NoReturn:
+    def _give_up(self, call: _Call, message: str) -> None:
+        """Note that bytes of a call may still land, unless it has come back in this very moment."""
         with self._lock:
+            if call.done.is_set() and call.code == 0:
+                return
             self._unknown[call] = message
         raise TransferOutcomeUnknown(message)
 
@@ -339,7 +314,7 @@ class MooncakePeer:
         return call.done.wait(deadline.remaining_s) and call.code == 0 and call.seconds < PROMPT_S
 
     def _refuses_connections(self, deadline: Deadline) -> bool:
-        """Whether the peer's host says that nothing listens there; silence is no answer."""
+        """Return whether the peer's host says that nothing listens there; silence is no answer."""
         try:
             with socket.create_connection(
                 self._session, timeout=max(min(CONNECT_S, deadline.remaining_s), 0.01)
@@ -410,7 +385,7 @@ class MooncakePeer:
         return f"mooncake-{self.endpoint.address}"
 
     def _serve(self) -> None:
-        """Carry calls out, until there has been none for `IDLE_S`: most peers end without a word."""
+        """Carry calls out, until there has been none for `IDLE_S`: most peers do not say that they end."""
         while True:
             try:
                 call = self._calls.get(timeout=IDLE_S)
@@ -423,9 +398,17 @@ class MooncakePeer:
                         return
                 continue
             try:
-                call.execute()
+                self._execute(call)
             finally:  # whoever waits gets code -1 rather than a deadline
                 self._end(call)
+
+    def _execute(self, call: _Call) -> None:
+        with self._lock:
+            call.begun = not call.cancelled
+        if call.begun:
+            start = time.monotonic()
+            call.code = call.run()
+            call.seconds = time.monotonic() - start
 
     def _end(self, call: _Call) -> None:
         with self._lock:

@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransportUnavailable
-from windlass.memory.ranges import calls, split_pieces
 from windlass.net.addresses import join_host_port
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
@@ -43,9 +42,6 @@ from windlass.transports.mooncake.peer import (
     liveness_name,
 )
 from windlass.transports.network import NetworkTransport
-from windlass.transports.regions import check_batch
-
-__all__ = ["MooncakeTransport"]
 
 Page = npt.NDArray[np.uint8]
 FORGET_S = 600.0
@@ -173,7 +169,7 @@ class MooncakeTransport(NetworkTransport):
         started = self._engines[0].started
         return WireReport("mooncake", started.wire, started.detail)
 
-    def _pin(self, address: int, nbytes: int) -> str:
+    def _register(self, address: int, nbytes: int) -> str:
         done: list[_Engine] = []
         starts = self._starts(address, nbytes)
         for engine in self._engines:
@@ -189,30 +185,22 @@ class MooncakeTransport(NetworkTransport):
             done.append(engine)
         return str(self._step_nbytes) if 0 < self._step_nbytes < nbytes else ""
 
-    def _unpin(self, region: MemoryRegion) -> None:
-        """At once: later writes of peers are refused over TCP."""
+    def _unregister(self, region: MemoryRegion) -> None:
+        """Take it back at once: later writes of peers are refused over TCP."""
         for engine in self._engines:
             engine.unpin(self._starts(region.address, region.nbytes))
 
     def _is_touched(self, region: MemoryRegion) -> bool:
         return any(known.peer.touches(region) for known in self._peers.values())
 
-    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.write`."""
-        check_batch(self._table, batch, "mooncake")
-        deadline = Deadline.after(deadline_s, f"mooncake write to {batch.endpoint.address}")
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
+        several = self._engines[0].started.num_nics > 1
+        largest = REQUEST_NBYTES if several else MAX_CALL_NBYTES
         with self._peer(batch.endpoint) as peer:
             peer.confirm(deadline)
-            self._write_pieces(peer, batch, deadline)
-
-    def _write_pieces(self, peer: MooncakePeer, batch: WriteBatch, deadline: Deadline) -> None:
-        pieces = self._cut(batch, ((r.address, r.nbytes, _step_of(r.key)) for r in batch.regions))
-        several = self._engines[0].started.num_nics > 1
-        local, remote, nbytes = split_pieces(
-            *pieces, REQUEST_NBYTES if several else MAX_CALL_NBYTES
-        )
-        for part in calls(nbytes, max_pieces=MAX_PIECES, max_nbytes=MAX_CALL_NBYTES):
-            peer.write((local[part], remote[part], nbytes[part]), deadline)
+            steps = [_step_of(region.key) for region in batch.regions]
+            for pieces in self._calls(batch, steps, MAX_PIECES, MAX_CALL_NBYTES, largest):
+                peer.write(pieces, deadline)
 
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`: over TCP connections are cut, over RDMA there is nothing."""
@@ -242,7 +230,7 @@ class MooncakeTransport(NetworkTransport):
 
     @contextmanager
     def _peer(self, endpoint: PeerEndpoint) -> Iterator[MooncakePeer]:
-        """The peer, which is kept for as long as it is used, and then until it is gone."""
+        """Use the peer, which is kept for as long as it is used, and then until it is gone."""
         known = self._use(endpoint)
         unreachable = False
         try:
@@ -256,7 +244,6 @@ class MooncakeTransport(NetworkTransport):
                 known.used_s = time.monotonic()
                 if unreachable:
                     self._forget(endpoint)
-                self._deferred.release(self._is_touched)
 
     def _use(self, endpoint: PeerEndpoint) -> _Known:
         with self._lock:
@@ -278,7 +265,7 @@ class MooncakeTransport(NetworkTransport):
             return known
 
     def _forget_unused(self) -> None:
-        """Nobody says which peers have ended. One that has not is made anew when it is written."""
+        """Forget peers that were not written for long: nobody says which have ended. One that has not is made anew."""
         before_s = time.monotonic() - FORGET_S
         for endpoint in [e for e, known in self._peers.items() if known.used_s < before_s]:
             self._forget(endpoint)
@@ -291,7 +278,7 @@ class MooncakeTransport(NetworkTransport):
             known.engine.give_back(known.peer.page)
 
     def _engine_for(self, endpoint: PeerEndpoint) -> _Engine:
-        """An engine that has not talked to another process at this address.
+        """Return an engine that has not talked to another process at this address.
 
         An engine remembers the data port of each address for good, so a process that was
         restarted on the same port can be reached only through another engine.
@@ -309,7 +296,7 @@ class MooncakeTransport(NetworkTransport):
 
 
 def _step_of(key: str) -> int:
-    """The step in which a peer registered a region; 0 for at once."""
+    """Return the step in which a peer registered a region; 0 for at once."""
     if not key:
         return 0
     if len(key) > _MAX_KEY_CHARS or not (key.isascii() and key.isdigit()) or int(key) < _PAGE:

@@ -9,8 +9,6 @@ from windlass.config import take_names
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.network import NetworkConfig
 
-__all__ = ["NixlConfig", "NixlWire"]
-
 
 class NixlWire(StrEnum):
     """The wire that UCX must write through; AUTO takes what it finds and reports it."""

@@ -21,28 +21,22 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, final
 
 import numpy as np
 import numpy.typing as npt
 
 from windlass.envs import environment_value, set_defaults, temporary_values
 from windlass.errors import TransportUnavailable
-from windlass.transports.inbound import new_mark
+from windlass.net.clock import Deadline
+from windlass.transports.inbound import (
+    Connection,
+    connections_to,
+    cut_marked,
+    listening_ports,
+    new_mark,
+)
 from windlass.transports.nixl.config import NixlConfig, NixlWire
-
-__all__ = [
-    "TCP_MARK",
-    "NativeAgent",
-    "PutWire",
-    "WireLog",
-    "may_use_tcp",
-    "may_use_verbs",
-    "memory_kind",
-    "native_errors",
-    "new_write",
-    "start_agent",
-]
 
 _TLS = {
     NixlWire.AUTO: "all",
@@ -63,6 +57,8 @@ _STAGING = "cuda_copy"
 _PROGRESS_REST_US = 100
 TCP_MARK = new_mark()
 """On every TCP connection of UCX in this process, whoever opened it."""
+_FENCES = threading.Lock()
+_OF_AGENTS_WITH_THEMSELVES: dict[TcpFence, frozenset[Connection]] = {}
 _BUILDS = ("nixl_cu12", "nixl_cu13")
 _STARTING = threading.Lock()
 """Around the start of an agent: UCX opens its log when the first one is made."""
@@ -134,7 +130,7 @@ class WireLog:
         self._path = path
 
     def put_wires(self) -> frozenset[PutWire]:
-        """Every wire that remote writes of this agent have been given so far.
+        """Return every wire that remote writes of this agent have been given so far.
 
         Raises:
             TransportUnavailable: the log cannot be read.
@@ -160,7 +156,7 @@ class WireLog:
         return frozenset(found)
 
     def complaints(self) -> str:
-        """The last errors and warnings of UCX in this process; empty if it wrote none."""
+        """Return the last errors and warnings of UCX in this process; empty if it wrote none."""
         with contextlib.suppress(OSError):
             text = self._path.read_text(errors="replace")
             return " / ".join(_COMPLAINT.findall(text)[-_NUM_COMPLAINTS:])
@@ -182,12 +178,12 @@ class WireLog:
 
 
 def may_use_tcp(wire: NixlWire) -> bool:
-    """Whether bytes may go through a kernel's TCP."""
+    """Return whether bytes may go through a kernel's TCP."""
     return wire in {NixlWire.TCP, NixlWire.AUTO}
 
 
 def may_use_verbs(wire: NixlWire) -> bool:
-    """Whether memory will be pinned for a NIC."""
+    """Return whether memory will be pinned for a NIC."""
     return wire in {NixlWire.RC, NixlWire.UD} or (wire is NixlWire.AUTO and _has_nics())
 
 
@@ -197,7 +193,7 @@ def _has_nics() -> bool:
 
 
 def native_errors() -> tuple[type[Exception], ...]:
-    """What NIXL's calls raise. To be called once the package is loaded."""
+    """Return what NIXL's calls raise. To be called once the package is loaded."""
     classes = [
         value for name, value in vars(_module("_bindings")).items() if name.endswith("Error")
     ]
@@ -205,7 +201,7 @@ def native_errors() -> tuple[type[Exception], ...]:
 
 
 def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, str]:
-    """An agent with a UCX backend, its log, and its version for people.
+    """Start an agent with a UCX backend; return it, its log, and its version for people.
 
     Raises:
         TransportUnavailable: not installed, or UCX does not start with the wire asked for.
@@ -283,7 +279,7 @@ def memory_kind(gpu: int) -> str:
 def new_write(
     agent: NativeAgent, peer: str, pieces: Sequence[UInt64Array], gpus: tuple[int, int]
 ) -> NativeHandle:
-    """A transfer to be begun.
+    """Return a transfer to be begun.
 
     Args:
         agent: writes.
@@ -324,9 +320,52 @@ def _patient_progress() -> Iterator[None]:
 
 
 def _module(name: str) -> Any:
-    """A module of the one build that is installed.
+    """Return a module of the one build that is installed.
 
     The package `nixl` finds out which by importing torch, unless torch is one built for CUDA.
     """
     builds = [build for build in _BUILDS if find_spec(build) is not None]
     return import_module(f"{builds[0] if len(builds) == 1 else 'nixl'}.{name}")
+
+
+@final
+class TcpFence:
+    """Ends what NIXL agents of this process receive over TCP, but leaves each agent its own connection.
+
+    An agent connects to itself when it starts, and once only: every registration goes through that
+    connection (NIXL loads the key of what it registers as a peer would). An agent that had lost it
+    could register nothing any more, and would say no more than NIXL_ERR_BACKEND (1.5.1, 2026-11-22).
+    Made before its agent starts.
+
+    Args:
+        mark: of the agents' sockets (`new_mark`), the same for all of this process.
+    """
+
+    def __init__(self, mark: int) -> None:
+        self._mark = mark
+        self._listened = listening_ports()
+
+    def spare_own_connections(self) -> None:
+        """Once the agent has registered memory, and before a peer is told where it listens.
+
+        Both ends of such a connection are of this process. One that a peer has begun is not spared:
+        another agent of this process may have started meanwhile, and have been found already.
+        """
+        found = connections_to(listening_ports() - self._listened)
+        with _FENCES:
+            _OF_AGENTS_WITH_THEMSELVES[self] = found | {(peer, own) for own, peer in found}
+
+    def cut(self, deadline: Deadline) -> int:
+        """End every other connection of this process's agents; returns how many.
+
+        Raises:
+            TransferFailed: UCX still reads one after `deadline`.
+        """
+        with _FENCES:
+            spared = frozenset[Connection]().union(*_OF_AGENTS_WITH_THEMSELVES.values())
+        return cut_marked(self._mark, deadline, spared)
+
+    def close(self) -> None:
+        """The agent has ended. Idempotent."""
+        with _FENCES:
+            _OF_AGENTS_WITH_THEMSELVES.pop(self, None)

@@ -6,7 +6,7 @@ a unit changes, moves, or is missing. For a given position the mixing is a bijec
 values, so one changed unit always changes the digest; two digests of unrelated payloads agree with
 a probability of about 2^-64 at worst. It finds errors; it is no defence against an attacker.
 
-This is the plain implementation; `transports/cuda/put.cu` is bit-identical.
+This is the plain implementation; `memory/cuda/put.cu` is bit-identical.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import sys
 SCRIPT = """
 import os, resource
 from windlass.errors import RegionError
-from windlass.transports.lockable import check_lockable
+from windlass.transports.network import check_lockable
 check_lockable(1, "a few")
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 if os.geteuid() == 0:

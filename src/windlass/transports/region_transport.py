@@ -1,0 +1,113 @@
+"""What all transports share that keep a table of their regions: checks, deadlines, memory that is freed late."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+
+from windlass.net.clock import Deadline
+from windlass.transports.base import (
+    MemoryRegion,
+    OneSidedTransport,
+    PeerEndpoint,
+    RemoteRegion,
+    WriteBatch,
+)
+from windlass.transports.regions import DeferredFree, RegionTable, check_batch
+
+
+class RegionTransport(OneSidedTransport):
+    """Base of transports: registers and writes nothing itself, and checks what is registered and written.
+
+    Derived classes say what they are (`traits`, `report`), write (`_write`), and call `close` of this
+    class in theirs. Where the calling process copies and a write ends with it, that is all. A library
+    that must know memory is told by `_register` and `_unregister`, and `_is_touched` says which memory
+    its writes still use. Everything private is guarded by `_lock`.
+
+    Args:
+        endpoint: of this process.
+        lock: around every registration and every look at writes that are not over; None for its own.
+    """
+
+    def __init__(self, endpoint: PeerEndpoint, lock: threading.Lock | None = None) -> None:
+        self._endpoint = endpoint
+        # Who frees an allocation of the transport itself, in `released`, takes the lock again.
+        self._lock = threading.RLock() if lock is None else lock
+        self._table = RegionTable()
+        self._deferred = DeferredFree(endpoint.transport)
+
+    def endpoint(self) -> PeerEndpoint:
+        return self._endpoint
+
+    def register(self, address: int, nbytes: int) -> MemoryRegion:
+        with self._lock, self._current():
+            self._table.check_free(address, nbytes)  # before a library has it
+            remote = RemoteRegion(self._endpoint, address, nbytes, self._register(address, nbytes))
+            region = MemoryRegion(address, nbytes, remote)
+            self._table.add(region)
+        return region
+
+    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
+        with self._lock, self._current():
+            self._table.remove(region)
+            later = [free for free in (self._unregister(region), released) if free is not None]
+            if later:
+                self._deferred.add(region, partial(_call_each, later), self._is_touched)
+
+    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        """Write a batch that passes every check; then free what waited for the end of a call."""
+        name = self._endpoint.transport
+        check_batch(self._table, batch, name)
+        deadline = Deadline.after(deadline_s, f"{name} write to {batch.endpoint.address}")
+        with self._current():
+            try:
+                self._write(batch, deadline)
+            finally:
+                if self._deferred:
+                    with self._lock:
+                        self._deferred.release(self._is_touched)
+
+    def close(self) -> None:
+        with self._lock:
+            self._table.clear()
+
+    @abstractmethod
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
+        """Write a checked batch; return once it is visible at the peer.
+
+        Raises:
+            PeerUnreachable, TransferFailed, TransferOutcomeUnknown: see `OneSidedTransport.write`.
+        """
+
+    def _register(self, address: int, nbytes: int) -> str:  # noqa: ARG002 - for overrides
+        """Make memory known to a library; return what peers need beside the address. Holds the lock.
+
+        Raises:
+            RegionError: it is refused; nothing is registered.
+        """
+        return ""
+
+    def _unregister(self, region: MemoryRegion) -> Callable[[], None] | None:  # noqa: ARG002
+        """Take a registration back; or return what does, to be called once nothing touches the memory.
+
+        Holds the lock.
+        """
+        return None
+
+    def _is_touched(self, region: MemoryRegion) -> bool:  # noqa: ARG002
+        """Return whether a call that is not over may read or fill a byte of the region. Holds the lock."""
+        return False
+
+    def _current(self) -> AbstractContextManager[None]:
+        """Return what must be in place around native calls that concern the registered memory."""
+        return contextlib.nullcontext()
+
+
+def _call_each(calls: Iterable[Callable[[], None]]) -> None:
+    """Take a registration back before its memory is freed: what stays registered stays."""
+    for call in calls:
+        call()
