@@ -15,7 +15,7 @@ from typing import Protocol, final
 
 from windlass.config import PauseMode
 from windlass.engines.capture.capture import Captured
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.errors import ConfigError, ProtocolError, UnsupportedLayout, WindlassError
@@ -257,16 +257,16 @@ class EngineRank:
         regions = _register(transport, captured)
         # Repacked parameters are read from their buffers, which hold what was last received.
         self._client = EngineClient(
-            manifest=captured.manifest,
-            addresses=captured.addresses,
-            regions=regions,
-            register_s=time.perf_counter() - begun,
+            EngineWeights(
+                manifest=captured.manifest,
+                addresses=captured.addresses,
+                regions=regions,
+                register_s=time.perf_counter() - begun,
+            ),
             transport=transport,
             hooks=hooks,
             controller=settings.controller,
             token=token,
-            group=settings.name,
-            rank=rank,
             world_size=settings.world_size,
             url=settings.url if rank == 0 else "",
             connect_deadline_s=CONNECT_DEADLINE_S,
