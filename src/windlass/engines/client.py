@@ -163,7 +163,7 @@ class EngineClient:
 def _offers_for(
     transport: OneSidedTransport, regions: Sequence[MemoryRegion]
 ) -> tuple[TransportOffer, ...]:
-    """The ways in which all of the live parameters can be written.
+    """Return the ways in which all of the live parameters can be written.
 
     Raises:
         ConfigError: there is none: each of several transports refuses some region.

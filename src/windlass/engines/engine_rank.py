@@ -112,7 +112,7 @@ class RankHooks:
         self._blocked.start()
 
     def _block(self, api: EngineApi, pause_id: str, deadline_s: float) -> None:
-        """In a thread of its own: the call lasts as long as the pause."""
+        """Have loops blocked, in a thread of its own: the call lasts as long as the pause."""
         try:
             api.block(pause_id, deadline_s)
         except WindlassError as error:
@@ -169,7 +169,7 @@ class EngineRank:
 
     @property
     def captured(self) -> Captured:
-        """What `capture` found.
+        """Return what `capture` found.
 
         Raises:
             UnsupportedLayout: it has not been called.
@@ -178,7 +178,7 @@ class EngineRank:
 
     @property
     def settings(self) -> AgentSettings:
-        """Of the first `capture`; raises as `captured` does."""
+        """Return those of the first `capture`; raises as `captured` does."""
         return self._required()[0]
 
     def _required(self) -> tuple[AgentSettings, Captured, RankHooks]:
@@ -330,7 +330,7 @@ def _register(transport: OneSidedTransport, captured: Captured) -> tuple[MemoryR
 
 
 def allocation_of(address: int) -> tuple[int, int] | None:
-    """Start and bytes of the GPU allocation around an address; None for host memory."""
+    """Return start and bytes of the GPU allocation around an address; None for host memory."""
     gpu = gpu_of(address)
     return None if gpu < 0 else shared_gpu(gpu).device.allocation(address)
 
@@ -339,7 +339,7 @@ def stretches(
     spans: Iterable[tuple[int, int]],
     allocation: Callable[[int], tuple[int, int] | None] | None = None,
 ) -> list[tuple[int, int]]:
-    """(address, nbytes) of what is registered at once: spans that overlap share a stretch.
+    """Return (address, nbytes) of what is registered at once: spans that overlap share a stretch.
 
     Registration takes time per region and not per byte, so that with `allocation` spans of one
     allocation share a stretch as well, with what lies between them.
