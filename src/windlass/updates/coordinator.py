@@ -329,6 +329,7 @@ class Coordinator:
             await self.lost(old, "replaced by a newer connection of the same process")
             self.spawn(old.close())
         if hello.role is Role.TRAINER:
+            self._fleet.check(hello)  # before anybody is sent away for it
             await self._free_name(hello)
             await self._make_room(hello)
         session = AgentSession(socket, self._fleet.admit(hello))
@@ -340,7 +341,6 @@ class Coordinator:
 
     async def _free_name(self, hello: Hello) -> None:
         """Engines that have come first, under the name of the trainers' group, do not keep it."""
-        self._fleet.check(hello)
         group = self._fleet.group_of(hello.group)
         if group is not None and group.role is Role.ENGINE:
             reason = f"{group.name!r} is the name of the trainers' group"
@@ -355,7 +355,6 @@ class Coordinator:
         """
         if hello.lineage or self._fleet.job in {None, hello.job}:
             return
-        self._fleet.check(hello)
         rivals = self._fleet.trainers()
         if rivals is not None and self._keeps_place(rivals):
             return
