@@ -27,7 +27,7 @@ from windlass.errors import (
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.memory.cuda import driver, pieces, range_copy, sources
+from windlass.memory.cuda import driver, range_copy, sources
 from windlass.memory.cuda.driver import MemoryKind
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.links import DeviceLink, load_link
@@ -522,7 +522,7 @@ def test_a_place_that_a_transport_cannot_send_from_is_refused(
 def test_ranges_are_copied_whole_by_kernel_and_by_copy_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pieces, "MAX_PIECE_NBYTES", 100)
+    monkeypatch.setattr(range_copy, "MAX_PIECE_NBYTES", 100)
     found, sizes = numpy_gpu(), [1, 99, 100, 101, 1000, 1001]
     source = np.arange(sum(sizes), dtype=np.uint32).astype(np.uint8)
     target = np.zeros_like(source)

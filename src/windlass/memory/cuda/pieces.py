@@ -17,16 +17,12 @@ import numpy.typing as npt
 from windlass.errors import PlanError, UnsupportedLayout
 from windlass.layout.dtypes import DType, can_overflow
 from windlass.layout.quantization import BLOCK
-from windlass.memory.cuda.kernels import PIECE
+from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PIECE, PieceArray, raw_pieces
 from windlass.memory.ops import Int64Array, StridedCopy
-from windlass.memory.ranges import split_pieces
 from windlass.planning.plan import Transform
 from windlass.planning.program import BoundOp, LinkProgram
 
-MAX_PIECE_NBYTES = 64 << 10
-"""One block of threads copies a piece: smaller ones keep more of the device busy at the end."""
 UInt64Array = npt.NDArray[np.uint64]
-PieceArray = npt.NDArray[np.void]
 
 
 class PieceKind(NamedTuple):
@@ -99,17 +95,8 @@ def cut_ranges(addresses: UInt64Array, nbytes: Int64Array) -> tuple[PieceArray, 
         The pieces, and (n + 1,) which of them is the first of each range, and how many there are.
     """
     first = np.append(0, np.cumsum(-(-nbytes // MAX_PIECE_NBYTES)))
-    return raw_pieces(addresses, addresses, nbytes.astype(np.uint64)), first
-
-
-def raw_pieces(sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array) -> PieceArray:
-    """Return pieces of bytes of ranges, one range behind the other in the payload; (n,) each."""
-    source, target, size = split_pieces(sources, targets, nbytes, MAX_PIECE_NBYTES)
-    pieces = np.zeros(len(size), PIECE)
-    pieces["src"], pieces["dst"], pieces["row_elems"] = source, target, size
-    pieces["pos"] = np.cumsum(size) - size
-    pieces["rows"] = 1
-    return pieces
+    pieces = raw_pieces(addresses, addresses, nbytes.astype(np.uint64), MAX_PIECE_NBYTES)
+    return pieces, first
 
 
 def join_tables(found: Iterable[tuple[PieceKind, PieceArray]]) -> dict[PieceKind, PieceArray]:

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.memory.cuda.gpu import Gpu
-from windlass.memory.cuda.kernels import PieceTable
-from windlass.memory.cuda.pieces import raw_pieces
+from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PieceTable, raw_pieces
 
 UInt64Array = npt.NDArray[np.uint64]
 COPY_ENGINE_NBYTES = 32 << 20
@@ -49,7 +48,7 @@ class RangeCopy:
         self._table: PieceTable | None = None
         if not large.all():
             small = ~large
-            pieces = raw_pieces(sources[small], targets[small], nbytes[small])
+            pieces = raw_pieces(sources[small], targets[small], nbytes[small], MAX_PIECE_NBYTES)
             self._table = PieceTable(gpu.device, pieces, "put_1", 1)
 
     def queue(self) -> None:
