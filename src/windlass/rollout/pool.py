@@ -164,6 +164,8 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
         self._under_way: frozenset[str] = frozenset()
         self._epoch, self._num_calls = hello.newest_epoch + 1, 0
         self._work = asyncio.Event()
+        self._silence: asyncio.TimerHandle | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._sender = asyncio.create_task(self._send_forever(), name=f"tasks of {hello.name}")
 
     @property
@@ -235,12 +237,23 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
         self._under_way = frozenset(task.task_id for task in tasks)
         self._num_calls += 1
         call_id = (self._epoch, self._num_calls, 0)
-        answer = await self.call(call_id, TaskBatch(tasks, cancelled), within_s=CALL_DEADLINE_S)
-        while not (await asyncio.wait([answer], timeout=CALL_DEADLINE_S))[0]:
-            # The worker is silent, and may live: its next connection begins with the call.
-            self.was_cut = True
-            await self.close()
+        answer = await self.call(call_id, TaskBatch(tasks, cancelled))
+        self._wait_for_answer()
+        try:
+            await answer
+        finally:
+            if self._silence is not None:
+                self._silence.cancel()
         self._under_way = frozenset()
+
+    def _wait_for_answer(self) -> None:
+        self._silence = asyncio.get_running_loop().call_later(CALL_DEADLINE_S, self._cut)
+
+    def _cut(self) -> None:
+        """The worker is silent, and may live: its next connection begins with the call."""
+        self.was_cut = True
+        self._closing = asyncio.create_task(self.close(), name=f"cut {self.hello.name}")
+        self._wait_for_answer()
 
     def _next_tasks(self) -> tuple[RolloutTask, ...]:
         tasks: list[RolloutTask] = []
