@@ -19,6 +19,8 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
 import aiohttp
 from aiohttp import web
 from certificates import Authority

@@ -20,13 +20,13 @@ import torch
 import windlass
 from harness import Row, median_p95, parser, report
 from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.testing.resting_engine import RestingEngine
-from windlass.trainers.client import TrainerClient
+from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.cma import CmaConfig
 from windlass.transports.cuda_ipc import CudaIpcConfig
@@ -64,14 +64,15 @@ def run_engine(pipe: Connection, url: str, count: int, device: str = "cpu") -> N
     config = CmaConfig() if device == "cpu" else CudaIpcConfig()
     transport = create_transport(config, memory_at=tensors[0].data_ptr())
     with EngineClient(
-        manifest=manifest("engine/0", Role.ENGINE, count),
-        addresses=[t.data_ptr() for t in tensors],
-        regions=[transport.register(t.data_ptr(), t.nbytes) for t in tensors],
+        EngineWeights(
+            manifest=manifest("engine/0", Role.ENGINE, count),
+            addresses=[t.data_ptr() for t in tensors],
+            regions=[transport.register(t.data_ptr(), t.nbytes) for t in tensors],
+        ),
         transport=transport,
         hooks=RestingEngine(),
         controller=url,
         token=TOKEN,
-        group="engine",
     ):
         pipe.send("ready")
         while (version := pipe.recv()) is not None:
@@ -83,8 +84,10 @@ def run_trainer(pipe: Connection, url: str, count: int, replica: bool) -> None:
     torch.set_num_threads(1)
     tensors = zeros(count)
     with TrainerClient(
-        manifest=manifest("trainer/0", Role.TRAINER, count),
-        parameters=lambda: [ParameterMemory(t.data_ptr(), t.nbytes) for t in tensors],
+        TrainerWeights(
+            manifest=manifest("trainer/0", Role.TRAINER, count),
+            parameters=lambda: [ParameterMemory(t.data_ptr(), t.nbytes) for t in tensors],
+        ),
         transport=create_transport(CmaConfig()),
         controller=url,
         token=TOKEN,

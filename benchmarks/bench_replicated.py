@@ -34,7 +34,7 @@ from harness import Row, median_p95, parser, report
 from windlass.config import ControlConfig, UpdateMode
 from windlass.layout.manifest import Role
 from windlass.planning.replicated import find_replicated
-from windlass.trainers.client import TrainerClient
+from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.replicated_digests import ReplicatedDigests
 from windlass.transports.cma import CmaConfig
@@ -55,13 +55,14 @@ def run_trainer(pipe: Connection, url: str, count: int, device: str, rank: int) 
     digests.bind(found.parts[f"trainer/{rank}"].encode())
     period = found.period(found.nbytes // NUM_TRAINERS)
     with TrainerClient(
-        manifest=manifests[rank],
-        parameters=lambda: memory,
+        TrainerWeights(
+            manifest=manifests[rank],
+            parameters=lambda: memory,
+        ),
         transport=create_transport(config, memory_at=tensors[0].data_ptr()),
         controller=url,
         token=TOKEN,
         job="benchmark",
-        rank=rank,
         world_size=NUM_TRAINERS,
     ) as trainer:
         pipe.send("ready")

@@ -26,6 +26,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from certificates import Authority
+
 from harness import Row, median_p95, parser, report
 from rollout_load import (
     NUM_TOKENS,
@@ -37,6 +41,7 @@ from rollout_load import (
 )
 from windlass import Controller
 from windlass.config import ControlConfig, UpdateMode
+from windlass.envs import temporary_values
 from windlass.net.server import ControlServer
 from windlass.rollout import (
     BatchQueue,
@@ -57,7 +62,7 @@ FULL_SPEED_OUTSTANDING = 4096
 FULL_SPEED_COMPLETIONS = 20_000
 IDLE_OUTSTANDING = 8192
 IDLE_S = 5.0
-PARTS = ["latency", "throughput", "journal", "idle", "update", "xccl"]
+PARTS = ["latency", "throughput", "journal", "tls", "idle", "update", "xccl"]
 AREAL = "AReaL's BatchTaskDispatcher"
 HERE = Path(__file__).resolve().parent
 DEADLINE_S = 120.0
@@ -375,6 +380,19 @@ def throughput_rows(ours: Sequence[Sample], theirs: Sequence[Sample]) -> list[Ro
     return rows
 
 
+def tls_row() -> Row:
+    """The same two processes over TLS and without it."""
+    plain = asyncio.run(throughput(CallbackCollector))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        temporary_values(Authority(Path(folder)).issue()),
+    ):
+        secured = asyncio.run(throughput(CallbackCollector))
+    a, b = (median_p95([s.per_second() for s in each])[0] for each in (secured, plain))
+    case = f"full speed, {FULL_SPEED_OUTSTANDING} outstanding, TLS"
+    return row(case, "completions, median", "1/s", a, "no TLS", b)
+
+
 def journal_rows(
     without: Sequence[Sample],
     journal: Sequence[Sample],
@@ -452,6 +470,8 @@ def main() -> None:
             asyncio.run(throughput(CallbackCollector)),
             asyncio.run(throughput(CallbackCollector, journal=True)),
         )
+    if "tls" in wanted:
+        rows.append(tls_row())
     if "idle" in wanted:
         median, worst = median_p95(asyncio.run(idle()))
         for kind, percent in (("median", median), ("p95", worst)):

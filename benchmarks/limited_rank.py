@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 import windlass
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
@@ -58,7 +58,7 @@ class LimitedLink(WrappedTransport):
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         with self._lock:
             begin = max(time.monotonic(), self._free_at)
-            self._free_at = begin + batch.total_nbytes / self._rate
+            self._free_at = begin + int(batch.nbytes.sum()) / self._rate
             through = self._free_at
         time.sleep(max(through - time.monotonic(), 0.0))
         super().write(batch, deadline_s=deadline_s)
@@ -82,14 +82,15 @@ def engine(name: str, rate: float, url: str, token: str, num_rows: int) -> None:
     def connect(_: object) -> None:
         clients.append(
             EngineClient(
-                manifest=described,
-                addresses=[memory.ctypes.data],
-                regions=[region],
+                EngineWeights(
+                    manifest=described,
+                    addresses=[memory.ctypes.data],
+                    regions=[region],
+                ),
                 transport=transport,
                 hooks=RestingEngine(),
                 controller=url,
                 token=token,
-                group=name,
                 url=f"http://{name}",
             )
         )
@@ -111,12 +112,13 @@ def trainer(index: int, parts: int, rate: float, url: str, token: str, num_rows:
     def connect(_: object) -> None:
         clients.append(
             windlass.TrainerClient(
-                manifest=manifest(f"trainer/{index}", Role.TRAINER, first, stop, num_rows),
-                parameters=lambda: [ParameterMemory(memory.ctypes.data, memory.nbytes)],
+                windlass.TrainerWeights(
+                    manifest=manifest(f"trainer/{index}", Role.TRAINER, first, stop, num_rows),
+                    parameters=lambda: [ParameterMemory(memory.ctypes.data, memory.nbytes)],
+                ),
                 transport=link(rate),
                 controller=url,
                 token=token,
-                rank=index,
                 world_size=parts,
                 job="one start",
             )

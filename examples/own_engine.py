@@ -111,16 +111,17 @@ def join(
         each.data = memory.view(each.dtype).view(each.shape).copy_(each.data)
         begin += -(-each.nbytes // 64) * 64
     return windlass.EngineClient(
-        manifest=describe_module(
-            served.model, f"{name}/0", Role.ENGINE, stacked=TRANSFORMERS_EXPERTS
+        windlass.EngineWeights(
+            manifest=describe_module(
+                served.model, f"{name}/0", Role.ENGINE, stacked=TRANSFORMERS_EXPERTS
+            ),
+            addresses=parameter_addresses(served.model),
+            regions=[arena.region],
         ),
-        addresses=parameter_addresses(served.model),
-        regions=[arena.region],
         transport=transport,
         hooks=served,
         controller=controller,
         token=token,
-        group=name,
         url=url,
     )
 

@@ -24,9 +24,9 @@ from harness import Row, median_p95, parser, report, save
 from tools.plan.synthesis import engine_manifests, trainer_manifests
 from tools.plan.topology import parse_topology
 from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.testing.resting_engine import RestingEngine
-from windlass.trainers.client import TrainerClient
+from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transports.registry import create_transport, parse_transport
 
 TOKEN = "of a benchmark"
@@ -43,15 +43,17 @@ class ReplicaRank(Rank):
 
     def train(self, url: str, transport: str, replica: str) -> None:
         self.trainer = TrainerClient(
-            manifest=self.manifest,
-            parameters=self.located,
+            TrainerWeights(
+                manifest=self.manifest,
+                parameters=self.located,
+                step_stream=lambda: int(torch.cuda.current_stream().cuda_stream),
+            ),
             transport=create_transport(
                 parse_transport(transport), towards=url, memory_at=self.address
             ),
             controller=url,
             token=TOKEN,
             replica=ReplicaPlace.OFF if replica == NO_REPLICA else ReplicaPlace(replica),
-            step_stream=lambda: int(torch.cuda.current_stream().cuda_stream),
         )
         self.replica = replica
 
@@ -115,14 +117,15 @@ class ReplicaRank(Rank):
         self.truth = self.memory.clone()
         wire = create_transport(parse_transport(transport), towards=url, memory_at=self.address)
         self.engine = EngineClient(
-            manifest=self.manifest,
-            addresses=[self.address + offset for offset in self.offsets],
-            regions=[wire.register(self.address, self.nbytes)],
+            EngineWeights(
+                manifest=self.manifest,
+                addresses=[self.address + offset for offset in self.offsets],
+                regions=[wire.register(self.address, self.nbytes)],
+            ),
             transport=wire,
             hooks=RestingEngine(),
             controller=url,
             token=TOKEN,
-            group="engine",
             url="http://nowhere",
         )
 

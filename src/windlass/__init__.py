@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from windlass.config import XcclBackend as XcclBackend
     from windlass.controller import Controller as Controller
     from windlass.engines.client import EngineClient as EngineClient
+    from windlass.engines.client import EngineWeights as EngineWeights
     from windlass.errors import AuthenticationError as AuthenticationError
     from windlass.errors import ConfigError as ConfigError
     from windlass.errors import EngineRefused as EngineRefused
@@ -67,8 +68,9 @@ if TYPE_CHECKING:
     from windlass.trainers.callback import WeightGroup as WeightGroup
     from windlass.trainers.client import PendingUpdate as PendingUpdate
     from windlass.trainers.client import TrainerClient as TrainerClient
+    from windlass.trainers.client import TrainerWeights as TrainerWeights
     from windlass.trainers.client import connect_trainer as connect_trainer
-    from windlass.updates.hooks import EngineHooks as EngineHooks
+    from windlass.updates.engine_agent import EngineHooks as EngineHooks
     from windlass.updates.messages import RoundOutcome as RoundOutcome
     from windlass.updates.messages import UpdateReport as UpdateReport
 
@@ -80,15 +82,15 @@ if not TYPE_CHECKING:  # a type checker must go on refusing names that are not t
         {
             "windlass.config": "CollectiveFabric ControlConfig DiskBackend P2pBackend PauseMode PhaseDeadlines PluginBackend RelayShape ReplicaPlace UpdateMode XcclBackend",
             "windlass.controller": "Controller",
-            "windlass.engines.client": "EngineClient",
+            "windlass.engines.client": "EngineClient EngineWeights",
             "windlass.errors": "AuthenticationError ConfigError EngineRefused IncompleteCoverage ManifestError PeerTimeout PeerUnreachable PlanError ProtocolError RegionError RolloutError RoundAborted RoundError StaleMessage TrainerError TransferError TransferFailed TransferOutcomeUnknown TransportUnavailable UnsupportedLayout WindlassError",
             "windlass.rollout.batches": "BatchClient",
             "windlass.rollout.handles": "RolloutConfig",
             "windlass.rollout.messages": "SamplingParams TrainingBatch TrainingSample",
             "windlass.rollout.staleness": "OnStale StalenessPolicy",
             "windlass.trainers.callback": "RolloutCallback WeightGroup",
-            "windlass.trainers.client": "PendingUpdate TrainerClient connect_trainer",
-            "windlass.updates.hooks": "EngineHooks",
+            "windlass.trainers.client": "PendingUpdate TrainerClient TrainerWeights connect_trainer",
+            "windlass.updates.engine_agent": "EngineHooks",
             "windlass.updates.messages": "RoundOutcome UpdateReport",
         },
     )

@@ -28,7 +28,7 @@ from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.layout.naming.place import Coords, Geometry, place
 from windlass.layout.naming.tables import FAMILIES
 from windlass.testing.resting_engine import RestingEngine
-from windlass.trainers.client import TrainerClient
+from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.registry import create_transport, parse_transport
 
@@ -186,14 +186,15 @@ def engine_of(served: dict[str, np.ndarray], controller: str) -> windlass.Engine
         whole = Box((0,) * memory.ndim, memory.shape)
         builder.add_shard(name, memory.shape, whole, name)
     return windlass.EngineClient(
-        manifest=builder.build(),
-        addresses=[memory.ctypes.data for memory in served.values()],
-        regions=[transport.register(m.ctypes.data, m.nbytes) for m in served.values()],
+        windlass.EngineWeights(
+            manifest=builder.build(),
+            addresses=[memory.ctypes.data for memory in served.values()],
+            regions=[transport.register(m.ctypes.data, m.nbytes) for m in served.values()],
+        ),
         transport=transport,
         hooks=RestingEngine(),
         controller=controller,
         token=TOKEN,
-        group="gyre",
     )
 
 
@@ -224,13 +225,14 @@ def rank_of(rank: int, weights: dict[str, np.ndarray], controller: str) -> Train
         return parameters
 
     return TrainerClient(
-        manifest=builder.build(),
-        parameters=located,
+        TrainerWeights(
+            manifest=builder.build(),
+            parameters=located,
+        ),
         transport=create_transport(parse_transport("cma"), towards=controller),
         controller=controller,
         token=TOKEN,
         job="gyre",
-        rank=rank,
         world_size=TP,
     )
 

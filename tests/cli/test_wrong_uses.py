@@ -161,14 +161,15 @@ def test_an_engine_that_cannot_be_made_leaves_no_transport_open() -> None:
     builder = ManifestBuilder("engine/0", Role.ENGINE)
     with pytest.raises(ConfigError, match="controller must be http or https://host"):
         windlass.EngineClient(
-            manifest=builder.build(),
-            addresses=(),
-            regions=(),
+            windlass.EngineWeights(
+                manifest=builder.build(),
+                addresses=(),
+                regions=(),
+            ),
             transport=transport,
             hooks=RestingEngine(),
             controller="localhost:8000",
             token=TOKEN,
-            group="engine",
         )
     assert transport.num_closed == 1
 
@@ -307,14 +308,15 @@ def engine(url: str, weight: torch.Tensor) -> Iterator[Hooks]:
     hooks, transport = Hooks(), CmaTransport()
     region = transport.register(weight.data_ptr(), weight.nbytes)
     with windlass.EngineClient(
-        manifest=builder.build(),
-        addresses=(weight.data_ptr(),),
-        regions=(region,),
+        windlass.EngineWeights(
+            manifest=builder.build(),
+            addresses=(weight.data_ptr(),),
+            regions=(region,),
+        ),
         transport=transport,
         hooks=hooks,
         controller=url,
         token=TOKEN,
-        group="engine",
     ):
         yield hooks
 

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, UpdateMode
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
@@ -99,15 +99,15 @@ class AdapterEngine:
         regions = [transport.register(m.data_ptr(), m.nbytes) for m in self.memory.values()]
         self.hooks = ServingHooks()
         self.client = EngineClient(
-            manifest=manifest,
-            addresses=addresses,
-            regions=regions,
+            EngineWeights(
+                manifest=manifest,
+                addresses=addresses,
+                regions=regions,
+            ),
             transport=transport,
             hooks=self.hooks,
             controller=url,
             token=TOKEN,
-            group="lora",
-            rank=rank,
             world_size=TP,
             can_send=False,
         )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import windlass
 from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import TransferFailed
 from windlass.jobs.fsdp_engine import FsdpEngine
 from windlass.jobs.train_worker import TrainContext
@@ -86,14 +86,15 @@ def served(url: str) -> Iterator[torch.Tensor]:
     manifest = describe_module(module, "engine/0", Role.ENGINE)
     (address,), transport = parameter_addresses(module), create_transport(CmaConfig())
     with EngineClient(
-        manifest=manifest,
-        addresses=[address],
-        regions=[transport.register(address, manifest.parameters[0].nbytes)],
+        EngineWeights(
+            manifest=manifest,
+            addresses=[address],
+            regions=[transport.register(address, manifest.parameters[0].nbytes)],
+        ),
         transport=transport,
         hooks=RestingEngine(),
         controller=url,
         token=TOKEN,
-        group="engine",
     ):
         (weight,) = module.parameters()
         yield weight

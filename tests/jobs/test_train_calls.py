@@ -13,8 +13,7 @@ from idle_scheduler import IdleScheduler
 
 from windlass.errors import ConfigError, ProtocolError
 from windlass.jobs.train_controller import TrainController
-from windlass.jobs.train_messages import CONTROLLER_FRAMES, Done, Joined
-from windlass.jobs.train_worker import _Worker
+from windlass.jobs.train_worker import CONTROLLER_FRAMES, Done, Joined, _Worker
 from windlass.net.access import Access, role_token
 from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, encode
 from windlass.net.server import ControlServer

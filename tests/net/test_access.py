@@ -39,7 +39,7 @@ def test_tokens_of_roles_differ_and_say_nothing_of_the_secret() -> None:
     for token, other in combinations(tokens, 2):
         assert token not in other
     assert role_token(SECRET, Access.ENGINE) != role_token("another", Access.ENGINE)
-    gate = AccessGate.of_secret(SECRET, Access)
+    gate = AccessGate(SECRET)
     assert [gate.role_of(f"Bearer {token}") for token in tokens] == list(Access)
     for stranger in ("", "Bearer ", "Bearer x", SECRET, f"Bearer {tokens[1]} ", "Bearer \udcff"):
         assert gate.role_of(stranger) is None

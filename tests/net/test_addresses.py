@@ -28,8 +28,13 @@ from windlass.net.addresses import (
 from windlass.net.clock import Deadline
 from windlass.net.server import ControlServer
 from windlass.transports.base import PeerEndpoint
-from windlass.transports.inbound import cut_inbound, listening_ports
+from windlass.transports.inbound import end_connections, listening_ports
 from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener, PeerLiveness
+
+
+def cut_accepted_on(port: int, seconds: float) -> int:
+    deadline = Deadline.after(seconds, "test")
+    return end_connections(lambda own: own.getsockname()[1] == port, deadline)
 
 
 @pytest.mark.parametrize("host", ["10.1.2.3", "::1", "fd77:0::2", "node-7.cluster.example"])
@@ -151,11 +156,11 @@ def test_connections_that_others_opened_are_cut_once_their_reader_let_go() -> No
 
             reader = threading.Thread(target=read)
             reader.start()
-            assert cut_inbound(frozenset({port}), Deadline.after(20.0, "test")) == 1
+            assert cut_accepted_on(port, 20.0) == 1
             reader.join(20.0)
             client.settimeout(20.0)
             assert client.recv(1) == b""
-        assert cut_inbound(frozenset({port}), Deadline.after(20.0, "test")) == 0
+        assert cut_accepted_on(port, 20.0) == 0
 
 
 def test_a_connection_that_is_still_read_after_the_deadline_is_a_named_error() -> None:
@@ -164,10 +169,12 @@ def test_a_connection_that_is_still_read_after_the_deadline_is_a_named_error() -
         with socket.create_connection(("127.0.0.1", port), 5.0):
             accepted, _ = listener.accept()
             with accepted, pytest.raises(TransferFailed, match="still read"):
-                cut_inbound(frozenset({port}), Deadline.after(0.05, "test"))
+                cut_accepted_on(port, 0.05)
 
 
-def test_a_door_outlives_a_visitor_that_it_could_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_outlives_a_client_that_it_could_not_accept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Too many open files for a moment must not make every later peer wait in vain."""
     name, accept, failures = "n" * INCARNATION_NBYTES, socket.socket.accept, [errno.EMFILE]
 

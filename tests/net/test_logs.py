@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from windlass.errors import ConfigError
-from windlass.net.logs import JsonFormatter, add_log_fields, configure_logging, log_fields
+from windlass.net.logs import JsonFormatter, configure_logging, log_fields
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ async def test_tasks_keep_the_fields_of_their_creation_and_their_own_apart(
     turn = asyncio.Barrier(2)
 
     async def work(task: str) -> None:
-        add_log_fields(task=task)
+        log_fields(task=task)
         await turn.wait()
         logger.info("ran")
 

@@ -27,10 +27,10 @@ from chaos_weights import (
     values,
 )
 
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import RoundAborted, WindlassError
 from windlass.layout.manifest import Role
-from windlass.trainers.client import TrainerClient
+from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
@@ -58,12 +58,13 @@ def run_trainer(url: str, token: str, name: str, index: int, transport: OneSided
     address, array, region = memory_of(transport, values(0)[rows].nbytes)
     memory = (ParameterMemory(address, len(array)),)
     trainer = TrainerClient(
-        manifest=trainer_manifest(name, index),
-        parameters=lambda: memory,
+        TrainerWeights(
+            manifest=trainer_manifest(name, index),
+            parameters=lambda: memory,
+        ),
         transport=transport,
         controller=url,
         token=token,
-        rank=index,
         world_size=NUM_TRAINERS,
         job="ranks that come back one by one",
         registered=[region],
@@ -159,14 +160,15 @@ async def run_engine(url: str, token: str, name: str, transport: OneSidedTranspo
 
     def connect() -> EngineClient:
         return EngineClient(
-            manifest=engine.manifest,
-            addresses=[engine.address],
-            regions=[engine.region],
+            EngineWeights(
+                manifest=engine.manifest,
+                addresses=[engine.address],
+                regions=[engine.region],
+            ),
             transport=transport,
             hooks=engine,
             controller=url,
             token=token,
-            group=name,
             url=own_url,
             connect_deadline_s=CONNECT_S,
         )

@@ -20,9 +20,9 @@ from windlass.rollout.controller import RolloutController
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.transfer.destination import Destination
 from windlass.transfer.sender import Sender
-from windlass.updates.agents import EngineAgent
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.driver import RoundDriver
+from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.fleet import Fleet
 from windlass.updates.rounds import LinkLedger, RoundMachine
 

@@ -36,9 +36,10 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.transports.memory import MemoryTransport
-from windlass.updates.agents import EngineAgent, TrainerAgent
 from windlass.updates.client import AgentChannel
+from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.messages import PROTOCOL_VERSION, Command, Hello, Result
+from windlass.updates.trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
     from chaos_world import World

@@ -67,6 +67,8 @@ async def main() -> None:
         controller.acknowledge(line["tasks"][0] for line in have)
         wanted = set(range(num_groups)) - {int(str(line["prompt"])) for line in have}
         wanted -= {int(str(handle.metadata)) for handle in controller.recovered.groups.values()}
+        before = controller.stats()  # what its workers run is not lost before they are back
+        assert (before.lost, before.outstanding > 0) == (0, bool(controller.recovered.groups))
         await server.start()
         print(server.url, len(have), len(controller.recovered.groups), flush=True)
         await controller.wait_for_workers(num_workers, deadline_s=60)

@@ -24,15 +24,16 @@ from weight_rank import part_of
 
 import windlass
 from windlass.config import ControlConfig, PauseMode
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import RoundAborted
 from windlass.layout.manifest import Role
 from windlass.rollout import RolloutConfig, SamplingParams, StalenessPolicy
-from windlass.trainers.client import TrainerClient
+from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
-from windlass.updates.agents import EngineAgent, TrainerAgent
+from windlass.updates.engine_agent import EngineAgent
+from windlass.updates.trainer_agent import TrainerAgent
 
 TOKEN = "secret of the test"
 NUM_TRAINERS = 2
@@ -150,14 +151,15 @@ def run_engine(pipe: Connection, name: str, url: str, token_s: float) -> None:
         return handlers[0]
 
     client = EngineClient(
-        manifest=generator.part.manifest,
-        addresses=[a.ctypes.data for a in arrays],
-        regions=regions,
+        EngineWeights(
+            manifest=generator.part.manifest,
+            addresses=[a.ctypes.data for a in arrays],
+            regions=regions,
+        ),
         transport=transport,
         hooks=generator,
         controller=url,
         token=TOKEN,
-        group=name,
         url=generator.serve(),
         can_send=False,
         intercept=intercept,
@@ -189,12 +191,13 @@ def run_trainer(pipe: Connection, index: int, url: str) -> None:
         return handlers[0]
 
     trainer = TrainerClient(
-        manifest=part.manifest,
-        parameters=lambda: parameters,
+        TrainerWeights(
+            manifest=part.manifest,
+            parameters=lambda: parameters,
+        ),
         transport=create_transport(CmaConfig()),
         controller=url,
         token=TOKEN,
-        rank=index,
         world_size=NUM_TRAINERS,
         job="ranks that come back one by one",
         intercept=intercept,

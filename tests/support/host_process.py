@@ -22,16 +22,17 @@ import numpy.typing as npt
 
 import windlass
 from windlass.config import ControlConfig, PauseMode
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.trainers.client import TrainerClient
+from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.agents import EngineAgent, TrainerAgent
 from windlass.updates.client import CommandHandler
+from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.messages import Command, Result
+from windlass.updates.trainer_agent import TrainerAgent
 
 TOKEN = "secret of the test"
 COLUMNS = 512
@@ -192,14 +193,15 @@ def run_engine(name: str, url: str, transport_name: str, rows: int, advertised: 
     transport = create_transport(parse_transport(transport_name), towards=url)
     handler = HoldAt()
     agent = EngineClient(
-        manifest=engine.manifest,
-        addresses=[a.ctypes.data for a in arrays],
-        regions=[transport.register(a.ctypes.data, a.nbytes) for a in arrays],
+        EngineWeights(
+            manifest=engine.manifest,
+            addresses=[a.ctypes.data for a in arrays],
+            regions=[transport.register(a.ctypes.data, a.nbytes) for a in arrays],
+        ),
         transport=transport,
         hooks=engine,
         controller=url,
         token=TOKEN,
-        group=name,
         url=advertised,
         intercept=handler.intercept,
     ).agent
@@ -227,12 +229,13 @@ def run_trainer(url: str, transport_name: str, rows: int, index: int, parts: int
     parameters = [ParameterMemory(a.ctypes.data, a.nbytes) for a in memory.values()]
     handler = HoldAt()
     trainer = TrainerClient(
-        manifest=manifest,
-        parameters=lambda: parameters,
+        TrainerWeights(
+            manifest=manifest,
+            parameters=lambda: parameters,
+        ),
         transport=transport,
         controller=url,
         token=TOKEN,
-        rank=index,
         world_size=parts,
         job="one start",
         intercept=handler.intercept,

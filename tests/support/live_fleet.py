@@ -14,7 +14,7 @@ from typing import Any, Self
 import pytest
 import torch
 
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import TransportUnavailable
 from windlass.layout.manifest import Role
 from windlass.testing.resting_engine import RestingEngine
@@ -88,14 +88,15 @@ def serve(
         for address, spec in zip(addresses, manifest.parameters, strict=True)
     ]
     with EngineClient(
-        manifest=manifest,
-        addresses=addresses,
-        regions=regions,
+        EngineWeights(
+            manifest=manifest,
+            addresses=addresses,
+            regions=regions,
+        ),
         transport=transport,
         hooks=RestingEngine(),
         controller=url,
         token=TOKEN,
-        group=name,
         url="http://nowhere",
     ) as client:
         pipe.send(("ready",))

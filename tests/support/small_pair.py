@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.net.access import Access, role_token
-from windlass.trainers.client import TrainerClient
+from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.hooks import EngineHooks
+from windlass.updates.engine_agent import EngineHooks
 
 __all__ = ["SmallPair", "connect_small_pair", "small_manifest"]
 
@@ -56,22 +56,25 @@ def connect_small_pair(controller: str, token: str, hooks: EngineHooks, url: str
     regions = [s.register(a, _NBYTES) for s, a in zip(sides, addresses, strict=True)]
     memory = (ParameterMemory(addresses[0], _NBYTES),)
     trainer = TrainerClient(
-        manifest=small_manifest("trainer/0", Role.TRAINER),
-        parameters=lambda: memory,
+        TrainerWeights(
+            manifest=small_manifest("trainer/0", Role.TRAINER),
+            parameters=lambda: memory,
+        ),
         transport=sides[0],
         controller=controller,
         token=role_token(token, Access.TRAINER),
         registered=[regions[0]],
     )
     engine = EngineClient(
-        manifest=small_manifest("a/0", Role.ENGINE),
-        addresses=[addresses[1]],
-        regions=[regions[1]],
+        EngineWeights(
+            manifest=small_manifest("a/0", Role.ENGINE),
+            addresses=[addresses[1]],
+            regions=[regions[1]],
+        ),
         transport=sides[1],
         hooks=hooks,
         controller=controller,
         token=role_token(token, Access.ENGINE),
-        group="a",
         url=url,
     )
     return SmallPair(trained, served, trainer, engine)

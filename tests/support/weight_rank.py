@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 import windlass
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.box import Box, chunk
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
@@ -29,7 +29,7 @@ from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.base import OneSidedTransport, WriteBatch
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.agents import EngineAgent
+from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.messages import Command, Receive, Result, Verify
 
 PER_RUN = 20
@@ -142,7 +142,7 @@ class FaultyWrites(WrappedTransport):
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         with self._lock:
-            self.nbytes += batch.total_nbytes
+            self.nbytes += int(batch.nbytes.sum())
             self._left -= 1
             now = self._left == 0
         if now and self._kind == "tear":
@@ -219,15 +219,15 @@ def run_engine(pipe: Connection, settings: RankSettings) -> None:
     memory = part.empty(settings.device)
     transport = made_transport(settings, next(iter(memory.values())))
     client = EngineClient(
-        manifest=part.manifest,
-        addresses=[t.data_ptr() for t in memory.values()],
-        regions=[transport.register(t.data_ptr(), t.nbytes) for t in memory.values()],
+        EngineWeights(
+            manifest=part.manifest,
+            addresses=[t.data_ptr() for t in memory.values()],
+            regions=[transport.register(t.data_ptr(), t.nbytes) for t in memory.values()],
+        ),
         transport=transport,
         hooks=RestingEngine(),
         controller=settings.url,
         token=settings.token,
-        group=group,
-        rank=settings.index,
         world_size=settings.parts,
         can_send=settings.can_send,
         intercept=lambda agent: FaultyCommands(agent, fault),
@@ -255,12 +255,13 @@ def run_trainer(pipe: Connection, settings: RankSettings) -> None:
     memory = part.empty(settings.device)
     transport = made_transport(settings, next(iter(memory.values())))
     client = windlass.TrainerClient(
-        manifest=part.manifest,
-        parameters=lambda: [ParameterMemory(t.data_ptr(), t.nbytes) for t in memory.values()],
+        windlass.TrainerWeights(
+            manifest=part.manifest,
+            parameters=lambda: [ParameterMemory(t.data_ptr(), t.nbytes) for t in memory.values()],
+        ),
         transport=transport,
         controller=settings.url,
         token=settings.token,
-        rank=index,
         world_size=parts,
         arena_nbytes=settings.arena_nbytes,
     )

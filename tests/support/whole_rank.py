@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,7 +97,7 @@ def published(row: Row, url: str, token: str) -> dict[str, Any]:
         replica=ReplicaPlace.AUTO if row.way == "begin_publish" else ReplicaPlace.OFF,
     ) as trainer:
         if row.unsynced:
-            trainer._make_whole = None
+            trainer._weights = dataclasses.replace(trainer._weights, make_whole=None)
         for version in range(NUM_VERSIONS):
             training.step()
             met |= unwhole("before", training)

@@ -23,7 +23,7 @@ from half_stepped_rank import (
 
 import windlass
 from windlass.config import ControlConfig
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.manifest import Role
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.dtensor import describe_module
@@ -38,14 +38,15 @@ def serve(served: torch.nn.Module, url: str) -> EngineClient:
     transport = create_transport(parse_transport("cma"))
     extents = [(p.data_ptr(), p.nbytes) for p in served.parameters()]
     return EngineClient(
-        manifest=describe_module(served, "engine/0", Role.ENGINE),
-        addresses=[address for address, _ in extents],
-        regions=[transport.register(*extent) for extent in extents],
+        EngineWeights(
+            manifest=describe_module(served, "engine/0", Role.ENGINE),
+            addresses=[address for address, _ in extents],
+            regions=[transport.register(*extent) for extent in extents],
+        ),
         transport=transport,
         hooks=RestingEngine(),
         controller=url,
         token=TOKEN,
-        group="engine",
     )
 
 

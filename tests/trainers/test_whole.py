@@ -17,7 +17,7 @@ from test_forward_oracle import described
 from whole_rank import NUM_VERSIONS, Row, run_whole
 
 import windlass
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.box import Box
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.memory.torch_dtypes import dtype_of
@@ -79,17 +79,18 @@ class Served:
             builder.add_shard(name, tuple(tensor.shape), Box.full(tuple(tensor.shape)), name)
         transport = create_transport(parse_transport("cma"))
         self.client = EngineClient(
-            manifest=builder.build(),
-            addresses=[tensor.data_ptr() for tensor in self.weights.values()],
-            regions=[
-                transport.register(tensor.data_ptr(), tensor.nbytes)
-                for tensor in self.weights.values()
-            ],
+            EngineWeights(
+                manifest=builder.build(),
+                addresses=[tensor.data_ptr() for tensor in self.weights.values()],
+                regions=[
+                    transport.register(tensor.data_ptr(), tensor.nbytes)
+                    for tensor in self.weights.values()
+                ],
+            ),
             transport=transport,
             hooks=RestingEngine(),
             controller=url,
             token=TOKEN,
-            group="engine",
         )
 
 

@@ -16,7 +16,7 @@ from offers import GPU_TRAITS
 
 import windlass
 from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import (
     ConfigError,
     RegionError,
@@ -33,7 +33,7 @@ from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.links import DeviceLink, load_link
 from windlass.planning.planner import plan_transfer
 from windlass.testing.resting_engine import RestingEngine
-from windlass.trainers.client import TrainerClient
+from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer import stored_links
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkOutcome, LinkStatus
@@ -41,9 +41,9 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.processes import own_endpoint
-from windlass.updates.agents import TrainerAgent
 from windlass.updates.client import CommandHandler
 from windlass.updates.messages import Command, Result, Write
+from windlass.updates.trainer_agent import TrainerAgent
 
 TOKEN = "secret of the test"
 SECONDS = 20.0
@@ -468,26 +468,19 @@ async def test_a_trainer_goes_on_while_its_copy_is_published_over_a_network(
 
     def work(url: str) -> None:
         transport = GpuMemoryTransport(fabric)
-        engine = EngineClient(
-            manifest=engine_manifest(),
-            addresses=served.addresses(),
-            regions=[
+        engine = EngineClient(EngineWeights(manifest=engine_manifest(), addresses=served.addresses(), regions=[
                 transport.register(int(b.ctypes.data), b.nbytes) for b in served.buffers
-            ],
-            transport=transport,
-            hooks=RestingEngine(),
-            controller=url,
-            token=TOKEN,
-            group="engine",
-        )  # fmt: skip
+            ],), transport=transport, hooks=RestingEngine(), controller=url, token=TOKEN,)  # fmt: skip
         trainer = TrainerClient(
-            manifest=trainer_manifest(),
-            parameters=held,
+            TrainerWeights(
+                manifest=trainer_manifest(),
+                parameters=held,
+                step_stream=lambda: next(streams),
+            ),
             transport=GpuMemoryTransport(fabric),
             controller=url,
             token=TOKEN,
             replica=replica,
-            step_stream=lambda: next(streams),
             intercept=intercept,
         )
         with engine, trainer:

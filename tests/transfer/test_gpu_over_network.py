@@ -43,7 +43,7 @@ from windlass.transfer.relay_node import RelayNode
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, WriteBatch
 from windlass.transports.memory import MemoryFabric, MemoryTransport
-from windlass.updates.agents import EngineAgent
+from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.messages import ConnectEngine
 
 Buffers = list[np.ndarray]

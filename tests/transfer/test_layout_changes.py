@@ -21,17 +21,17 @@ from windlass.config import (
     UpdateMode,
     XcclBackend,
 )
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import RoundAborted
 from windlass.layout.manifest import Role
 from windlass.testing.resting_engine import RestingEngine
-from windlass.trainers.client import TrainerClient
+from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.trainers.fsdp import describe_trainer
 from windlass.transfer.dtensor import describe_module, parameter_addresses
 from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
-from windlass.updates.agents import TrainerAgent
 from windlass.updates.messages import Command, Result, Write
+from windlass.updates.trainer_agent import TrainerAgent
 
 TOKEN = "t" * 32
 
@@ -129,17 +129,18 @@ def connect_engine(served: Model, url: str) -> EngineClient:
     transport = create_transport(CmaConfig())
     addresses = parameter_addresses(served)
     return EngineClient(
-        manifest=manifest,
-        addresses=addresses,
-        regions=[
-            transport.register(address, spec.nbytes)
-            for address, spec in zip(addresses, manifest.parameters, strict=True)
-        ],
+        EngineWeights(
+            manifest=manifest,
+            addresses=addresses,
+            regions=[
+                transport.register(address, spec.nbytes)
+                for address, spec in zip(addresses, manifest.parameters, strict=True)
+            ],
+        ),
         transport=transport,
         hooks=RestingEngine(),
         controller=url,
         token=TOKEN,
-        group="engine",
     )
 
 
@@ -148,9 +149,11 @@ def connect(
 ) -> TrainerClient:
     described = describe_trainer(trained, group="trainer", name_map=None)
     return TrainerClient(
-        manifest=described.manifest,
-        parameters=described.parameters,
-        changed=described.tensors.changed,
+        TrainerWeights(
+            manifest=described.manifest,
+            parameters=described.parameters,
+            changed=described.tensors.changed,
+        ),
         transport=create_transport(CmaConfig()),
         controller=url,
         token=TOKEN,

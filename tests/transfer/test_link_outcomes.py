@@ -37,7 +37,7 @@ from windlass.transfer.relay_node import RelayNode, RelayResult
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.transports.memory import MemoryFabric, MemoryTransport
-from windlass.updates.agents import EngineAgent
+from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.messages import Relay, Verify
 
 COUNT = 600

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -14,7 +15,7 @@ import torch
 
 import windlass
 from windlass.config import ControlConfig, ReplicaPlace, UpdateMode, XcclBackend
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import ConfigError, PeerTimeout, PlanError, RegionError, RoundAborted
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -25,7 +26,7 @@ from windlass.testing.faulty_transport import Fault, FaultKind, FaultyTransport
 from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.trainers import client
-from windlass.trainers.client import TrainerClient
+from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding, LinkStatus
 from windlass.transfer.receiver import Receiver
@@ -33,9 +34,9 @@ from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion
 from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
-from windlass.updates.agents import TrainerAgent
 from windlass.updates.client import CommandHandler
 from windlass.updates.messages import Command, Result, Write
+from windlass.updates.trainer_agent import TrainerAgent
 
 TOKEN = "secret of the test"
 SHAPES = {"same": (40, 24), "cast": (40, 24), "columns": (24, 48), "norm": (24,)}
@@ -147,14 +148,15 @@ class HeldWrites:
 def connect_engine(url: str) -> tuple[EngineClient, EngineMemory]:
     memory, transport = EngineMemory(), create_transport(CmaConfig())
     rank = EngineClient(
-        manifest=engine_manifest("engine"),
-        addresses=memory.addresses(),
-        regions=[transport.register(t.data_ptr(), t.nbytes) for t in memory.tensors.values()],
+        EngineWeights(
+            manifest=engine_manifest("engine"),
+            addresses=memory.addresses(),
+            regions=[transport.register(t.data_ptr(), t.nbytes) for t in memory.tensors.values()],
+        ),
         transport=transport,
         hooks=RestingEngine(),
         controller=url,
         token=TOKEN,
-        group="engine",
     )
     return rank, memory
 
@@ -173,12 +175,13 @@ def connect(
         return HeldWrites(agent, go, error)
 
     return TrainerClient(
-        manifest=trainer_manifest(memory.index, memory.world_size),
-        parameters=memory,
+        TrainerWeights(
+            manifest=trainer_manifest(memory.index, memory.world_size),
+            parameters=memory,
+        ),
         transport=transport or Counting(),
         controller=url,
         token=TOKEN,
-        rank=memory.index,
         world_size=memory.world_size,
         job="one start",
         replica=replica,
@@ -574,10 +577,11 @@ async def test_a_version_whose_step_cannot_be_marked_leaves_the_turn_to_the_next
         go.set()
         engine, served = connect_engine(url)
         with engine, connect(url, memory, go) as trainer:
-            trainer._step_stream = lambda: 1 // 0
+            weights = trainer._weights
+            trainer._weights = dataclasses.replace(weights, step_stream=lambda: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 trainer.begin_publish(0)
-            trainer._step_stream = None
+            trainer._weights = weights
             trainer.begin_publish(0).result(deadline_s=30)
             served.check(0)
 

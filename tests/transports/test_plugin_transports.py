@@ -27,7 +27,7 @@ from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.arena import Arena
 from windlass.transfer.base import ParameterMemory
-from windlass.trainers.client import TrainerClient
+from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transports.registry import create_transport, parse_transport, transport_names
 
 assert "file_mmap" in transport_names()
@@ -47,17 +47,18 @@ def trainer(url):
     transport, arena = opened()
     arena.bytes[:] = np.arange(4096) % 251
     memory = (ParameterMemory(arena.address, 4096),)
-    with TrainerClient(manifest=manifest("trainer/0", Role.TRAINER), parameters=lambda: memory,
-                       transport=transport, controller=url, token=TOKEN, registered=[arena.region]) as client:
+    weights = TrainerWeights(manifest=manifest("trainer/0", Role.TRAINER), parameters=lambda: memory)
+    with TrainerClient(weights, transport=transport, controller=url, token=TOKEN, registered=[arena.region]) as client:
         return client.publish(0, deadline_s=30)
 
 async def main():
     async with windlass.Controller(token=TOKEN) as controller:
         transport, arena = opened()
+        weights = windlass.EngineWeights(
+            manifest=manifest("engine/0", Role.ENGINE), addresses=[arena.address], regions=[arena.region])
         engine = await asyncio.to_thread(lambda: windlass.EngineClient(
-            manifest=manifest("engine/0", Role.ENGINE), addresses=[arena.address], regions=[arena.region],
-            transport=transport, hooks=RestingEngine(), controller=controller.url, token=TOKEN,
-            group="engine", url="http://127.0.0.1:9"))
+            weights, transport=transport, hooks=RestingEngine(), controller=controller.url, token=TOKEN,
+            url="http://127.0.0.1:9"))
         report = await asyncio.to_thread(trainer, controller.url)
         assert report.engines == ("engine",), report
         assert (arena.bytes == np.arange(4096) % 251).all()

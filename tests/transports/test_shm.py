@@ -213,12 +213,50 @@ def test_an_engine_that_shrinks_its_segments_does_not_end_a_trainer_that_has_map
         assert engine.end() == 0
 
 
-def test_a_segment_that_could_shrink_is_refused() -> None:
-    unsealed = ENGINE.replace(
-        "transport = ", "import fcntl; fcntl.F_ADD_SEALS = fcntl.F_GET_SEALS; transport = "
-    )
-    with started(unsealed) as engine, started(TRAINER) as trainer:
-        assert "sealed" in trainer.ask(engine.said())
+@pytest.mark.parametrize(
+    ("evil", "says"),
+    [
+        ("import fcntl; fcntl.F_ADD_SEALS = fcntl.F_GET_SEALS", "sealed"),
+        (
+            "os.posix_fallocate = lambda file, start, n: os.ftruncate(file, n + (1 << 40))",
+            "all of its pages",
+        ),
+    ],
+    ids=["unsealed", "sparse"],
+)
+def test_a_segment_that_could_end_its_writer_is_refused(evil: str, says: str) -> None:
+    script = ENGINE.replace("transport = ", f"{evil}; transport = ")
+    with started(script) as engine, started(TRAINER) as trainer:
+        assert says in trainer.ask(engine.said())
         assert engine.ask() == "shrunk"
-        assert "sealed" in trainer.ask()
+        assert says in trainer.ask()
         assert trainer.end() == 0
+
+
+INTRUDER = """
+import os, sys
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+for name in sys.argv[1:]:
+    try:
+        os.open(name, os.O_RDWR)
+        print("opened", name)
+    except PermissionError:
+        print("refused")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root plays two users")
+def test_another_user_of_the_host_opens_no_segment() -> None:
+    with started(ENGINE) as engine:
+        key = msgspec.json.decode(engine.said(), type=RemoteRegion).key
+        path = f"/proc/{engine.process.pid}/fd/{key.partition(':')[0]}"
+        assert "windlass-" in os.readlink(path)
+        done = subprocess.run(
+            [sys.executable, "-c", INTRUDER, path],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout == "refused\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import signal
@@ -58,6 +59,7 @@ from windlass.updates.messages import (
     Prepare,
     Publish,
     Refused,
+    Registered,
     Relay,
     RelayWrite,
     Reply,
@@ -387,6 +389,12 @@ async def test_an_oversized_message_closes_its_own_connection_and_no_other() -> 
         ({"lineage": "l" * 300}, "x/0: lineage must be 1 to 255 bytes"),
         ({"job": "a\nb"}, "x/0: job must be 1 to 255 bytes"),
         ({"host": "\x1b[2J"}, "x/0: host must be 1 to 255 bytes"),
+        (
+            {"registered": Registered(1, 1, math.nan)},
+            "x/0: registered must be numbers in [0, 2^53)",
+        ),
+        ({"registered": Registered(-1, 1, 0.0)}, "x/0: registered must be numbers in [0, 2^53)"),
+        ({"registered": Registered(1, 2**60, 0.0)}, "x/0: registered must be numbers"),
     ],
 )
 async def test_a_hello_that_does_not_belong_here_is_refused(

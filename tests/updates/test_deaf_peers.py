@@ -17,8 +17,8 @@ from idle_scheduler import IdleScheduler
 from windlass.config import ControlConfig
 from windlass.errors import PeerUnreachable, ProtocolError, TrainerError
 from windlass.jobs.train_controller import TrainController
-from windlass.jobs.train_messages import CONTROLLER_FRAMES, Joined
-from windlass.jobs.train_messages import Done as TrainDone
+from windlass.jobs.train_worker import CONTROLLER_FRAMES, Joined
+from windlass.jobs.train_worker import Done as TrainDone
 from windlass.net import rpc_client
 from windlass.net.access import Access, role_token
 from windlass.net.server import ControlServer

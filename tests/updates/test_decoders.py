@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from windlass.errors import WindlassError
-from windlass.jobs.train_messages import CONTROLLER_FRAMES, RANK_FRAMES
+from windlass.jobs.train_worker import CONTROLLER_FRAMES, RANK_FRAMES
 from windlass.layout.manifest import ShardManifest
 from windlass.net.line_file import read_lines
 from windlass.planning.plan import TransferPlan

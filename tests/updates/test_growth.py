@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sized
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from test_catch_up_retries import Rig, Socket, simulated
 from test_resumes import Engine, Resting
 
 from windlass.config import ControlConfig, UpdateMode
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.manifest import Role
 from windlass.net.messages import PROTOCOL_VERSION
 from windlass.net.server import ControlServer
@@ -33,7 +34,7 @@ from windlass.rollout import (
     pool,
 )
 from windlass.rollout.messages import WorkerHello
-from windlass.trainers.client import TrainerClient
+from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkStatus
 from windlass.transports.base import MemoryRegion, OneSidedTransport
@@ -200,7 +201,7 @@ def held() -> dict[str, object]:
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": sorted(name for name in names if not name.startswith("asyncio_")),
-        "segments": sum(f"{os.getpid()}" in name for name in os.listdir("/dev/shm")),
+        "segments": Path("/proc/self/maps").read_text().count("/memfd:windlass-"),
     }
 
 
@@ -242,8 +243,10 @@ async def test_real_engines_that_are_updated_and_leave_give_everything_back(
     def new_trainer() -> TrainerClient:
         memory = (ParameterMemory(source.address, 24),)
         return TrainerClient(
-            manifest=small_manifest("trainer/0", Role.TRAINER),
-            parameters=lambda: memory,
+            TrainerWeights(
+                manifest=small_manifest("trainer/0", Role.TRAINER),
+                parameters=lambda: memory,
+            ),
             transport=sending,
             controller=url,
             token=TOKEN,
@@ -254,14 +257,15 @@ async def test_real_engines_that_are_updated_and_leave_give_everything_back(
         receiving = create_transport(config, towards=url)
         served, target = memory_of(receiving)
         client = EngineClient(
-            manifest=small_manifest(f"{name}/0", Role.ENGINE),
-            addresses=[target.address],
-            regions=[target],
+            EngineWeights(
+                manifest=small_manifest(f"{name}/0", Role.ENGINE),
+                addresses=[target.address],
+                regions=[target],
+            ),
             transport=receiving,
             hooks=Engine(),
             controller=url,
             token=TOKEN,
-            group=name,
             url="http://127.0.0.1:9",
         )
         return client, served

@@ -15,7 +15,7 @@ from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.testing.resting_engine import RestingEngine
-from windlass.trainers.client import TrainerClient
+from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.arena import Arena
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.auto import AutoConfig
@@ -44,14 +44,15 @@ def opened(names: Sequence[str]) -> tuple[OneSidedTransport, Arena]:
 def engine_client(url: str, name: str, names: Sequence[str], undo: ExitStack) -> Arena:
     transport, arena = opened(names)
     client = windlass.EngineClient(
-        manifest=manifest(f"{name}/0", Role.ENGINE),
-        addresses=[arena.address],
-        regions=[arena.region],
+        windlass.EngineWeights(
+            manifest=manifest(f"{name}/0", Role.ENGINE),
+            addresses=[arena.address],
+            regions=[arena.region],
+        ),
         transport=transport,
         hooks=RestingEngine(),
         controller=url,
         token=TOKEN,
-        group=name,
         url="http://127.0.0.1:9",
     )
     undo.callback(client.close)
@@ -64,8 +65,10 @@ def publish(url: str, names: Sequence[str], undo: ExitStack) -> UpdateReport:
     arena.bytes[:] = np.arange(NBYTES) % 251
     memory = (ParameterMemory(arena.address, NBYTES),)
     client = TrainerClient(
-        manifest=manifest("trainer/0", Role.TRAINER),
-        parameters=lambda: memory,
+        TrainerWeights(
+            manifest=manifest("trainer/0", Role.TRAINER),
+            parameters=lambda: memory,
+        ),
         transport=transport,
         controller=url,
         token=TOKEN,

@@ -83,6 +83,26 @@ async def test_an_engine_that_answers_nothing_is_waited_for_once_and_comes_back_
         assert silent.live_versions == {3}
 
 
+async def test_an_engine_that_answers_nothing_gets_no_traffic_and_brings_up_nobody() -> None:
+    armed, released = threading.Event(), threading.Event()
+
+    def stuck(command: Command) -> None:
+        if armed.is_set():
+            released.wait(WITHIN_S)
+
+    async with FakeFleet(ControlConfig(deadlines=PhaseDeadlines(connect_s=0.5))) as rig:
+        await rig.start({"a": 1})
+        await rig.add_engine("b", on_command=stuck)
+        await rig.publish(0)
+        assert rig.routable == {"a": 0, "b": 0}
+        armed.set()
+        await rig.add_engine("c")
+        await until(rig, lambda: rig.routable == {"a": 0})
+        assert [group.name for group in rig.coordinator._fleet.serving(0)] == ["a"]
+        released.set()
+        await until(rig, lambda: rig.routable == {"a": 0, "b": 0})
+
+
 async def test_an_engine_that_is_always_late_to_bind_is_refused_and_status_says_why() -> None:
     gate = threading.Semaphore(0)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import aiohttp
+import msgspec
 import pytest
 from fake_fleet import TOKEN, FakeFleet
 
@@ -30,6 +33,7 @@ from windlass.updates.messages import (
     RoundOutcome,
     UpdateReport,
     Verify,
+    encode,
 )
 from windlass.updates.push import PushUpdates
 from windlass.updates.rounds import Phase
@@ -191,6 +195,32 @@ async def test_a_leader_that_has_not_paused_cannot_send() -> None:
             with pytest.raises(RoundAborted, match="other must call pause_generation first"):
                 await asyncio.wrap_future(sent)
         assert "ReadFiles" not in rig.engines["a/0"].handled
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"deadline_s": math.nan}, "deadline_s must be in (0, 86400], got nan"),
+        ({"deadline_s": math.inf}, "deadline_s must be in (0, 86400], got inf"),
+        ({"deadline_s": -1.0}, "deadline_s must be in"),
+        ({"call": PauseCall(math.nan)}, "session_s must be in (0, 86400], got nan"),
+        ({"call": PauseCall(1e9)}, "session_s must be in"),
+        ({"leader": "pp0\n"}, "leader must be 1 to 255 bytes of printable characters"),
+        ({"request_id": "r" * 256}, "request_id must be 1 to 255 bytes"),
+    ],
+)
+async def test_a_callback_out_of_bounds_is_a_bad_request(
+    asked: dict[str, object], says: str
+) -> None:
+    request = msgspec.structs.replace(CallbackRequest("r", "pp0", PauseCall(1.0), 1.0), **asked)
+    async with serving_version_0(nothing) as (rig, _):
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(f"{rig.server.url}/v1/callback", data=encode(request)) as answer,
+        ):
+            assert (answer.status, says in await answer.text()) == (400, True)
+        assert (await rig.publish(1)).engines == ("a", "b")
 
 
 async def test_a_version_that_is_none_lets_the_engines_go_on() -> None:

@@ -11,7 +11,7 @@ import torch
 
 import windlass
 from windlass.config import ControlConfig, ReplicaPlace
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import RoundAborted
 from windlass.layout.manifest import Role
 from windlass.planning import replicated
@@ -53,14 +53,15 @@ class Fleet:
         transport = create_transport(parse_transport("cma"))
         extents = extents_of(self.served)()
         self.engine = EngineClient(
-            manifest=describe_module(self.served, "engine/0", Role.ENGINE),
-            addresses=[address for address, _ in extents],
-            regions=[transport.register(*extent) for extent in extents],
+            EngineWeights(
+                manifest=describe_module(self.served, "engine/0", Role.ENGINE),
+                addresses=[address for address, _ in extents],
+                regions=[transport.register(*extent) for extent in extents],
+            ),
             transport=transport,
             hooks=RestingEngine(),
             controller=url,
             token=TOKEN,
-            group="engine",
         )
         self.modules = modules
         self.replica = replica
@@ -68,13 +69,14 @@ class Fleet:
         self.reports: list[windlass.UpdateReport] = []
         self.trainers = [
             windlass.TrainerClient(
-                manifest=describe_module(module, f"trainer/{rank}", Role.TRAINER),
-                parameters=self._parameters_of(module),
+                windlass.TrainerWeights(
+                    manifest=describe_module(module, f"trainer/{rank}", Role.TRAINER),
+                    parameters=self._parameters_of(module),
+                ),
                 transport=create_transport(parse_transport("cma")),
                 controller=url,
                 token=TOKEN,
                 job="agreeing",
-                rank=rank,
                 world_size=len(modules),
                 replica=ReplicaPlace.AUTO if replica else ReplicaPlace.OFF,
             )

@@ -206,7 +206,9 @@ def test_nothing_is_tried_after_the_end_of_a_closed_coordinator() -> None:
         other.say("away")
         await asyncio.sleep(0)
         await rig.leave(engine, ended=True)  # as every connection ends that a server closes
-        await asyncio.sleep(0)
+        if left := set(rig.coordinator._tasks):
+            await asyncio.wait(left)
+        assert all(task.cancelled() for task in left)
         assert rig.coordinator._tasks == set()
 
     with simulated(UpdateMode.STAGED) as rig:

@@ -8,6 +8,7 @@ from windlass.lazy import public
 
 if TYPE_CHECKING:
     from windlass.engines.client import EngineClient as EngineClient
+    from windlass.engines.client import EngineWeights as EngineWeights
     from windlass.engines.spec import AgentSettings as AgentSettings
     from windlass.engines.spec import CapturedLayout as CapturedLayout
     from windlass.engines.spec import EngineOptions as EngineOptions
@@ -17,15 +18,15 @@ if TYPE_CHECKING:
     from windlass.engines.spec import ServerCommand as ServerCommand
     from windlass.transfer.dtensor import describe_module as describe_module
     from windlass.transfer.dtensor import parameter_addresses as parameter_addresses
-    from windlass.updates.hooks import EngineHooks as EngineHooks
+    from windlass.updates.engine_agent import EngineHooks as EngineHooks
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
     __all__, __getattr__, __dir__ = public(
         __name__,
         {
-            "windlass.engines.client": "EngineClient",
+            "windlass.engines.client": "EngineClient EngineWeights",
             "windlass.engines.spec": "AgentSettings CapturedLayout EngineOptions EngineServer EngineSpec Rule ServerCommand",
             "windlass.transfer.dtensor": "describe_module parameter_addresses",
-            "windlass.updates.hooks": "EngineHooks",
+            "windlass.updates.engine_agent": "EngineHooks",
         },
     )

@@ -75,7 +75,7 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def adapter_of(text: str) -> Adapter | None:
-    """What `--adapter NAME=FOLDER` says; None for an empty text.
+    """Return what `--adapter NAME=FOLDER` says; None for an empty text.
 
     Raises:
         ConfigError: no name, no folder that PEFT saved.
@@ -105,7 +105,7 @@ def adapter_of(text: str) -> Adapter | None:
 
 @contextmanager
 def saved(weights: Iterator[tuple[str, torch.Tensor]], like: Path) -> Iterator[Path]:
-    """A folder as PEFT saves an adapter, with other values; gone afterwards.
+    """Save an adapter with other values as PEFT does; yield the folder, which is gone afterwards.
 
     Engines read adapters from folders: this is their own way from tensors to what they serve.
 

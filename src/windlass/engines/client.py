@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import final
 
 from windlass.errors import ConfigError
@@ -14,12 +15,28 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportOffer
-from windlass.updates.agents import EngineAgent
-from windlass.updates.client import AgentChannel, CommandHandler
-from windlass.updates.hooks import EngineHooks
+from windlass.updates.client import AgentChannel, CommandHandler, group_and_rank
+from windlass.updates.engine_agent import EngineAgent, EngineHooks
 from windlass.updates.messages import PROTOCOL_VERSION, Hello, Registered
 
-__all__ = ["EngineClient"]
+__all__ = ["EngineClient", "EngineWeights"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineWeights:
+    """What an engine rank holds, and where.
+
+    Attributes:
+        manifest: its rank is `manifest.worker`: GROUP/RANK, where the group is the engine's name.
+        addresses: of the live parameters, in manifest order; they never move.
+        regions: registered regions that contain every live parameter.
+        register_s: what it took to register them, for `/v1/status`.
+    """
+
+    manifest: ShardManifest
+    addresses: Sequence[int]
+    regions: Sequence[MemoryRegion]
+    register_s: float = 0.0
 
 
 @final
@@ -29,16 +46,11 @@ class EngineClient:
     Memory: peers may write the parameters from construction to `close`.
 
     Args:
-        manifest: of this rank.
-        addresses: of the live parameters, in manifest order; they never move.
-        regions: registered regions that contain every live parameter.
-        register_s: what it took to register them, for `/v1/status`.
+        weights: of this rank.
         transport: they are registered with it. Closed with this client.
         hooks: stop, resume and stamp this rank.
         controller: address of the controller.
         token: its secret.
-        group: name of the engine.
-        rank: of this process in it, 0 to `world_size` - 1.
         world_size: ranks of the engine.
         url: where the engine serves requests; given by rank 0.
         can_send: whether other engines may be brought up, or relayed to, from this one.
@@ -56,32 +68,29 @@ class EngineClient:
 
     def __init__(
         self,
+        weights: EngineWeights,
         *,
-        manifest: ShardManifest,
-        addresses: Sequence[int],
-        regions: Sequence[MemoryRegion],
         transport: OneSidedTransport,
         hooks: EngineHooks,
         controller: str,
         token: str,
-        group: str,
-        rank: int = 0,
         world_size: int = 1,
         url: str = "",
         can_send: bool = True,
         connect_deadline_s: float = 60.0,
-        register_s: float = 0.0,
         intercept: Callable[[EngineAgent], CommandHandler] | None = None,
     ) -> None:
         self._transport = transport
+        manifest, regions = weights.manifest, weights.regions
         with ExitStack() as undo:
             undo.callback(transport.close)
             check_url(controller, "controller")
+            group, rank = group_and_rank(manifest.worker)
             memory = tuple(
                 ParameterMemory(address, parameter.nbytes)
-                for address, parameter in zip(addresses, manifest.parameters, strict=True)
+                for address, parameter in zip(weights.addresses, manifest.parameters, strict=True)
             )
-            self._receiver = Receiver(transport, manifest, addresses, regions)
+            self._receiver = Receiver(transport, manifest, weights.addresses, regions)
             undo.callback(self._receiver.close)
             self._sender = Sender(transport, manifest, lambda: memory, registered=regions)
             undo.callback(self._sender.close)
@@ -95,7 +104,7 @@ class EngineClient:
             encoded, incarnation = manifest.encode(), os.urandom(8).hex()
             offers = _offers_for(transport, regions)
             registered = Registered(
-                len(regions), sum(region.nbytes for region in regions), register_s
+                len(regions), sum(region.nbytes for region in regions), weights.register_s
             )
 
             def hello() -> Hello:
@@ -154,7 +163,7 @@ class EngineClient:
 def _offers_for(
     transport: OneSidedTransport, regions: Sequence[MemoryRegion]
 ) -> tuple[TransportOffer, ...]:
-    """The ways in which all of the live parameters can be written.
+    """Return the ways in which all of the live parameters can be written.
 
     Raises:
         ConfigError: there is none: each of several transports refuses some region.

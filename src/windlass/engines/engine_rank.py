@@ -15,7 +15,7 @@ from typing import Protocol, final
 
 from windlass.config import PauseMode
 from windlass.engines.capture.capture import Captured
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.errors import ConfigError, ProtocolError, UnsupportedLayout, WindlassError
@@ -112,7 +112,7 @@ class RankHooks:
         self._blocked.start()
 
     def _block(self, api: EngineApi, pause_id: str, deadline_s: float) -> None:
-        """In a thread of its own: the call lasts as long as the pause."""
+        """Have loops blocked, in a thread of its own: the call lasts as long as the pause."""
         try:
             api.block(pause_id, deadline_s)
         except WindlassError as error:
@@ -169,7 +169,7 @@ class EngineRank:
 
     @property
     def captured(self) -> Captured:
-        """What `capture` found.
+        """Return what `capture` found.
 
         Raises:
             UnsupportedLayout: it has not been called.
@@ -178,7 +178,7 @@ class EngineRank:
 
     @property
     def settings(self) -> AgentSettings:
-        """Of the first `capture`; raises as `captured` does."""
+        """Return those of the first `capture`; raises as `captured` does."""
         return self._required()[0]
 
     def _required(self) -> tuple[AgentSettings, Captured, RankHooks]:
@@ -257,16 +257,16 @@ class EngineRank:
         regions = _register(transport, captured)
         # Repacked parameters are read from their buffers, which hold what was last received.
         self._client = EngineClient(
-            manifest=captured.manifest,
-            addresses=captured.addresses,
-            regions=regions,
-            register_s=time.perf_counter() - begun,
+            EngineWeights(
+                manifest=captured.manifest,
+                addresses=captured.addresses,
+                regions=regions,
+                register_s=time.perf_counter() - begun,
+            ),
             transport=transport,
             hooks=hooks,
             controller=settings.controller,
             token=token,
-            group=settings.name,
-            rank=rank,
             world_size=settings.world_size,
             url=settings.url if rank == 0 else "",
             connect_deadline_s=CONNECT_DEADLINE_S,
@@ -330,7 +330,7 @@ def _register(transport: OneSidedTransport, captured: Captured) -> tuple[MemoryR
 
 
 def allocation_of(address: int) -> tuple[int, int] | None:
-    """Start and bytes of the GPU allocation around an address; None for host memory."""
+    """Return start and bytes of the GPU allocation around an address; None for host memory."""
     gpu = gpu_of(address)
     return None if gpu < 0 else shared_gpu(gpu).device.allocation(address)
 
@@ -339,7 +339,7 @@ def stretches(
     spans: Iterable[tuple[int, int]],
     allocation: Callable[[int], tuple[int, int] | None] | None = None,
 ) -> list[tuple[int, int]]:
-    """(address, nbytes) of what is registered at once: spans that overlap share a stretch.
+    """Return (address, nbytes) of what is registered at once: spans that overlap share a stretch.
 
     Registration takes time per region and not per byte, so that with `allocation` spans of one
     allocation share a stretch as well, with what lies between them.

@@ -81,7 +81,7 @@ Join = Callable[[AgentSettings], None]
 
 
 def exit_at_signal(number: int, _frame: FrameType | None) -> None:
-    """A handler: leave the main thread by SystemExit, with a shell's status for the signal."""
+    """Handle a signal: leave the main thread by SystemExit, with a shell's status for it."""
     sys.exit(128 + number)
 
 
@@ -195,7 +195,7 @@ def _order(
 
 
 def _own_words(args: argparse.Namespace) -> list[str]:
-    """Options that every engine has here, but that not every engine can be given.
+    """Return options that every engine has here, but that not every engine can be given.
 
     Raises:
         ConfigError: a number of ranks is none.
@@ -215,7 +215,7 @@ def _own_words(args: argparse.Namespace) -> list[str]:
 
 
 def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
-    """Options of every engine; what the parser does not know goes to the engine's own server."""
+    """Return the options of every engine; what the parser does not know goes to the engine's own server."""
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--name", required=True, help="identity in the fleet")
     parser.add_argument("--model", required=True, help="checkpoint folder (safetensors)")
@@ -275,7 +275,7 @@ def refuse_unsafe(rest: Sequence[str], rules: Sequence[Rule]) -> None:
 
 
 def attach_running(args: argparse.Namespace, join: Join, token: str) -> int:
-    """For `--attach`: a server that runs joins a fleet, with this transport; prints one JSON line.
+    """Have a server that runs join a fleet, for `--attach`; print one JSON line.
 
     The layout that it has captured is used again; one that has not joined a fleet captures it now,
     and must still hold its checkpoint.
@@ -397,7 +397,7 @@ def serve(
 
 
 def _tell(args: argparse.Namespace, token: str, reason: str) -> None:
-    """Whoever waits for this engine must not wait for its deadline; stderr has the reason as well."""
+    """Tell the controller why this engine does not join, so that nobody waits for its deadline."""
     with contextlib.suppress(WindlassError):
         if args.controller:
             report_cannot_join(args.controller, token, args.name, reason)
@@ -426,7 +426,7 @@ def _watch(server: subprocess.Popen[bytes], ready: threading.Event) -> None:
 
 
 def _reach(host: str, port: int) -> None:
-    """Servers log that they serve a moment before they listen, and say nothing afterwards.
+    """Wait until a server listens: it logs that it serves a moment before, and says nothing afterwards.
 
     Raises:
         PeerUnreachable: refused for `REACH_DEADLINE_S`.
@@ -452,7 +452,7 @@ def _signal(group: int, number: int) -> None:
 
 
 def check_placed(engine: str, unplaced_by_rank: Sequence[Sequence[str]]) -> None:
-    """Every checkpoint tensor must have left a trace on some rank.
+    """Raise if a checkpoint tensor has left no trace on any rank.
 
     One that did not is either not wanted by the engine, or lies where capture cannot see it (a
     kernel's private copy), and then updates would silently miss it.
@@ -469,7 +469,7 @@ def check_placed(engine: str, unplaced_by_rank: Sequence[Sequence[str]]) -> None
 
 
 def report_buffers(engine: str, ranks: Sequence[CapturedLayout]) -> None:
-    """Say on stderr what updates cost that go through buffers, if any do.
+    """Print on stderr what updates cost that go through buffers, if any do.
 
     Args:
         engine: its name.

@@ -109,7 +109,7 @@ def _declared(folder: Path) -> _Quantisation | None:
 
 
 def _scheme(declared: _Quantisation) -> tuple[Scheme | None, str]:
-    """The scheme, or None and why it is none that is known."""
+    """Return the scheme, or None and why it is none that is known."""
     method = declared.quant_method.lower()
     if method == "fp8":
         if declared.weight_block_size is None:

@@ -63,7 +63,7 @@ class QuiesceGate:
             return self._blocked
 
     def end(self) -> None:
-        """The pause that was asked for is over, or has failed. Idempotent."""
+        """End the pause that was asked for: it is over, or has failed. Idempotent."""
         with self._changed:
             if self._asked:
                 self._ended, self._asked = self._asked, ""
@@ -75,7 +75,7 @@ class QuiesceGate:
             self._changed.wait_for(lambda: self._asked != pause_id)
 
     def fail(self, pause_id: str, error: WindlassError) -> None:
-        """The main loop will not be quiesced for this pause; `wait` says why."""
+        """Give up a pause: the main loop will not be quiesced for it; `wait` raises why."""
         with self._changed:
             self._failed = pause_id, error
             self._changed.notify_all()

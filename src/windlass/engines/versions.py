@@ -81,7 +81,7 @@ class Verdict:
 
 
 def judge(engine: EngineReleases, version: str) -> Verdict:
-    """What the table says of a release.
+    """Return what the table says of a release.
 
     Args:
         engine: of the table.
@@ -129,7 +129,7 @@ def has(feature: Feature, version: str) -> bool:
 
 
 def installed_version(engine: EngineReleases) -> str:
-    """Of this environment; '' where it is not installed, 'unknown' for a package without metadata."""
+    """Return this environment's; '' where it is not installed, 'unknown' for a package without metadata."""
     for distribution in engine.distributions:
         try:
             return importlib.metadata.version(distribution)
@@ -139,10 +139,10 @@ def installed_version(engine: EngineReleases) -> str:
 
 
 def check_installed(engine: EngineReleases) -> tuple[str, ...]:
-    """For a launcher, before anything starts.
+    """Check what is installed, for a launcher, before anything starts.
 
     Returns:
-        What whoever starts it should know, a line each.
+        What the one who starts it should know, a line each.
 
     Raises:
         ConfigError: it is not installed, or too old.

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError, TrainerError
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
-from windlass.jobs.train_messages import (
+from windlass.jobs.train_worker import (
     MAX_MESSAGE_NBYTES,
     RANK_FRAMES,
     Done,
@@ -60,6 +60,10 @@ class StepResult:
     step: int
     ranks: tuple[Mapping[str, float], ...]
     metrics: Mapping[str, float]
+
+
+class _RankEnded(TrainerError):
+    """More to the point than what its peers say of it."""
 
 
 _Session = Session[TrainCommand, TrainResult]
@@ -177,7 +181,7 @@ class TrainController:
             await self._scheduler.start(spec)
             rank.watch = asyncio.create_task(self._watch(rank))
         joins = [asyncio.create_task(_wait(rank.joined)) for rank in self._ranks]
-        await self._settle(joins, end, deadline_s, "connect")
+        await self._wait_for_all(joins, end, deadline_s, "connect")
         remaining = max(end - loop.time(), 0.1)
         host, port = self._store
         commands = [Setup(host, port, remaining)] * len(self._ranks)
@@ -245,7 +249,7 @@ class TrainController:
     ) -> None:
         """A rank that ends meanwhile is the reason, as in every call."""
         waits = [asyncio.create_task(work)] * len(self._ranks)
-        await self._settle(waits, end, deadline_s, "publish")
+        await self._wait_for_all(waits, end, deadline_s, "publish")
 
     async def save(self, path: str, *, deadline_s: float) -> None:
         """All ranks write a checkpoint.
@@ -373,60 +377,49 @@ class TrainController:
                         for rank, command in zip(self._ranks, commands, strict=True)
                     )
                 )
-                return await self._settle(replies, end, deadline_s, type(commands[0]).__name__)
+                return await self._wait_for_all(
+                    replies, end, deadline_s, type(commands[0]).__name__
+                )
             finally:
                 for rank in self._ranks:
                     rank.session.forget(call_id)
 
-    async def _settle(
+    async def _wait_for_all(
         self, waits: Sequence[_Wait], end: float, deadline_s: float, what: str
     ) -> tuple[Done, ...]:
         """Wait for all; the first rank that dies or raises, or the deadline, fails all.
 
         A rank that has answered may end afterwards: that is how `Stop` looks.
         """
-        loop = asyncio.get_running_loop()
-        ranks = self._ranks
+        answers = [
+            asyncio.create_task(_answer(rank, wait, what))
+            for rank, wait in zip(self._ranks, waits, strict=True)
+        ]
+        left_s = max(end - asyncio.get_running_loop().time(), 0.0)
         try:
-            while missing := [r for r, wait in zip(ranks, waits, strict=True) if not wait.done()]:
-                watches = [rank.watch for rank in missing if rank.watch is not None]
-                done, _ = await asyncio.wait(
-                    [*(wait for wait in waits if not wait.done()), *watches],
-                    timeout=max(end - loop.time(), 0.0),
-                    return_when=asyncio.FIRST_COMPLETED,
+            done, missing = await asyncio.wait(
+                answers, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION
+            )
+            if missing and any(answer.exception() for answer in done):
+                # A peer's collective often fails a moment before the dead rank is reported.
+                await asyncio.wait(
+                    missing, timeout=DEATH_GRACE_S, return_when=asyncio.FIRST_EXCEPTION
                 )
-                self._check_alive(waits, what)
-                if any(wait.done() and isinstance(wait.result(), Failed) for wait in waits):
-                    # A peer's collective often fails a moment before the dead rank is reported.
-                    if watches:
-                        await asyncio.wait(
-                            watches, timeout=DEATH_GRACE_S, return_when=asyncio.FIRST_COMPLETED
-                        )
-                    self._check_alive(waits, what)
-                    break
-                if not done:
-                    await self._raise_hang(missing, what, deadline_s)
-            return self._answers_of(waits)
+            errors = [e for answer in answers if answer.done() and (e := answer.exception())]
+            errors.sort(key=lambda error: not isinstance(error, _RankEnded))
+            if errors:
+                raise errors[0]
+            if missing:
+                pairs = zip(self._ranks, answers, strict=True)
+                silent = [rank for rank, answer in pairs if not answer.done()]
+                await self._raise_hang(silent, what, deadline_s)
+            return tuple(answer.result() for answer in answers)
         except TrainerError as error:
             self._failure = str(error)
             raise
         finally:
-            for wait in waits:
+            for wait in (*answers, *waits):
                 wait.cancel()
-
-    def _answers_of(self, waits: Sequence[_Wait]) -> tuple[Done, ...]:
-        answers = []
-        for rank, wait in zip(self._ranks, waits, strict=True):
-            result = wait.result() if wait.done() else None
-            if isinstance(result, Failed):
-                raise TrainerError(f"{rank.name}: {result.error}")
-            answers.append(result or Done())
-        return tuple(answers)
-
-    def _check_alive(self, waits: Sequence[_Wait], what: str) -> None:
-        for rank, wait in zip(self._ranks, waits, strict=True):
-            if not wait.done() and rank.watch is not None and rank.watch.done():
-                raise TrainerError(f"{what}: {rank.watch.result()}")
 
     async def _raise_hang(self, ranks: Sequence[_Rank], what: str, deadline_s: float) -> None:
         tails = [
@@ -491,6 +484,18 @@ class TrainController:
     async def lost(self, session: _Session, reason: str, *, ended: bool) -> None:  # noqa: ARG002
         """See `rpc.Owner`. A process that has ended is seen by its scheduler."""
         _log.info("%s: %s", session.peer, reason)
+
+
+async def _answer(rank: _Rank, wait: _Wait, what: str) -> Done:
+    """What a rank answers, unless its process ends before."""
+    watches = [rank.watch] if rank.watch is not None else []
+    await asyncio.wait([wait, *watches], return_when=asyncio.FIRST_COMPLETED)
+    if not wait.done():
+        raise _RankEnded(f"{what}: {watches[0].result()}")
+    result = wait.result()
+    if isinstance(result, Failed):
+        raise TrainerError(f"{rank.name}: {result.error}")
+    return result or Done()
 
 
 def _value_of(rank: _Rank, done: Done) -> Any:

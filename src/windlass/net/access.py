@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from types import MappingProxyType
 from typing import final
@@ -118,19 +118,14 @@ class AccessGate:
     """The tokens that a server knows.
 
     Args:
-        tokens: (token, its role); empty tokens are left out.
+        secret: the owner's; the tokens that follow from it are known as well, none from an empty one.
+        others: (token, its role); empty tokens are left out.
     """
 
-    def __init__(self, tokens: Iterable[tuple[str, Access]]) -> None:
+    def __init__(self, secret: str, *others: tuple[str, Access]) -> None:
+        derived = [(role_token(secret, role), role) for role in Access]
+        tokens = [*derived, *others]
         self._known = [(f"Bearer {token}".encode(), role) for token, role in tokens if token]
-
-    @classmethod
-    def of_secret(
-        cls, secret: str, roles: Iterable[Access], *others: tuple[str, Access]
-    ) -> AccessGate:
-        """The owner's secret, the tokens of `roles` derived from it (none from an empty one), and others."""
-        derived = ((role_token(secret, role), role) for role in roles)
-        return cls([(secret, Access.OWNER), *derived, *others])
 
     def role_of(self, authorization: str, certificate: Certificate | None = None) -> Access | None:
         """The role behind an `Authorization` header; None for a stranger. In constant time.

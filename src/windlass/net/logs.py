@@ -7,8 +7,8 @@ meanwhile carries it, a user's own lines too. The fields travel with asyncio tas
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import final
@@ -21,7 +21,6 @@ from windlass.errors import ConfigError
 __all__ = [
     "LOG_VARIABLES",
     "JsonFormatter",
-    "add_log_fields",
     "configure_logging",
     "log_fields",
     "printable",
@@ -36,15 +35,15 @@ _fields: ContextVar[Mapping[str, str | int]] = ContextVar("windlass_log_fields")
 _NO_FIELDS: Mapping[str, str | int] = {}
 
 
-def add_log_fields(
+def log_fields(
     *,
     task: str | None = None,
     attempt: int | None = None,
     round_number: int | None = None,
     version: int | None = None,
     engine: str | None = None,
-) -> Mapping[str, str | int]:
-    """Add fields to every later line of the running asyncio task; returns those before.
+) -> AbstractContextManager[object]:
+    """Add fields to every later line of the running asyncio task, and of tasks that it creates.
 
     Args:
         task: id of a rollout.
@@ -52,6 +51,9 @@ def add_log_fields(
         round_number: of a weight update.
         version: of the weights.
         engine: name.
+
+    Returns:
+        For `with`: its end takes the fields away again.
     """
     before = _fields.get(_NO_FIELDS)
     given = {
@@ -62,26 +64,9 @@ def add_log_fields(
         "engine": engine,
     }
     _fields.set({**before, **{name: value for name, value in given.items() if value is not None}})
-    return before
-
-
-@contextmanager
-def log_fields(
-    *,
-    task: str | None = None,
-    attempt: int | None = None,
-    round_number: int | None = None,
-    version: int | None = None,
-    engine: str | None = None,
-) -> Iterator[None]:
-    """`add_log_fields` for the lines within; tasks that are created within keep them."""
-    before = add_log_fields(
-        task=task, attempt=attempt, round_number=round_number, version=version, engine=engine
-    )
-    try:
-        yield
-    finally:
-        _fields.set(before)
+    undo = ExitStack()
+    undo.callback(_fields.set, before)
+    return undo
 
 
 @final

@@ -50,7 +50,6 @@ class ControlServer:
         extra_token: a token, and the role that it stands for.
         middlewares: of routes, behind the check of the token.
         max_body_nbytes: larger request bodies are refused with 413.
-        shutdown_s: for handlers to end when the server closes.
         what: the process, for errors.
 
     Raises:
@@ -69,7 +68,6 @@ class ControlServer:
         extra_token: tuple[str, Access] = ("", Access.CLIENT),
         middlewares: Iterable[Middleware] = (),
         max_body_nbytes: int = 64 << 20,
-        shutdown_s: float = 2.0,
         what: str = "ControlServer",
     ) -> None:
         check_token(token, f"{what}: token")
@@ -79,8 +77,7 @@ class ControlServer:
         self._published_host = published_host(host, advertise_host, what)
         self._tls = server_context()
         self._routes = routes
-        self._gate = AccessGate.of_secret(token, Access, extra_token)
-        self._shutdown_s = shutdown_s
+        self._gate = AccessGate(token, extra_token)
         self._app = web.Application(
             middlewares=[self._authenticate, *middlewares], client_max_size=max_body_nbytes
         )
@@ -146,7 +143,7 @@ class ControlServer:
         """
         bound = self._bind()
         self._runner = web.AppRunner(
-            self._app, access_log=None, shutdown_timeout=self._shutdown_s, logger=request_log
+            self._app, access_log=None, shutdown_timeout=2.0, logger=request_log
         )
         await self._runner.setup()
         raise_file_limit()

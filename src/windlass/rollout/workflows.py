@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from windlass.errors import ConfigError, ProtocolError, RolloutError
-from windlass.net.logs import add_log_fields, log_fields
+from windlass.net.logs import log_fields
 from windlass.rollout.generate import AttemptError, AttemptResult, generate
 from windlass.rollout.messages import (
     OutcomeStatus,
@@ -97,7 +97,7 @@ class WorkflowContext:
         turn = Turn(call.prompt_ids, answer.tokens, answer.finish_reason)
         self.turns.append(turn)
         if answer.tokens.versions:
-            add_log_fields(version=answer.tokens.versions[-1])
+            log_fields(version=answer.tokens.versions[-1])
             self._check_age(answer.tokens.versions)
         return turn
 
@@ -158,7 +158,7 @@ async def _run_attempt(
         Exception: whatever the workflow raises.
     """
     # An attempt is a task of its own, so that the fields are of nobody else's lines.
-    add_log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name)
+    log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name)
     if not task.workflow:
         answer = await generate(session, task)
         return AttemptResult(answer.tokens, answer.finish_reason)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from windlass.trainers.callback import WeightGroup as WeightGroup
     from windlass.trainers.client import PendingUpdate as PendingUpdate
     from windlass.trainers.client import TrainerClient as TrainerClient
+    from windlass.trainers.client import TrainerWeights as TrainerWeights
     from windlass.trainers.client import connect_trainer as connect_trainer
     from windlass.trainers.megatron import check_whole as check_whole
     from windlass.trainers.megatron import connect_megatron_trainer as connect_megatron_trainer
@@ -25,7 +26,7 @@ if not TYPE_CHECKING:  # a type checker must go on refusing names that are not t
         {
             "windlass.layout.naming.adapters": "adapter_names",
             "windlass.trainers.callback": "RolloutCallback WeightGroup",
-            "windlass.trainers.client": "PendingUpdate TrainerClient connect_trainer",
+            "windlass.trainers.client": "PendingUpdate TrainerClient TrainerWeights connect_trainer",
             "windlass.trainers.megatron": "check_whole connect_megatron_trainer make_whole",
             "windlass.transfer.base": "ParameterMemory",
             "windlass.transfer.replica": "CopyTimes",

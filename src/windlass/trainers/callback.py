@@ -123,7 +123,8 @@ class RolloutCallback:
         """Begin an update, or join the one that another leader has begun: engines come to rest.
 
         Args:
-            session_s: the engines go on with the old version if the leaders do not end it by then.
+            session_s: the engines go on with the old version if the leaders do not end it by then; at most
+                a day.
             deadline_s: of this call.
 
         Raises:

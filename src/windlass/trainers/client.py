@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from windlass.config import ReplicaPlace
@@ -28,9 +29,9 @@ from windlass.transfer.replica import CopyTimes
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportConfig
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.agents import TrainerAgent
-from windlass.updates.client import AgentChannel, CommandHandler
+from windlass.updates.client import AgentChannel, CommandHandler, group_and_rank
 from windlass.updates.messages import MAX_COUNT, PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
+from windlass.updates.trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PendingUpdate",
     "TrainerClient",
+    "TrainerWeights",
     "connect_described",
     "connect_trainer",
     "version_number",
@@ -121,24 +123,40 @@ class PendingUpdate:
             ) from None
 
 
-@final
-class TrainerClient:
-    """One trainer rank's way to the fleet. Made by `connect_trainer`, or by hand for any framework.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerWeights:
+    """What a trainer rank holds, and where.
 
-    Args:
-        manifest: of this rank. parameters: where its parameters lie now, in manifest order.
+    Attributes:
+        manifest: its rank is `manifest.worker`: GROUP/RANK, where the group is the trainer job's name.
+        parameters: where its parameters lie now, in manifest order.
         changed: names a parameter that has changed since they were asked for, or nothing; asked when they
             were sent, unless from a replica: what was sent then counts as not sent.
-        transport: owned by the client from here on.
-        controller: address. token: secret. group: name of the trainer job.
-        job: the same in all ranks of one start of the trainers, and in no other start; WINDLASS_JOB
-            when omitted, and made where there is one rank.
-        rank, world_size: in that job. arena_nbytes: see `Sender`.
-        registered: see `Sender`. connect_deadline_s: how long to wait for the controller's welcome.
-        replica: see `connect_trainer`.
-        make_whole: see `make_whole`; None where weights are whole after every optimizer step.
+        make_whole: see `TrainerClient.make_whole`; None where weights are whole after every optimizer step.
         step_stream: the stream of the weights' GPU that the calling thread queues its steps in, for
             the copy of `begin_publish` to wait for; None to wait for all of the GPU's work.
+    """
+
+    manifest: ShardManifest
+    parameters: Callable[[], Sequence[ParameterMemory]]
+    changed: Callable[[], str] = str
+    make_whole: Callable[[], None] | None = None
+    step_stream: Callable[[], int] | None = None
+
+
+@final
+class TrainerClient:
+    """One trainer rank's way to the fleet. Made by `connect_trainer`, or by yourself for any framework.
+
+    Args:
+        weights: of this rank.
+        transport: owned by the client from here on.
+        controller: address. token: secret.
+        job: the same in all ranks of one start of the trainers, and in no other start; WINDLASS_JOB
+            when omitted, and made where there is one rank.
+        world_size: ranks of that job. arena_nbytes: see `Sender`.
+        registered: see `Sender`. connect_deadline_s: how long to wait for the controller's welcome.
+        replica: see `connect_trainer`.
         intercept: stands between channel and agent, for tests that inject faults.
 
     Raises:
@@ -150,37 +168,31 @@ class TrainerClient:
 
     def __init__(
         self,
+        weights: TrainerWeights,
         *,
-        manifest: ShardManifest,
-        parameters: Callable[[], Sequence[ParameterMemory]],
-        changed: Callable[[], str] = str,
         transport: OneSidedTransport,
         controller: str,
         token: str,
-        group: str = "trainer",
         job: str = "",
-        rank: int = 0,
         world_size: int = 1,
         arena_nbytes: int = 0,
         registered: Sequence[MemoryRegion] = (),
         replica: ReplicaPlace = ReplicaPlace.OFF,
-        make_whole: Callable[[], None] | None = None,
-        step_stream: Callable[[], int] | None = None,
         connect_deadline_s: float = 60.0,
         intercept: Callable[[TrainerAgent], CommandHandler] | None = None,
     ) -> None:
         self._transport = transport
-        self._make_whole = make_whole
-        self._step_stream = step_stream
+        self._weights, manifest = weights, weights.manifest
         self._publishing = threading.Lock()
         with ExitStack() as undo:
             undo.callback(transport.close)
             check_url(controller, "controller")
             job = _job_of(job, world_size)
+            group, rank = group_and_rank(manifest.worker)
             self._sender = Sender(
                 transport,
                 manifest,
-                parameters,
+                weights.parameters,
                 arena_nbytes=arena_nbytes,
                 registered=registered,
                 replica=replica,
@@ -189,7 +201,7 @@ class TrainerClient:
             self._background = ThreadPoolExecutor(1, "windlass-publish")
             self._prepared: Future[None] | None = None
             self._agent = agent = TrainerAgent(
-                self._sender, host=own_address(controller), changed=changed
+                self._sender, host=own_address(controller), changed=weights.changed
             )
             undo.callback(agent.close)
             hello = Hello(
@@ -216,8 +228,8 @@ class TrainerClient:
         Collective: every trainer rank calls it. Frameworks that gather stepped parameters lazily, inside
         the next forward pass, do it here instead. Does nothing for the others.
         """
-        if self._make_whole is not None:
-            self._make_whole()
+        if self._weights.make_whole is not None:
+            self._weights.make_whole()
 
     def publish(self, version: int, *, deadline_s: float = 600.0) -> UpdateReport:
         """Publish the weights as they are now; return once the fleet serves them.
@@ -285,7 +297,7 @@ class TrainerClient:
         began, copied = time.perf_counter(), threading.Event()
         with ExitStack() as undo:
             self._take_turn("begin_publish", version, undo)
-            stream = None if self._step_stream is None else self._step_stream()
+            stream = None if self._weights.step_stream is None else self._weights.step_stream()
             self._sender.begin_version(copied.set, version=version, stream=stream)
             report = self._background.submit(self._announce_behind, version, deadline_s, copied)
             undo.pop_all()
@@ -320,7 +332,11 @@ class TrainerClient:
         with ExitStack() as undo:
             self._take_turn("prepare_publish", version, undo)
             copied = threading.Event() if self._sender.replica is not None else None
-            stream = None if copied is None or self._step_stream is None else self._step_stream()
+            stream = (
+                None
+                if copied is None or self._weights.step_stream is None
+                else self._weights.step_stream()
+            )
             then = None if copied is None else copied.set
             self._sender.begin_version(then, version=version, stream=stream)
             report = self._channel.expect(version)
@@ -439,7 +455,6 @@ def connect_trainer(
         config,
         controller=controller,
         token=token,
-        group=group,
         arena_nbytes=arena_nbytes,
         replica=replica,
         connect_deadline_s=connect_deadline_s,
@@ -452,7 +467,6 @@ def connect_described(
     *,
     controller: str,
     token: str,
-    group: str,
     arena_nbytes: int,
     replica: ReplicaPlace,
     connect_deadline_s: float,
@@ -461,19 +475,19 @@ def connect_described(
     from windlass.trainers.fsdp import shared_job, step_stream
 
     return TrainerClient(
-        manifest=described.manifest,
-        parameters=described.parameters,
-        changed=described.tensors.changed,
+        TrainerWeights(
+            manifest=described.manifest,
+            parameters=described.parameters,
+            changed=described.tensors.changed,
+            make_whole=described.make_whole,
+            step_stream=step_stream(described.memory_at),
+        ),
         transport=create_transport(transport, towards=controller, memory_at=described.memory_at),
         controller=controller,
         token=token,
-        group=group,
         job=environment_value(JOB_VARIABLE) or shared_job(),
-        rank=described.rank,
         world_size=described.world_size,
         arena_nbytes=arena_nbytes,
         replica=replica,
-        make_whole=described.make_whole,
-        step_stream=step_stream(described.memory_at),
         connect_deadline_s=connect_deadline_s,
     )

@@ -100,7 +100,6 @@ def connect_megatron_trainer(
         config,
         controller=controller,
         token=token,
-        group=group,
         arena_nbytes=arena_nbytes,
         replica=replica,
         connect_deadline_s=connect_deadline_s,

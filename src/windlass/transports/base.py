@@ -115,11 +115,6 @@ class WriteBatch:
     nbytes: npt.NDArray[np.uint64]
     regions: tuple[RemoteRegion, ...]
 
-    @property
-    def total_nbytes(self) -> int:
-        """Bytes of the whole batch."""
-        return int(self.nbytes.sum())
-
 
 class WireReport(msgspec.Struct, frozen=True):
     """What a transport really uses, after looking, not after asking.

@@ -29,7 +29,7 @@ from windlass.errors import (
     TransferFailed,
     TransportUnavailable,
 )
-from windlass.memory.ranges import Pieces, merge_adjacent, split_pieces
+from windlass.memory.ranges import Pieces, calls, merge_adjacent, split_pieces
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
     CEILING_BYTES_PER_S,
@@ -82,28 +82,23 @@ def write_process_memory(
     """
     local_vectors = np.ascontiguousarray(np.stack([local, nbytes], axis=1))
     remote_vectors = np.ascontiguousarray(np.stack([remote, nbytes], axis=1))
-    cumulative = np.cumsum(nbytes)
-    start, written = 0, 0
-    while start < len(nbytes):
-        deadline.check_before_more()
-        stop = min(
-            start + MAX_IOVECS,
-            max(start + 1, int(np.searchsorted(cumulative, written + MAX_CALL_NBYTES, "right"))),
-        )
-        expected = int(cumulative[stop - 1]) - written
-        done = _writev(pid, local_vectors[start:stop], remote_vectors[start:stop])
-        if done == 0:
-            raise OSError(errno.EIO, "process_vm_writev wrote nothing")
-        written += done
-        if done < expected:
-            # A partial count stops at the first bad page; asking again names the reason.
-            stop = int(np.searchsorted(cumulative, written, side="right"))
-            begin = int(cumulative[stop - 1]) if stop else 0
-            head = np.uint64(min(done, written - begin))
-            for vectors in (local_vectors, remote_vectors):
-                vectors[stop, 0] += head
-                vectors[stop, 1] -= head
-        start = stop
+    for part in calls(nbytes, max_pieces=MAX_IOVECS, max_nbytes=MAX_CALL_NBYTES):
+        ours, theirs = local_vectors[part], remote_vectors[part]
+        left = int(nbytes[part].sum())
+        while left:
+            deadline.check_before_more()
+            done = _writev(pid, ours, theirs)
+            if done == 0:
+                raise OSError(errno.EIO, "process_vm_writev wrote nothing")
+            left -= done
+            if left:  # a partial count stops at the first bad page; asking again names the reason
+                ends = np.cumsum(ours[:, 1])
+                whole = int(np.searchsorted(ends, done, side="right"))
+                head = np.uint64(done) - (ends[whole - 1] if whole else np.uint64(0))
+                ours, theirs = ours[whole:], theirs[whole:]
+                for vectors in (ours, theirs):
+                    vectors[0, 0] += head
+                    vectors[0, 1] -= head
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

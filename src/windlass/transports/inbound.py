@@ -47,15 +47,6 @@ def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
     return frozenset(found)
 
 
-def cut_inbound(ports: frozenset[int], deadline: Deadline) -> int:
-    """End every connection accepted on `ports`; returns how many, once their readers let go.
-
-    Raises:
-        TransferFailed: a reader still holds one after `deadline`.
-    """
-    return _cut(lambda own: own.getsockname()[1] in ports, deadline)
-
-
 def new_mark() -> int:
     """Return a number of SYN retries that sockets do not have by themselves.
 
@@ -67,21 +58,12 @@ def new_mark() -> int:
     return default + 1 if default < MAX_SYN_RETRIES else default - 1
 
 
-def cut_marked(mark: int, deadline: Deadline, spared: frozenset[Connection] = frozenset()) -> int:
-    """As `cut_inbound`, but every connection that has the mark and is not `spared`.
+def end_connections(is_meant: Callable[[socket.socket], bool], deadline: Deadline) -> int:
+    """End every TCP connection that is meant; return how many, once their readers let go.
 
     Raises:
         TransferFailed: a reader still holds one after `deadline`.
     """
-
-    def is_marked(own: socket.socket) -> bool:
-        marked = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT) == mark
-        return marked and (own.getsockname(), own.getpeername()) not in spared
-
-    return _cut(is_marked, deadline)
-
-
-def _cut(is_meant: Callable[[socket.socket], bool], deadline: Deadline) -> int:
     cut = set()
     for own in _sockets():
         with contextlib.suppress(OSError):  # of another family, or not connected

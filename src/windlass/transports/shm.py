@@ -313,6 +313,9 @@ def _open(path: str, target: str) -> _MappedSegment:
     try:
         if not fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise RegionError(f"shm: the segment at {path} must be sealed against shrinking")
+        found = os.fstat(handle)
+        if found.st_blocks * 512 < found.st_size:  # they would be taken here, whatever their number
+            raise RegionError(f"shm: the segment at {path} must have all of its pages")
         # One pass over the page tables now instead of a fault per page in the first write.
         mapping = mmap.mmap(handle, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except (OSError, ValueError) as error:

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from windlass.errors import (
+    ConfigError,
     PeerTimeout,
     PeerUnreachable,
     StaleMessage,
@@ -48,7 +49,7 @@ from windlass.updates.messages import (
     Write,
 )
 
-__all__ = ["WELCOME_SEQ", "AgentChannel", "CommandHandler", "report_cannot_join"]
+__all__ = ["WELCOME_SEQ", "AgentChannel", "CommandHandler", "group_and_rank", "report_cannot_join"]
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +80,18 @@ def report_cannot_join(url: str, token: str, engine: str, reason: str) -> None:
         asyncio.run(report())
     except (OSError, aiohttp.ClientError) as error:  # a TimeoutError is an OSError
         raise PeerUnreachable(f"controller {url}: {type(error).__name__}: {error}") from error
+
+
+def group_and_rank(worker: str) -> tuple[str, int]:
+    """Return what the name of a rank is made of.
+
+    Raises:
+        ConfigError: it is not GROUP/RANK.
+    """
+    group, _, rank = worker.rpartition("/")
+    if not group or not (rank.isascii() and rank.isdecimal()):
+        raise ConfigError(f"manifest: worker must be GROUP/RANK, got {worker!r}")
+    return group, int(rank)
 
 
 class CommandHandler(Protocol):
@@ -156,7 +169,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
 
         Raises:
             PeerTimeout: no report within `deadline_s`. An announcement that still waited for other
-                ranks is withdrawn; if a round had begun it goes on, and the weights must not change
+                ranks is taken back; if a round had begun it goes on, and the weights must not change
                 before the next report.
             ProtocolError: the controller refused this agent.
             PeerUnreachable: the channel was closed.
@@ -299,7 +312,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
                 _log.exception("on_disconnect")
 
     async def _send_announcement(self) -> None:
-        """Again after a lost connection, which has withdrawn it."""
+        """Send it again after a lost connection, which took it back."""
         announced = self._announced
         if announced is not None and announced.frame.attempt and not announced.report.done():
             await self.send(announced.frame)

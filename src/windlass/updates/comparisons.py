@@ -25,11 +25,11 @@ class Comparison:
 
 @final
 class Comparisons:
-    """Keeps account: seconds spent comparing against a share of the seconds that updates take.
+    """Keeps account: seconds used for comparing against a share of the seconds that updates take.
 
     The first comparison of a group of trainers takes place in any case, and is not charged. After it an
     update compares if the account holds what the cheapest comparison cost so far. So while updates are
-    published, what was spent exceeds the share by no more than one comparison cost more than that.
+    published, what was used exceeds the share by no more than one comparison cost more than that.
 
     An attempt to publish a version again does what the attempt before did; a comparison in an update that
     was not published (ranks may have disagreed) is followed by another one, whatever the account holds.
@@ -74,7 +74,7 @@ class Comparisons:
         """Charge the round that `begin` was last called for.
 
         Args:
-            compare_s: that the slowest rank spent comparing; 0 if nothing was compared.
+            compare_s: that the slowest rank compared for; 0 if nothing was compared.
             update_s: that the whole round took.
             is_published: whether it published its version; else nothing is credited.
         """

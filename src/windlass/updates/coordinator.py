@@ -616,30 +616,28 @@ class Coordinator:
             deadline_s: for a rank to come back whose connection is lost just now.
         """
         copied = asyncio.Event()
+        with log_fields(version=version):  # which the new task keeps
+            return CalledUpdate(copied, self.spawn(self._publish(version, deadline_s, copied)))
 
-        async def publish() -> UpdateReport:
-            def there() -> Group | None:
-                trainers = self._fleet.trainers()
-                return trainers if trainers is not None and trainers.complete else None
+    async def _publish(
+        self, version: int, deadline_s: float, copied: asyncio.Event
+    ) -> UpdateReport:
+        def ranks() -> tuple[PendingPublish, ...]:
+            trainers = self._fleet.trainers()
+            if trainers is None or not trainers.complete:
+                return ()
+            agents = trainers.agents.values()
+            return tuple(PendingPublish(trainer=a.identity, version=version) for a in agents)
 
-            try:
-                await self._changes.until(
-                    lambda: there() is not None,
-                    deadline_s,
-                    lambda: f"publish: not all trainer ranks were connected within {deadline_s} s",
-                )
-            except PeerTimeout as error:
-                return _failed(version, str(error))
-            trainers = there()
-            agents = () if trainers is None else trainers.agents.values()
-            ranks = (PendingPublish(trainer=agent.identity, version=version) for agent in agents)
-            return await self._update(tuple(ranks), copied)
-
-        with log_fields(version=version):
-            report = asyncio.create_task(publish())
-        self._tasks.add(report)
-        report.add_done_callback(self._tasks.discard)
-        return CalledUpdate(copied, report)
+        try:
+            await self._changes.until(
+                lambda: bool(ranks()),
+                deadline_s,
+                lambda: f"publish: not all trainer ranks were connected within {deadline_s} s",
+            )
+        except PeerTimeout as error:
+            return _failed(version, str(error))
+        return await self._update(ranks(), copied)
 
     async def _update(
         self, ranks: tuple[PendingPublish, ...], copied: asyncio.Event | None = None
@@ -756,10 +754,7 @@ class Coordinator:
         except BaseException:
             self.lock.release()
             raise
-        report = asyncio.create_task(self._finish_push(driver))
-        self._tasks.add(report)
-        report.add_done_callback(self._tasks.discard)
-        return driver, report
+        return driver, self.spawn(self._finish_push(driver))
 
     def _start_push(self, pause_s: float, session_s: float) -> RoundDriver:
         groups = sorted(self._fleet.writable_engines(), key=lambda group: group.name)
@@ -943,14 +938,13 @@ class Coordinator:
     ) -> None:
         self._journal.append(JournalEntry(kind, *self._round_id, version, engines, detail))
 
-    def spawn(self, work: Coroutine[object, object, T]) -> asyncio.Task[T] | None:
-        """Have the loop do `work`, until the coordinator is closed; nothing once it is."""
-        if self._is_closed:  # connections end after it: what their loss begins must not last
-            work.close()
-            return None
+    def spawn(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
+        """Have the loop do `work`, until the coordinator is closed."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if self._is_closed:  # connections end after it: what their loss begins must not last
+            task.cancel()
         return task
 
     async def close(self) -> None:

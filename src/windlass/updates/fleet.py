@@ -454,12 +454,12 @@ class Fleet:
         return names + [n for n in engines if n not in groups or not groups[n].complete]
 
     def serving(self, version: int) -> tuple[Group, ...]:
-        """Engines that serve exactly `version`; none before the first."""
+        """Engines that serve exactly `version`, and answer; none before the first."""
         return tuple(
             g
             for g in self.engines()
             if g.complete and not g.mixed_weights and g.version == version >= 0
-            if g.lineage == self.lineage
+            if g.lineage == self.lineage and not g.silent
         )
 
 

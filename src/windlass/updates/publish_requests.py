@@ -1,6 +1,6 @@
 """Which trainer ranks wait for a publish, of which version, and what they were told. No I/O.
 
-PublishRequests are repeated after a reconnection, and reports may get lost with a connection.
+Requests are repeated after a reconnection, and reports may get lost with a connection.
 The attempt number makes both harmless: a repeated attempt gets its report again, and no
 announcement outlives the attempt that it belongs to, or a round could begin while one rank
 already changes its weights.
@@ -36,54 +36,56 @@ class PendingPublish:
     attempt: int = 0
 
 
+@dataclass(slots=True)
+class _Request:
+    pending: PendingPublish
+    has_begun: bool = False
+    report: UpdateReport | None = None
+
+
 @final
 class PublishRequests:
-    """Of all trainer ranks."""
+    """The newest request of every trainer rank."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, PendingPublish] = {}
-        self._begun: dict[str, PendingPublish] = {}
-        self._answered: dict[str, tuple[Identity, UpdateReport]] = {}
+        self._newest: dict[str, _Request] = {}
 
     def receive(self, pending: PendingPublish) -> UpdateReport | None:
         """Note an announcement; the report that it already has, if it is a repetition."""
         worker = pending.trainer[0]
-        identity, report = self._answered.get(worker, (("", ""), None))
-        if report is not None and identity == pending.trainer:
-            if pending.attempt == report.attempt:
-                return report
-            if pending.attempt < report.attempt:
+        known = self._newest.get(worker)
+        if known is not None and known.has_begun and known.pending.trainer == pending.trainer:
+            if pending.attempt == known.pending.attempt:
+                return known.report
+            if pending.attempt < known.pending.attempt:
                 return None
-        begun = self._begun.get(worker)
-        if begun is None or (begun.trainer, begun.attempt) != (pending.trainer, pending.attempt):
-            self._waiting[worker] = pending
+        self._newest[worker] = _Request(pending)
         return None
 
     def withdraw(self, worker: str) -> None:
         """The connection is lost; the rank announces again when it is back."""
-        self._waiting.pop(worker, None)
+        if (known := self._newest.get(worker)) is not None and not known.has_begun:
+            del self._newest[worker]
 
     def give_up(self, worker: str, attempt: int) -> None:
         """The rank's caller waits no longer. Too late for a round that has begun."""
-        pending = self._waiting.get(worker)
-        if pending is not None and pending.attempt <= attempt:
-            del self._waiting[worker]
+        known = self._newest.get(worker)
+        if known is not None and known.pending.attempt <= attempt:
+            self.withdraw(worker)
 
     def pop_all(self, workers: Collection[str]) -> tuple[PendingPublish, ...]:
         """All of them once every one of `workers` stands still, else none."""
-        if not workers or not set(workers) <= set(self._waiting):
+        found = [self._newest[worker] for worker in workers if worker in self._newest]
+        if len(found) < len(workers) or any(request.has_begun for request in found):
             return ()
-        begun = {worker: self._waiting.pop(worker) for worker in workers}
-        self._begun.update(begun)
-        return tuple(begun.values())
+        for request in found:
+            request.has_begun = True
+        return tuple(request.pending for request in found)
 
     def answer(self, pending: PendingPublish, report: UpdateReport) -> UpdateReport:
         """The attempt is over; returns the report as this rank is to get it."""
-        worker = pending.trainer[0]
         answer = msgspec.structs.replace(report, version=pending.version, attempt=pending.attempt)
-        if not pending.attempt:
-            return answer
-        self._answered[worker] = (pending.trainer, answer)
-        if self._begun.get(worker) == pending:
-            del self._begun[worker]
+        known = self._newest.get(pending.trainer[0])
+        if known is not None and known.pending == pending:
+            known.report = answer
         return answer

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, assert_never, final
 import msgspec
 from aiohttp import web
 
-from windlass.errors import DECODE_ERRORS, RoundAborted, WindlassError
+from windlass.errors import DECODE_ERRORS, ProtocolError, RoundAborted, WindlassError
+from windlass.net.messages import check_name
 from windlass.updates.driver import RoundDriver
 from windlass.updates.messages import (
     CallbackAnswer,
@@ -51,6 +52,7 @@ __all__ = ["PushOrder", "PushUpdates"]
 
 REMEMBERED = 4096
 """Answers that are kept for calls that are asked again."""
+MAX_CALL_S = 86400
 FIRST_CALL_SEQ = 1 << 20
 """Of the trainer's own commands: above the number of any command of the round machine."""
 
@@ -254,7 +256,8 @@ class PushUpdates:
     async def _serve(self, request: web.Request) -> web.Response:
         try:
             asked = msgspec.msgpack.decode(await request.read(), type=CallbackRequest)
-        except DECODE_ERRORS as error:
+            _check(asked)
+        except (*DECODE_ERRORS, ProtocolError) as error:
             raise web.HTTPBadRequest(text=f"callback: {error}") from error
         task = self._answers.get(asked.request_id)
         if task is None:
@@ -362,3 +365,16 @@ class PushUpdates:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _check(asked: CallbackRequest) -> None:
+    check_name(asked.request_id, "request_id")
+    check_name(asked.leader, "leader")
+    seconds = {"deadline_s": asked.deadline_s}
+    if isinstance(asked.call, PauseCall):
+        seconds["session_s"] = asked.call.session_s
+    for name, value in seconds.items():
+        if (
+            not 0 < value <= MAX_CALL_S
+        ):  # not a number is none of these, and would disorder all timers
+            raise ProtocolError(f"{name} must be in (0, {MAX_CALL_S}], got {value}")

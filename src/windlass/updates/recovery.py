@@ -231,9 +231,7 @@ class ResumeRetries:
             self.forget(agent.identity)
         elif agent.identity not in self._retrying:
             _log.warning("%s did not go on: %s", agent.hello.worker, agent.not_resumed)
-            task = self._coordinator.spawn(self._retry(agent))
-            if task is not None:
-                self._retrying[agent.identity] = task
+            self._retrying[agent.identity] = self._coordinator.spawn(self._retry(agent))
         return bool(before) is not bool(agent.not_resumed)
 
     def forget(self, identity: Identity) -> None:

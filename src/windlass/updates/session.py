@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import final
 from urllib.parse import urlsplit
 
+import msgspec
 from aiohttp import web
 
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, ProtocolError, WindlassError
@@ -20,6 +21,7 @@ from windlass.net.server import CALLER
 from windlass.net.sockets import SEND_DEADLINE_S
 from windlass.updates.fleet import PROBE_SEQ, Agent, Fleet, Identity
 from windlass.updates.messages import (
+    MAX_COUNT,
     AgentFrame,
     CannotJoin,
     Command,
@@ -168,6 +170,10 @@ def check_first(first: AgentFrame) -> Hello | CannotJoin:
             ):
                 if name:
                     check_name(name, f"{first.worker}: {what}")
+            if not all(0 <= n <= MAX_COUNT for n in msgspec.structs.astuple(first.registered)):
+                raise ProtocolError(
+                    f"{first.worker}: registered must be numbers in [0, 2^53), got {first.registered}"
+                )
             _check_role(first.worker, first.role)
         case _:
             raise ProtocolError(f"the first frame must be Hello, got {type(first).__name__}")

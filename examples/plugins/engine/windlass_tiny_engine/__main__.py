@@ -81,14 +81,15 @@ def join(model: Bigrams, args: argparse.Namespace, url: str) -> windlass.EngineC
     builder.add_parameter("bigrams", nbytes=logits.nbytes, dtype=DType.FLOAT32)
     builder.add_shard("bigrams", logits.shape, Box((0, 0), logits.shape), "bigrams")
     return windlass.EngineClient(
-        manifest=builder.build(),
-        addresses=[logits.ctypes.data],
-        regions=[transport.register(logits.ctypes.data, logits.nbytes)],
+        windlass.EngineWeights(
+            manifest=builder.build(),
+            addresses=[logits.ctypes.data],
+            regions=[transport.register(logits.ctypes.data, logits.nbytes)],
+        ),
         transport=transport,
         hooks=model,
         controller=args.controller,
         token=os.environ["WINDLASS_TOKEN"],
-        group=args.name,
         url=url,
     )
 

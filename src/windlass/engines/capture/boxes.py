@@ -56,7 +56,7 @@ class _Items:
 def boxes_of(
     shape: tuple[int, ...], flat: Int64Array, place: Int64Array, *, limit: int
 ) -> tuple[PlacedBox, ...]:
-    """The fewest boxes that growing dim by dim, from the last, finds.
+    """Return the fewest boxes that growing dim by dim, from the last, finds.
 
     Args:
         shape: of the tensor.
@@ -80,7 +80,7 @@ def boxes_of(
 def boxes_of_lines(
     shape: tuple[int, ...], line: Line, flat: Int64Array, place: Int64Array, *, limit: int
 ) -> tuple[PlacedBox, ...]:
-    """As `boxes_of`, of whole lines of one kind, each along one dim of the tensor.
+    """Return boxes as `boxes_of` does, of whole lines of one kind, each along one dim of the tensor.
 
     Args:
         shape: of the tensor.
@@ -111,7 +111,7 @@ def boxes_of_lines(
 def _whole(
     shape: tuple[int, ...], line: Line, flat: Int64Array, place: Int64Array
 ) -> PlacedBox | None:
-    """The box of a whole tensor whose elements lie in order, as most do; None for others.
+    """Return the box of a whole tensor whose elements lie in order, as most do; None for others.
 
     Steps of 1 in lines of the last dim, and of one stride between the lines.
     """
@@ -155,7 +155,7 @@ def _dim_of(shape: tuple[int, ...], line: Line, flat: Int64Array) -> int:
 
 
 def _copies(flat: Int64Array, place: Int64Array) -> Iterator[tuple[Int64Array, Int64Array]]:
-    """The n-th place of every element, for each n."""
+    """Yield the n-th place of every element, for each n."""
     order = np.lexsort((place, flat))
     flat, place = flat[order], place[order]
     first = np.concatenate([[True], flat[1:] != flat[:-1]])

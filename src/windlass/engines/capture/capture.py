@@ -270,7 +270,7 @@ def _read_digits(
 
 
 def _require_written(held: Mapping[str, Holding], idle: Mapping[str, torch.Tensor]) -> None:
-    """What was overwritten before a load has its value again: the loader writes it."""
+    """Raise if what was overwritten before a load has not its value again: the loader does not write it."""
     unwritten = [n for n, constant in idle.items() if not _same(held[n].memory(), constant)]
     if unwritten:
         raise UnsupportedLayout(f"{unwritten}: parameters that the engine's loader does not write")
@@ -288,7 +288,7 @@ def _require_in_place(changing: Mapping[str, Holding], places: Mapping[str, int]
 
 
 def _is_weight(holding: Holding) -> bool:
-    """A parameter that loads must write.
+    """Return whether loads must write this: a parameter.
 
     Not a scalar: engines have some that are settings (scales of key-value caches), from which they
     take plain numbers, so that these must not be changed for a trial.
@@ -335,7 +335,7 @@ class _Proof:
 
 
 def _device(held: Mapping[str, Holding]) -> torch.device:
-    """Where the parameters are; loads made there need no way over the host."""
+    """Return where the parameters are; loads made there need no way over the host."""
     devices = {h.tensor.device for h in held.values() if h.kind is Kind.PARAMETER}
     return devices.pop() if len(devices) == 1 else torch.device("cpu")
 

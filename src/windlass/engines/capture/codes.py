@@ -80,7 +80,7 @@ class CheckpointSpec:
 
 
 def checkpoint_specs(folder: Path) -> tuple[CheckpointSpec, ...]:
-    """What the safetensors files of a checkpoint hold, from their headers alone; ordered by name.
+    """Return what the safetensors files of a checkpoint hold, from their headers alone; ordered by name.
 
     Files are ordered by type first, which parts scales from their weights. vLLM keeps what it has
     of every layer until the layer is complete, and counts all of it at each tensor: tensors of one
@@ -105,7 +105,7 @@ def checkpoint_specs(folder: Path) -> tuple[CheckpointSpec, ...]:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[dict[str, Any]]:
-    """The safetensors file of every tensor in a folder, by the tensor's name."""
+    """Open a folder; yield the safetensors file of every tensor in it, by the tensor's name."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(folder.glob("*.safetensors"))
@@ -123,7 +123,7 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def quantized_tensors(specs: Iterable[CheckpointSpec]) -> tuple[QuantizedTensor, ...]:
-    """The matrices in block float8 that have their scales beside them."""
+    """Return the matrices in block float8 that have their scales beside them."""
     by_name = {spec.name: spec for spec in specs}
     found: list[QuantizedTensor] = []
     for spec in by_name.values():
@@ -136,7 +136,7 @@ def quantized_tensors(specs: Iterable[CheckpointSpec]) -> tuple[QuantizedTensor,
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors themselves, in the order of `checkpoint_specs`; each belongs to the caller."""
+    """Read the tensors themselves, in the order of `checkpoint_specs`; each belongs to the caller."""
     with _opened(folder) as stored:
         for name in sorted(stored):
             yield name, stored[name].get_tensor(name)
@@ -172,7 +172,7 @@ class Codes:
         self._kinds = torch.tensor([self._dtypes.index(s.dtype) for s in specs], device=self.device)
 
     def digits(self, position: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """One load: the digit at `position` of every element, tensor by tensor."""
+        """Make one load: the digit at `position` of every element, tensor by tensor."""
         shift, mask = self.digit_bits * position, (1 << self.digit_bits) - 1
         # By float32, from which every type of a checkpoint has a conversion.
         return self._load(
@@ -182,25 +182,25 @@ class Codes:
         )
 
     def constant(self, value: float) -> Iterator[tuple[str, torch.Tensor]]:
-        """One load of the same value everywhere."""
+        """Make one load of the same value everywhere."""
         return self._load(
             lambda numbers, _dtype, _chosen: torch.full(numbers.shape, value, device=numbers.device)
         )
 
     def random(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """One load of ordinary values, the same for the same seed.
+        """Make one load of ordinary values, the same for the same seed.
 
         Uniform, below 0.125; in float8 each of the 254 patterns that are a number.
         """
         return self._load(lambda numbers, dtype, _chosen: _ordinary(numbers, seed, dtype))
 
     def some(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Part of a load: the tensors named `chosen`, of larger values, below 2."""
+        """Make part of a load: the tensors named `chosen`, of larger values, below 2."""
         specs = [at for at, spec in enumerate(self.specs) if spec.name in chosen]
         return self._load(lambda numbers, dtype, _chosen: _loud(numbers, seed, dtype), specs)
 
     def mixed(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """One load: `chosen` as in `some`, the others as in `random(0)`."""
+        """Make one load: `chosen` as in `some`, the others as in `random(0)`."""
         return self._load(
             lambda numbers, dtype, is_chosen: (
                 _loud(numbers, seed, dtype) if is_chosen else _ordinary(numbers, 0, dtype)
@@ -211,7 +211,7 @@ class Codes:
     def expected(
         self, numbers: torch.Tensor, seed: int, dtype: torch.dtype, *, loud: bool = False
     ) -> torch.Tensor:
-        """What a copy of `random(seed)` leaves where the elements `numbers` lie.
+        """Return what a copy of `random(seed)` leaves where the elements `numbers` lie.
 
         Args:
             numbers: (n,) int64, on any device.
@@ -237,7 +237,7 @@ class Codes:
     def tensor_of(
         self, numbers: np.ndarray[tuple[int], np.dtype[np.int64]]
     ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Index of the tensor that each element number belongs to."""
+        """Return the index of the tensor that each element number belongs to."""
         return np.searchsorted(self.starts, numbers, side="right") - 1
 
     def _load(
@@ -290,23 +290,23 @@ class Codes:
 
 
 def bits_of(memory: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes as integers of its elements' size; not every operation knows float8."""
+    """View a tensor's bytes as integers of its elements' size; not every operation knows float8."""
     return memory.view(_INTEGERS[memory.element_size()])
 
 
 def _signed(number: int) -> int:
-    """As 64 bits hold it."""
+    """Wrap a number as 64 signed bits hold it."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _loud(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
-    """Every value of float8 is as large as it gets; others are multiplied, which is exact."""
+    """Make values as `_ordinary` does, but larger; float8 has none larger, others are multiplied, which is exact."""
     values = _ordinary(numbers, seed, dtype)
     return values if dtype is DType.FLOAT8_E4M3 else values * LOUDNESS
 
 
 def _ordinary(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
-    """A value of `dtype` for each number, the same on every device: 24 bits of splitmix64."""
+    """Make a value of `dtype` for each number, the same on every device: 24 bits of splitmix64."""
     bits = _bits24(numbers, _signed(seed * _MIX_1))
     if dtype is DType.FLOAT8_E4M3:
         pattern = bits.remainder_(254)

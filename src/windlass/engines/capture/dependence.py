@@ -27,7 +27,7 @@ ElementIds = tuple[int, ...]
 def sources_of(
     codes: Codes, load: Load, prints: Callable[[], Mapping[str, int]], base: Mapping[str, int]
 ) -> frozenset[str]:
-    """The checkpoint tensors that change one of the computed tensors.
+    """Return the checkpoint tensors that change one of the computed tensors.
 
     Takes about 2 log2 of the number of kinds of names per kind that matters, and 2 log2 of the
     number of layers (or layers times experts), in loads.
@@ -79,7 +79,7 @@ class _Search:
         return members
 
     def _changed(self, names: frozenset[str]) -> frozenset[str]:
-        """The computed tensors that differ once these checkpoint tensors do."""
+        """Return the computed tensors that differ once these checkpoint tensors do."""
         if not names:
             return frozenset()
         self._load(self._codes.mixed(names, _SEED))
@@ -101,7 +101,7 @@ class _Search:
         yield from self._mattering(groups[half:], known=not first)
 
     def _numbered(self, members: frozenset[str]) -> frozenset[str]:
-        """Those whose numbers are the ones that a computed tensor may depend on, by every digit of them."""
+        """Return those whose numbers a computed tensor may depend on, by every digit of them."""
         keys = sorted({_numbers(name) for name in members})
         index = {key: at for at, key in enumerate(keys)}
         possible = [set(range(len(keys))) for _ in self._base]

@@ -158,7 +158,7 @@ class Captured:
 
     @property
     def buffer_nbytes(self) -> int:
-        """What the buffers take besides the model."""
+        """Return what the buffers take besides the model."""
         received = () if self.recompute is None else self.recompute.buffers
         buffers = [*(repack.buffer for repack in self.repacks), *(b for _, b in received)]
         buffers += [memory for r in self.roundings if not r.in_place for memory in r.received]
@@ -201,7 +201,7 @@ class Seen:
     found: dict[str, Parts | None] = field(default_factory=dict)
 
     def boxes_of(self, name: str, codes: Codes) -> Parts | None:
-        """The boxes of one tensor; None if they are too many."""
+        """Return the boxes of one tensor; None if they are too many."""
         if name not in self.found:
             try:
                 self.found[name] = self.numbers[name].parts(codes, MAX_BOXES)
@@ -213,7 +213,7 @@ class Seen:
 def describe(
     seen: Seen, codes: Codes, worker: str, recompute: Recompute | None = None
 ) -> Captured | frozenset[str]:
-    """What was captured, or the names of the tensors that have to be read place by place.
+    """Return what was captured, or the names of the tensors that have to be read place by place.
 
     What `recompute` fills has no place of its own in the manifest: its buffers have.
     """
@@ -272,7 +272,7 @@ _HALVES = (DType.BFLOAT16, DType.FLOAT16)
 
 
 def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
-    """The type in which updates bring a tensor: its own, unless that cannot hold the checkpoint's.
+    """Return the type in which updates bring a tensor: its own, unless that cannot hold the checkpoint's.
 
     Raises:
         UnsupportedLayout: it cannot, and the checkpoint has several types for it.
@@ -291,7 +291,7 @@ def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
 def _roundings(
     name: str, memory: torch.Tensor, target: torch.Tensor, parts: Parts
 ) -> Iterator[Rounding]:
-    """What `memory`, that updates write, needs to be what a load of the checkpoint leaves in `target`."""
+    """Yield what turns `memory`, which updates write, into what a load of the checkpoint leaves in `target`."""
     own = dtype_of(name, memory)
     apart = target.dtype is not memory.dtype
     for stored in sorted({spec.dtype for spec, _ in parts} & {*_HALVES}):
@@ -304,7 +304,7 @@ def _roundings(
 
 
 def _views(memory: torch.Tensor, boxes: Sequence[PlacedBox]) -> tuple[torch.Tensor, ...]:
-    """Of boxes in a tensor's memory; one of all of it, if they are that."""
+    """Return views of boxes in a tensor's memory; one of all of it, if they are that."""
     if sum(placed.box.numel for placed in boxes) == len(memory):
         return (memory,)
     first = memory.storage_offset()
@@ -317,7 +317,7 @@ def _views(memory: torch.Tensor, boxes: Sequence[PlacedBox]) -> tuple[torch.Tens
 def _add_parameter(
     builder: ManifestBuilder, name: str, dtype: DType, numel: int, parts: Parts
 ) -> None:
-    """A parameter of `numel` elements; what no part describes of it is padding."""
+    """Add a parameter of `numel` elements; what no part describes of it is padding."""
     described = sum(part.box.numel for _, boxes in parts for part in boxes)
     builder.add_parameter(
         name,
@@ -338,7 +338,7 @@ def _add_parameter(
 
 
 def _add_buffers(builder: ManifestBuilder, recompute: Recompute) -> list[int]:
-    """Whole checkpoint tensors; their addresses."""
+    """Add buffers of whole checkpoint tensors; return their addresses."""
     for parameter, (spec, buffer) in zip(recompute.parameters, recompute.buffers, strict=True):
         builder.add_parameter(parameter, nbytes=buffer.nbytes, dtype=spec.dtype)
         builder.add_shard(spec.name, spec.shape, Box.full(spec.shape), parameter)
@@ -348,7 +348,7 @@ def _add_buffers(builder: ManifestBuilder, recompute: Recompute) -> list[int]:
 def _repack(
     name: str, holding: Holding, codes: Codes, numbers: Exact, factor: float
 ) -> tuple[Repack, Parts]:
-    """A buffer that holds the parameter's elements in checkpoint order, each once."""
+    """Make a buffer that holds the parameter's elements in checkpoint order, each once."""
     values, written = numbers.placed()
     unique, elements = np.unique(values, return_inverse=True)
     try:

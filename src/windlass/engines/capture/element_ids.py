@@ -56,12 +56,12 @@ class ElementIds(Protocol):
 
 
 def scaled(values: torch.Tensor, factor: float) -> torch.Tensor:
-    """As an engine multiplies: in the type of the tensor; untouched if the factor is 1."""
+    """Multiply as an engine does, in the type of the tensor; leave values alone if the factor is 1."""
     return values if factor == 1.0 else values * factor
 
 
 def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1.0) -> torch.Tensor:
-    """Digits of any shape, shifted to their position; far below 0 where there is none.
+    """Read digits of any shape, shifted to their position; far below 0 where there is none.
 
     A product of a digit and `factor` is rounded, but no two of them to the same value: digits have
     eight bits at most, as many as the coarsest type that is multiplied.
@@ -108,7 +108,7 @@ class Exact:
 
 
 def parts_of(codes: Codes, numbers: Int64Array, places: Int64Array, limit: int) -> Parts:
-    """Boxes of `numbers` that lie at `places`, tensor by tensor."""
+    """Return the boxes of `numbers` that lie at `places`, tensor by tensor."""
     parts: Parts = []
     for spec, flat, lies in _by_tensor(codes, numbers, places):
         parts.append((spec, boxes_of(spec.shape, flat, lies, limit=limit)))
@@ -132,7 +132,7 @@ def _by_tensor(
 
 
 def rows_of(holding: Holding) -> Rows | None:
-    """A grid over a tensor without gaps, of any order of dims; None for others."""
+    """Return a grid over a tensor without gaps, of any order of dims; None for others."""
     dims = sorted(
         ((step, size) for size, step in zip(holding.tensor.shape, holding.tensor.stride(), strict=True)
          if size > 1), reverse=True

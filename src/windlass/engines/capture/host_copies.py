@@ -70,7 +70,7 @@ def _chunks(memory: torch.Tensor, copy: torch.Tensor) -> Iterator[_Pair]:
 
 
 def _copy(device: torch.device, to_host: bool, chunks: Sequence[_Pair]) -> None:
-    """One thread's share. Tensors that were made in inference mode are written in it only."""
+    """Copy one thread's share. Tensors that were made in inference mode are written in it only."""
     size = max(len(memory) for memory, _ in chunks)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):
@@ -97,5 +97,5 @@ def _copy(device: torch.device, to_host: bool, chunks: Sequence[_Pair]) -> None:
 
 
 def _move(target: torch.Tensor, source: torch.Tensor) -> None:
-    """By numpy, which lets other threads run and starts none."""
+    """Copy by numpy, which lets other threads run and starts none."""
     target.numpy()[:] = source.numpy()

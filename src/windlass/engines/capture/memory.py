@@ -40,22 +40,22 @@ class Holding:
 
     @property
     def address(self) -> int:
-        """Of its first element."""
+        """Return the address of its first element."""
         return self.tensor.data_ptr()
 
     @property
     def nbytes(self) -> int:
-        """From the first to the last element; gaps between strides included."""
+        """Return its bytes from the first to the last element, gaps between strides included."""
         return self.reach * self.tensor.element_size()
 
     @property
     def reach(self) -> int:
-        """As `nbytes`, in elements."""
+        """Return `nbytes` in elements."""
         steps = zip(self.tensor.shape, self.tensor.stride(), strict=True)
         return sum((size - 1) * step for size, step in steps) + 1
 
     def memory(self) -> torch.Tensor:
-        """Its elements as they lie, gaps included: (reach,)."""
+        """Return its elements as they lie, gaps included: (reach,)."""
         return self.tensor.detach().as_strided((self.reach,), (1,))
 
 
@@ -64,7 +64,7 @@ Held = Callable[[], Mapping[str, Holding]]
 
 
 def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Mapping[str, Holding]:
-    """By name, parameters first; tensors that lie inside another (tied, views) appear once.
+    """Return what a model holds by name, parameters first; tensors that lie inside another (tied, views) appear once.
 
     Args:
         model: of this rank.
@@ -76,7 +76,7 @@ def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Ma
 def distinct(
     tensors: Iterable[tuple[str, torch.Tensor, Kind]], ignored: frozenset[int]
 ) -> Mapping[str, Holding]:
-    """As `held_by`, of these tensors in this order."""
+    """Return what `held_by` does, of these tensors in this order."""
     found: dict[str, Holding] = {}
     taken: set[tuple[int, int]] = set()
     ranges: dict[int, list[tuple[int, int]]] = {}
@@ -96,7 +96,7 @@ def distinct(
 
 
 def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
-    """Everything that modules hold by a name: parameters, buffers, other attributes."""
+    """Yield everything that modules hold by a name: parameters, buffers, other attributes."""
     for name, parameter in model.named_parameters():
         yield name, parameter, Kind.PARAMETER
     for name, buffer in model.named_buffers():
@@ -114,7 +114,7 @@ _STEP = 0x94D049BB133111EB - (1 << 64)
 
 
 def fingerprint(memory: torch.Tensor) -> int:
-    """64 bits of a tensor's bytes, sensitive to their order; on its device, in one pass.
+    """Return 64 bits of a tensor's bytes, sensitive to their order; on its device, in one pass.
 
     Args:
         memory: (n,) contiguous.
@@ -131,7 +131,7 @@ def fingerprint(memory: torch.Tensor) -> int:
 
 
 def _words_of(memory: torch.Tensor) -> torch.Tensor:
-    """Its bytes as integers: of 8 bytes where that many fill it, else of its elements' size."""
+    """View its bytes as integers: of 8 bytes where that many fill it, else of its elements' size."""
     if memory.nbytes % 8 or memory.element_size() == 8:
         return bits_of(memory)
     if memory.storage_offset() * memory.element_size() % 8 or memory.data_ptr() % 8:
@@ -140,7 +140,7 @@ def _words_of(memory: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprints(held: Mapping[str, Holding]) -> dict[str, str]:
-    """Of every tensor, in hexadecimal; names of others than parameters begin with their kind."""
+    """Return the fingerprint of every tensor, in hexadecimal; names of others than parameters begin with their kind."""
     return {
         f"{'' if h.kind is Kind.PARAMETER else f'{h.kind}:'}{n}": f"{fingerprint(h.memory()):016x}"
         for n, h in held.items()

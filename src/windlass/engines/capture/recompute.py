@@ -50,7 +50,7 @@ class Surroundings:
 
     @classmethod
     def here(cls, model: torch.device) -> Surroundings:
-        """Of this thread; `model`: where the weights are."""
+        """Return those of this thread; `model`: where the weights are."""
         cuda = torch.cuda.current_device() if model.type == "cuda" else None
         return cls(torch.is_inference_mode_enabled(), torch.get_default_device(), cuda)
 
@@ -110,7 +110,7 @@ class Recompute:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The manifest's names of the buffers."""
+        """Return the manifest's names of the buffers."""
         return tuple(PREFIX + spec.name for spec, _ in self.buffers)
 
     def fix_addresses(self) -> None:
@@ -197,7 +197,7 @@ class Recompute:
     def filling(
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same tensors; those that have a buffer are copied there on the way."""
+        """Yield the same tensors; those that have a buffer are copied there on the way."""
         buffers = {spec.name: buffer for spec, buffer in self.buffers}
         for name, tensor in weights:
             if name in buffers:
@@ -275,7 +275,7 @@ class _Part:
         self.depth = max(len(name.split(".")) for name in [*computed, *self._copied])
 
     def disturbed(self, sources: frozenset[str]) -> frozenset[str]:
-        """What is wrong, or was moved though updates write it, after two updates on trial."""
+        """Return what is wrong, or was moved though updates write it, after two updates on trial."""
         self._load(self._codes.random(0))
         before = self._fixed(sources)
         try:
@@ -293,7 +293,7 @@ class _Part:
         return frozenset(wrong | moved)
 
     def _write(self, names: Iterable[str], seed: int) -> None:
-        """What an update writes itself, as it lies once it is finalised."""
+        """Write what an update writes itself, as it lies once it is finalised."""
         held = self._held()
         for name in names:
             memory = held[name].memory()
@@ -305,7 +305,7 @@ class _Part:
                     part[filled] = bits_of(values)
 
     def sources_near(self, names: frozenset[str], level: int) -> frozenset[str]:
-        """Of the tensors themselves (level 0), or of all in the modules that many levels up."""
+        """Return the sources of the tensors themselves (level 0), or of all in the modules that many levels up."""
         if level == 0:
             chosen = names & self._copied.keys()
         else:
@@ -314,7 +314,7 @@ class _Part:
         return frozenset().union(*(self._copied[name] for name in chosen))
 
     def recompute(self, sources: frozenset[str]) -> Recompute:
-        """What has been proven."""
+        """Return what has been proven."""
         return Recompute(
             names=tuple(sorted(self._filled(sources))),
             buffers=tuple(
@@ -355,15 +355,15 @@ class _Part:
         return {}
 
     def _filled(self, sources: frozenset[str]) -> frozenset[str]:
-        """What such a load fills: all of it comes from these checkpoint tensors."""
+        """Return what such a load fills: all of it comes from these checkpoint tensors."""
         return self._computed | {n for n, found in self._copied.items() if found <= sources}
 
     def _written(self, sources: frozenset[str]) -> frozenset[str]:
-        """What updates write directly."""
+        """Return what updates write directly."""
         return frozenset(self._copied.keys() - self._filled(sources))
 
     def _fixed(self, sources: frozenset[str]) -> dict[str, int]:
-        """Addresses that must stay; see `Recompute.fix_addresses`."""
+        """Return addresses that must stay; see `Recompute.fix_addresses`."""
         written, filled = self._written(sources), self._filled(sources)
         return _places(self._held(), written, filled)
 
@@ -374,7 +374,7 @@ class _Part:
 def _places(
     held: Mapping[str, Holding], written: Collection[str], filled: Collection[str]
 ) -> dict[str, int]:
-    """Addresses of what updates write, and on GPUs, whose graphs know them, of what is filled."""
+    """Return addresses of what updates write, and on GPUs, whose graphs know them, of what is filled."""
     return {
         name: h.address
         for name, h in held.items()
@@ -406,7 +406,7 @@ class _Marks:
                 memory.fill_(_MARKS[held[name].tensor.dtype])
 
     def clear(self, held: Mapping[str, Holding]) -> dict[str, int]:
-        """How many elements were not written, by name; these get their old values back.
+        """Return how many elements were not written, by name; these get their old values back.
 
         -1 for a tensor that is not there any more.
         """
@@ -437,13 +437,13 @@ def _values_of(scalars: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _module(name: str, level: int) -> str:
-    """Of a tensor; with its last dot, so that nothing else begins like it."""
+    """Return a tensor's module, with its last dot, so that nothing else begins like it."""
     parts = name.split(".")[:-level]
     return "".join(f"{part}." for part in parts)
 
 
 def _tensors_in(numbers: ElementIds, codes: Codes) -> frozenset[str]:
-    """The checkpoint tensors of which a tensor of the engine holds elements."""
+    """Return the checkpoint tensors of which a tensor of the engine holds elements."""
     bounds = torch.from_numpy(codes.starts[1:-1])
     found: set[int] = set()
     for _, part in numbers.chunks():

@@ -97,7 +97,7 @@ class Snapshot:
 
     @property
     def prints(self) -> Mapping[str, int]:
-        """By the names of `held_by`, fingerprints of what tensors held; empty without copies."""
+        """Return fingerprints of what tensors held, by the names of `held_by`; none without copies."""
         return self._bytes.prints
 
     def restore(self) -> None:
@@ -217,7 +217,7 @@ _KINDS: dict[type, _Kind | None] = {}
 
 
 def _kind_of(item: object) -> _Kind | None:
-    """None for what is left alone, with all that it holds."""
+    """Return what is looked at in an object; None for what is left alone, with all that it holds."""
     kind = type(item)  # and not what a proxy says that it is
     if kind not in _KINDS:
         _KINDS[kind] = _look_at(kind)
@@ -244,7 +244,7 @@ def _look_at(kind: type) -> _Kind | None:
 
 
 def _reached(model: torch.nn.Module, empty: list[_Container]) -> Iterator[tuple[object, _Kind]]:
-    """Every object whose state is kept, once; containers that hold nothing are put into `empty`.
+    """Yield every object whose state is kept, once; put containers that hold nothing into `empty`.
 
     A loader that runs after every update is guarded by this, in the pause: most of what modules hold
     are their hooks, which are none, and plain values.
@@ -275,7 +275,7 @@ def _reached(model: torch.nn.Module, empty: list[_Container]) -> Iterator[tuple[
 
 
 def _slots(item: object, kind: _Kind) -> dict[MemberDescriptorType, object]:
-    """Values in `__slots__`, of classes in Python."""
+    """Return values in `__slots__`, of classes in Python."""
     return {m: v for m in kind.members if (v := _value(m, item)) is not _UNSET}
 
 
@@ -287,7 +287,7 @@ def _value(member: MemberDescriptorType, item: object) -> object:
 
 
 def _same(one: Collection[object], other: Collection[object]) -> bool:
-    """The same objects in the same order."""
+    """Return whether these are the same objects in the same order."""
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 

@@ -143,7 +143,7 @@ class _CutLinear(torch.nn.Module):
 
 
 def _local_parameter(parameter: torch.Tensor) -> torch.nn.Parameter:
-    """The same memory as a plain tensor."""
+    """Return the same memory as a plain tensor."""
     return torch.nn.Parameter(local_tensor(parameter), requires_grad=False)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from windlass.config import PauseMode
-from windlass.engines.client import EngineClient
+from windlass.engines.client import EngineClient, EngineWeights
 from windlass.engines.embedded.model import ForwardRunner, ModelShard, load_model
 from windlass.engines.embedded.scheduler import Scheduler, StepChannel, StepKind
 from windlass.engines.embedded.server import EngineServer
@@ -22,7 +22,7 @@ from windlass.envs import ENGINE_TOKEN_VARIABLE, secret_value
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.hooks import EngineHooks
+from windlass.updates.engine_agent import EngineHooks
 
 __all__ = ["run_rank"]
 
@@ -74,16 +74,17 @@ class _Rank:
         """Connect to the controller, if there is one."""
         if not self.settings.controller:
             return
-        EngineClient(  # lives as long as this process
-            manifest=self.shard.manifest,
-            addresses=self.shard.addresses,
-            regions=(self.shard.arena.region,),
+        # It lives as long as this process.
+        EngineClient(
+            EngineWeights(
+                manifest=self.shard.manifest,
+                addresses=self.shard.addresses,
+                regions=(self.shard.arena.region,),
+            ),
             transport=self.transport,
             hooks=hooks,
             controller=self.settings.controller,
             token=self.token,
-            group=self.settings.name,
-            rank=self.index,
             world_size=self.settings.tensor_parallel_size,
             url=url,
             connect_deadline_s=CONNECT_DEADLINE_S,

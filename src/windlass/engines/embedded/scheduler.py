@@ -226,7 +226,7 @@ class Scheduler:
     # --- called by the model loop --------------------------------------------------------------
 
     def next_step(self) -> Step:
-        """What to do next; blocks until there is something."""
+        """Return what to do next; blocks until there is something."""
         with self._changed:
             self._changed.wait_for(self._has_work)
             if self._stopped:
@@ -240,7 +240,7 @@ class Scheduler:
             return self._prefill() if self._waiting and self._free else self._decode()
 
     def quiesced(self, pause_id: str) -> None:
-        """Every rank is quiesced."""
+        """Take note that every rank is quiesced."""
         with self._changed:
             if self._pause_wanted is not None and self._pause_wanted[0] == pause_id:
                 self._pause_wanted = None

@@ -100,7 +100,7 @@ class EngineServer:
 
     @property
     def url(self) -> str:
-        """The address that others connect to."""
+        """Return the address that others connect to."""
         return self._server.url
 
     def start(self) -> None:

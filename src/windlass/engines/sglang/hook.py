@@ -92,7 +92,7 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
 
 
 def own_rank() -> int:
-    """Of this process among all of the server's: replicas, stages, tensor-parallel ranks.
+    """Return this process's number among all of the server's: replicas, stages, tensor-parallel ranks.
 
     A replica is a world of its own.
     """
@@ -100,7 +100,7 @@ def own_rank() -> int:
 
 
 def _own_replica() -> int:
-    """0 in releases that do not say it in a rank; the launcher refuses those replicas."""
+    """Return this rank's replica; 0 in releases that do not say it in a rank, which the launcher refuses replicas."""
     try:
         from sglang.srt.runtime_context import get_parallel
 
@@ -152,7 +152,7 @@ def _capture(model: torch.nn.Module, order: Capture, rank: int, secrets: Secrets
 
 
 def _layout_of(model: torch.nn.Module, order: Capture, rank: int) -> tuple[Captured, bool]:
-    """What was captured, and whether SGLang leaves weights alone around an order."""
+    """Return what was captured, and whether SGLang leaves weights alone around an order."""
     settings = order.settings
 
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -222,7 +222,7 @@ def _state(model: torch.nn.Module) -> Mapping[str, tuple[int, str]]:
 
 
 def load_again(model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """As SGLang loads weights while it runs: unpack, load, post-process."""
+    """Load weights as SGLang does while it runs: unpack, load, post-process."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     device = next(model.parameters()).device
@@ -296,7 +296,7 @@ def _separate_caches() -> None:
 
 
 def _outdate_caches(namespace: str) -> None:
-    """What was computed until now answers no request that begins later."""
+    """Have what was computed until now answer no request that begins later."""
     _rank.namespace = namespace
     for module in ("mm_schedule", "mm_utils"):  # 0.5.23, 0.5.16; a flush leaves it
         found = sys.modules.get(f"sglang.srt.managers.{module}")

@@ -149,7 +149,7 @@ def send_order(
     *,
     hook: str = HOOK,
 ) -> None:
-    """As `order_ranks`, within a session; `deadline_s` is None for an order that lasts as long as a pause."""
+    """Do as `order_ranks`, within a session; `deadline_s` is None for an order that lasts as long as a pause."""
     name = msgspec.json.encode(order).decode()
     payload = ForkingPickler.dumps([(name, _Empty())])  # what SGLang's own serialiser does
     body = {

@@ -102,7 +102,7 @@ async def _reach_every_replica(
 async def _flush_every_replica(
     original: _Flush, manager: _Manager, timeout_s: float | None = None
 ) -> _Flushed:
-    """What one replica has refused is refused; what all have done SGLang does as ever, once more."""
+    """Refuse what one replica has refused; what all have done SGLang does as ever, once more."""
     from sglang.srt.managers.io_struct import FlushCacheReqInput
 
     manager.auto_create_handle_loop()

@@ -104,7 +104,7 @@ _ENCODERS = "its encoders are in other processes, whose weights are not updated"
 
 
 def _rule(setting: str, allowed: tuple[object, ...], why: str) -> Rule:
-    """A setting is called as its option is."""
+    """Return the rule of a setting that is called as its option is."""
     return Rule(f"--{setting.replace('_', '-')}", allowed, why, (setting,))
 
 

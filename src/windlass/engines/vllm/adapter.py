@@ -138,7 +138,7 @@ def keep_adapter(worker: LoraWorker) -> None:
 
 
 def _adapters_of(worker: LoraWorker) -> _Adapters:
-    """What a worker has of the adapters that it knows."""
+    """Return what a worker has of the adapters that it knows."""
     manager = cast("_Worker", worker).model_runner.lora_manager
     adapters: _Adapters = vars(manager)["_adapter_manager"]
     return adapters

@@ -192,7 +192,7 @@ class WindlassExtension:
         carry_out(folder, rank, join)
 
     def windlass_rank(self) -> int:
-        """Of this process among all of the server's: replicas, stages, tensor-parallel ranks."""
+        """Return this process's number among all of the server's: replicas, stages, tensor-parallel ranks."""
         worker = cast("_Worker", self)
         parallel = worker.parallel_config
         return parallel.data_parallel_index * parallel.world_size + worker.rank
@@ -229,7 +229,7 @@ class WindlassExtension:
         self._windlass_engine_rank().gate.block(pause_id, float(deadline_s))
 
     def windlass_digests(self) -> dict[str, str]:
-        """A fingerprint of every tensor that the model of this rank holds, and its adapter."""
+        """Return a fingerprint of every tensor that the model of this rank holds, and its adapter."""
         worker = cast("_Worker", self)
         model = worker.model_runner.get_model()
         held = held_by(model, _cache_storages(worker))

@@ -107,7 +107,7 @@ async def _body(receive: Receive) -> bytes:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The new body first; afterwards what the client does (it may hang up)."""
+    """Return what receives the new body first; afterwards what the client does (it may hang up)."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

@@ -59,12 +59,12 @@ def slurm_scheduler(
 
 @dataclass(slots=True)
 class _Job:
-    """`settled` once the lease was taken, or the job ended before that."""
+    """`is_known`: the lease was taken, or the job ended before that."""
 
     client: asyncio.subprocess.Process
     lease: asyncio.StreamWriter | None = None
     failure: str = ""
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    is_known: asyncio.Event = field(default_factory=asyncio.Event)
     watch: asyncio.Task[None] | None = None
 
 
@@ -155,12 +155,12 @@ class SlurmBackend(ClusterBackend):
             return
         parent_watchdog.keep_alive(writer.get_extra_info("socket"))
         job.lease = writer
-        job.settled.set()
+        job.is_known.set()
 
     async def granted(self, reservation: str) -> None:
         # How long a job may queue is the caller's deadline on `wait_healthy`.
         job = self._jobs[reservation]
-        await job.settled.wait()
+        await job.is_known.wait()
         if job.lease is None:
             raise PeerUnreachable(job.failure)
 
@@ -219,7 +219,7 @@ async def _watch(reservation: str, job: _Job) -> None:
         f"slurm: job {reservation} ended with {code} before its node connected to this host "
         f"{'; '.join(said)}"
     )
-    job.settled.set()
+    job.is_known.set()
 
 
 async def _forget(job: _Job) -> None:

@@ -13,6 +13,9 @@ import numpy.typing as npt
 from windlass.errors import ConfigError
 from windlass.layout.dtypes import DType, cast_refusal
 from windlass.memory.cuda.driver import Device, Stream, compile_source
+from windlass.memory.ranges import UInt64Array, split_pieces
+
+PieceArray = npt.NDArray[np.void]
 
 PIECE = np.dtype(
     [
@@ -28,6 +31,8 @@ PIECE = np.dtype(
 )
 """`Piece` of put.cu: addresses, pitches and payload positions in bytes, sizes in elements."""
 
+MAX_PIECE_NBYTES = 64 << 10
+"""One block of threads copies a piece: smaller ones keep more of the device busy at the end."""
 SMALL_PIECE_NBYTES = 8 << 10
 """Up to this mean size a piece is left to 128 threads, so that more pieces are under way."""
 SMALL_BLOCK, LARGE_BLOCK = 128, 512
@@ -36,6 +41,18 @@ THREADS_PER_MULTIPROCESSOR = 2048
 PART_NBYTES = 1 << 30
 """What a part of a table stores at least: the last one is hashed when the wire is silent already.
 With 1 GiB that takes 0.5 ms, and stores are as fast as in one part (H200, 2026-11-21)."""
+
+
+def raw_pieces(
+    sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array, max_nbytes: int
+) -> PieceArray:
+    """Return pieces of at most `max_nbytes` of ranges, (n,) each, behind each other in the payload."""
+    source, target, size = split_pieces(sources, targets, nbytes, max_nbytes)
+    pieces = np.zeros(len(size), PIECE)
+    pieces["src"], pieces["dst"], pieces["row_elems"] = source, target, size
+    pieces["pos"] = np.cumsum(size) - size
+    pieces["rows"] = 1
+    return pieces
 
 
 @final

@@ -11,8 +11,8 @@ from typing import assert_never
 import numpy as np
 
 from windlass.memory.cuda.gpu import Gpu
-from windlass.memory.cuda.kernels import PieceTable, put_kernel
-from windlass.memory.cuda.pieces import PieceArray, PieceKind
+from windlass.memory.cuda.kernels import PieceArray, PieceTable, put_kernel
+from windlass.memory.cuda.pieces import PieceKind
 from windlass.memory.packing import overflow_text
 from windlass.planning.plan import Transform
 from windlass.planning.program import LinkProgram

@@ -15,7 +15,7 @@ import numpy as np
 from windlass.errors import TransferFailed
 from windlass.layout.dtypes import DType
 from windlass.memory.cuda.gpu import Gpu
-from windlass.memory.cuda.kernels import PieceTable
+from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PieceArray, PieceTable
 from windlass.memory.cuda.links import (
     WORDS_NBYTES,
     DeviceLink,
@@ -25,8 +25,6 @@ from windlass.memory.cuda.links import (
     read_words,
 )
 from windlass.memory.cuda.pieces import (
-    MAX_PIECE_NBYTES,
-    PieceArray,
     PieceKind,
     cut_copy,
     cut_ops,

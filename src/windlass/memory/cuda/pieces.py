@@ -17,14 +17,12 @@ import numpy.typing as npt
 from windlass.errors import PlanError, UnsupportedLayout
 from windlass.layout.dtypes import DType, can_overflow
 from windlass.layout.quantization import BLOCK
-from windlass.memory.cuda.kernels import PIECE
+from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PIECE, PieceArray, raw_pieces
 from windlass.memory.ops import Int64Array, StridedCopy
 from windlass.planning.plan import Transform
 from windlass.planning.program import BoundOp, LinkProgram
 
-MAX_PIECE_NBYTES = 64 << 10
 UInt64Array = npt.NDArray[np.uint64]
-PieceArray = npt.NDArray[np.void]
 
 
 class PieceKind(NamedTuple):
@@ -96,15 +94,8 @@ def cut_ranges(addresses: UInt64Array, nbytes: Int64Array) -> tuple[PieceArray, 
     Returns:
         The pieces, and (n + 1,) which of them is the first of each range, and how many there are.
     """
-    count = -(-nbytes // MAX_PIECE_NBYTES)
-    first = np.append(0, np.cumsum(count))
-    row = np.repeat(np.arange(len(nbytes)), count)
-    step = (np.arange(len(row)) - first[row]) * MAX_PIECE_NBYTES
-    pieces = np.zeros(len(row), PIECE)
-    pieces["src"] = pieces["dst"] = addresses[row] + step.astype(np.uint64)
-    pieces["pos"] = (np.cumsum(nbytes) - nbytes)[row] + step
-    pieces["rows"] = 1
-    pieces["row_elems"] = np.minimum(nbytes[row] - step, MAX_PIECE_NBYTES)
+    first = np.append(0, np.cumsum(-(-nbytes // MAX_PIECE_NBYTES)))
+    pieces = raw_pieces(addresses, addresses, nbytes.astype(np.uint64), MAX_PIECE_NBYTES)
     return pieces, first
 
 

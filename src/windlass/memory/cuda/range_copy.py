@@ -8,12 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.memory.cuda.gpu import Gpu
-from windlass.memory.cuda.kernels import PIECE, PieceTable
-from windlass.memory.ranges import split_pieces
+from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PieceTable, raw_pieces
 
 UInt64Array = npt.NDArray[np.uint64]
-MAX_PIECE_NBYTES = 64 << 10
-"""One block of threads copies a piece: smaller ones keep more of the device busy at the end."""
 COPY_ENGINE_NBYTES = 32 << 20
 """From this size per piece copy engines are as fast as the kernel (H200, 2026-11-21: 380 GB/s at
 32 MiB, 268 at 2 MiB) and leave the multiprocessors to others."""
@@ -51,10 +48,7 @@ class RangeCopy:
         self._table: PieceTable | None = None
         if not large.all():
             small = ~large
-            cut = split_pieces(sources[small], targets[small], nbytes[small], MAX_PIECE_NBYTES)
-            pieces = np.zeros(len(cut[2]), PIECE)
-            pieces["src"], pieces["dst"], pieces["row_elems"] = cut
-            pieces["rows"] = 1
+            pieces = raw_pieces(sources[small], targets[small], nbytes[small], MAX_PIECE_NBYTES)
             self._table = PieceTable(gpu.device, pieces, "put_1", 1)
 
     def queue(self) -> None:

@@ -31,7 +31,7 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
-from windlass.transports.inbound import cut_inbound
+from windlass.transports.inbound import end_connections
 from windlass.transports.liveness import LivenessListener
 from windlass.transports.mooncake.config import MooncakeConfig
 from windlass.transports.mooncake.native import MAX_PIECES, Started, start_engine
@@ -206,7 +206,8 @@ class MooncakeTransport(NetworkTransport):
         """See `OneSidedTransport.fence`: over TCP connections are cut, over RDMA there is nothing."""
         if not self._is_rdma():
             ports = frozenset[int]().union(*(engine.started.ports for engine in self._engines))
-            cut_inbound(ports, Deadline.after(deadline_s, "mooncake fence"))
+            deadline = Deadline.after(deadline_s, "mooncake fence")
+            end_connections(lambda own: own.getsockname()[1] in ports, deadline)
 
     def close(self) -> None:
         """See `OneSidedTransport.close`; a native call that is stuck is left to end by itself."""

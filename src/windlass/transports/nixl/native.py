@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ from windlass.net.clock import Deadline
 from windlass.transports.inbound import (
     Connection,
     connections_to,
-    cut_marked,
+    end_connections,
     listening_ports,
     new_mark,
 )
@@ -363,7 +364,12 @@ class TcpFence:
         """
         with _FENCES:
             spared = frozenset[Connection]().union(*_OF_AGENTS_WITH_THEMSELVES.values())
-        return cut_marked(self._mark, deadline, spared)
+
+        def is_meant(own: socket.socket) -> bool:
+            marked = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT) == self._mark
+            return marked and (own.getsockname(), own.getpeername()) not in spared
+
+        return end_connections(is_meant, deadline)
 
     def close(self) -> None:
         """The agent has ended. Idempotent."""

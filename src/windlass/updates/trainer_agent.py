@@ -1,0 +1,166 @@
+"""An agent of a trainer rank: commands of the coordinator become calls of its sender."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import assert_never, final
+
+from windlass.config import P2pBackend, UpdateBackend
+from windlass.errors import ConfigError, ProtocolError, RoundAborted, WindlassError
+from windlass.planning.plan import TransferPlan
+from windlass.transfer.backends import sender_for
+from windlass.transfer.base import (
+    GroupMember,
+    SenderBackend,
+    SendResult,
+)
+from windlass.transfer.bindings import BindingsRefused, LinkOutcome, LinkStatus
+from windlass.transfer.replicated_digests import ReplicatedDigests
+from windlass.transfer.sender import Sender
+from windlass.updates.messages import (
+    Abort,
+    Command,
+    ConnectTrainer,
+    Done,
+    JoinGroups,
+    NotBound,
+    Offered,
+    Prepare,
+    Prepared,
+    RelayWrite,
+    Result,
+    TrainerCommand,
+    Write,
+    Written,
+)
+
+__all__ = ["TrainerAgent"]
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class TrainerAgent:
+    """`CommandHandler` of a trainer rank.
+
+    Args:
+        sender: one-sided writes; other backends read the same parameters.
+        host: own address, that engines can reach, for backends that listen.
+        changed: see `TrainerClient`.
+    """
+
+    def __init__(
+        self, sender: Sender, *, host: str = "127.0.0.1", changed: Callable[[], str] = str
+    ) -> None:
+        self._one_sided, self._host, self._changed = sender, host, changed
+        self._backend: UpdateBackend = P2pBackend()
+        self._sender: SenderBackend = sender_for(self._backend, sender, host)
+        self._replicated = ReplicatedDigests(sender.manifest, sender.parameters)
+        self._digested: tuple[Prepare, bytes] | None = None
+
+    def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
+        """Carry out a command; see `CommandHandler.handle`.
+
+        Raises:
+            ProtocolError: it is none of a trainer's.
+        """
+        if not isinstance(command, TrainerCommand):
+            raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
+        match command:
+            case ConnectTrainer():
+                self._choose(command.backend)
+                self._replicated.bind(command.replicated)
+                plan = TransferPlan.decode(command.plan)
+                try:
+                    offer = self._sender.connect(plan, command.bindings)
+                except BindingsRefused as refused:
+                    return NotBound(refused.reasons)
+                if (relay := command.relay) is not None:
+                    self._relaying().connect_relay(relay.groups, relay.bindings, relay.addresses)
+                if offer is not None:
+                    return Offered(offer)
+            case JoinGroups():
+                if not isinstance(self._sender, GroupMember):
+                    raise ProtocolError(f"{type(self._sender).__name__} joins no groups")
+                self._sender.join(command.offers, command.deadline_s)
+            case Prepare():
+                with self._one_sided.parameters.once():
+                    # Before the replica is taken: the weights may change then.
+                    prepared = self._compare(command) if command.period else Done()
+                    self._sender.prepare(command.version)
+                return prepared
+            case Write():
+                sent = self._sender.write(command.version, command.destinations, command.deadline_s)
+                return self._written(sent)
+            case RelayWrite():
+                round_id = epoch, round_number
+                sent = self._relaying().relay_write(
+                    round_id, command.destinations, command.deadline_s
+                )
+                return self._written(sent)
+            case Abort():
+                pass  # nothing to undo: the sender keeps no state of a round but packed bytes
+            case _:
+                assert_never(command)
+        return Done()
+
+    def _compare(self, command: Prepare) -> Prepared:
+        """What this rank holds of boxes that others hold too; of a replica, what it was taken from."""
+        compare_s = 0.0
+        replica = self._one_sided.replica
+        if replica is not None and replica.is_taken(command.version):
+            if self._digested is None or self._digested[0] != command:
+                raise RoundAborted(
+                    "prepare: ranks must be compared anew since this version's weights were copied, and "
+                    "they may have changed: publish again"
+                )
+        else:
+            digested = self._replicated.take(command.turn, command.period)
+            self._digested = command, digested.tobytes()
+            compare_s = self._replicated.compare_s
+        return Prepared(self._digested[1], compare_s)
+
+    def after_update(self) -> None:
+        """Do ahead of time what the next update needs; nobody waits for it."""
+        try:
+            self._replicated.cut_ahead()
+        except WindlassError as error:  # the next update tries again, and says it
+            _log.debug("comparing: nothing is cut ahead: %s", error)
+
+    def _written(self, sent: SendResult) -> Written:
+        """Links count as failed if a parameter changed meanwhile: digests show only that what was read arrived."""
+        links = sent.links
+        if self._one_sided.replica is None and (name := self._changed()):
+            reason = f"parameter {name!r} changed while its version was published"
+            links = tuple(
+                LinkOutcome(link.destination, LinkStatus.FAILED, 0, "", reason)
+                if link.status in (LinkStatus.OK, LinkStatus.FAILED)
+                else link
+                for link in links
+            )
+        return Written(links, sent.pack_s, sent.wire_s)
+
+    def _relaying(self) -> Sender:
+        if not isinstance(self._sender, Sender):
+            raise ProtocolError(f"{type(self._sender).__name__} cannot write to a relay")
+        return self._sender
+
+    def close(self) -> None:
+        """Leave groups; the one-sided sender belongs to the caller. Idempotent."""
+        self._replicated.close()
+        self._leave()
+
+    def _choose(self, backend: UpdateBackend) -> None:
+        if self._one_sided.replica is not None and not backend.traits.one_sided:
+            raise ConfigError(
+                f"replica: backend {type(backend).__name__} reads parameters where they lie; use p2p"
+            )
+        if backend != self._backend:
+            self._leave()
+            self._sender = sender_for(backend, self._one_sided, self._host)
+            self._backend = backend
+
+    def _leave(self) -> None:
+        if self._sender is not self._one_sided:
+            self._sender.close()
