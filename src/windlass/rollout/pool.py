@@ -21,7 +21,7 @@ from windlass.errors import ProtocolError, RolloutError
 from windlass.net.access import Access, role_token
 from windlass.net.messages import PROTOCOL_VERSION, Garbled, MustWait, Reply, check_name
 from windlass.net.rpc import Session, serve
-from windlass.net.sockets import open_http
+from windlass.net.sockets import close_socket, open_http
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import (
     LOCAL_WORKER,
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 MAX_REPLACED = 4096
 """Processes whose name another one has: the newest are known when they come back."""
 CALL_DEADLINE_S = 10.0
+CLOSE_DEADLINE_S = 2.0
 RECONNECT_S = 3.0
 """For a worker that has closed its connection to open another one; one that has ended never does."""
 STOP_DEADLINE_S = 5.0
@@ -174,6 +175,11 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
         return self._socket is not None
 
     @property
+    def free_slots(self) -> int:
+        """How many more attempts the worker takes: none while it has no connection."""
+        return super().free_slots if self.is_connected else 0
+
+    @property
     def has_left(self) -> bool:
         """Whether the process ends, and has handed over all that it had."""
         return self._takes_no_more and not self.assigned
@@ -209,6 +215,11 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
         """This connection is gone; calls wait for the next."""
         if self._socket is socket:
             self._socket = None
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._socket is not None:
+            await close_socket(self._socket, deadline_s=CLOSE_DEADLINE_S)
 
     async def stop(self) -> None:
         """End the connection; return when it has ended."""
@@ -367,8 +378,9 @@ class WorkerPool:
             raise ProtocolError("worker: a frame before its Hello")
         return self.register(first), WorkerWelcome(self._identity)
 
-    async def admitted(self, session: RemoteWorker) -> None:
+    async def admitted(self, session: RemoteWorker) -> None:  # noqa: ARG002
         """See `rpc.Owner`."""
+        self._on_change()
 
     async def received(self, session: RemoteWorker, frame: WorkerFrame) -> None:
         """See `rpc.Owner`."""
