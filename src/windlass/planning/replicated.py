@@ -21,6 +21,7 @@ from windlass.layout.manifest import MAX_DIMS, Int64Array, ShardManifest
 from windlass.planning.intersect import (
     atoms_by_pattern,
     classes_by_pattern,
+    counted,
     find_holders,
     unique_boxes,
 )
@@ -33,7 +34,6 @@ __all__ = [
     "DueBlocks",
     "Replicated",
     "ReplicatedPart",
-    "counted",
     "decode_digested",
     "find_replicated",
 ]
@@ -161,13 +161,6 @@ class BlockSchedule:
         at, block = self._cut.place(self._sizes, row, number)
         offset = self._offset[row] + (at * self._strides[row]).sum(axis=1)
         return DueBlocks(row=row, offset=offset, sizes=block)
-
-
-def counted(counts: Int64Array) -> Int64Array:
-    """0, 1 ... for each count in turn."""
-    ends = np.cumsum(counts)
-    index: Int64Array = np.arange(int(ends[-1]) if len(ends) else 0)
-    return index - np.repeat(ends - counts, counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,9 +235,9 @@ class EngineAgent:
     def on_command(self, command: Command, epoch: int, round_number: int) -> None:
         """For `AgentChannel`: what must not wait until a running `Relay` is over."""
         if isinstance(command, SkipUpstream):
-            self._relay.refuse((epoch, round_number), command.upstream)
+            self._relay.refuse(RoundId(epoch, round_number), command.upstream)
         elif isinstance(command, Abort):
-            self._relay.interrupt((epoch, round_number))
+            self._relay.interrupt(RoundId(epoch, round_number))
 
     def _verify(self, command: Verify) -> Result:
         """What a relay that died may have left in its kernel lands before this or never."""
