@@ -116,9 +116,16 @@ class ReplicatedPart:
         inside = inside and (held["first"] >= 0).all() and (held["run"] > 0).all()
         if inside and len(held):
             itemsizes = np.array([spec.dtype.itemsize for spec in manifest.parameters], np.int64)
+            # In floating point first: integers that are sent may be such that their sum wraps around.
+            steps = ((sizes - 1.0) * strides).sum(axis=1) + held["offset"]
+            inside = (steps <= 2.0 * extents[held["parameter"]]).all()
             reach = held["offset"] + ((sizes - 1) * strides).sum(axis=1)
             ends = reach + itemsizes[held["parameter"]]
-            inside = (held["offset"] >= 0).all() and (ends <= extents[held["parameter"]]).all()
+            inside = (
+                inside
+                and (held["offset"] >= 0).all()
+                and (ends <= extents[held["parameter"]]).all()
+            )
         if not inside:
             raise PlanError(f"replicated boxes of {manifest.worker} must lie in its parameters")
         return cls(held)

@@ -185,7 +185,10 @@ class EngineAgent:
         if not isinstance(command, EngineCommand):
             raise ProtocolError(f"an engine cannot carry out {type(command).__name__}")
         with self._lock:
-            self._round_id = RoundId(epoch, round_number)
+            round_id = RoundId(epoch, round_number)
+            # How the last one ended was not told, and this one's end says nothing about it.
+            self._mixed_weights |= self._open_to_writes and round_id > self._round_id
+            self._round_id = round_id
             return self._carry_out(command)
 
     def _carry_out(self, command: EngineCommand) -> Result:
