@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup demo lint types imports unit engine test test-all test-long test-megatron engines test-engines \
-  test-truth test-security test-clusters test-hosts test-rdma bench clean
+  test-truth test-security fuzz test-clusters test-hosts test-rdma bench clean
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-long [ARGS=tests/updates/test_chaos.py]           generated faults, kills, relays, whole jobs"
 	@echo "make test-megatron | test-engines | test-truth              Megatron-core, live vLLM and SGLang: installed first"
 	@echo "make test-security                                          what SECURITY.md and docs/attacks.md promise"
+	@echo "make fuzz [ARGS='--seconds 60']                             every decoder of peer bytes, by coverage"
 	@echo "make test-hosts | test-clusters | test-rdma                 several hosts (root), Slurm and Ray, verbs in a guest"
 	@echo "make bench [ARGS='planner update']                            benchmarks, into benchmarks/results/local"
 
@@ -96,6 +97,12 @@ test-truth: engines
 test-security: setup
 	$(BIN)/pytest -m "not engines and not cluster" \
 	  $$(grep -ohE 'tests/[a-z_/]+\.py(::test_[a-z0-9_]+)?' SECURITY.md docs/attacks.md | sort -u) $(ARGS)
+
+# Bytes for every decoder of what peers send, guided by coverage (atheris, which has wheels for Linux on
+# x86-64): ten minutes, or ARGS="--seconds 60 'agent frame'". What it finds is kept in build/fuzz.
+fuzz: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]'
+	$(BIN)/python tests/fuzz/fuzz_decoders.py $(ARGS)
 
 # Whole jobs on a one-node Slurm cluster (Debian's packages, root) and on a Ray cluster.
 test-clusters: setup

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The system packages Windlass can use: libibverbs, which Mooncake's TransferEngine links to, and a
-# Chromium, in which a test looks at the status page.
+# The system packages Windlass can use: libibverbs, which Mooncake's TransferEngine links to, a
+# Chromium, in which a test looks at the status page, and libfaketime, which sets clocks in a test.
 # Installed where this user may install; named, and gone on without, where not.
 set -u
 missing=()
 ldconfig -p 2>/dev/null | grep -q 'libibverbs\.so\.1' || missing+=(libibverbs1)
+compgen -G '/usr/lib/*/faketime/libfaketimeMT.so.1' >/dev/null || missing+=(libfaketime)
 command -v chromium >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1 || missing+=(chromium)
 [ "${#missing[@]}" -eq 0 ] && exit 0
 apt=()
@@ -22,6 +23,7 @@ for package in "${missing[@]}"; do
   fi
   case "$package" in
     libibverbs1) lost="the mooncake transport will be unavailable" ;;
+    libfaketime) lost="the test of clocks that jump will be skipped" ;;
     chromium) lost="the test of the status page in a browser will be skipped" ;;
   esac
   echo "windlass: $package is not installed and could not be: $lost." >&2

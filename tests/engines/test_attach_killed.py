@@ -162,7 +162,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(hook, "own_rank", lambda: 0)
     monkeypatch.setattr(hook, "_has_sessions", lambda: False)
     monkeypatch.setattr(hook, "_orders_change_nothing", lambda _model: True)
-    monkeypatch.setattr(hook, "_on_every_rank", lambda _model, *, mine: mine)
+    monkeypatch.setattr(hook, "_on_every_rank", lambda _model, mine: mine)
     monkeypatch.setattr(hook, "_plain", lambda _captured: False)  # there is no loop to be held
     monkeypatch.setattr(hook, "_separate_caches", lambda: None)  # of SGLang's own requests
     monkeypatch.setattr(hook, "load_again", lambda _model, weights: engine.loader.load(weights))

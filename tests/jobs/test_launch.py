@@ -192,7 +192,8 @@ def check_logs(tmp_path: Path) -> None:
     worker = (tmp_path / "out" / "logs" / "worker-0.log").read_text().splitlines()
     attempts = [json.loads(line) for line in worker if "attempt accepted" in line]
     assert len(attempts) >= 2 * 32
-    assert len({line["task"] for line in attempts}) == len(attempts)
+    # On a busy machine some grow too old and are made again.
+    assert len({(line["task"], line["attempt"]) for line in attempts}) == len(attempts)
     assert {line["version"] for line in attempts} <= {0, 1, 2}
     assert {(line["process"], line["engine"]) for line in attempts} == {("worker-0", "engine-a")}
     engine = (tmp_path / "out" / "logs" / "engine-a.log").read_text().splitlines()

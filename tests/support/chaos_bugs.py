@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from windlass.net import rpc
+from windlass.net import rpc, server
+from windlass.net.access import AccessGate
+from windlass.net.listener import Listener
 from windlass.net.rpc_client import ReplyStore
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.lifecycle import Lifecycle
+from windlass.rollout.pool import WorkerPool
 from windlass.transfer.destination import Destination
 from windlass.transfer.sender import Sender
+from windlass.updates import binding, coordinator, session
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.driver import RoundDriver
 from windlass.updates.engine_agent import EngineAgent
@@ -204,6 +208,239 @@ BUGS = (
     ),
 )
 
+INTRUDER_BUGS = (
+    Bug("strangers stay", Listener, "_drop", "transport.abort()", "pass", 100013),
+    Bug(
+        "there may be any number of strangers",
+        Listener,
+        "_on_accepted",
+        "if len(self._strangers) >= self._max_strangers:",
+        "if False:",
+        100013,
+    ),
+    Bug(
+        "any token will do",
+        AccessGate,
+        "role_of",
+        "hmac.compare_digest(given, expected) and found is None",
+        "found is None",
+        100005,
+    ),
+    Bug("a token opens every route", server, "refusal_of", "if role in roles:", "if True:", 100005),
+    Bug(
+        "a session need not begin",
+        rpc,
+        "_first_frame",
+        "socket.receive(timeout=deadline_s)",
+        "socket.receive()",
+        100005,
+    ),
+    Bug(
+        "a name may forge lines of a log",
+        session,
+        "check_name",
+        "not name.isprintable()",
+        "False",
+        100014,
+    ),
+    Bug(
+        "a name may be of any length",
+        session,
+        "check_name",
+        "len(name.encode()) > MAX_NAME_NBYTES",
+        "False",
+        100014,
+    ),
+    Bug(
+        "a rank has any name",
+        coordinator,
+        "check_first",
+        'if first.worker != f"{first.group}/{first.rank}":',
+        "if False:",
+        100014,
+    ),
+    Bug(
+        "an engine's token makes trainers",
+        session,
+        "_check_role",
+        "access.value != role.value",
+        "False",
+        100092,
+    ),
+    Bug(
+        "an engine's URL leads anywhere",
+        coordinator,
+        "check_published",
+        'check_url(hello.url, f"{hello.worker}: url", may_be_plain=True)',
+        "pass",
+        100014,
+    ),
+    Bug(
+        "a Hello has numbers of any size",
+        Coordinator,
+        "_check_past",
+        "if not least <= value <= MAX_COUNT:",
+        "if False:",
+        100014,
+    ),
+    Bug(
+        "a Hello names any epoch",
+        Coordinator,
+        "_check_past",
+        "if hello.epoch > self.epoch + MAX_EPOCHS_AHEAD:",
+        "if False:",
+        100014,
+    ),
+    Bug(
+        "trainers of another run train this one",
+        Coordinator,
+        "_check_past",
+        "if hello.role is Role.TRAINER and not ours and self._journal.is_kept:",
+        "if False:",
+        100004,
+    ),
+    Bug(
+        "an engine says what is published",
+        Coordinator,
+        "_note_served",
+        "version <= self._reserved and not hello.mixed_weights",
+        "not hello.mixed_weights",
+        100001,
+    ),
+    Bug(
+        "refused engines are remembered without bound",
+        Coordinator,
+        "_note_refusal",
+        "if len(self._refusals) > KEPT_REFUSALS:",
+        "if False:",
+        100002,
+    ),
+    Bug(
+        "one that never binds is asked for ever",
+        Coordinator,
+        "_part_with",
+        "if session.agent.num_late > MAX_LATE:",
+        "if False:",
+        100023,
+    ),
+    Bug(
+        "versions of another run count",
+        Fleet,
+        "serving",
+        "if g.lineage == self.lineage",
+        "if True",
+        100025,
+    ),
+    Bug(
+        "the ranks of an engine may be of two runs",
+        Fleet,
+        "_insert",
+        "if group.lineage != hello.lineage:",
+        "if False:",
+        100071,
+    ),
+    Bug(
+        "two starts of a job train together", Fleet, "_check_job", "if rivals:", "if False:", 100022
+    ),
+    Bug(
+        "two ranks have one endpoint",
+        Fleet,
+        "admit",
+        "if any(offer.endpoint in taken for offer in hello.offers):",
+        "if False:",
+        100014,
+    ),
+    Bug(
+        "two processes have one name",
+        Fleet,
+        "admit",
+        "if self.find(hello.worker) is not None:",
+        "if False:",
+        100014,
+    ),
+    Bug(
+        "an engine takes the trainers' name",
+        Fleet,
+        "admit",
+        "if hello.role is Role.ENGINE and hello.group == self._trainer_group:",
+        "if False:",
+        101100,
+    ),
+    Bug(
+        "an engine may bind the memory of another",
+        binding._LinkTransports,
+        "owns",
+        "return binding.worker == worker and owners <= own",
+        "return True",
+        100005,
+    ),
+    Bug(
+        "what one engine binds ends the binding for all",
+        binding._Binder,
+        "_bind_sources",
+        "case NotBound() if result.reasons.keys() <= self._engine_of.keys():",
+        "case NotBound() if False:",
+        100010,
+    ),
+    Bug(
+        "anybody answers any call",
+        RoundMachine,
+        "handle",
+        "if command is None or worker != event.worker:",
+        "if command is None:",
+        100008,
+    ),
+    Bug(
+        "an answer of another type will do",
+        RoundMachine,
+        "_on_result",
+        "if not self._links.verify(worker, result.mismatched):",
+        "if False:",
+        100000,
+    ),
+    Bug(
+        "an engine that never verifies ends the round",
+        RoundMachine,
+        "_write_again",
+        "if self._config.mode is UpdateMode.STAGED and len(incomplete) == len(self._active()):",
+        "if self._config.mode is UpdateMode.STAGED:",
+        100011,
+    ),
+    Bug(
+        "an answer of an earlier round counts",
+        RoundDriver,
+        "on_reply",
+        "if reply.round_id == self.round_id and self.sessions.get(worker) is session:",
+        "if self.sessions.get(worker) is session:",
+        100065,
+    ),
+    Bug(
+        "anybody reports writes to a predecessor",
+        Fleet,
+        "_settle_for_predecessor",
+        "if writer is None or not 0 < round_id.epoch <= writer.hello.epoch:",
+        "if writer is None:",
+        100027,
+    ),
+    Bug(
+        "an outcome of another attempt counts",
+        Lifecycle,
+        "find_running",
+        "or record.attempt != attempt",
+        "",
+        100000,
+    ),
+    Bug(
+        "a worker that was replaced comes back",
+        WorkerPool,
+        "register",
+        "if (hello.name, hello.incarnation) in self._replaced:",
+        "if False:",
+        100006,
+    ),
+)
+"""Of what intruders, other runs and misfits try: searched for among seeds from `ATTACKED_FROM` on."""
+
 RARE_BUGS = (
     Bug(
         "a command of a past round is carried out",
@@ -223,3 +460,5 @@ RARE_BUGS = (
     ),
 )
 """Behind another defence: about one schedule in a hundred finds them, so a search by hand does."""
+
+ALL_BUGS = (*BUGS, *INTRUDER_BUGS, *RARE_BUGS)

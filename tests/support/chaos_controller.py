@@ -82,6 +82,7 @@ class ControllerProcess(Process):
         self.delivered: set[str] = set()
         self.last_update = self.coordinator.published_version
         self.round_began_s = -1.0
+        self.trainers_were_there = False
         self._next_prompt = 0
 
     def start(self) -> None:

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 
 TOKEN = "a shared secret"
 TOKEN_S = 0.01
+JOB = "this start"
+RIVAL_JOB = "an earlier start"
+OF_THIS_RUN = "start"
+FOREIGN_LINEAGE = "another run"
 
 
 class Inline(Executor):
@@ -206,15 +210,20 @@ class Process:
 
 
 class TrainerProcess(Process):
-    """A trainer rank: real sender, real agent, real memory."""
+    """A trainer rank: real sender, real agent, real memory.
 
-    def __init__(self, world: World, index: int) -> None:
-        super().__init__(world, f"trainer/{index}")
-        self.index = index
+    A rival has that rank's name, and is of another start of the job, or of another run.
+    """
+
+    def __init__(self, world: World, index: int, *, rival: str = "") -> None:
+        worker = f"trainer/{index}"
+        super().__init__(world, f"rival/{index}" if rival else worker)
+        self.index, self.is_rival = index, bool(rival)
+        self.is_foreign = self.is_rival and rival != OF_THIS_RUN
         rows = trainer_rows(index)
         self.weights = np.ascontiguousarray(values(0)[rows])
         self.transport = transport = ChaosTransport(world, self.host)
-        manifest = trainer_manifest(self.name, index)
+        manifest = trainer_manifest(worker, index)
         memory = (ParameterMemory(int(self.weights.ctypes.data), self.weights.nbytes),)
         sender = Sender(transport, manifest, lambda: memory)
         sender._pool = Inline()  # type: ignore[assignment]
@@ -223,10 +232,14 @@ class TrainerProcess(Process):
         self.conversation = _conversation(
             self, manifest, "trainer", index, NUM_TRAINERS, Watched(world, self.host, agent), None
         )
+        if rival:  # it has trained for this run before, or for another one
+            self.conversation._welcomed_by = (
+                world.controller.coordinator.lineage if rival == OF_THIS_RUN else FOREIGN_LINEAGE
+            )
 
     def hold(self, version: int) -> None:
-        """The optimizer has made `version`."""
-        self.weights[:] = values(version)[trainer_rows(self.index)]
+        """The optimizer has made `version`; that of a rival, something else."""
+        self.weights[:] = values(version)[trainer_rows(self.index)] + self.is_rival
 
     def start(self) -> None:
         self.host.spawn(self._run(), "conversation")
@@ -237,9 +250,15 @@ class TrainerProcess(Process):
 
 
 class EngineProcess(Process):
-    """An engine rank: real receiver, real agent, real memory; rank 0 also answers `/generate`."""
+    """An engine rank: real receiver, real agent, real memory; rank 0 also answers `/generate`.
 
-    def __init__(self, world: World, group: str, rank: int, world_size: int) -> None:
+    A foreign one has served another run: weights that are no version of this one, under the number of
+    one that is.
+    """
+
+    def __init__(
+        self, world: World, group: str, rank: int, world_size: int, *, foreign: bool = False
+    ) -> None:
         super().__init__(world, f"{group}/{rank}")
         self.group, self.rank, self.world_size = group, rank, world_size
         self.transport = transport = ChaosTransport(world, self.host)
@@ -264,6 +283,10 @@ class EngineProcess(Process):
         self.incarnation = ""
         self._manifest = manifest
         self.conversation: AgentChannel | None = None
+        if foreign:
+            self.memory[:] = np.frombuffer(world.draw.randbytes(self.memory.nbytes), np.uint8)
+            self.agent._served_version = max(world.durable(), default=0)
+            self.agent._lineage = FOREIGN_LINEAGE
 
     def start(self) -> None:
         self.host.spawn(self._run(), "engine")
@@ -377,6 +400,9 @@ def _conversation(
         process.incarnation, url = incarnation, process.url
     assert process.transport is not None
     offers = process.transport.offers()
+    job = ""
+    if isinstance(process, TrainerProcess):
+        job = RIVAL_JOB if process.is_rival else JOB
 
     def hello() -> Hello:
         return Hello(
@@ -394,6 +420,7 @@ def _conversation(
             lineage="" if engine is None else engine.lineage,
             mixed_weights=engine is not None and engine.mixed_weights,
             can_send=engine is not None,
+            job=job,
         )
 
     return AgentChannel(

@@ -12,13 +12,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import msgspec
-from chaos_bugs import BUGS, RARE_BUGS, Bug
+from chaos_bugs import ALL_BUGS, INTRUDER_BUGS, RARE_BUGS, Bug
 from chaos_minimise import minimise
-from chaos_schedule import Schedule, generate
+from chaos_schedule import ATTACKED_FROM, Schedule, generate
 from chaos_world import Result, run_schedule
 
 SCHEDULES_PER_TASK = 10
-ALL_BUGS = (*BUGS, *RARE_BUGS)
 MAX_SCHEDULES = 120
 """In which a planted bug must be found."""
 
@@ -36,15 +35,16 @@ def run_seeds(seeds: tuple[int, ...]) -> list[Result]:
 
 
 def run_rounds(num_rounds: int, *, first_seed: int, num_processes: int) -> Iterable[Result]:
-    """Results of one schedule after another until there were so many rounds."""
+    """Results of one schedule after another until there were so many rounds; half with intruders."""
     done = 0
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         seed = first_seed
         while done < num_rounds:
             tasks = []
             for _ in range(2 * num_processes):
-                tasks.append(tuple(range(seed, seed + SCHEDULES_PER_TASK)))
-                seed += SCHEDULES_PER_TASK
+                seeds = range(seed, seed + SCHEDULES_PER_TASK // 2)
+                tasks.append((*seeds, *(ATTACKED_FROM + each for each in seeds)))
+                seed = seeds.stop
             for results in pool.map(run_seeds, tasks):
                 for result in results:
                     done += result.num_rounds
@@ -79,7 +79,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def find(bug: Bug, *, max_schedules: int, hint: bool = True) -> Found:
-    """Look for a planted bug: the seed that an earlier search found, then 0, 1, 2 ...
+    """Look for a planted bug: the seed that an earlier search found, then all from the first on.
 
     Args:
         max_schedules: after so many it counts as not found.
@@ -87,7 +87,8 @@ def find(bug: Bug, *, max_schedules: int, hint: bool = True) -> Found:
     """
     began = time.monotonic()
     seeds = [bug.seed] if hint and bug.seed >= 0 else []
-    seeds += [seed for seed in range(max_schedules) if seed not in seeds]
+    first = ATTACKED_FROM if bug in INTRUDER_BUGS else 0
+    seeds += [seed for seed in range(first, first + max_schedules) if seed not in seeds]
     num_rounds = num_schedules = 0
     result = None
     with bug.planted():
@@ -114,7 +115,7 @@ def find_bugs(
     num_processes: int, *, max_schedules: int, hint: bool = True, rare: bool = False
 ) -> Iterable[Found]:
     """The search for every planted bug, in the order in which they end."""
-    numbers = range(len(ALL_BUGS if rare else BUGS))
+    numbers = range(len(ALL_BUGS) - (0 if rare else len(RARE_BUGS)))
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         searches = [pool.submit(find_by_number, number, max_schedules, hint) for number in numbers]
         for search in as_completed(searches):

@@ -18,7 +18,11 @@ class Kind(StrEnum):
     are cut. MESSAGE: the next `count` messages from `who` to `other` suffer `fault`. WIRE: the next
     writes of trainer `who` into engine rank `other` suffer `fault`. SLOW: jobs of `who` take up to
     `amount` seconds, for five seconds. DISK_FULL: the journal cannot be written for `amount`
-    seconds. NO_DESCRIPTORS: `who` can open no connection for `amount` seconds.
+    seconds. NO_DESCRIPTORS: `who` can open no connection for `amount` seconds. INTRUDE: somebody who
+    should not be there, or a member that is not as it should be, does `fault` (`Intrusion`,
+    `Misfit`). FOREIGN: engine rank `who` is killed, and comes back after `amount` seconds as a process that
+    has served another run. RIVAL: trainer rank `who` is killed for `amount` seconds, and a rank of
+    another start of the job has its place meanwhile if it can; with `fault` "run", of another run.
     """
 
     KILL = "kill"
@@ -30,6 +34,64 @@ class Kind(StrEnum):
     SLOW = "slow"
     DISK_FULL = "disk_full"
     NO_DESCRIPTORS = "no_descriptors"
+    INTRUDE = "intrude"
+    FOREIGN = "foreign"
+    RIVAL = "rival"
+
+
+class Intrusion(StrEnum):
+    """What somebody does who does not belong here, or says what is not so.
+
+    CROWD: more connections than strangers may have, which say nothing, or half a request. TOKENS: requests
+    without a token, with a wrong one, with that of another role. LURK: a session without a first frame.
+    HELLO: every Hello that breaks one rule. FIRST: every first frame that is no Hello. ROLE: a trainer's
+    name with an engine's token, while that rank is away. FUTURE: an engine that serves a
+    version of this run which does not exist. REPLIES: a member answers for others. PREDECESSOR: the controller is
+    killed, and a member reports to the next one what it wrote for the one before. CANNOT_JOIN: notices of engines that do not exist.
+    WORKER: registrations that break a rule, and old ones again. COMPLETIONS: outcomes of attempts that are
+    over, or never began.
+    """
+
+    CROWD = "crowd"
+    TOKENS = "tokens"
+    LURK = "lurk"
+    HELLO = "hello"
+    FIRST = "first"
+    ROLE = "role"
+    FUTURE = "future"
+    REPLIES = "replies"
+    PREDECESSOR = "predecessor"
+    CANNOT_JOIN = "cannot_join"
+    WORKER = "worker"
+    COMPLETIONS = "completions"
+
+
+class Misfit(StrEnum):
+    """What an engine does that is let in, and stays for the rest of the run.
+
+    BIND_*: its answer to ConnectEngine: none, of another type, of another plan, another rank's name or
+    memory, regions too small, too few addresses, another digest. SILENT: it answers nothing after that.
+    MISMATCH: no byte is ever right. STRANGER: bytes of somebody who sends it nothing are wrong. NO_VERDICT: it
+    answers Verify with Done. NO_PAUSE, NO_APPLY: it refuses that. UNKNOWN: it fails, outcome unknown.
+    RELAYED: it answers Verify with the end of a relay that was none.
+    """
+
+    BIND_SILENT = "bind_silent"
+    BIND_TYPE = "bind_type"
+    BIND_PLAN = "bind_plan"
+    BIND_WORKER = "bind_worker"
+    BIND_MEMORY = "bind_memory"
+    BIND_SMALL = "bind_small"
+    BIND_FEW = "bind_few"
+    BIND_DIGEST = "bind_digest"
+    SILENT = "silent"
+    MISMATCH = "mismatch"
+    STRANGER = "stranger"
+    NO_VERDICT = "no_verdict"
+    NO_PAUSE = "no_pause"
+    NO_APPLY = "no_apply"
+    UNKNOWN = "unknown"
+    RELAYED = "relayed"
 
 
 class WireFault(StrEnum):
@@ -70,6 +132,16 @@ class Schedule(msgspec.Struct, frozen=True):
     duration_s: float
     events: tuple[Event, ...]
 
+    @property
+    def only_intruders(self) -> bool:
+        """Nothing is wrong with anybody who belongs here: every version must be published to all."""
+        return self.keeps_writes and all(e.fault != Intrusion.PREDECESSOR for e in self.events)
+
+    @property
+    def keeps_writes(self) -> bool:
+        """No write can have an unknown outcome, so that nobody may be quarantined."""
+        return all(event.kind is Kind.INTRUDE for event in self.events)
+
 
 CONTROLLER = "controller"
 TRAINERS = ("trainer/0", "trainer/1")
@@ -79,6 +151,9 @@ ENGINE_RANKS = tuple(f"{name}/{rank}" for name, ranks in ENGINES.items() for ran
 WORKERS = ("worker/0", "worker/1")
 EVERYBODY = (CONTROLLER, *TRAINERS, *ENGINE_RANKS, *WORKERS)
 MESSAGE_FAULTS = ("lose", "cut", "double", "delay", "corrupt")
+INTRUDERS = (*Intrusion, *Misfit)
+ATTACKED_FROM = 100_000
+"""Schedules of seeds from here on have intruders, members of other runs, and frames that are replayed."""
 
 _WEIGHTS = {
     Kind.KILL: 4,
@@ -96,11 +171,45 @@ _WEIGHTS = {
 def generate(seed: int, *, duration_s: float = 8.0) -> Schedule:
     """The schedule of a seed."""
     draw = random.Random(seed)
+    if seed >= ATTACKED_FROM:
+        return _attacked(seed, draw, duration_s)
     num_events = draw.randint(2, 14)
     events = sorted(
         (_event(draw, duration_s) for _ in range(num_events)), key=lambda event: event.at_s
     )
     return Schedule(seed, draw.choice(list(UpdateMode)), duration_s, tuple(events))
+
+
+def _attacked(seed: int, draw: random.Random, duration_s: float) -> Schedule:
+    """Half of them have intruders alone: those must cost nobody else anything."""
+    mode = draw.choice(list(UpdateMode))
+    # Engines are there by then: without one a version may be refused.
+    begins_s = 1.5
+    events = [_intruder(draw, begins_s, duration_s) for _ in range(draw.randint(1, 4))]
+    if draw.random() < 0.5:
+        events += [_foreign(draw, begins_s, duration_s) for _ in range(draw.randint(1, 3))]
+        events += [_event(draw, duration_s) for _ in range(draw.randint(0, 4))]
+    return Schedule(seed, mode, duration_s, tuple(sorted(events, key=lambda event: event.at_s)))
+
+
+def _intruder(draw: random.Random, from_s: float, to_s: float) -> Event:
+    at_s = round(draw.uniform(from_s, to_s), 4)
+    return Event(at_s, Kind.INTRUDE, "", fault=draw.choice(INTRUDERS).value)
+
+
+def _foreign(draw: random.Random, from_s: float, to_s: float) -> Event:
+    at_s = round(draw.uniform(from_s, to_s), 4)
+    amount = round(draw.uniform(0.3, 4.0), 3)
+    match draw.choice((Kind.FOREIGN, Kind.RIVAL, Kind.MESSAGE)):
+        case Kind.FOREIGN:
+            return Event(at_s, Kind.FOREIGN, draw.choice(ENGINE_RANKS), amount=amount)
+        case Kind.RIVAL:
+            of = draw.choice(("start", "run"))
+            return Event(at_s, Kind.RIVAL, draw.choice(TRAINERS), fault=of, amount=amount)
+        case _:
+            pair = [CONTROLLER, draw.choice((*TRAINERS, *ENGINE_RANKS))]
+            draw.shuffle(pair)
+            return Event(at_s, Kind.MESSAGE, pair[0], other=pair[1], fault="replay", count=20)
 
 
 def _event(draw: random.Random, duration_s: float) -> Event:
@@ -139,3 +248,5 @@ def _event(draw: random.Random, duration_s: float) -> Event:
             )
         case Kind.DISK_FULL:
             return Event(at_s, kind, CONTROLLER, amount=amount)
+        case Kind.INTRUDE | Kind.FOREIGN | Kind.RIVAL:
+            raise ValueError(f"{kind} is drawn by itself")

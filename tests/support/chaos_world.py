@@ -19,8 +19,18 @@ from typing import Any
 
 import msgspec
 from chaos_controller import HEARTBEAT_S, ROUND_BOUND_S, ControllerProcess
+from chaos_intruders import Intruder
 from chaos_processes import EngineProcess, Process, TrainerProcess, WorkerProcess
-from chaos_schedule import CONTROLLER, ENGINES, TRAINERS, Event, Kind, Schedule, WireFault
+from chaos_schedule import (
+    CONTROLLER,
+    ENGINES,
+    TRAINERS,
+    Event,
+    Intrusion,
+    Kind,
+    Schedule,
+    WireFault,
+)
 from chaos_weights import engine_bytes
 from simulated_loop import SimulatedLoop
 from simulated_network import MessageFault, SimulatedNetwork
@@ -29,9 +39,11 @@ from windlass.errors import ConfigError, WindlassError
 from windlass.layout.manifest import ShardManifest
 from windlass.net import line_file as lines
 from windlass.net.addresses import free_port
+from windlass.net.listener import STRANGER_S
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transports.memory import MemoryFabric
+from windlass.updates import coordinator as coordinator_module
 from windlass.updates import journal
 from windlass.updates.journal import JournalEntry, JournalKind
 from windlass.updates.messages import RoundOutcome, UpdateReport
@@ -43,6 +55,11 @@ REST_S = 30.0
 QUIET_S = 8.0
 """After a round, with nothing wrong any more, they must have come."""
 CALM_S = 400.0
+UNDISTURBED_S = 60.0
+"""Of a version, from its announcement to its report, where intruders are all that is wrong."""
+MAX_EPOCH = 1 << 26
+"""No schedule has so many bindings, nor so many intruders that may name an epoch."""
+KEPT_REFUSALS = 40
 CALM_ATTEMPTS = 8
 _PLANS: dict[tuple[str, ...], TransferPlan] = {}
 _CONTENTS: dict[tuple[int, int], dict[bytes, int]] = {}
@@ -103,6 +120,7 @@ class World:
         self._published_reports: dict[int, int] = {}
         self._last_round_s = 0.0
         self._calm = False
+        self._foreign: set[str] = set()
 
     # --- small things for the processes --------------------------------------------------------
 
@@ -138,7 +156,14 @@ class World:
 
     @property
     def trainers(self) -> list[TrainerProcess]:
-        return [p for p in self.processes.values() if isinstance(p, TrainerProcess)]
+        found = (p for p in self.processes.values() if isinstance(p, TrainerProcess))
+        return [trainer for trainer in found if not trainer.is_rival]
+
+    def engine(self, name: str) -> EngineProcess:
+        """The process that has this name now."""
+        found = self.processes[name]
+        assert isinstance(found, EngineProcess)
+        return found
 
     def ranks_of(self, group: str) -> list[EngineProcess]:
         return self._groups.get(group, [])
@@ -150,6 +175,7 @@ class World:
         limits = journal.COMPACT_AFTER, journal.KEPT_ENTRIES
         # So that every few rounds are compacted.
         journal.COMPACT_AFTER, journal.KEPT_ENTRIES = 23, 7
+        kept, coordinator_module.KEPT_REFUSALS = coordinator_module.KEPT_REFUSALS, KEPT_REFUSALS
 
         def write_all(descriptor: int, data: bytes) -> None:
             self.journal_changed = True
@@ -164,6 +190,7 @@ class World:
             yield
         finally:
             lines._write_all = original
+            coordinator_module.KEPT_REFUSALS = kept
             journal.COMPACT_AFTER, journal.KEPT_ENTRIES = limits
 
     def note(self, text: str) -> None:
@@ -240,11 +267,24 @@ class World:
 
     def on_update(self, report: UpdateReport) -> None:
         self.note(f"report {report.version} {report.outcome} {report.reason} {report.left_out}")
+        if self.schedule.only_intruders:
+            self._check_undisturbed(report)
         if report.outcome is not RoundOutcome.PUBLISHED:
             return
         if report.version <= max(self._published_reports, default=-1):
             self.violate(f"version {report.version} was published again or too late")
         self._published_reports[report.version] = len(report.engines)
+
+    def _check_undisturbed(self, report: UpdateReport) -> None:
+        """Whoever belongs here lacks nothing, whatever others do."""
+        if report.reason.startswith("stale version"):
+            return  # it was published already: the trainers were not told before the schedule ended
+        hurt = set(report.left_out) & set(ENGINES)
+        if report.outcome is not RoundOutcome.PUBLISHED or hurt:
+            self.violate(
+                f"with nothing wrong but intruders version {report.version} is {report.outcome}: "
+                f"{report.reason} {report.left_out}"
+            )
 
     def check(self) -> None:
         """After every turn of the loop."""
@@ -269,6 +309,13 @@ class World:
         if published < controller.last_update:
             self.violate(f"published version fell from {controller.last_update} to {published}")
         controller.last_update = published
+        controller.trainers_were_there |= coordinator._fleet.trainers() is not None
+        if self.schedule.keeps_writes:
+            quarantined = {worker for worker, _ in coordinator._fleet.quarantined}
+            if wrong := quarantined & {rank.name for rank in self.engines}:
+                self.violate(f"with nothing wrong but intruders these are quarantined: {wrong}")
+        if coordinator.epoch > MAX_EPOCH:
+            self.violate(f"epoch {coordinator.epoch}")
         self._check_engines(None if in_round else published)
         self._steps += 1
         # What is lost stays lost: an audit in every 16th step finds it as well.
@@ -329,6 +376,8 @@ class World:
 
     def _make(self, name: str) -> Any:
         group, _, rank = name.partition("/")
+        foreign = name in self._foreign
+        self._foreign.discard(name)
         if name == CONTROLLER:
             return ControllerProcess(self)
         if group == "trainer":
@@ -337,7 +386,7 @@ class World:
             return trainer
         if group == "worker":
             return WorkerProcess(self, int(rank))
-        return EngineProcess(self, group, int(rank), ENGINES[group])
+        return EngineProcess(self, group, int(rank), ENGINES[group], foreign=foreign)
 
     def kill(self, name: str) -> None:
         process = self.processes[name]
@@ -379,6 +428,12 @@ class World:
     def happen(self, event: Event) -> None:
         """Carry out one event."""
         self.note(f"event {event.kind} {event.who} {event.other} {event.fault} {event.amount}")
+        if event.kind is Kind.INTRUDE:
+            self._intrude(event.fault)
+        else:
+            self._strike(event)
+
+    def _strike(self, event: Event) -> None:
         host = self.processes[event.who].host
         if event.kind not in {Kind.MESSAGE, Kind.WIRE}:  # those count when they happen
             self.injected[event.kind.value] += 1
@@ -413,6 +468,40 @@ class World:
             case Kind.NO_DESCRIPTORS:
                 host.no_descriptors = True
                 self.loop.call_later(event.amount, self._descriptors_again, host)
+            case Kind.FOREIGN:
+                self._foreign.add(event.who)
+                self._kill_and_restart(event.who, event.amount)
+            case Kind.RIVAL:
+                self._kill_and_restart(event.who, event.amount)
+                self._compete(event.who, event.fault)
+            case Kind.INTRUDE:
+                raise ValueError("an intruder strikes nobody")
+
+    def _intrude(self, what: str) -> None:
+        self.injected[f"intrude {what}"] += 1
+        intruder = Intruder(self, what, self.next_number())
+        intruder.host.spawn(intruder.run(), what)
+
+    def _compete(self, trainer: str, of: str) -> None:
+        """A rank of another job has that name as soon as it can, and goes when the world is calm."""
+        name = trainer.replace("trainer", "rival")
+        if name in self.processes or not self.controller.host.alive:
+            return
+        with self.network.acting_as(self.network.host(name)):
+            rival = TrainerProcess(self, int(name[-1]), rival=of)
+            self.processes[rival.name] = rival
+            rival.start()
+            rival.host.spawn(self._announce_as(rival), "announces")
+
+    async def _announce_as(self, rival: TrainerProcess) -> None:
+        """What the others announce, again and again."""
+        while True:
+            await asyncio.sleep(0.3)
+            rival.hold(max(self._target, 0))
+            try:
+                rival.conversation.begin_announcement(self._target)
+            except WindlassError:
+                return
 
     @staticmethod
     def _normal_speed(host: Any) -> None:
@@ -435,6 +524,7 @@ class World:
 
     async def _publish_next(self) -> set[RoundOutcome]:
         """The next version, until every rank has been told how that ended."""
+        began_s = self.loop.time()
         if not self._standing:
             self._target += 1
             for trainer in self.trainers:
@@ -445,6 +535,9 @@ class World:
             outcomes = await asyncio.gather(*(self._announce(name) for name in TRAINERS))
             if None not in outcomes:
                 self._standing = False
+                took_s = self.loop.time() - began_s
+                if self.schedule.only_intruders and took_s > UNDISTURBED_S:
+                    self.violate(f"version {self._target} took {took_s:.1f} s")
                 return {outcome for outcome in outcomes if outcome is not None}
 
     async def _announce(self, name: str) -> RoundOutcome | None:
@@ -504,10 +597,16 @@ class World:
         self._calm = True
         self.network.calm()
         self.disk_full = 0
+        for rival in [p for p in self.processes.values() if isinstance(p, TrainerProcess)]:
+            if rival.is_rival:
+                self._check_rival(rival)
+                self.kill(rival.name)
+                del self.processes[rival.name]
         for process in self.processes.values():
             if process.transport is not None:
                 process.transport.faults.clear()
-        await asyncio.sleep(4.0)
+        crowded = any(event.fault == Intrusion.CROWD for event in self.schedule.events)
+        await asyncio.sleep(STRANGER_S + 4.0 if crowded else 4.0)
         for name, process in list(self.processes.items()):
             if not process.host.alive:
                 self.start(name)
@@ -536,6 +635,13 @@ class World:
             return
         await self._rollouts_end(deadline_s)
         self._check_bounded()
+
+    def _check_rival(self, rival: TrainerProcess) -> None:
+        """One of another run is never let in, nor told that it may be later."""
+        welcomed, said = rival.conversation.welcomed, rival.conversation.last_error
+        let_in = welcomed.done() and welcomed.exception() is None
+        if rival.is_foreign and (let_in or "must wait" in said):
+            self.violate(f"{rival.name} of another run may train: {said}")
 
     async def _rest(self) -> None:
         """Nobody publishes for a while: who is routed goes on without a next round."""
@@ -572,7 +678,8 @@ class World:
 
     def _whole(self) -> bool:
         routed = {e.name: e.version for e in self.controller.coordinator.routable()}
-        return routed == dict.fromkeys(ENGINES, self._target) and not any(
+        ours = {name: version for name, version in routed.items() if name in ENGINES}
+        return ours == dict.fromkeys(ENGINES, self._target) and not any(
             rank.paused for rank in self.engines
         )
 
@@ -591,11 +698,14 @@ class World:
         """Nothing is kept of what is over."""
         coordinator = self.controller.coordinator
         num_agents = len(TRAINERS) + len(self.engines)
+        ours = [s for s in coordinator._sessions.values() if not s.worker.startswith("intruder")]
+        num_agents += sum(event.kind is Kind.INTRUDE for event in self.schedule.events)
         counts = {
+            "refusals": (len(coordinator._refusals), KEPT_REFUSALS),
             "sessions": (len(coordinator._sessions), num_agents),
             "tasks": (len(coordinator._tasks), 4),
             "holds": (len(coordinator._fleet._holds), 0),
-            "waiting": (sum(s.num_waiting for s in coordinator._sessions.values()), 0),
+            "waiting": (sum(s.num_waiting for s in ours), 0),
             "records": (len(self.controller.rollouts._table.records), 0),
             "by engine": (len(self.controller.rollouts._table.by_engine), 0),
         }

@@ -12,6 +12,7 @@ import asyncio
 import errno
 import os
 import random
+import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,10 @@ __all__ = ["MessageFault", "SimulatedHost", "SimulatedNetwork", "SimulatedServer
 _HOST: ContextVar[str] = ContextVar("simulated_host", default="")
 UNDECODABLE = 0xC1
 """The one byte that begins no msgpack value."""
+BINARY_FRAME = 0x82
+"""First byte of a WebSocket frame that is one whole binary message."""
+KEPT_FRAMES = 30
+"""Of each direction of a connection, for replays: the newest."""
 
 
 class MessageFault(StrEnum):
@@ -38,7 +43,8 @@ class MessageFault(StrEnum):
 
     LOSE: it never arrives, and the connection lives on. CUT: neither arrives, both ends are reset.
     DOUBLE: it arrives twice. DELAY: it arrives up to a second late, behind later ones.
-    CORRUPT: its first byte is one that cannot be decoded.
+    CORRUPT: its first byte is one that cannot be decoded. REPLAY: an earlier one of the
+    connection comes again after it.
     """
 
     LOSE = "lose"
@@ -46,6 +52,7 @@ class MessageFault(StrEnum):
     DOUBLE = "double"
     DELAY = "delay"
     CORRUPT = "corrupt"
+    REPLAY = "replay"
 
 
 @final
@@ -126,6 +133,22 @@ class _Socket:
         return ("127.0.0.1", self._port)
 
 
+class _ConnectedSocket:
+    """What is asked of the socket of a connection: which one it is, and that it ends."""
+
+    family = socket.AF_UNIX  # so that nobody sets options of TCP
+
+    def __init__(self, reset: Callable[[], None]) -> None:
+        self._reset = reset
+
+    def setsockopt(self, *_: object) -> None:
+        """Nothing is to be set."""
+
+    def shutdown(self, _how: int) -> None:
+        """The connection is cut."""
+        self._reset()
+
+
 @final
 class SimulatedServer:
     """Returned by `SimulatedLoop.create_server`."""
@@ -163,8 +186,11 @@ class _Transport(asyncio.Transport):
         self.upgraded = False
         self._protocol: asyncio.BaseProtocol = asyncio.Protocol()
         self._closing = self._lost = self._reading_paused = False
+        self._under_way: deque[bytes | BaseException | None] = deque()
         self._in_flight: deque[bytes | BaseException | None] = deque()
         self._last_arrival_s = 0.0
+        self._socket = _ConnectedSocket(self.reset)
+        self.sent: deque[bytes] = deque(maxlen=KEPT_FRAMES)
         host.transports[self] = None
 
     # --- what protocols use --------------------------------------------------------------------
@@ -176,6 +202,8 @@ class _Transport(asyncio.Transport):
         return self._protocol
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
+        if name == "socket":
+            return self._socket
         return ("127.0.0.1", 0) if name in {"peername", "sockname"} else default
 
     def is_closing(self) -> bool:
@@ -225,6 +253,14 @@ class _Transport(asyncio.Transport):
             error = ConnectionResetError(errno.ECONNRESET, "simulated reset")
             self._network.schedule(self, error, even_if_dead=True)
             self._network.loop.call_soon(self._lose, error)
+
+    def depart(self, item: bytes | BaseException | None) -> None:
+        """Something is on the wire, behind all that is; `arrive_next` when it comes."""
+        self._under_way.append(item)
+
+    def arrive_next(self) -> None:
+        """The first that departed has come: timers of one moment are called in any order."""
+        self.arrive(self._under_way.popleft())
 
     def arrive(self, item: bytes | BaseException | None) -> None:
         """Something has come over the wire."""
@@ -372,6 +408,8 @@ class SimulatedNetwork:
             return
         self.num_messages += 1
         faults = self._faults.get((sender.host.name, sender.peer.host.name))
+        if sender.upgraded and data[0] == BINARY_FRAME:
+            sender.sent.append(data)
         if not faults or not sender.upgraded:
             self.schedule(sender, data)
             return
@@ -389,6 +427,11 @@ class SimulatedNetwork:
                 self.schedule(sender, data, late_s=self.random.uniform(0.0, 1.0))
             case MessageFault.CORRUPT:
                 self.schedule(sender, _undecodable(data))
+            case MessageFault.REPLAY:
+                self.schedule(sender, data)
+                if sender.sent:
+                    late_s = self.random.uniform(0.0, 0.05)
+                    self.schedule(sender, self.random.choice(sender.sent), late_s=late_s)
 
     def schedule(
         self,
@@ -404,7 +447,11 @@ class SimulatedNetwork:
         delay_s = self.random.uniform(*self._delay_range_s) + late_s
         peer = sender.peer
         at_s = peer.arrival_s(delay_s, self.loop.time(), overtaken=late_s > 0)
-        self.loop.call_at(at_s, peer.arrive, item)
+        if late_s > 0:
+            self.loop.call_at(at_s, peer.arrive, item)
+        else:
+            peer.depart(item)
+            self.loop.call_at(at_s, peer.arrive_next)
 
     def reaches(self, end: _Transport) -> bool:
         """Whether what has arrived at `end` can be taken by its host now."""

@@ -22,7 +22,7 @@ from windlass.net.clock import Deadline
 from windlass.planning.plan import CopyMode
 from windlass.planning.program import BoundOp, DirectRuns, LinkProgram
 from windlass.transfer.bindings import BucketPart, GroupOffer
-from windlass.transfer.buckets import clip, cut_buckets, loads_of, signature_of_offer
+from windlass.transfer.collective import clip, cut_buckets, loads_of, signature_of_offer
 from windlass.transfer.collective_group import Rendezvous, TorchBroadcastGroup, join_group
 
 MEMBERS = ("trainer/0", "engine/0", "engine/1")

@@ -30,6 +30,7 @@ from windlass.memory.cuda import kernels
 from windlass.memory.cuda import pieces as blocks
 from windlass.memory.cuda.ops import CudaMemory
 from windlass.memory.cuda.pieces import cut_ops, payload_parts, store_packed
+from windlass.net.messages import RoundId
 from windlass.planning.plan import CopyMode, TransferPlan, Transform
 from windlass.planning.planner import plan_transfer
 from windlass.planning.program import BoundOp, DirectRuns, LinkProgram
@@ -260,7 +261,7 @@ def test_an_engine_passes_on_what_it_verified_in_the_memory_it_lies_in(
 ) -> None:
     """Two trainer ranks feed one engine, which feeds its copy; ops that are staged there too."""
     exact, fabric, seconds = dense_to_fused(DType.FLOAT32), MemoryFabric(), 20.0
-    fleet, place = dense_to_fused(dtype), (1, 1)
+    fleet, round_id = dense_to_fused(dtype), RoundId(1, 1)
     leader = fleet.destinations[0]
     plan = plan_transfer(fleet.sources, [leader])
     assert plan.staging_nbytes[0] > 0
@@ -296,8 +297,8 @@ def test_an_engine_passes_on_what_it_verified_in_the_memory_it_lies_in(
         sender.prepare(0)
         senders.append(sender)
     with ThreadPoolExecutor() as threads:
-        parts = [threads.submit(node.run, place, seconds) for node in nodes.values()]
-        fed = [threads.submit(s.relay_write, place, group.members, seconds) for s in senders]
+        parts = [threads.submit(node.run, round_id, seconds) for node in nodes.values()]
+        fed = [threads.submit(s.relay_write, round_id, group.members, seconds) for s in senders]
     assert all(not job.result().missing for job in parts)
     for name, receiver in receivers.items():
         links = [link for job in fed for link in job.result().links if link.destination == name]

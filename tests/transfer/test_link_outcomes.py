@@ -25,6 +25,7 @@ from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.net.clock import Deadline
+from windlass.net.messages import RoundId
 from windlass.planning.planner import plan_transfer
 from windlass.planning.relay import RelayGroup
 from windlass.testing.resting_engine import RestingEngine
@@ -43,7 +44,7 @@ from windlass.updates.messages import Relay, Verify
 COUNT = 600
 SECONDS = 20.0
 ENGINES = ("engine-a/0", "engine-b/0", "engine-c/0")
-PLACE = (1, 1)
+ROUND = RoundId(1, 1)
 
 
 def manifest(worker: str, role: Role, dtype: DType) -> ShardManifest:
@@ -289,12 +290,12 @@ class Chain:
         parts: dict[str, RelayResult] = {}
 
         def take_part(name: str) -> None:
-            parts[name] = self.nodes[name].run(PLACE, SECONDS)
+            parts[name] = self.nodes[name].run(ROUND, SECONDS)
 
         threads = [threading.Thread(target=take_part, args=(name,)) for name in ENGINES]
         for thread in threads:
             thread.start()
-        sent = self.fleet.sender.relay_write(PLACE, ENGINES, SECONDS)
+        sent = self.fleet.sender.relay_write(ROUND, ENGINES, SECONDS)
         for thread in threads:
             thread.join(SECONDS)
         return {link.destination: link.status for link in sent.links}, parts
@@ -371,10 +372,10 @@ def test_a_link_that_cannot_be_begun_does_not_hide_what_became_of_a_root(
     chain.fleet.script["engine-a/0"] = raises(wire)
     monkeypatch.setattr(chain.fleet.sender, "_write", refuse)
     node = chain.nodes["engine-a/0"]
-    part = threading.Thread(target=node.run, args=(PLACE, SECONDS))
+    part = threading.Thread(target=node.run, args=(ROUND, SECONDS))
     part.start()
     with pytest.raises(told):
-        chain.fleet.sender.relay_write(PLACE, ENGINES, SECONDS)
+        chain.fleet.sender.relay_write(ROUND, ENGINES, SECONDS)
     part.join(SECONDS)
 
 
@@ -391,11 +392,11 @@ def test_a_last_chunk_that_could_not_be_verified_is_missing(
             raise MemoryError("none left")
         return take(chunks, deadline_s)
 
-    part = threading.Thread(target=lambda: found.append(node.run(PLACE, SECONDS)))
+    part = threading.Thread(target=lambda: found.append(node.run(ROUND, SECONDS)))
     with monkeypatch.context() as patch:
         patch.setattr(digests, "take", refuse)
         part.start()
-        chain.fleet.sender.relay_write(PLACE, ENGINES, SECONDS)
+        chain.fleet.sender.relay_write(ROUND, ENGINES, SECONDS)
         part.join(SECONDS)
     assert found[0].missing == ("trainer/0",)
 
@@ -404,9 +405,9 @@ def die_in_mid_relay(chain: Chain, *, with_a_word: bool) -> RelayResult:
     """The trainer is let in at the first engine, and then its connection ends."""
     node = chain.nodes["engine-a/0"]
     found: list[RelayResult] = []
-    part = threading.Thread(target=lambda: found.append(node.run(PLACE, SECONDS)))
+    part = threading.Thread(target=lambda: found.append(node.run(ROUND, SECONDS)))
     part.start()
-    sender = RelaySender(node.open(), "trainer/0", PLACE, Deadline.after(SECONDS, "test"))
+    sender = RelaySender(node.open(), "trainer/0", ROUND, Deadline.after(SECONDS, "test"))
     if with_a_word:
         sender.end(unknown=False)
     sender.close()

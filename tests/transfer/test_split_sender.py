@@ -24,9 +24,8 @@ from windlass.memory.cuda import driver, sources
 from windlass.net.clock import Deadline
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.backends import receiver_for, sender_for
-from windlass.transfer.base import ParameterMemory, SendResult
+from windlass.transfer.base import ParameterMemory, SendResult, joined_results
 from windlass.transfer.bindings import LinkStatus
-from windlass.transfer.outcomes import joined_results
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.auto import TransportSet

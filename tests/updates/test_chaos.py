@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from chaos_bugs import BUGS, Bug
+from chaos_bugs import ALL_BUGS, BUGS, INTRUDER_BUGS, Bug
 from chaos_minimise import minimise
 from chaos_run import (
     MAX_SCHEDULES,
@@ -24,12 +24,21 @@ from chaos_run import (
     run_seed,
     summary,
 )
-from chaos_schedule import MESSAGE_FAULTS, Event, Kind, Schedule, WireFault, generate
+from chaos_schedule import (
+    ATTACKED_FROM,
+    INTRUDERS,
+    MESSAGE_FAULTS,
+    Event,
+    Kind,
+    Schedule,
+    WireFault,
+    generate,
+)
 from chaos_world import run_schedule
 
 from windlass.config import UpdateMode
 
-SMOKE_SEEDS = range(1000, 1006)
+SMOKE_SEEDS = (*range(1000, 1006), *range(ATTACKED_FROM, ATTACKED_FROM + 4))
 PROCESSES = len(os.sched_getaffinity(0))
 
 # What the suite has found in the product, as it was found.
@@ -59,6 +68,15 @@ FOUND = {
     "a garbled frame ends its agent for good": (
         '{"seed":9,"mode":"staged","duration_s":4.0,"events":[{"at_s":2.1371,"kind":"message",'
         '"who":"controller","other":"trainer/0","fault":"corrupt"}]}'
+    ),
+    "a rank of an earlier start, which comes while all others are away, sends them away for good": (
+        '{"seed":100092,"mode":"staged","duration_s":5.8056,"events":['
+        '{"at_s":3.9179,"kind":"rival","who":"trainer/1","fault":"run","amount":3.416},'
+        '{"at_s":5.3056,"kind":"rival","who":"trainer/0","fault":"start","amount":2.203}]}'
+    ),
+    "a rollout worker has any name, and the controller sends requests to any URL of it": (
+        '{"seed":100007,"mode":"in_place","duration_s":2.4288,"events":['
+        '{"at_s":1.9288,"kind":"intrude","who":"","fault":"worker"}]}'
     ),
 }
 
@@ -137,10 +155,11 @@ def test_ten_thousand_rounds_break_no_invariant() -> None:
     print(summary(results, time.monotonic() - began))
     assert sum(result.num_rounds for result in results) >= 10_000
     injected = sum((result.injected for result in results), Counter[str]())
-    wanted = {kind.value for kind in Kind} - {Kind.MESSAGE.value, Kind.WIRE.value}
+    wanted = {kind.value for kind in Kind} - {Kind.MESSAGE, Kind.WIRE, Kind.INTRUDE}
     wanted |= {f"wire {fault}" for fault in WireFault}
-    wanted |= {f"message {fault}" for fault in MESSAGE_FAULTS}
-    assert wanted <= set(injected), "a kind of fault never happened"
+    wanted |= {f"message {fault}" for fault in (*MESSAGE_FAULTS, "replay")}
+    wanted |= {f"intrude {intruder}" for intruder in INTRUDERS}
+    assert wanted <= set(injected), f"never happened: {wanted - set(injected)}"
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +174,15 @@ def searches() -> dict[str, Found]:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
+@pytest.mark.parametrize("bug", [*BUGS, *INTRUDER_BUGS], ids=lambda bug: bug.name.replace(" ", "-"))
 def test_every_planted_bug_is_found(bug: Bug, searches: dict[str, Found]) -> None:
     assert searches[bug.name].violation, describe(searches[bug.name])
+
+
+@pytest.mark.parametrize("bug", ALL_BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_the_text_of_every_planted_bug_is_in_the_product(bug: Bug) -> None:
+    with bug.planted():
+        pass
 
 
 @pytest.mark.long
@@ -177,7 +202,8 @@ def test_what_is_printed_of_a_failing_schedule_is_small_and_fails_again() -> Non
     assert not run_schedule(small).violation
 
 
-def test_schedules_say_everything_that_a_run_depends_on() -> None:
-    schedule = generate(7)
+@pytest.mark.parametrize("seed", [7, ATTACKED_FROM + 7])
+def test_schedules_say_everything_that_a_run_depends_on(seed: int) -> None:
+    schedule = generate(seed)
     text = msgspec.json.encode(schedule)
     assert msgspec.json.decode(text, type=Schedule) == schedule

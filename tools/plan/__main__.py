@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.plan.cost import CostEstimate, LinkSummary, predict, summarize_links
-from tools.plan.reports import PlannedTransfer, plan_with_reports
+from tools.plan.reports import PlannedTransfer, num_writes, plan_with_reports
 from tools.plan.simulate import SimulatedWire, simulate_wire
 from tools.plan.simulate_relay import SimulatedRelay, simulate_relay
 from tools.plan.synthesis import engine_manifests, trainer_manifests
@@ -170,7 +170,7 @@ def _figures(measured: _Measured) -> dict[str, Any]:
         "coverage": coverage.fraction,
         "imbalance": routing.imbalance,
         "num_ops": {m.name.lower(): int((plan.ops.mode == m).sum()) for m in CopyMode},
-        "num_writes": plan.num_writes(),
+        "num_writes": num_writes(plan),
         "predicted_wire_s": cost.wire_s,
         "bottleneck": cost.bottleneck,
         "lower_bound_s": cost.lower_bound_s,
@@ -257,7 +257,7 @@ def _summary(measured: _Measured) -> Table:
             "lower bound",
             f"{_size(routing.lower_bound)}, proven by {len(routing.certificate)} sender(s)",
         ),
-        ("writes", f"{plan.num_writes():,} in {len(plan.ops):,} ops"),
+        ("writes", f"{num_writes(plan):,} in {len(plan.ops):,} ops"),
         ("staging memory", _size(sum(plan.staging_nbytes))),
         ("predicted wire", f"{cost.wire_s:.4g} s, bottleneck: {cost.bottleneck}"),
         ("wire lower bound", f"{cost.lower_bound_s:.4g} s under any routing"),

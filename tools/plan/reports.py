@@ -16,12 +16,14 @@ from windlass.layout.manifest import Int64Array, ShardManifest
 from windlass.planning.plan import ITEMSIZES, CopyMode, Reason, TransferPlan
 from windlass.planning.planner import PlanPolicy, plan_transfer, route
 from windlass.planning.quantize import payload_sizes
+from windlass.planning.routing import group_by_holders
 
 __all__ = [
     "CoverageReport",
     "PlannedTransfer",
     "RoutingReport",
     "certify",
+    "num_writes",
     "plan_with_reports",
 ]
 
@@ -98,8 +100,16 @@ def plan_with_reports(
         unused_tensors=tuple(sorted(names.names[int(index)] for index in unused)),
     )
     egress = np.bincount(ops.src, ops.nbytes, len(sources)).astype(np.int64)
-    routing = certify(egress, given.group_nbytes.astype(np.int64), given.groups)
+    group_of_atom, groups = group_by_holders(src.rank[given.holders.rows], given.holders.start)
+    group = group_of_atom[given.pieces.atom[given.candidates.piece]]
+    wanted = np.bincount(group, given.candidates.nbytes, len(groups)).astype(np.int64)
+    routing = certify(egress, wanted, groups)
     return PlannedTransfer(plan=plan, coverage=coverage, routing=routing)
+
+
+def num_writes(plan: TransferPlan) -> int:
+    """Return the contiguous one-sided writes of one update, before chunking by the transport."""
+    return int((plan.ops.nbytes // np.maximum(plan.ops.run_nbytes, 1)).sum())
 
 
 def certify(

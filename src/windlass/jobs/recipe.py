@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import importlib.util
 import sys
@@ -98,27 +97,16 @@ def load_recipe(file: Path, name: str) -> Recipe:
 
 async def in_thread(call: Callable[[], _T]) -> _T:
     """Run user code in a thread that ends with the process: code that hangs must not keep it."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[_T] = loop.create_future()
+    result: Future[_T] = Future()
+    result.set_running_or_notify_cancel()  # whoever waits may give up; the thread goes on
     context = contextvars.copy_context()  # the fields of log lines
 
-    def deliver(result: Future[_T]) -> None:
-        if done.done():  # given up
-            return
-        if (error := result.exception()) is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result.result())
-
     def run() -> None:
-        result: Future[_T] = Future()
         try:
             result.set_result(context.run(call))
         # The boundary of user code: whatever it raises belongs to whoever waits.
         except Exception as error:  # noqa: BLE001
             result.set_exception(error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(deliver, result)
 
     threading.Thread(target=run, name="recipe", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(result)

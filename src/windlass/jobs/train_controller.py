@@ -62,8 +62,8 @@ class StepResult:
     metrics: Mapping[str, float]
 
 
-class _RankEnded(TrainerError):
-    """More to the point than what its peers say of it."""
+class _RankEnded(Exception):
+    """More to the point than what a rank's peers say of it."""
 
 
 _Session = Session[TrainCommand, TrainResult]
@@ -414,9 +414,9 @@ class TrainController:
                 silent = [rank for rank, answer in pairs if not answer.done()]
                 await self._raise_hang(silent, what, deadline_s)
             return tuple(answer.result() for answer in answers)
-        except TrainerError as error:
+        except (TrainerError, _RankEnded) as error:
             self._failure = str(error)
-            raise
+            raise TrainerError(self._failure) from None
         finally:
             for wait in (*answers, *waits):
                 wait.cancel()

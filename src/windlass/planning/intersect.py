@@ -28,6 +28,7 @@ __all__ = [
     "atoms_by_pattern",
     "box_of",
     "classes_by_pattern",
+    "counted",
     "find_holders",
     "intersect_boxes",
     "make_atoms",
@@ -280,9 +281,14 @@ def find_holders(
     return base, Holders(rows=rows, start=start)
 
 
-def ranges(start: Int64Array, count: Int64Array) -> Int64Array:
-    """`start[i], start[i] + 1, ...` for `count[i]` values each, concatenated."""
-    total = int(count.sum())
-    ends = np.cumsum(count)
-    values: Int64Array = np.arange(total) + np.repeat(start - (ends - count), count)
+def ranges(start: Int64Array, counts: Int64Array) -> Int64Array:
+    """Return `start[i], start[i] + 1, ...` for `counts[i]` values each, concatenated."""
+    values: Int64Array = np.repeat(start, counts) + counted(counts)
     return values
+
+
+def counted(counts: Int64Array) -> Int64Array:
+    """Return 0, 1 ... for each count in turn."""
+    ends = np.cumsum(counts)
+    index: Int64Array = np.arange(int(ends[-1]) if len(ends) else 0)
+    return index - np.repeat(ends - counts, counts)

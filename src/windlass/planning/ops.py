@@ -7,7 +7,6 @@ Ops of a link that are adjacent on both sides then become one op.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -91,8 +90,7 @@ class RoutedPieces:
         sources: workers, by rank.
         pieces: which atom fills which box. holders: who has each atom.
         candidates: the pieces at every destination row.
-        groups: the sets of ranks that hold the same pieces. group_nbytes: wanted of what each holds.
-        routed: who sends each candidate.
+        routed: who sends each of them.
         direct_min_run_nbytes: see `PlanPolicy.direct_min_run_bytes`.
     """
 
@@ -103,8 +101,6 @@ class RoutedPieces:
     pieces: Pieces
     holders: Holders
     candidates: Candidates
-    groups: Sequence[tuple[int, ...]]
-    group_nbytes: npt.NDArray[np.float64]
     routed: Assignment
     direct_min_run_nbytes: int
 

@@ -184,10 +184,6 @@ class TransferPlan:
         """Whether sources compute what they send; a backend that only copies must refuse."""
         return bool((self.ops.transform != Transform.NONE).any())
 
-    def num_writes(self) -> int:
-        """Contiguous one-sided writes in one update, before chunking by the transport."""
-        return int((self.ops.nbytes // np.maximum(self.ops.run_nbytes, 1)).sum())
-
     def links(self) -> tuple[Link, ...]:
         """Every (source, destination) pair that exchanges bytes, in plan order."""
         if len(self.ops) == 0:

@@ -132,8 +132,6 @@ def route(
         pieces=pieces,
         holders=holders,
         candidates=candidates,
-        groups=groups,
-        group_nbytes=group_nbytes,
         routed=routed,
         direct_min_run_nbytes=policy.direct_min_run_bytes,
     )

@@ -21,6 +21,7 @@ from windlass.layout.manifest import MAX_DIMS, Int64Array, ShardManifest
 from windlass.planning.intersect import (
     atoms_by_pattern,
     classes_by_pattern,
+    counted,
     find_holders,
     unique_boxes,
 )
@@ -33,7 +34,6 @@ __all__ = [
     "DueBlocks",
     "Replicated",
     "ReplicatedPart",
-    "counted",
     "decode_digested",
     "find_replicated",
 ]
@@ -116,9 +116,16 @@ class ReplicatedPart:
         inside = inside and (held["first"] >= 0).all() and (held["run"] > 0).all()
         if inside and len(held):
             itemsizes = np.array([spec.dtype.itemsize for spec in manifest.parameters], np.int64)
+            # In floating point first: integers that are sent may be such that their sum wraps around.
+            steps = ((sizes - 1.0) * strides).sum(axis=1) + held["offset"]
+            inside = (steps <= 2.0 * extents[held["parameter"]]).all()
             reach = held["offset"] + ((sizes - 1) * strides).sum(axis=1)
             ends = reach + itemsizes[held["parameter"]]
-            inside = (held["offset"] >= 0).all() and (ends <= extents[held["parameter"]]).all()
+            inside = (
+                inside
+                and (held["offset"] >= 0).all()
+                and (ends <= extents[held["parameter"]]).all()
+            )
         if not inside:
             raise PlanError(f"replicated boxes of {manifest.worker} must lie in its parameters")
         return cls(held)
@@ -161,13 +168,6 @@ class BlockSchedule:
         at, block = self._cut.place(self._sizes, row, number)
         offset = self._offset[row] + (at * self._strides[row]).sum(axis=1)
         return DueBlocks(row=row, offset=offset, sizes=block)
-
-
-def counted(counts: Int64Array) -> Int64Array:
-    """0, 1 ... for each count in turn."""
-    ends = np.cumsum(counts)
-    index: Int64Array = np.arange(int(ends[-1]) if len(ends) else 0)
-    return index - np.repeat(ends - counts, counts)
 
 
 @dataclass(frozen=True, slots=True)

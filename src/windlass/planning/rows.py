@@ -82,28 +82,18 @@ def resolve_names(
     shapes: list[tuple[int, ...]] = []
     seen_at: list[str] = []
     for manifest in (*sources, *destinations):
-        for spec in manifest.tensors:
-            known = index.get(spec.name)
-            if known is None:
-                index[spec.name] = len(shapes)
-                shapes.append(spec.shape)
-                seen_at.append(manifest.worker)
-            elif shapes[known] != spec.shape:
-                raise ManifestError(
-                    f"tensor {spec.name!r} must have one shape, got {shapes[known]} at "
-                    f"{seen_at[known]} and {spec.shape} at {manifest.worker}"
-                )
-        for alias, target in manifest.aliases.items():
-            shape = shapes[index[target]]
-            known = index.get(alias)
-            if known is None:
-                index[alias] = len(shapes)
+        own = {spec.name: spec.shape for spec in manifest.tensors}
+        aliases = manifest.aliases
+        for name, shape in (*own.items(), *((a, own[aliases[a]]) for a in aliases)):
+            known = index.setdefault(name, len(shapes))
+            if known == len(shapes):
                 shapes.append(shape)
                 seen_at.append(manifest.worker)
             elif shapes[known] != shape:
+                alias = f"as an alias of {aliases[name]!r} " if name in aliases else ""
                 raise ManifestError(
-                    f"tensor {alias!r} must have one shape, got {shapes[known]} at "
-                    f"{seen_at[known]} and {shape} as an alias of {target!r} at {manifest.worker}"
+                    f"tensor {name!r} must have one shape, got {shapes[known]} at "
+                    f"{seen_at[known]} and {shape} {alias}at {manifest.worker}"
                 )
     class_of = _source_classes(sources, index)
     _apply_destination_aliases(destinations, index, class_of)

@@ -1,19 +1,22 @@
 """The seam between the transaction and how bytes travel.
 
 A backend is a pair: what a trainer rank does (`SenderBackend`) and what an engine rank does
-(`ReceiverBackend`). Backends whose ranks form groups are `GroupMember`s
-besides. The round machine drives every pair through the same phases; what verifies is always a digest per link, over the link's ops in plan order in the destination's dtype.
+(`ReceiverBackend`). Backends whose ranks form groups are `GroupMember`s besides. The round machine drives
+every pair through the same phases; what verifies is always a digest per link, over the link's ops in plan
+order in the destination's dtype. How a link ended is a `LinkOutcome`; `status_of` tells what an error means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
 from windlass.config import UpdateMode
+from windlass.errors import PeerUnreachable, TransferOutcomeUnknown, WindlassError
 from windlass.planning.plan import TransferPlan
-from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome
+from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
 
 __all__ = [
     "LINKS_AT_ONCE",
@@ -23,7 +26,15 @@ __all__ = [
     "ReceiverBackend",
     "SendResult",
     "SenderBackend",
+    "failed_links",
+    "is_unknown",
+    "joined_results",
+    "status_of",
+    "submit",
 ]
+
+Arguments = TypeVarTuple("Arguments")
+T = TypeVar("T")
 
 LINKS_AT_ONCE = 16
 """Links that a trainer rank has on the wire at a time: with fewer, ranks wait for the same receivers.
@@ -133,3 +144,65 @@ class GroupReceiver(GroupMember, Protocol):
             TransferError: some group did not deliver; `verify` says which links lack bytes.
         """
         ...
+
+
+def status_of(error: BaseException) -> LinkStatus:
+    """How a link stands whose write raised `error`.
+
+    UNKNOWN also for what nobody foresaw (a bug, no memory, an OSError): a transport says that nothing
+    more lands by raising one of its own errors, and in no other way.
+    """
+    match error:
+        case PeerUnreachable():
+            return LinkStatus.UNREACHABLE
+        case TransferOutcomeUnknown():
+            return LinkStatus.UNKNOWN
+        case WindlassError():
+            return LinkStatus.FAILED
+        case _:
+            return LinkStatus.UNKNOWN
+
+
+def is_unknown(error: BaseException) -> bool:
+    """Whether bytes may still land after a write that raised `error`."""
+    return status_of(error) is LinkStatus.UNKNOWN
+
+
+def submit(pool: Executor, job: Callable[[*Arguments], T], /, *args: *Arguments) -> Future[T]:
+    """As `Executor.submit`, but what goes wrong there is the job's: others that have begun are waited for.
+
+    An executor that gets no thread has queued the job all the same, so its outcome is unknown.
+    """
+    try:
+        return pool.submit(job, *args)
+    except RuntimeError as error:
+        lost: Future[T] = Future()
+        lost.set_exception(TransferOutcomeUnknown(f"it may be begun later: {error}"))
+        return lost
+
+
+def failed_links(destinations: Sequence[str], reason: str) -> tuple[LinkOutcome, ...]:
+    """Return the outcomes of links that fail together."""
+    return tuple(LinkOutcome(name, LinkStatus.FAILED, 0, "", reason) for name in destinations)
+
+
+def joined_results(
+    destinations: Sequence[str], begun: Future[SendResult], beside: Callable[[], SendResult]
+) -> SendResult:
+    """Send some links while another thread sends the others; an unknown outcome is told before any error."""
+    errors: list[BaseException] = []
+    results: list[SendResult] = []
+    # What the other way still sends must be over, and its outcome known, before anything is told.
+    for send in (beside, begun.result):
+        try:
+            results.append(send())
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+    if errors:
+        raise next((e for e in errors if is_unknown(e)), errors[0])
+    links = {link.destination: link for result in results for link in result.links}
+    return SendResult(
+        tuple(links[name] for name in destinations),
+        sum(result.pack_s for result in results),
+        max(result.wire_s for result in results),
+    )

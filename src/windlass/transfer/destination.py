@@ -115,6 +115,7 @@ class Destination:
         addresses: where parameters are to be written: live, or in the shadow copy.
         staging_address: where staged ops are to be written; 0 where there are none.
         digests: of what lies where it was written; None before `bind`.
+        late_nbytes: what the last `verify` had to hash.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Destination:
         self.addresses = self._live = tuple(live)
         self.staging_address = 0
         self.digests: LinkDigests | None = None
+        self.late_nbytes = 0
         self._memory, self._transport = memory, transport
         self._shadow: ShadowCopy | None = None
         self._staging: Buffer | None = None
@@ -224,6 +226,7 @@ class Destination:
         """
         found = dict(hashed or {})
         late = [s for s in expected if s in self.programs and found.get(s) != expected[s]]
+        self.late_nbytes = sum(self.programs[source].nbytes for source in late)
         if self.digests is not None:
             found |= self.digests.take(late, OWN_WORK_S)
         return tuple(sorted(s for s, digest in expected.items() if found.get(s) != digest))

@@ -16,7 +16,7 @@ from windlass.config import DiskBackend, UpdateMode
 from windlass.errors import TransferFailed
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import TransferPlan
-from windlass.transfer.base import ParameterMemory, SendResult
+from windlass.transfer.base import ParameterMemory, SendResult, failed_links
 from windlass.transfer.bind import check_destinations
 from windlass.transfer.bindings import DestinationBinding, GroupOffer
 from windlass.transfer.destination import Destination
@@ -29,7 +29,6 @@ from windlass.transfer.disk_files import (
     version_folder,
     write_shards,
 )
-from windlass.transfer.outcomes import failed_links
 from windlass.transfer.source import SourceMemory, refuse_transforms
 from windlass.transports.base import PeerEndpoint
 

@@ -25,7 +25,7 @@ from windlass.memory.ops import (
     UInt64Array,
     aligned,
 )
-from windlass.planning.program import BoundOp, DigestKind, LinkProgram
+from windlass.planning.program import BoundOp, LinkProgram
 from windlass.transfer.arena import Arena, ArenaSlot
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import OneSidedTransport, WriteBatch
@@ -107,11 +107,6 @@ class Packer:
         self._packs: dict[tuple[str, int], LinkPack] = {}
         self._digests: LinkDigests | None = None
         self._hashed: tuple[LinkProgram, ...] = ()
-
-    @property
-    def digest_kind(self) -> DigestKind:
-        """Of the digests it takes."""
-        return self.memory.digest_kind
 
     @property
     def sources(self) -> UInt64Array:

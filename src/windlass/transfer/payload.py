@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from windlass.memory.ops import ChunkDigests, Int64Array, MemoryOps, UInt64Array
 from windlass.net.clock import Deadline
+from windlass.planning.intersect import counted
 from windlass.planning.program import LinkProgram
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import OneSidedTransport, WriteBatch
@@ -125,7 +126,7 @@ def payload_of(program: LinkProgram, chunk_nbytes: int) -> Payload:
     whole = np.concatenate([np.stack(direct, 1), np.array(packed, np.int64).reshape(-1, 6)])
     whole = whole[np.argsort(whole[:, 0], kind="stable")]
     count = -(-whole[:, 5] // chunk_nbytes)
-    step = (np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)) * chunk_nbytes
+    step = counted(count) * chunk_nbytes
     op_of, src_parameter, src_offset, dst_parameter, dst_offset, left = np.repeat(whole, count, 0).T
     nbytes = np.minimum(left - step, chunk_nbytes)
     chunk = (np.cumsum(nbytes) - nbytes) // chunk_nbytes

@@ -20,11 +20,7 @@ from windlass.planning.plan import TransferPlan
 from windlass.transfer.arena import memory_of
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.destination import Destination
-from windlass.transfer.write_progress import (
-    ProgressDigests,
-    ProgressListener,
-    listen_if_possible,
-)
+from windlass.transfer.write_progress import ProgressDigests
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 
 __all__ = ["Receiver"]
@@ -67,7 +63,6 @@ class Receiver:
         self._lock = threading.Lock()
         self._bound: Destination | None = None
         self._progress: ProgressDigests | None = None
-        self._listener: ProgressListener | None = None
 
     @property
     def destination(self) -> Destination:
@@ -96,12 +91,12 @@ class Receiver:
             found = self.destination
             shadow, staged = mode is UpdateMode.STAGED, not self.transport.traits.strided_stores
             found.memory.finish(OWN_WORK_S)  # before what late kernels read is freed
-            self._listen()
-            if self._progress is not None:
-                self._progress.load({})
+            progress = self._hash_as_written()
+            if progress is not None:
+                progress.load({})
             found.bind(plan, shadow=shadow, staged=staged)
-            if self._progress is not None and found.digests is not None:
-                self._progress.load(found.digests.links)
+            if progress is not None and found.digests is not None:
+                progress.load(found.digests.links)
             regions = (*self.regions, *found.regions)
             return DestinationBinding(
                 worker=self.manifest.worker,
@@ -109,7 +104,7 @@ class Receiver:
                 regions=tuple(exported for region in regions for exported in region.remotes),
                 parameter_addresses=found.addresses,
                 staging_address=found.staging_address,
-                listener="" if self._listener is None else self._listener.address,
+                listener="" if progress is None else progress.address,
                 digest_kind=found.digest_kind,
             )
 
@@ -123,13 +118,11 @@ class Receiver:
         """
         with self._lock:
             hashed: dict[str, str] = {}
-            if self._listener is not None and self._progress is not None:
-                self._listener.drain()
+            if self._progress is not None:
                 hashed = self._progress.take(version, expected, OWN_WORK_S)
-            programs = self.destination.programs
-            late = {s for s in expected if s in programs and hashed.get(s) != expected[s]}
-            self.late_nbytes = sum(programs[source].nbytes for source in late)
-            return self.destination.verify(expected, hashed)
+            wrong = self.destination.verify(expected, hashed)
+            self.late_nbytes = self.destination.late_nbytes
+            return wrong
 
     def apply(self) -> None:
         """See `Destination.apply`. The engine must be quiesced."""
@@ -143,18 +136,16 @@ class Receiver:
         follow.
         """
         with self._lock:
-            if self._listener is not None:
-                self._listener.close()
             if self._progress is not None:
-                self._progress.load({})
-            self._listener = self._progress = None
+                self._progress.close()
+                self._progress = None
             if self._bound is not None:
                 self._bound.close()
 
-    def _listen(self) -> None:
-        """Hash as it is written what peers may tell of."""
+    def _hash_as_written(self) -> ProgressDigests | None:
+        """Where peers may tell of what they have written."""
         mapper = self.transport.mapper
         notifies = any(offer.traits.notifies for offer in self.transport.offers())
         if mapper is not None and notifies and self._progress is None:
             self._progress = ProgressDigests(mapper.gpu)
-            self._listener = listen_if_possible(self._progress.add)
+        return self._progress

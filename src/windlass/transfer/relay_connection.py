@@ -14,6 +14,7 @@ from typing import final
 
 from windlass.errors import PeerUnreachable, ProtocolError
 from windlass.net.clock import Deadline
+from windlass.net.messages import RoundId
 from windlass.transfer.relay_wire import (
     ACCEPTED,
     LENGTH,
@@ -22,7 +23,6 @@ from windlass.transfer.relay_wire import (
     End,
     Frame,
     Open,
-    Place,
     RelayAddress,
     StripeEnd,
     decode_frame,
@@ -47,7 +47,7 @@ class RelaySender:
     """
 
     def __init__(
-        self, address: RelayAddress, upstream: str, place: Place, deadline: Deadline
+        self, address: RelayAddress, upstream: str, round_id: RoundId, deadline: Deadline
     ) -> None:
         self._peer = address.worker
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class RelaySender:
             raise PeerUnreachable(f"relay: {self._peer} does not listen: {error}") from error
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.send(Open(address.token, upstream, *place))
+            self.send(Open(address.token, upstream, *round_id))
             answer = self._socket.recv(1)
         except OSError as error:
             self.close()
@@ -70,7 +70,7 @@ class RelaySender:
             raise
         if answer != ACCEPTED:
             self.close()
-            raise PeerUnreachable(f"relay: {self._peer} takes no part in round {place}")
+            raise PeerUnreachable(f"relay: {self._peer} takes no part in round {round_id}")
 
     def send(self, frame: Frame) -> None:
         """Send one frame. Thread-safe.
@@ -158,8 +158,8 @@ class RelayReceiver:
             worker, host, int(self._listener.getsockname()[1]), secrets.token_hex(16)
         )
         self._lock = threading.Lock()
-        self._rounds: dict[Place, _Round] = {}
-        self._oldest: Place = (0, 0)
+        self._rounds: dict[RoundId, _Round] = {}
+        self._oldest = RoundId(0, 0)
         self._loop = asyncio.new_event_loop()
         self._serving = self._loop.create_task(self._serve())
         self._thread = threading.Thread(target=self._run, name="windlass-relay", daemon=True)
@@ -170,41 +170,41 @@ class RelayReceiver:
         """What writers need."""
         return self._address
 
-    def begin(self, place: Place) -> RelayEvents:
+    def begin(self, round_id: RoundId) -> RelayEvents:
         """Return the events of a round, also of those who came before this call; older rounds are over."""
         with self._lock:
-            self._oldest = max(self._oldest, place)
-            self._rounds = {p: r for p, r in self._rounds.items() if p >= place}
-            return self._rounds.setdefault(place, _Round()).events
+            self._oldest = max(self._oldest, round_id)
+            self._rounds = {p: r for p, r in self._rounds.items() if p >= round_id}
+            return self._rounds.setdefault(round_id, _Round()).events
 
-    def joined(self, place: Place) -> frozenset[str]:
+    def joined(self, round_id: RoundId) -> frozenset[str]:
         """Return who was let into the round so far."""
         with self._lock:
-            of_round = self._rounds.get(place)
+            of_round = self._rounds.get(round_id)
             return frozenset(of_round.joined if of_round is not None else ())
 
-    def end(self, place: Place) -> frozenset[str]:
+    def end(self, round_id: RoundId) -> frozenset[str]:
         """Let nobody into the round any more; return who was let in."""
         with self._lock:
-            of_round = self._rounds.setdefault(place, _Round())
+            of_round = self._rounds.setdefault(round_id, _Round())
             of_round.closed = True
             return frozenset(of_round.joined)
 
-    def refuse(self, place: Place, upstream: str) -> None:
+    def refuse(self, round_id: RoundId, upstream: str) -> None:
         """Let `upstream`, which will not come or must not, not into the round: that is its `End` there."""
         with self._lock:
-            if place < self._oldest:
+            if round_id < self._oldest:
                 return
-            of_round = self._rounds.setdefault(place, _Round())
+            of_round = self._rounds.setdefault(round_id, _Round())
             of_round.refused.add(upstream)
             if upstream not in of_round.joined:
                 of_round.events.put((upstream, End()))
 
-    def interrupt(self, place: Place) -> None:
+    def interrupt(self, round_id: RoundId) -> None:
         """Wake whoever reads the events of the round."""
         with self._lock:
-            if place >= self._oldest:
-                self._rounds.setdefault(place, _Round()).events.put(("", Interrupted()))
+            if round_id >= self._oldest:
+                self._rounds.setdefault(round_id, _Round()).events.put(("", Interrupted()))
 
     def close(self) -> None:
         """Close every connection and end the thread. Idempotent."""
@@ -264,11 +264,11 @@ class RelayReceiver:
     def _let_in(self, frame: Open) -> RelayEvents | None:
         if not hmac.compare_digest(frame.token.encode(), self._address.token.encode()):
             return None
-        place = frame.epoch, frame.round
+        round_id = RoundId(frame.epoch, frame.round)
         with self._lock:
-            if place < self._oldest:
+            if round_id < self._oldest:
                 return None
-            of_round = self._rounds.setdefault(place, _Round())
+            of_round = self._rounds.setdefault(round_id, _Round())
             if of_round.closed or frame.upstream in of_round.refused | of_round.joined:
                 return None
             of_round.joined.add(frame.upstream)

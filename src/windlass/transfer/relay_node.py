@@ -21,6 +21,7 @@ import numpy as np
 from windlass.errors import PlanError
 from windlass.memory.ops import OWN_WORK_S, ChunkDigests, UInt64Array
 from windlass.net.clock import Deadline
+from windlass.net.messages import RoundId
 from windlass.planning.relay import RelayGroup, children_of, depths_of
 from windlass.transfer.bind import check_binding
 from windlass.transfer.bindings import DestinationBinding
@@ -34,7 +35,6 @@ from windlass.transfer.relay_connection import (
 from windlass.transfer.relay_wire import (
     ChunkLanded,
     End,
-    Place,
     RelayAddress,
     StripeEnd,
 )
@@ -107,7 +107,7 @@ class RelayRound:
     """What is still to come, and what was passed on."""
 
     def __init__(
-        self, receiver: Receiver, bound: BoundGroup, place: Place, deadline: Deadline
+        self, receiver: Receiver, bound: BoundGroup, round_id: RoundId, deadline: Deadline
     ) -> None:
         self._bound = bound
         num_stripes = len(bound.upstream)
@@ -136,7 +136,7 @@ class RelayRound:
                 receiver.manifest.worker,
                 bound.bindings[name],
                 bound.addresses[name],
-                place,
+                round_id,
                 deadline,
             )
             for name in bound.remote
@@ -243,7 +243,7 @@ class RelayNode:
         self._lock = threading.Lock()
         self._listener: RelayReceiver | None = None
         self._bound: BoundGroup | None = None
-        self._running: Place | None = None
+        self._running: RoundId | None = None
 
     def open(self) -> RelayAddress:
         """Listen, once; the same address every time."""
@@ -301,7 +301,7 @@ class RelayNode:
             remote={n: {s: p.at(bound[n]) for s, p in payloads.items()} for n in names},
         )
 
-    def run(self, place: Place, deadline_s: float) -> RelayResult:
+    def run(self, round_id: RoundId, deadline_s: float) -> RelayResult:
         """Take part in a round until every link is complete here or cannot become so.
 
         Raises:
@@ -311,15 +311,15 @@ class RelayNode:
         if bound is None or listener is None:
             raise PlanError("relay: no group is bound; connect first")
         deadline = Deadline.after(deadline_s, "relay")
-        events = listener.begin(place)
-        self._running = place
-        round_ = RelayRound(self._receiver, bound, place, deadline)
+        events = listener.begin(round_id)
+        self._running = round_id
+        round_ = RelayRound(self._receiver, bound, round_id, deadline)
         try:
             while round_.waits:
                 try:
                     upstream, event = events.get(timeout=max(round_.timeout_s, 0.001))
                 except queue.Empty:
-                    round_.expire(listener.joined(place))
+                    round_.expire(listener.joined(round_id))
                     continue
                 match event:
                     case ChunkLanded():
@@ -339,19 +339,19 @@ class RelayNode:
             _log.exception("%s: the relay stops here", self._receiver.manifest.worker)
         finally:
             self._running = None
-            round_.finish(listener.end(place))
+            round_.finish(listener.end(round_id))
         return round_.result()
 
-    def refuse(self, place: Place, upstream: str) -> None:
-        """`upstream` will not come any more in the round at `place`, or must not."""
+    def refuse(self, round_id: RoundId, upstream: str) -> None:
+        """`upstream` will not come any more in the round at `round_id`, or must not."""
         if self._listener is not None:
-            self._listener.refuse(place, upstream)
+            self._listener.refuse(round_id, upstream)
 
-    def interrupt(self, place: Place | None = None) -> None:
-        """End a running `run`, or the one of `place` as soon as it begins."""
-        place = self._running if place is None else place
-        if self._listener is not None and place is not None:
-            self._listener.interrupt(place)
+    def interrupt(self, round_id: RoundId | None = None) -> None:
+        """End a running `run`, or the one of `round_id` as soon as it begins."""
+        round_id = self._running if round_id is None else round_id
+        if self._listener is not None and round_id is not None:
+            self._listener.interrupt(round_id)
 
     def close(self) -> None:
         """Stop listening, and free what was prepared; `run` is over. Idempotent."""

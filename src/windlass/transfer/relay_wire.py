@@ -22,7 +22,6 @@ __all__ = [
     "End",
     "Frame",
     "Open",
-    "Place",
     "RelayAddress",
     "StripeEnd",
     "decode_frame",
@@ -32,9 +31,6 @@ __all__ = [
 MAX_FRAME_NBYTES = 4096
 ACCEPTED = b"\x01"
 LENGTH = struct.Struct(">I")
-
-Place = tuple[int, int]
-"""(epoch, round)."""
 
 
 class RelayAddress(msgspec.Struct, frozen=True):

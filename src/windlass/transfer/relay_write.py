@@ -20,15 +20,16 @@ import numpy as np
 from windlass.errors import PlanError, TransferError
 from windlass.memory.ops import OWN_WORK_S, ChunkDigests, MemoryOps, UInt64Array
 from windlass.net.clock import Deadline
+from windlass.net.messages import RoundId
 from windlass.planning.program import LinkProgram
 from windlass.planning.relay import RelayGroup
+from windlass.transfer.base import is_unknown, submit
 from windlass.transfer.bind import check_binding
 from windlass.transfer.bindings import DestinationBinding
-from windlass.transfer.outcomes import is_unknown, submit
 from windlass.transfer.packer import PackedLink, batches_to
 from windlass.transfer.payload import Payload, payload_of
 from windlass.transfer.relay_connection import RelaySender
-from windlass.transfer.relay_wire import ChunkLanded, Place, RelayAddress, StripeEnd
+from windlass.transfer.relay_wire import ChunkLanded, RelayAddress, StripeEnd
 from windlass.transports.base import OneSidedTransport
 
 __all__ = ["ChunkWriter", "GroupWrite"]
@@ -48,7 +49,7 @@ class ChunkWriter:
         transport: writes.
         worker: this rank.
         binding: of the engine. address: where it listens.
-        place: (epoch, round).
+        round_id: of the relay.
         deadline: for all of it.
 
     Attributes:
@@ -63,7 +64,7 @@ class ChunkWriter:
         worker: str,
         binding: DestinationBinding,
         address: RelayAddress,
-        place: Place,
+        round_id: RoundId,
         deadline: Deadline,
     ) -> None:
         self.errors: list[BaseException] = []
@@ -72,7 +73,7 @@ class ChunkWriter:
         self._sender: RelaySender | None = None
         self._pool = ThreadPoolExecutor(WRITES_AT_ONCE, "windlass-relay-write")
         self._jobs: list[Future[int]] = []
-        self._submit(partial(self._open, address, worker, place))
+        self._submit(partial(self._open, address, worker, round_id))
 
     @property
     def is_unknown(self) -> bool:
@@ -117,9 +118,9 @@ class ChunkWriter:
 
         self._submit(after)
 
-    def _open(self, address: RelayAddress, worker: str, place: Place) -> int:
+    def _open(self, address: RelayAddress, worker: str, round_id: RoundId) -> int:
         try:
-            self._sender = RelaySender(address, worker, place, self._deadline)
+            self._sender = RelaySender(address, worker, round_id, self._deadline)
         except TransferError as error:
             self.errors.append(error)
             self.unreached = True
@@ -254,7 +255,7 @@ class GroupWrite:
         transport: OneSidedTransport,
         worker: str,
         binding: DestinationBinding,
-        place: Place,
+        round_id: RoundId,
         deadline: Deadline,
     ) -> int:
         """Write the chunks of a root's stripes, a few at a time; returns bytes.
@@ -265,7 +266,7 @@ class GroupWrite:
             transport: writes.
             worker: this rank.
             binding: of the root.
-            place: (epoch, round).
+            round_id: of the relay.
             deadline: for all of it.
 
         Raises:
@@ -274,7 +275,7 @@ class GroupWrite:
         """
         digests, roots = self._chunks if self.digest else (), self._group.roots()
         address, remote = self._addresses[binding.worker], self._payload.at(binding)
-        writer = ChunkWriter(transport, worker, binding, address, place, deadline)
+        writer = ChunkWriter(transport, worker, binding, address, round_id, deadline)
         for chunk, digest in enumerate(digests):
             if roots[chunk % len(roots)] == binding.worker:
                 landed = ChunkLanded(worker, chunk, digest)

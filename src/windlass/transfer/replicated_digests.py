@@ -25,6 +25,7 @@ from windlass.memory.cuda.kernels import PIECE, PieceTable
 from windlass.memory.cuda.links import WORDS_NBYTES
 from windlass.memory.ops import OWN_WORK_S
 from windlass.memory.packing import hash_strided, new_digest
+from windlass.planning.intersect import counted
 from windlass.planning.program import DigestKind
 from windlass.planning.replicated import (
     DIGESTED,
@@ -32,7 +33,6 @@ from windlass.planning.replicated import (
     BlockSchedule,
     DueBlocks,
     ReplicatedPart,
-    counted,
 )
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.source import check_described

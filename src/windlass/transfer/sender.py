@@ -37,11 +37,21 @@ from windlass.errors import (
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.ops import ALIGNMENT, Buffer
 from windlass.net.clock import Deadline
+from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import LinkProgram, bind_links
 from windlass.planning.relay import RelayGroup
 from windlass.transfer.arena import memory_of
-from windlass.transfer.base import LINKS_AT_ONCE, ParameterMemory, SendResult
+from windlass.transfer.base import (
+    LINKS_AT_ONCE,
+    ParameterMemory,
+    SendResult,
+    failed_links,
+    is_unknown,
+    joined_results,
+    status_of,
+    submit,
+)
 from windlass.transfer.bind import (
     bind_peers,
     check_binding,
@@ -50,15 +60,8 @@ from windlass.transfer.bind import (
     check_part,
 )
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
-from windlass.transfer.outcomes import (
-    failed_links,
-    is_unknown,
-    joined_results,
-    status_of,
-    submit,
-)
 from windlass.transfer.packer import PackedLink, Packer, Peer, packed_capacity
-from windlass.transfer.relay_wire import Place, RelayAddress
+from windlass.transfer.relay_wire import RelayAddress
 from windlass.transfer.relay_write import GroupWrite
 from windlass.transfer.replica import CopyTimes, Replica, replica_memory
 from windlass.transfer.source import LocatedParameters, RegisteredMemory, addresses_of
@@ -133,11 +136,6 @@ class Sender:
         self._sent: set[str] = set()
         self._relays: dict[str, GroupWrite] = {}
         self._pack_s = 0.0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank sends in one update."""
-        return sum(program.nbytes for program in self._programs.values())
 
     @property
     def arena_nbytes(self) -> int:
@@ -329,7 +327,7 @@ class Sender:
             )
 
     def relay_write(
-        self, place: Place, destinations: Sequence[str], deadline_s: float
+        self, round_id: RoundId, destinations: Sequence[str], deadline_s: float
     ) -> SendResult:
         """As `write`, but groups that are bound for it are relayed: only their roots are written.
 
@@ -347,7 +345,7 @@ class Sender:
             digests = {n: self._relays[n].digest for n in destinations if n in self._relays}
             self._sent.update(digests)
             roots = {
-                name: submit(self._pool, self._write_root, name, place, deadline)
+                name: submit(self._pool, self._write_root, name, round_id, deadline)
                 for name, relayed in self._relays.items()
                 if name in relayed.roots
             }
@@ -388,7 +386,7 @@ class Sender:
     def _check_binding(self, program: LinkProgram, binding: DestinationBinding) -> None:
         is_stored = self._is_stored(binding)
         if not is_stored:
-            check_digest_kind(self._packer.digest_kind, binding)
+            check_digest_kind(self._packer.memory.digest_kind, binding)
         check_binding(program, binding, staged=not is_stored)
 
     # --- links that kernels store ------------------------------------------------------------
@@ -493,10 +491,10 @@ class Sender:
                 lost[name] = LinkOutcome(name, LinkStatus.FAILED, 0, "", reason)
         return lost
 
-    def _write_root(self, root: str, place: Place, deadline: Deadline) -> int:
+    def _write_root(self, root: str, round_id: RoundId, deadline: Deadline) -> int:
         """In a thread of the pool."""
         worker, binding = self.manifest.worker, self._peers[root].binding
-        return self._relays[root].write_root(self.transport, worker, binding, place, deadline)
+        return self._relays[root].write_root(self.transport, worker, binding, round_id, deadline)
 
     def _relayed_outcome(
         self, name: str, written: Future[int] | None, digest: str, arena: Buffer | None

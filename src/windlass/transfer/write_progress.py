@@ -5,7 +5,7 @@ when the wire is silent already. With these datagrams it hashes each part while 
 way. They are hints: one that is lost, late or a lie costs time and nothing else, because a digest that
 was added up from hints counts only where it is the expected one. Both processes are on one host.
 
-`ProgressNotifier` is the writer's, `ProgressListener` and `ProgressDigests` are the rank's that is written.
+`ProgressNotifier` is the writer's; `ProgressDigests`, with a `ProgressListener`, is the written rank's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ __all__ = [
     "ProgressDigests",
     "ProgressListener",
     "ProgressNotifier",
-    "listen_if_possible",
 ]
 
 _log = logging.getLogger(__name__)
@@ -82,15 +81,6 @@ class ProgressNotifier:
         """Idempotent."""
         if self._socket is not None:
             self._socket.close()
-
-
-def listen_if_possible(deliver: Callable[[PartWritten], None]) -> ProgressListener | None:
-    """A listener, or None where none is to be had: all is hashed in the end then."""
-    try:
-        return ProgressListener(deliver)
-    except (OSError, RuntimeError) as error:
-        _log.warning("parts are not hashed as they are written: %s", error)
-        return None
 
 
 @final
@@ -170,10 +160,13 @@ class _Progress:
 
 @final
 class ProgressDigests:
-    """The hashing half of `ProgressListener`. Thread-safe.
+    """Digests of links, added up part by part as writers tell of the parts. Thread-safe.
 
     Args:
         gpu: whose memory is written; its stream does the hashing.
+
+    Attributes:
+        listener: what writers notify; None where none is to be had: all is hashed in the end then.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -182,6 +175,22 @@ class ProgressDigests:
         self._links: Mapping[str, DeviceLink] = {}
         self._words: dict[str, int] = {}
         self._progress: dict[str, _Progress] = {}
+        self.listener: ProgressListener | None = None
+        try:
+            self.listener = ProgressListener(self.add)
+        except (OSError, RuntimeError) as error:
+            _log.warning("parts are not hashed as they are written: %s", error)
+
+    @property
+    def address(self) -> str:
+        """Of the listener; empty without one."""
+        return "" if self.listener is None else self.listener.address
+
+    def close(self) -> None:
+        """Listen no more, and free what `load` allocated. Idempotent."""
+        if self.listener is not None:
+            self.listener.close()
+        self.load({})
 
     def load(self, links: Mapping[str, DeviceLink]) -> None:
         """From now on these links, by source; their tables must live until the next `load`.
@@ -230,6 +239,9 @@ class ProgressDigests:
             TransferFailed: the GPU reports an error.
             TransferOutcomeUnknown: hashing was not over within `deadline_s`.
         """
+        if self.listener is None:
+            return {}
+        self.listener.drain()
         with self._lock:
             taken = {source: self._progress.pop(source, None) for source in sources}
             whole = [

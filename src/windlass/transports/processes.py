@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import final
 
-from windlass.errors import PeerUnreachable
+from windlass.errors import PeerUnreachable, TransferFailed
 from windlass.transports.base import PeerEndpoint
 
 PROVE_S = 5.0
@@ -37,11 +37,17 @@ def host_identity() -> str:
 
 
 def process_start_time(pid: int) -> str:
-    """Clock ticks since boot at which the process started; empty when there is none."""
+    """Clock ticks since boot at which the process started; empty when there is none.
+
+    Raises:
+        TransferFailed: this process has no descriptor or memory left to find out.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return ""
+    except OSError as error:
+        raise TransferFailed(f"whether pid {pid} lives cannot be read: {error}") from error
     fields = stat.rpartition(")")[2].split()
     return "" if fields[0] in {"Z", "X"} else fields[19]
 

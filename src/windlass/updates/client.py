@@ -26,7 +26,7 @@ from windlass.net.logs import log_fields
 from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, encode
 from windlass.net.rpc_client import Client
 from windlass.net.sockets import open_http, send_frame
-from windlass.transfer.outcomes import is_unknown
+from windlass.transfer.base import is_unknown
 from windlass.transports.processes import host_identity
 from windlass.updates.messages import (
     CONTROLLER_FRAMES,

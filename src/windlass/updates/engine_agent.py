@@ -185,7 +185,10 @@ class EngineAgent:
         if not isinstance(command, EngineCommand):
             raise ProtocolError(f"an engine cannot carry out {type(command).__name__}")
         with self._lock:
-            self._round_id = RoundId(epoch, round_number)
+            round_id = RoundId(epoch, round_number)
+            # How the last one ended was not told, and this one's end says nothing about it.
+            self._mixed_weights |= self._open_to_writes and round_id > self._round_id
+            self._round_id = round_id
             return self._carry_out(command)
 
     def _carry_out(self, command: EngineCommand) -> Result:
@@ -235,9 +238,9 @@ class EngineAgent:
     def on_command(self, command: Command, epoch: int, round_number: int) -> None:
         """For `AgentChannel`: what must not wait until a running `Relay` is over."""
         if isinstance(command, SkipUpstream):
-            self._relay.refuse((epoch, round_number), command.upstream)
+            self._relay.refuse(RoundId(epoch, round_number), command.upstream)
         elif isinstance(command, Abort):
-            self._relay.interrupt((epoch, round_number))
+            self._relay.interrupt(RoundId(epoch, round_number))
 
     def _verify(self, command: Verify) -> Result:
         """What a relay that died may have left in its kernel lands before this or never."""

@@ -287,8 +287,10 @@ class Fleet:
         if hello.role is Role.TRAINER:
             self._trainer_group = hello.group
             self._note_mesh(hello)
-            if hello.job != self._job:
+            if hello.job != self._job and not hello.lineage:
                 self.replace_job(hello.job)
+            # Who has been connected before is not new: it takes a place that is free, and replaces nobody.
+            self._job = hello.job
         for past in [k for k in self._quarantined if k[0] == hello.worker and k != agent.identity]:
             del self._quarantined[past]
         group.agents[hello.rank] = agent

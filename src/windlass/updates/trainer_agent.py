@@ -8,6 +8,7 @@ from typing import assert_never, final
 
 from windlass.config import P2pBackend, UpdateBackend
 from windlass.errors import ConfigError, ProtocolError, RoundAborted, WindlassError
+from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.backends import sender_for
 from windlass.transfer.base import (
@@ -94,7 +95,7 @@ class TrainerAgent:
                 sent = self._sender.write(command.version, command.destinations, command.deadline_s)
                 return self._written(sent)
             case RelayWrite():
-                round_id = epoch, round_number
+                round_id = RoundId(epoch, round_number)
                 sent = self._relaying().relay_write(
                     round_id, command.destinations, command.deadline_s
                 )

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import final
+from typing import TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from windlass.errors import UnsupportedLayout, WindlassError
 
 __all__ = ["Captured", "Load", "Repack", "all_ranks", "capture", "capture_on_every_rank"]
 
+_Found = TypeVar("_Found")
 EXACT_NUMEL = 1 << 20
 MAX_EXACT_NUMEL = 1 << 30
 """Read place by place if need be: 8 GiB of numbers."""
@@ -112,8 +113,8 @@ def capture(
 
 
 def capture_on_every_rank(
-    capture: Callable[[], Captured], is_on_every_rank: Callable[[bool], bool]
-) -> Captured:
+    capture: Callable[[], _Found], is_on_every_rank: Callable[[bool], bool]
+) -> _Found:
     """Capture a layout, unless another rank could not: a retry captures on every rank then.
 
     Loaders of tensor-parallel ranks may wait for each other, so that one must not load alone.

@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Protocol, assert_never
 
@@ -119,22 +119,13 @@ def _join(order: Join, rank: int, secrets: Secrets) -> bytes:
 def _capture(model: torch.nn.Module, order: Capture, rank: int, secrets: Secrets) -> bytes:
     settings = order.settings
     alone = order.num_stages == 1 and settings.world_size == dist.get_world_size()
-
-    def is_on_every_rank(mine: bool) -> bool:
-        return _on_every_rank(model, mine=mine)
+    own, every = partial(_layout_of, model, order, rank), partial(_on_every_rank, model)
 
     def captured() -> Captured:
         if not alone:
-            return _layout_of(model, order, rank)[0]
-        untouched = False
-
-        def own() -> Captured:
-            nonlocal untouched
-            found, untouched = _layout_of(model, order, rank)
-            return found
-
-        found = capture_on_every_rank(own, is_on_every_rank)
-        _rank.can_block = is_on_every_rank(_plain(found) and untouched)
+            return own()[0]
+        found, untouched = capture_on_every_rank(own, every)
+        _rank.can_block = every(_plain(found) and untouched)
         return found
 
     def api() -> SglangApi:
@@ -154,14 +145,10 @@ def _capture(model: torch.nn.Module, order: Capture, rank: int, secrets: Secrets
 def _layout_of(model: torch.nn.Module, order: Capture, rank: int) -> tuple[Captured, bool]:
     """Return what was captured, and whether SGLang leaves weights alone around an order."""
     settings = order.settings
-
-    def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        load_again(model, weights)
-
     captured = capture(
         model,
         checkpoint_specs(Path(settings.checkpoint)),
-        load,
+        partial(load_again, model),
         worker=f"{settings.name}/{rank}",
         reference=settings.reference(),
     )
@@ -186,7 +173,7 @@ def _plain(captured: Captured) -> bool:
     return not captured.repacked and not captured.recomputed
 
 
-def _on_every_rank(model: torch.nn.Module, *, mine: bool) -> bool:
+def _on_every_rank(model: torch.nn.Module, mine: bool) -> bool:
     """Whether it is so on all ranks of this world, each of which is in the same order."""
     return all_ranks(mine, next(model.parameters()).device)
 

@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,16 +49,22 @@ class LocalScheduler(Scheduler):
 
 @final
 class LocalBackend(ClusterBackend):
-    """Subprocesses of this one; see `LocalScheduler`. A reservation is a name."""
+    """Subprocesses of this one; see `LocalScheduler`. A reservation is a name.
+
+    Args:
+        log_dir: made if it is missing; None for a temporary folder.
+        watched: see `LocalScheduler`.
+    """
 
     queues = False
 
-    def __init__(self, log_dir: Path, *, watched: bool) -> None:
-        self._log_dir = log_dir
+    def __init__(self, log_dir: Path | None, *, watched: bool) -> None:
+        self._temporary = None if log_dir else tempfile.TemporaryDirectory(prefix="windlass-")
+        self._log_dir = log_dir or Path(self._temporary.name if self._temporary else "")
         self._processes: dict[str, tuple[str, asyncio.subprocess.Process]] = {}
         self._mark = secrets.token_hex(8) if watched else ""
         self._watchdog: int | None = None
-        log_dir.mkdir(parents=True, exist_ok=True)
+        self._log_dir.mkdir(parents=True, exist_ok=True)
 
     async def open(self) -> None:
         return
@@ -110,6 +117,8 @@ class LocalBackend(ClusterBackend):
         if self._watchdog is not None:
             os.close(self._watchdog)
             self._watchdog = None
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     async def mark(self) -> Mapping[str, str]:
         """Variables of a process that shall end when this one dies; none if not watched."""

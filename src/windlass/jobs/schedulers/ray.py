@@ -11,12 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 from collections.abc import Awaitable, Mapping
-from pathlib import Path
 from typing import Any, final
-
-import msgspec
 
 from windlass.envs import inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
@@ -47,40 +43,6 @@ def ray_scheduler(
         namespace: Ray's.
     """
     return Scheduler(RayBackend(address, num_cpus, namespace), environment)
-
-
-class Launcher:
-    """Runs as an actor on the node of its reservation."""
-
-    def __init__(self) -> None:
-        self._log_dir = tempfile.TemporaryDirectory(prefix="windlass-")
-        self._processes = LocalBackend(Path(self._log_dir.name), watched=True)
-
-    async def ready(self) -> bool:
-        """Answer, which proves that the actor was placed."""
-        return True
-
-    async def start(self, encoded: bytes) -> int:
-        """Start the process of an encoded `ProcessSpec`; its pid."""
-        spec = msgspec.json.decode(encoded, type=ProcessSpec)
-        return await self._processes.launch("", spec)
-
-    async def wait(self, name: str) -> int:
-        """Its return code, once it has ended."""
-        return await self._processes.wait("", name)
-
-    async def signal(self, name: str, signal_number: int) -> None:
-        """Signal its process group."""
-        await self._processes.signal("", name, signal_number)
-
-    async def log_tail(self, name: str, num_lines: int) -> str:
-        """What it printed last."""
-        return await self._processes.log_tail("", name, num_lines)
-
-    async def close(self) -> None:
-        """Kill what is left."""
-        await self._processes.close()
-        self._log_dir.cleanup()
 
 
 @final
@@ -131,36 +93,38 @@ class RayBackend(ClusterBackend):
         reservation = str(group.id.hex())
         self._groups[reservation] = group
         self._launchers[reservation] = (
-            ray.remote(Launcher)
+            ray.remote(LocalBackend)
             .options(
                 num_cpus=spec.num_cpus,
                 num_gpus=spec.num_gpus,
                 max_concurrency=MAX_CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
             )
-            .remote()
+            .remote(None, watched=True)
         )
         return reservation
 
     async def granted(self, reservation: str) -> None:
         # How long it may queue is the caller's deadline on `wait_healthy`.
-        await _answer(self._launchers[reservation].ready.remote(), None)
+        await _answer(self._launchers[reservation].granted.remote(reservation), None)
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
-        pid: int = await _answer(
-            self._launchers[reservation].start.remote(msgspec.json.encode(spec))
-        )
+        pid: int = await _answer(self._launchers[reservation].launch.remote(reservation, spec))
         return pid
 
     async def wait(self, reservation: str, name: str) -> int:
-        code: int = await _answer(self._launchers[reservation].wait.remote(name), None)
+        code: int = await _answer(self._launchers[reservation].wait.remote(reservation, name), None)
         return code
 
     async def signal(self, reservation: str, name: str, signal_number: int) -> None:
-        await _answer(self._launchers[reservation].signal.remote(name, signal_number))
+        await _answer(self._launchers[reservation].signal.remote(reservation, name, signal_number))
 
     async def log_tail(self, reservation: str, name: str, num_lines: int) -> str:
-        return str(await _answer(self._launchers[reservation].log_tail.remote(name, num_lines)))
+        return str(
+            await _answer(
+                self._launchers[reservation].log_tail.remote(reservation, name, num_lines)
+            )
+        )
 
     async def release(self, reservation: str) -> None:
         import ray
