@@ -23,7 +23,7 @@ from windlass.rollout import BatchClient
 from windlass.updates.messages import Hello, Refused, Welcome, decode_controller_frame, encode
 
 SECRET = "the owner's"
-METHODS = {"/v1/callback": "POST", "/v1/workers": "POST", "/v1/completions": "POST"}
+METHODS = {"/v1/callback": "POST"}
 OUTSIDE = {"/", "/v1/train_workers/{name}"}
 """Public, and mounted by `TrainController`."""
 

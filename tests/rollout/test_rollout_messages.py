@@ -25,11 +25,14 @@ from windlass.rollout.messages import (
     RolloutOutcome,
     RolloutTask,
     TaskBatch,
+    WorkerHello,
     decode_outcome,
     decode_outcomes,
 )
 from windlass.rollout.worker import MAX_OUTCOME_NBYTES, _encoded
 from windlass.rollout.workflows import encode_value
+
+HELLO = WorkerHello(protocol_version=8, name="w", incarnation="i", max_concurrent=1)
 
 
 def outcome(value: bytes = b"", num_tokens: int = 2) -> RolloutOutcome:
@@ -90,6 +93,31 @@ def test_a_value_of_many_objects_is_refused_before_they_are_made(number: int) ->
     finally:
         tracemalloc.stop()
     assert peak_nbytes < 3 * len(bytes(memoryview(sent)))
+
+
+@pytest.mark.parametrize(
+    ("frame", "field"),
+    [
+        (
+            {"type": "completions", "last": 1, "outcomes": msgspec.Raw(lists(8 << 20))},
+            "outcomes",
+        ),
+        ({**msgspec.to_builtins(HELLO), "attempts": msgspec.Raw(lists(8 << 20))}, "attempts"),
+    ],
+    ids=["outcomes", "attempts"],
+)
+def test_a_frame_of_many_entries_is_refused_before_they_are_made(
+    frame: dict[str, object], field: str
+) -> None:
+    sent = encode(frame)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match=rf"length <= \d+ - at `\$.{field}`"):
+            WORKER_FRAMES.decode(sent)
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_nbytes < len(sent)
 
 
 def test_what_a_value_may_hold_is_read() -> None:

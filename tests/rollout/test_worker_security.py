@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import sys
 from collections.abc import AsyncIterator
@@ -155,3 +156,24 @@ async def test_nothing_is_lost_in_the_moment_after_a_restart_from_a_journal(
             handle.cancel()
         stats = successor.stats()
         assert (stats.cancelled, stats.lost, stats.outstanding, stats.running) == (3, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--max-concurrent", "0"), r"max_concurrent must be in \[1, 262144\], got 0"),
+        (("--name", "a\nb"), r"a name must be 1 to 255 bytes of printable characters"),
+    ],
+)
+async def test_a_worker_that_no_controller_would_take_ends_with_a_reason(
+    options: tuple[str, ...], reason: str
+) -> None:
+    worker = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "windlass.rollout.worker", "--name", "w"),
+        *("--controller", "http://127.0.0.1:9", *options),
+        env={**os.environ, "PYTHONPATH": SOURCE, "WINDLASS_TOKEN": TOKEN},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await asyncio.wait_for(worker.communicate(), WITHIN_S)
+    assert worker.returncode == 2
+    assert re.search(reason, said.decode()), said

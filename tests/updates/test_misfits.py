@@ -25,9 +25,11 @@ from windlass.updates.messages import (
     Command,
     ConnectEngine,
     ConnectTrainer,
+    Done,
     JoinGroups,
     Offered,
     Pause,
+    Publish,
     Result,
     RoundOutcome,
     Verified,
@@ -206,3 +208,40 @@ async def test_what_an_engine_says_of_itself_reaches_no_terminal_as_it_is() -> N
         await asyncio.to_thread(report_cannot_join, rig.server.url, TOKEN, "b", said)
         refused: Any = rig.coordinator.status()["refused"]
         assert refused == {"b": r"no kernel\x1b[2J\n2026-11-22 controller INFO all is well"}
+
+
+@pytest.mark.parametrize("kind", [ConnectEngine, Verify])
+async def test_of_what_an_engine_says_no_more_is_kept_than_a_person_reads(
+    kind: type[Command],
+) -> None:
+    def failing(command: Command) -> None:
+        if isinstance(command, kind):
+            raise ConfigError("x" * 1_000_000)
+
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        await rig.add_engine("b", on_command=failing)
+        report = await rig.publish(0)
+        assert report.engines == ("a",)
+        status: Any = rig.coordinator.status()
+        kept = [*report.left_out.values(), *status["refused"].values()]
+        assert any("xxx" in reason for reason in kept)
+        assert all(len(reason) < 3000 for reason in kept)
+
+
+async def test_why_an_engine_does_not_go_on_is_kept_in_a_few_words() -> None:
+    class Paused:
+        def __init__(self, rank: FakeEngineRank) -> None:
+            self._rank = rank
+
+        def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
+            result = self._rank.handle(command, epoch=epoch, round_number=round_number)
+            return Done(not_resumed="y" * 1_000_000) if isinstance(command, Publish) else result
+
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        rank = FakeEngineRank("b/0", 2)
+        rig.fabric.ranks["b/0"] = rank
+        await rig.connect(fake_hello(engine_manifest("b/0", 2), group="b"), Paused(rank))
+        await rig.publish(0)
+        assert 0 < len(engine_of(rig, "b")["not_resumed"]) < 3000

@@ -22,6 +22,8 @@ WAIT_S = 60.0
 LAUNCHER = """
 import sys
 from windlass.engines.launch import arguments, serve
+from windlass.engines.rank_reports import Secrets
+from windlass.envs import control_token
 from windlass.engines.spec import ServerCommand
 from windlass.errors import UnsupportedLayout
 
@@ -33,7 +35,8 @@ words = ["--name", "vllm", "--model", "/m", "--port", port, "--controller", url]
 args = arguments("program", None).parse_args(words)
 args.host = args.advertise_host = "127.0.0.1"
 command = ServerCommand((sys.executable, "-uc", server))
-sys.exit(serve(args, command, ready_line="it serves", join=join))
+secrets = Secrets(control_token(), "a key of the server's own")
+sys.exit(serve(args, command, ready_line="it serves", join=join, secrets=secrets))
 """
 SERVES = "import http.server; print('it serves'); http.server.test(port=PORT, bind='127.0.0.1')"
 ENDS = "raise SystemExit(3)"

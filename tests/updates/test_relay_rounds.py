@@ -201,6 +201,19 @@ def test_an_engine_that_is_left_out_but_has_answered_is_at_rest() -> None:
     assert not round_.complete("a", "c").unsettled
 
 
+def test_the_late_answer_to_something_else_does_not_end_what_an_engine_passes_on() -> None:
+    round_ = Round()
+    round_.prepare()
+    round_.written(RelayWrite, *ENGINES)
+    round_.answer("a/0", Relay, relayed(unknown_to=("b/0",)))
+    for send in [each for each in round_.sent if not isinstance(each.command, Relay)]:
+        event = Replied("b/0", send.seq, Failure(FailureKind.STALE, "has passed"))
+        assert round_.machine.handle(event) == []
+    round_.answer("c/0", Relay, relayed(missing=("t",)))
+    round_.written(Write, "c")
+    assert round_.complete("a", "c").unsettled == {"b/0": ("c",)}
+
+
 def test_a_relay_that_does_not_answer_is_left_out_and_holds_whom_it_wrote() -> None:
     round_ = Round()
     round_.prepare()

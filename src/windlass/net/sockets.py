@@ -80,7 +80,10 @@ async def send_frame(
     """
     loop = asyncio.get_running_loop()
     end = None if within_s is None else loop.time() + within_s
-    async with _turns.setdefault(websocket, asyncio.Lock()):
+    turn = _turns.get(websocket)
+    if turn is None:
+        turn = _turns[websocket] = asyncio.Lock()
+    async with turn:
         for part in _parts_of(data):
             left_s = deadline_s if end is None else min(deadline_s, max(end - loop.time(), 0.0))
             with _Cutter(websocket, left_s, on_cut) as cutter:

@@ -25,7 +25,9 @@ from windlass.net.messages import MAX_NAME_NBYTES, Codec, Envelope, Refused, Rep
 __all__ = [
     "CONTROLLER_FRAMES",
     "LOCAL_WORKER",
+    "MAX_ATTEMPTS",
     "MAX_FRAME_NBYTES",
+    "MAX_OUTCOMES",
     "MAX_TOKENS",
     "MAX_VALUE_ITEMS",
     "MAX_VALUE_NBYTES",
@@ -64,6 +66,10 @@ MAX_VALUE_NBYTES = 16 << 20
 """Of what a workflow returns, or is given."""
 MAX_VALUE_ITEMS = 1 << 17
 """Values in it, at any depth: an empty list is one byte, and 64 of them in memory."""
+MAX_WORKFLOWS, MAX_ATTEMPTS = 1 << 12, 1 << 18
+"""Of one worker."""
+MAX_OUTCOMES = 64
+"""Of one batch: few enough to stay in the cache of the core that decodes and uses them."""
 SMALL_VALUE_NBYTES = 4096
 """A value that is decoded to be checked, whatever it holds."""
 SMALL_FRAME_NBYTES = 256 << 10
@@ -273,9 +279,9 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     protocol_version: int
     name: _Name
     incarnation: _Name
-    max_concurrent: Annotated[int, msgspec.Meta(ge=1)]
-    workflows: tuple[str, ...] = ()
-    attempts: tuple[AttemptKey, ...] = ()
+    max_concurrent: Annotated[int, msgspec.Meta(ge=1, le=MAX_ATTEMPTS)]
+    workflows: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=MAX_WORKFLOWS)] = ()
+    attempts: Annotated[tuple[AttemptKey, ...], msgspec.Meta(max_length=MAX_ATTEMPTS)] = ()
     newest_epoch: _Count = 0
 
 
@@ -288,7 +294,7 @@ class CompletionBatch(msgspec.Struct, frozen=True, tag="completions"):
     """
 
     last: _Count
-    outcomes: tuple[msgspec.Raw, ...]
+    outcomes: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_OUTCOMES)]
 
 
 class WorkerLeaving(msgspec.Struct, frozen=True, tag="leaving"):

@@ -21,7 +21,7 @@ from windlass.errors import ProtocolError, RolloutError
 from windlass.net.access import Access, role_token
 from windlass.net.messages import PROTOCOL_VERSION, Garbled, MustWait, Reply, check_name
 from windlass.net.rpc import Session, serve
-from windlass.net.sockets import open_http
+from windlass.net.sockets import close_socket, open_http
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import (
     LOCAL_WORKER,
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 MAX_REPLACED = 4096
 """Processes whose name another one has: the newest are known when they come back."""
 CALL_DEADLINE_S = 10.0
+CLOSE_DEADLINE_S = 2.0
 RECONNECT_S = 3.0
 """For a worker that has closed its connection to open another one; one that has ended never does."""
 STOP_DEADLINE_S = 5.0
@@ -164,12 +165,19 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
         self._under_way: frozenset[str] = frozenset()
         self._epoch, self._num_calls = hello.newest_epoch + 1, 0
         self._work = asyncio.Event()
+        self._silence: asyncio.TimerHandle | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._sender = asyncio.create_task(self._send_forever(), name=f"tasks of {hello.name}")
 
     @property
     def is_connected(self) -> bool:
         """Whether there is a connection now."""
         return self._socket is not None
+
+    @property
+    def free_slots(self) -> int:
+        """How many more attempts the worker takes: none while it has no connection."""
+        return super().free_slots if self.is_connected else 0
 
     @property
     def has_left(self) -> bool:
@@ -208,6 +216,11 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
         if self._socket is socket:
             self._socket = None
 
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._socket is not None:
+            await close_socket(self._socket, deadline_s=CLOSE_DEADLINE_S)
+
     async def stop(self) -> None:
         """End the connection; return when it has ended."""
         self._takes_no_more = True
@@ -235,12 +248,23 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
         self._under_way = frozenset(task.task_id for task in tasks)
         self._num_calls += 1
         call_id = (self._epoch, self._num_calls, 0)
-        answer = await self.call(call_id, TaskBatch(tasks, cancelled), within_s=CALL_DEADLINE_S)
-        while not (await asyncio.wait([answer], timeout=CALL_DEADLINE_S))[0]:
-            # The worker is silent, and may live: its next connection begins with the call.
-            self.was_cut = True
-            await self.close()
+        answer = await self.call(call_id, TaskBatch(tasks, cancelled))
+        self._wait_for_answer()
+        try:
+            await answer
+        finally:
+            if self._silence is not None:
+                self._silence.cancel()
         self._under_way = frozenset()
+
+    def _wait_for_answer(self) -> None:
+        self._silence = asyncio.get_running_loop().call_later(CALL_DEADLINE_S, self._cut)
+
+    def _cut(self) -> None:
+        """The worker is silent, and may live: its next connection begins with the call."""
+        self.was_cut = True
+        self._closing = asyncio.create_task(self.close(), name=f"cut {self.hello.name}")
+        self._wait_for_answer()
 
     def _next_tasks(self) -> tuple[RolloutTask, ...]:
         tasks: list[RolloutTask] = []
@@ -354,8 +378,9 @@ class WorkerPool:
             raise ProtocolError("worker: a frame before its Hello")
         return self.register(first), WorkerWelcome(self._identity)
 
-    async def admitted(self, session: RemoteWorker) -> None:
+    async def admitted(self, session: RemoteWorker) -> None:  # noqa: ARG002
         """See `rpc.Owner`."""
+        self._on_change()
 
     async def received(self, session: RemoteWorker, frame: WorkerFrame) -> None:
         """See `rpc.Owner`."""

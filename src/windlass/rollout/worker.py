@@ -26,13 +26,15 @@ from windlass.envs import ENGINE_TOKEN_VARIABLE, control_token, secret_value
 from windlass.errors import AuthenticationError, ConfigError, PeerUnreachable, ProtocolError
 from windlass.net.access import Access, role_token
 from windlass.net.logs import configure_logging
-from windlass.net.messages import PROTOCOL_VERSION, Envelope, encode
+from windlass.net.messages import PROTOCOL_VERSION, Envelope, check_name, encode
 from windlass.net.rpc_client import Client
 from windlass.net.server import raise_file_limit
 from windlass.net.sockets import open_http
 from windlass.rollout.messages import (
     CONTROLLER_FRAMES,
+    MAX_ATTEMPTS,
     MAX_FRAME_NBYTES,
+    MAX_OUTCOMES,
     AttemptKey,
     CompletionAck,
     CompletionBatch,
@@ -51,7 +53,6 @@ __all__ = ["RolloutWorker", "WorkerSettings", "run_rollout_worker", "run_worker"
 
 logger = logging.getLogger(__name__)
 REMEMBERED_ATTEMPTS = 1 << 16
-MAX_OUTCOMES_PER_BATCH = 64
 MAX_BATCH_NBYTES = 16 << 20
 MAX_OUTCOME_NBYTES = MAX_FRAME_NBYTES - (1 << 20)
 CHECKED_NBYTES = 1 << 20
@@ -105,6 +106,9 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome | CompletionAck]):
         token: shown to the controller.
         engine_session: carries the engines' token; no limit on connections.
         workflows: user code by name.
+
+    Raises:
+        ConfigError, ProtocolError: an address, a token, a number or a name that is none.
     """
 
     def __init__(
@@ -125,6 +129,12 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome | CompletionAck]):
             keeps_calls=True,
         )
         known = check_workflows(workflows)
+        for name in (settings.name, *known):
+            check_name(name, "worker: a name")
+        if not 1 <= settings.max_concurrent <= MAX_ATTEMPTS:
+            raise ConfigError(
+                f"worker: max_concurrent must be in [1, {MAX_ATTEMPTS}], got {settings.max_concurrent}"
+            )
         self._settings = settings
         self._hello = WorkerHello(
             protocol_version=PROTOCOL_VERSION,
@@ -219,7 +229,7 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome | CompletionAck]):
         nbytes = last = 0
         for number, (_, outcome) in self._kept.items():
             nbytes += len(outcome)
-            if batch and (nbytes > MAX_BATCH_NBYTES or len(batch) == MAX_OUTCOMES_PER_BATCH):
+            if batch and (nbytes > MAX_BATCH_NBYTES or len(batch) == MAX_OUTCOMES):
                 break
             batch.append(msgspec.Raw(outcome))
             last = number

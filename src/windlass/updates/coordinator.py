@@ -53,6 +53,7 @@ from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     AGENT_FRAMES,
     MAX_COUNT,
+    MAX_REASON_LENGTH,
     AgentFrame,
     Announce,
     CannotJoin,
@@ -81,6 +82,7 @@ from windlass.updates.session import (
     check_published,
     probe_held,
     report_to,
+    shortened,
 )
 
 __all__ = ["CalledUpdate", "Coordinator", "EngineInfo"]
@@ -90,8 +92,6 @@ T = TypeVar("T")
 MAX_LATE = 2
 """Times that an engine may not answer when it is bound; one that is late again is refused."""
 KEPT_REFUSALS = 1024
-MAX_REASON_LENGTH = 2000
-"""Of what an engine says why it cannot join."""
 MAX_EPOCHS_AHEAD = 1 << 20
 """By which agents may be ahead of what a controller knows: bindings are not recorded."""
 
@@ -215,12 +215,7 @@ class Coordinator:
     async def wait_for_fleet(
         self, *, num_trainers: int, engines: Sequence[str], deadline_s: float
     ) -> None:
-        """Return once all trainer ranks and all ranks of the named engines are connected.
-
-        Raises:
-            EngineRefused: one of the engines was refused, or said that it cannot join.
-            PeerTimeout: names who is missing after `deadline_s`.
-        """
+        """See `Controller.wait_for_fleet`."""
         missing = partial(self._fleet.missing, num_trainers, engines)
 
         def there() -> bool:
@@ -334,6 +329,7 @@ class Coordinator:
             await self.lost(old, "replaced by a newer connection of the same process")
             self.spawn(old.close())
         if hello.role is Role.TRAINER:
+            self._fleet.check(hello)  # before anybody is sent away for it
             await self._free_name(hello)
             await self._make_room(hello)
         session = AgentSession(socket, self._fleet.admit(hello))
@@ -345,7 +341,6 @@ class Coordinator:
 
     async def _free_name(self, hello: Hello) -> None:
         """Engines that have come first, under the name of the trainers' group, do not keep it."""
-        self._fleet.check(hello)
         group = self._fleet.group_of(hello.group)
         if group is not None and group.role is Role.ENGINE:
             reason = f"{group.name!r} is the name of the trainers' group"
@@ -360,7 +355,6 @@ class Coordinator:
         """
         if hello.lineage or self._fleet.job in {None, hello.job}:
             return
-        self._fleet.check(hello)
         rivals = self._fleet.trainers()
         if rivals is not None and self._keeps_place(rivals):
             return
@@ -440,6 +434,7 @@ class Coordinator:
         """See `rpc.Owner`."""
         match frame:
             case Reply():
+                frame = shortened(frame)
                 session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
                 if self._resume_retries.heard(session.agent, frame):
                     self._changes.notify()
@@ -829,8 +824,10 @@ class Coordinator:
         for worker in sorted(result.finish.silent):
             session = driver.sessions[worker]
             if self._sessions.get(worker) is session:
-                reason = result.finish.reasons[session.agent.hello.group]
-                self._set_aside(session, reason)
+                reasons = result.finish.reasons
+                self._set_aside(
+                    session, reasons.get(session.agent.hello.group, f"{worker}: no answer")
+                )
         return self._conclude(driver, result)
 
     def _on_phase(self, version: int, phase: Phase, reserves_in: Phase) -> None:

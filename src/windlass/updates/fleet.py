@@ -15,6 +15,7 @@ from windlass.net.messages import MustWait
 from windlass.transfer.bindings import LinkStatus
 from windlass.updates.journal import MAX_QUARANTINED
 from windlass.updates.messages import (
+    MAX_REASON_LENGTH,
     PROTOCOL_VERSION,
     Failure,
     FailureKind,
@@ -275,7 +276,7 @@ class Fleet:
         if not group.agents:
             group.version, group.lineage = hello.served_version, hello.lineage
             group.mixed_weights, group.left_out = False, ""
-        agent = Agent(hello, manifest, not_resumed=hello.not_resumed)
+        agent = Agent(hello, manifest, not_resumed=hello.not_resumed[:MAX_REASON_LENGTH])
         if hello.worker in self._quarantine_on_return:
             del self._quarantine_on_return[hello.worker]
             self._quarantine([agent.identity] if hello.epoch else [])

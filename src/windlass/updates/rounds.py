@@ -456,7 +456,7 @@ class RoundMachine:
         self._pending: dict[int, tuple[str, Command]] = {}
         pushed_to = self._engine_of if spec.traits.driven_by_trainer else ()
         self._links = LinkLedger(spec.links, pushed_to)
-        self._relay = RelayPass(spec.relay)
+        self._relay, self._relay_seqs = RelayPass(spec.relay), dict[str, int]()
         parts = () if spec.replicated is None else spec.replicated.parts
         self._digested = {worker: np.zeros(0, DIGESTED) for worker in parts}
         self._lost_trainers: set[str] = set()
@@ -513,7 +513,7 @@ class RoundMachine:
             case Replied():
                 worker, command = self._pending.get(event.seq, ("", None))
                 if command is None or worker != event.worker:
-                    if isinstance(event.result, Relayed | Failure):
+                    if event.seq == self._relay_seqs.get(event.worker):
                         # Left out already, but it has ended now.
                         self._relay.answered(event.worker, ())
                     return []  # a duplicate, or an answer to a phase that is over
@@ -716,6 +716,7 @@ class RoundMachine:
         if relayed:
             for worker in self._relay.members:
                 self._send(worker, Relay(self._version, reply_budget_s(within_s)))
+                self._relay_seqs[worker] = self._seq
         for trainer, destinations in links.items():
             self._links.ask(trainer, destinations)
             kind = RelayWrite if relayed else Write

@@ -22,12 +22,15 @@ from windlass.net.sockets import SEND_DEADLINE_S
 from windlass.updates.fleet import PROBE_SEQ, Agent, Fleet, Identity
 from windlass.updates.messages import (
     MAX_COUNT,
+    MAX_REASON_LENGTH,
     AgentFrame,
     CannotJoin,
     Command,
+    Done,
     Failure,
     Hello,
     Probe,
+    Reply,
     Result,
     RoundId,
     UpdateReport,
@@ -42,6 +45,7 @@ __all__ = [
     "failures_of",
     "probe_held",
     "report_to",
+    "shortened",
 ]
 
 _log = logging.getLogger(__name__)
@@ -209,6 +213,18 @@ def check_published(hello: Hello, host: str) -> None:
             f"{hello.worker} on host {host}: url must be reachable from other hosts, got "
             f"{hello.url!r}; --host, --advertise-host or {HOST_VARIABLE} sets it"
         )
+
+
+def shortened(reply: Reply[Result]) -> Reply[Result]:
+    """Return a reply that says no more for a person than one reads: it is kept, and shown to many."""
+    match reply.result:
+        case Failure(message=text) as said if len(text) > MAX_REASON_LENGTH:
+            short: Result = msgspec.structs.replace(said, message=text[:MAX_REASON_LENGTH])
+        case Done(not_resumed=text) as said if len(text) > MAX_REASON_LENGTH:
+            short = Done(not_resumed=text[:MAX_REASON_LENGTH])
+        case _:
+            return reply
+    return msgspec.structs.replace(reply, result=short)
 
 
 async def probe_held(fleet: Fleet, sessions: Mapping[str, AgentSession]) -> None:
