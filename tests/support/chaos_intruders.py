@@ -502,7 +502,7 @@ class Intruder:
             await self._must_be_refused(http, "a name that it lost", replaced, "/v1/workers")
 
     async def _complete_for_others(self) -> None:
-        """Outcomes of the attempt before, and of the one after, with tokens that nobody made."""
+        """Outcomes of the attempt before, and of one that is far off, with tokens that nobody made."""
         async with (
             aiohttp.ClientSession(headers=self.token(Access.WORKER)) as http,
             await self._open(http, "/v1/workers") as socket,
@@ -519,7 +519,7 @@ class Intruder:
                         encode(_forged_outcome(record.task_id, record.attempt + step, version))
                     )
                     for record in records
-                    for step in (-1, 1)
+                    for step in (-1, 1000)
                 )
                 last += len(outcomes)
                 await socket.send_bytes(encode(rollout.CompletionBatch(last, outcomes)))
