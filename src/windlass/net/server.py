@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import resource
 import socket
-import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, MutableSequence
 from contextvars import ContextVar
 from typing import final
@@ -20,10 +17,10 @@ from windlass.errors import ConfigError
 from windlass.net.access import ROUTES, Access, AccessGate, refusal_of
 from windlass.net.addresses import listen, published_host, url_of
 from windlass.net.listener import NO_ROOM, Listener, request_log
-from windlass.net.sockets import close_socket
+from windlass.net.sockets import close_socket, raise_file_limit
 from windlass.net.tls import server_context
 
-__all__ = ["CALLER", "OPEN_SOCKETS", "ControlServer", "raise_file_limit"]
+__all__ = ["CALLER", "OPEN_SOCKETS", "ControlServer"]
 
 CALLER = ContextVar("CALLER", default=Access.OWNER)
 """In the task of a request: the role of its token."""
@@ -186,17 +183,6 @@ class ControlServer:
             return web.json_response({"error": refusal}, status=403)
         CALLER.set(role)
         return await handler(request)
-
-
-def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard one, and return that; the largest int for none.
-
-    The usual soft limit, 1024, is for programs that use `select`; a fleet may need more.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # the limit above it was lowered meanwhile
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 async def _hide_software(_request: web.Request, response: web.StreamResponse) -> None:

@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import resource
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Self, final
@@ -36,6 +38,7 @@ __all__ = [
     "close_socket",
     "open_connection",
     "open_http",
+    "raise_file_limit",
     "send_frame",
 ]
 
@@ -43,6 +46,8 @@ PART_NBYTES = 1 << 20
 """A frame of at most this many bytes travels whole."""
 MAX_PART_NBYTES = PART_NBYTES + 3
 """WebSocket messages of this many bytes or more end their connection before they are read."""
+OTHER_DESCRIPTORS = 24
+"""What a process has open beside its connections for rollouts."""
 SEND_DEADLINE_S = 30.0
 """For a part to leave: a peer that takes less than 35 kB/s is taken for one that has stopped.
 
@@ -148,23 +153,33 @@ class PartJoiner:
         return whole
 
 
-def open_http(token: str, *, unbounded: bool = False) -> aiohttp.ClientSession:
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files to the hard one, and return that; the largest int for none.
+
+    The usual soft limit, 1024, is for programs that use `select`; a fleet may need more.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # the limit above it was lowered meanwhile
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
+def open_http(token: str, *, many_connections: bool = False) -> aiohttp.ClientSession:
     """For requests with this token, which follow no redirect: it is for that server and no other.
 
     Args:
         token: shown to the server; empty for none.
-        unbounded: any number of connections at once, and no deadline but those of single requests.
+        many_connections: as many connections at once as this process may have descriptors for (requests
+            beyond wait for one), and no deadline but those of single requests.
     """
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(_refuse_redirect)
     tls = client_context()
+    # Half of them for connections in use: as many may be kept open beside them.
+    limit = max((raise_file_limit() - OTHER_DESCRIPTORS) // 2, 1) if many_connections else 100
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(
-            limit=0 if unbounded else 100, ssl=True if tls is None else tls
-        ),
-        timeout=aiohttp.ClientTimeout(total=None)
-        if unbounded
-        else aiohttp.ClientTimeout(total=300),
+        connector=aiohttp.TCPConnector(limit=limit, ssl=True if tls is None else tls),
+        timeout=aiohttp.ClientTimeout(total=None if many_connections else 300),
         headers=authorization(token),
         trace_configs=[trace],
     )

@@ -122,7 +122,7 @@ class LocalWorker(Worker):
     ) -> None:
         super().__init__(hello)
         self._on_outcomes = on_outcomes
-        self._session = open_http(role_token(token, Access.CLIENT), unbounded=True)
+        self._session = open_http(role_token(token, Access.CLIENT), many_connections=True)
         self._attempts = Attempts(self._session, workflows, hello, self._ended)
 
     def enqueue(self, task: RolloutTask) -> None:

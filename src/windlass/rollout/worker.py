@@ -28,7 +28,6 @@ from windlass.net.access import Access, role_token
 from windlass.net.logs import configure_logging
 from windlass.net.messages import PROTOCOL_VERSION, Envelope, check_name, encode
 from windlass.net.rpc_client import Client
-from windlass.net.server import raise_file_limit
 from windlass.net.sockets import open_http
 from windlass.rollout.messages import (
     CONTROLLER_FRAMES,
@@ -57,8 +56,6 @@ MAX_BATCH_NBYTES = 16 << 20
 MAX_OUTCOME_NBYTES = MAX_FRAME_NBYTES - (1 << 20)
 CHECKED_NBYTES = 1 << 20
 """An outcome that is larger is read here before it is sent: the controller would refuse it for ever."""
-OTHER_DESCRIPTORS = 24
-"""What a worker has open beside connections to engines."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +64,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         controller: base URL of the controller.
         name: unique among the controller's workers.
-        max_concurrent: attempts at a time, if there are descriptors for as many.
+        max_concurrent: attempts at a time.
         call_deadline_s: outcomes that are not acknowledged by then are sent again.
         controller_gone_s: exit when the controller cannot be reached this long.
         shutdown_s: on SIGTERM, time to hand over what is there.
@@ -285,19 +282,6 @@ def _encoded(outcome: RolloutOutcome) -> bytes:
     )
 
 
-def _check_descriptors(settings: WorkerSettings) -> WorkerSettings:
-    """Take no more attempts than there can be connections: half for what runs, half idle."""
-    limit = raise_file_limit()
-    room = max((limit - OTHER_DESCRIPTORS) // 2, 1)
-    if room >= settings.max_concurrent:
-        return settings
-    logger.warning(
-        "max_concurrent is %d, not %d: this process may open no more than %d files",
-        *(room, settings.max_concurrent, limit),
-    )
-    return msgspec.structs.replace(settings, max_concurrent=room)
-
-
 async def run_worker(
     settings: WorkerSettings,
     token: str,
@@ -322,8 +306,8 @@ async def run_worker(
         ProtocolError: the controller refuses this worker.
     """
     engine_token = engine_token or role_token(token, Access.CLIENT)
-    async with open_http(engine_token, unbounded=True) as engine_session:
-        worker = RolloutWorker(_check_descriptors(settings), token, engine_session, workflows)
+    async with open_http(engine_token, many_connections=True) as engine_session:
+        worker = RolloutWorker(settings, token, engine_session, workflows)
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
