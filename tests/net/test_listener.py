@@ -28,6 +28,7 @@ from fake_agents import (
 )
 from fake_fleet import TOKEN
 
+from windlass.errors import PeerTimeout
 from windlass.net import listener
 from windlass.net.listener import RateLimit
 from windlass.net.server import ControlServer
@@ -121,6 +122,45 @@ def test_more_strangers_than_descriptors_hold_up_no_update_and_fill_no_log(tmp_p
         with member(url, late, FakeEngineRank("b/0", 1)):
             pass  # whoever belongs here gets in
     assert errors.stat().st_size < 20_000
+
+
+@pytest.mark.timeout(120)
+def test_members_beyond_the_descriptors_are_refused_by_name_and_hold_up_no_update(
+    tmp_path: Path,
+) -> None:
+    """Those who are in go on; whoever comes late is told why, and gets in once there is room."""
+    errors = tmp_path / "errors"
+    with controller_process(errors) as (url, _), ExitStack() as stack:
+        address = ("127.0.0.1", urlsplit(url).port or 0)
+        trainer = stack.enter_context(fake_fleet(url))
+        request = f"GET /v1/status HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
+        members, refused = ExitStack(), []
+        stack.enter_context(members)
+        for _ in range(NUM_FILES):
+            connection = members.enter_context(socket.create_connection(address, timeout=5.0))
+            connection.sendall(request.encode())
+            answer = connection.recv(1 << 16)
+            if not answer.startswith(b"HTTP/1.1 200 "):
+                refused.append(answer)
+        assert len(refused) >= 20
+        for answer in refused:
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"no file descriptor is left" in answer
+        for version in range(NUM_UPDATES):
+            assert trainer.announce(version, 20.0).outcome == "published"
+        late = fake_hello(engine_manifest("b/0", 1), group="b")
+        with (
+            AgentChannel(url, TOKEN, lambda: late, FakeEngineRank("b/0", 1)) as channel,
+            pytest.raises(PeerTimeout, match="no room for another connection"),
+        ):
+            channel.connect(2.0)
+        members.close()
+        with member(url, late, FakeEngineRank("b/0", 1)):
+            assert trainer.announce(NUM_UPDATES, 20.0).outcome == "published"
+    said = errors.read_text()
+    assert "no file descriptor is left" in said
+    assert "Traceback" not in said
+    assert len(said) < 20_000
 
 
 async def test_a_connection_that_shows_no_token_in_time_is_closed(

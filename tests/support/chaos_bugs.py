@@ -214,7 +214,7 @@ INTRUDER_BUGS = (
         "there may be any number of strangers",
         Listener,
         "_on_accepted",
-        "if len(self._strangers) >= self._max_strangers:",
+        "if len(self._strangers) >= self._max_strangers or _takes_reserved(key):",
         "if False:",
         100013,
     ),

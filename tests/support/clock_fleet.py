@@ -1,18 +1,22 @@
 """A controller, trainers and an engine as processes whose clock of the day a test sets: `FAKETIME_*`.
 
-`clock_fleet.py CLOCK`: every offset on stdin is written to the file CLOCK, then a version is published; one
-line says the day of this process, how that ended, and what the engine holds.
+`clock_fleet.py CLOCK WHOSE`: every offset on stdin is written to the file CLOCK, then a version is published;
+one line says the days of controller and engine, how that ended, and what the engine holds. WHOSE clock: `all`,
+the `controller`'s or the `engine`'s; this process has it already, unless it is the engine's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
+import os
 import sys
 import time
 from pathlib import Path
 
-from weight_fleet import running_fleet
+import weight_fleet
+from machine_faults import DAY_S, clock_environment
 
 from windlass.config import ControlConfig
 
@@ -21,18 +25,30 @@ def set_clock(clock: Path, offset: str) -> None:
     clock.write_text(offset)
 
 
-async def main(clock: Path) -> None:
-    async with running_fleet(ControlConfig(heartbeat_s=2.0), 2) as fleet:
-        fleet.add_engine("a")
+async def main(clock: Path, whose: str) -> None:
+    if whose == "controller":
+        del os.environ["LD_PRELOAD"]
+    if whose == "engine":
+        # Each begins with the environment of its moment.
+        weight_fleet.PROCESSES = multiprocessing.get_context("spawn")
+    config = ControlConfig(heartbeat_s=2.0)
+    async with weight_fleet.running_fleet(config, 2) as fleet:
         fleet.add_trainers()
+        if whose == "engine":
+            os.environ.update(clock_environment(clock))
+        fleet.add_engine("a")
         await fleet.ready()
         for version, offset in enumerate(sys.stdin):
             set_clock(clock, offset)
             ended = await fleet.publish(version)
-            held = await fleet.held("a")
-            line = {"day": time.time() // 86400, "outcome": ended.outcome, "held": held}
+            line = {
+                "controller": time.time() // DAY_S,
+                "engine": await fleet.engines["a"][0].ask("clock") // DAY_S,
+                "outcome": ended.outcome,
+                "held": await fleet.held("a"),
+            }
             print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))

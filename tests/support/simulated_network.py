@@ -144,6 +144,10 @@ class _ConnectedSocket:
     def setsockopt(self, *_: object) -> None:
         """Nothing is to be set."""
 
+    def fileno(self) -> int:
+        """None: hosts count connections by themselves."""
+        return -1
+
     def shutdown(self, _how: int) -> None:
         """The connection is cut."""
         self._reset()

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, NamedTuple
 
 import weight_rank
@@ -14,7 +15,7 @@ import windlass
 from windlass.config import ControlConfig
 
 TOKEN = "secret of the test"
-PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES: ForkServerContext | SpawnContext = multiprocessing.get_context("forkserver")
 
 
 class Rank:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -209,7 +210,7 @@ def run_engine(pipe: Connection, settings: RankSettings) -> None:
     """Serve until the pipe closes.
 
     Each message is answered: served version, the version that all memory belongs to, whether the
-    agent calls it tainted, bytes written to other engines.
+    agent calls it tainted, bytes written to other engines. "clock" is answered with the time of day.
     """
     torch.set_num_threads(1)
     group, fault = settings.group, settings.fault
@@ -234,7 +235,10 @@ def run_engine(pipe: Connection, settings: RankSettings) -> None:
     )
     with client:
         pipe.send("ready")
-        while pipe.recv() is not None:
+        while (message := pipe.recv()) is not None:
+            if message == "clock":
+                pipe.send(time.time())
+                continue
             found = {name: tensor.cpu().numpy() for name, tensor in memory.items()}
             held, version = "mixed", (int(found["embed"].flat[0]) - 1) // 1_000_000
             whole = part.of(version)

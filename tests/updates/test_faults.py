@@ -61,8 +61,11 @@ class Process:
         assert await asyncio.to_thread(self._pipe.poll, deadline_s), "no answer in time"
         return self._pipe.recv()
 
-    async def ask(self, *message: object, deadline_s: float = STEP_S) -> Any:
+    def tell(self, message: object) -> None:
         self._pipe.send(message)
+
+    async def ask(self, *message: object, deadline_s: float = STEP_S) -> Any:
+        self.tell(message)
         return await self.read(deadline_s)
 
     async def ended(self) -> int | None:
@@ -143,13 +146,16 @@ async def fleet_of(
     *,
     outstanding_groups: int = 12,
     token_s: float = 0.02,
+    heartbeat_s: float = 20.0,
 ) -> AsyncIterator[Fleet]:
     made: dict[str, UpdateBackend] = {
         "p2p": P2pBackend(),
         "xccl": XcclBackend(bucket_nbytes=1024),
         "disk": DiskBackend(folder=str(folder / "weights")),
     }
-    config = ControlConfig(mode=mode, backend=made[backend], deadlines=DEADLINES)
+    config = ControlConfig(
+        mode=mode, backend=made[backend], deadlines=DEADLINES, heartbeat_s=heartbeat_s
+    )
     fleet = Fleet(folder, config, outstanding_groups, token_s)
     try:
         await fleet.start("controller")

@@ -2,47 +2,54 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from weight_fleet import TOKEN, Fleet, running_fleet
+from machine_faults import (
+    BALLAST,
+    DAY_S,
+    clock_environment,
+    needs_faketime,
+    no_descriptors_left,
+    no_memory_left,
+    slow_disk,
+    small_disk,
+)
+from test_faults import Process, drain, fleet_of
+from weight_fleet import TOKEN, Fleet, Rank, running_fleet
 
 import windlass
-from windlass.config import ControlConfig, PhaseDeadlines
+from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
 
 SUPPORT = Path(__file__).parents[1] / "support"
-FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
-CGROUPS = Path("/sys/fs/cgroup/memory")
 CONFIG = ControlConfig(deadlines=PhaseDeadlines(connect_s=20, fleet_s=20))
-DAY_S = 86400
 OFFSETS = ("+0", "+1d", "-2d", "+3650d", "+0")
+PUBLISHED = [("published", "", ())] * 2
 
 
 @pytest.mark.long
 @pytest.mark.timeout(180)
-@pytest.mark.skipif(FAKETIME is None, reason="libfaketime is not installed")
-def test_versions_are_published_while_the_clock_of_the_day_jumps(tmp_path: Path) -> None:
-    """Back and forth, by days and by years, for controller, trainers and engine; heartbeats go on."""
+@needs_faketime
+@pytest.mark.parametrize("whose", ["all", "controller", "engine"])
+def test_versions_are_published_while_the_clock_of_the_day_jumps(
+    tmp_path: Path, whose: str
+) -> None:
+    """Back and forth, by days and by years, for all or for one alone; heartbeats go on."""
     clock = tmp_path / "clock"
     clock.write_text("+0")
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": str(FAKETIME),
-        "FAKETIME_TIMESTAMP_FILE": str(clock),
-        "FAKETIME_NO_CACHE": "1",
-        "DONT_FAKE_MONOTONIC": "1",
-    }
+    environment = {**os.environ, **clock_environment(clock)}
+    if whose == "engine":
+        del environment["LD_PRELOAD"]
     ended = subprocess.run(
-        [sys.executable, str(SUPPORT / "clock_fleet.py"), str(clock)],
+        [sys.executable, str(SUPPORT / "clock_fleet.py"), str(clock), whose],
         env=environment,
         input="".join(f"{offset}\n" for offset in OFFSETS),
         capture_output=True,
@@ -54,26 +61,17 @@ def test_versions_are_published_while_the_clock_of_the_day_jumps(tmp_path: Path)
     assert len(lines) == len(OFFSETS), ended.stderr[-3000:]
     today = time.time() // DAY_S
     for version, (offset, line) in enumerate(zip(OFFSETS, lines, strict=True)):
-        assert abs(line["day"] - today - int(offset.rstrip("d"))) <= 1, "the clock was not set"
+        for role in ("controller", "engine"):
+            jumped = int(offset.rstrip("d")) if whose in (role, "all") else 0
+            assert abs(line[role] - today - jumped) <= 1, "the clock was not set"
         assert line["outcome"] == "published"
         assert line["held"] == [[version, str(version), False]]
 
 
-@contextmanager
-def no_memory_left(pid: int) -> Iterator[None]:
-    """Whatever page that process touches next is one too many: the kernel kills it."""
-    group = CGROUPS / f"windlass-test-{pid}"
-    try:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text("65536")
-        (group / "cgroup.procs").write_text(str(pid))
-    except OSError as error:
-        pytest.skip(f"no memory cgroup can be made here: {error}")
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # a process in it ends a little later than it is dead
-            group.rmdir()
+async def use_up_memory(victim: Rank | Process) -> None:
+    """Send it what it has no room for."""
+    with suppress(OSError):  # it is killed while it reads
+        await asyncio.to_thread(victim.tell, BALLAST)
 
 
 @pytest.mark.timeout(120)
@@ -87,11 +85,13 @@ async def test_an_engine_that_the_kernel_kills_for_memory_costs_itself_alone() -
         (victim,) = fleet.engines["b"]
         assert victim.process.pid is not None
         with no_memory_left(victim.process.pid):
+            using_up = asyncio.create_task(use_up_memory(victim))
             version = 0
-            while victim.process.is_alive() and version < 20:
+            while version == 0 or victim.process.is_alive():
                 version += 1
                 assert (await fleet.publish(version)).outcome == "published"
                 assert await fleet.held("a") == [(version, str(version), False)]
+            await using_up
             victim.process.join(30)
         assert victim.process.exitcode == -signal.SIGKILL
         fleet.add_engine("b")
@@ -101,16 +101,23 @@ async def test_an_engine_that_the_kernel_kills_for_memory_costs_itself_alone() -
         victim.close()
 
 
-@contextmanager
-def no_descriptors_left(pid: int) -> Iterator[None]:
-    """That process can open none more."""
-    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    num_open = max(int(name) for name in os.listdir(f"/proc/{pid}/fd")) + 1
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (num_open, before[1]))
-    try:
-        yield
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+@pytest.mark.timeout(120)
+async def test_a_controller_that_the_kernel_kills_for_memory_goes_on_from_its_journals(
+    tmp_path: Path,
+) -> None:
+    async with fleet_of(tmp_path, "p2p", UpdateMode.STAGED) as fleet:
+        victim = fleet.processes["controller"]
+        assert victim.process.pid is not None
+        with no_memory_left(victim.process.pid):
+            publishing = asyncio.create_task(fleet.publish())
+            await use_up_memory(victim)
+            assert await victim.ended() == -signal.SIGKILL
+        await fleet.start("controller")
+        assert {answer[0] for answer in await publishing} <= {"published", "aborted"}
+        await fleet.complete()
+        assert await fleet.publish() == PUBLISHED
+        await fleet.assert_serves()
+        await drain(fleet)
 
 
 @pytest.mark.timeout(120)
@@ -133,18 +140,6 @@ async def test_a_rank_without_descriptors_is_updated_or_says_so_and_recovers(who
             assert outcome == "published"
         assert (await fleet.publish(2)).outcome == "published"
         assert await fleet.held("a") == [(2, "2", False)]
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
-    """256 KiB of it."""
-    mount = ("mount", "-t", "tmpfs", "-o", "size=256k", "windlass-test", str(folder))
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("nothing can be mounted here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(("umount", "-l", str(folder)), check=True)
 
 
 @pytest.mark.timeout(120)
@@ -176,3 +171,35 @@ async def test_a_disk_that_fills_up_costs_the_versions_that_it_cannot_record(
                 assert await fleet.held("a") == [(version, str(version), False)]
             finally:
                 fleet.close()
+
+
+def wait_for_more(path: Path, nbytes: int) -> None:
+    """Return once the file is longer than that."""
+    while path.stat().st_size <= nbytes:
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("sync_s", [1.0, pytest.param(12.0, marks=pytest.mark.long)])
+async def test_a_disk_whose_every_sync_outlasts_a_heartbeat_delays_and_loses_nothing(
+    tmp_path: Path, sync_s: float
+) -> None:
+    """Also when the controller is killed while it waits for one."""
+    async with fleet_of(tmp_path, "p2p", UpdateMode.STAGED, heartbeat_s=0.5) as fleet:
+        victim = fleet.processes["controller"]
+        assert victim.process.pid is not None
+        with slow_disk(victim.process.pid, sync_s):
+            assert await fleet.publish() == PUBLISHED
+            await fleet.assert_serves()
+            journal = tmp_path / "rounds.journal"
+            nbytes = journal.stat().st_size
+            publishing = asyncio.create_task(fleet.publish())
+            await asyncio.to_thread(wait_for_more, journal, nbytes)  # and it is not on disk yet
+            victim.process.kill()
+            assert await victim.ended() == -signal.SIGKILL
+        await fleet.start("controller")
+        assert {answer[0] for answer in await publishing} <= {"published", "aborted"}
+        await fleet.complete()
+        assert await fleet.publish() == PUBLISHED
+        await fleet.assert_serves()
+        await drain(fleet)

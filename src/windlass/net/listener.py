@@ -2,7 +2,8 @@
 
 A connection is a stranger's until a request of it has shown a token. Strangers are few, short-lived,
 and the first to go when there is no room: none of them can hold up who belongs here, and no flood
-of them fills a disk with errors.
+of them fills a disk with errors. Members that are too many are refused by name, with some descriptors left
+for what this process itself opens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import cast, final
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-__all__ = ["Listener", "RateLimit", "request_log", "stop_accepting"]
+__all__ = ["NO_ROOM", "Listener", "RateLimit", "request_log", "stop_accepting"]
 
 BACKLOG = 16
 """Connections that the kernel completes and nobody has accepted: accepting is quick."""
@@ -29,8 +30,13 @@ STRANGER_S = 10.0
 MAX_STRANGERS = 256
 STRANGERS_SHARE = 4
 """Of the descriptors that this process may have open, strangers get one in so many."""
+RESERVED_FILES = 32
+"""Descriptors, at most a quarter of all, that no member's connection takes: more than `BACKLOG`, which is
+accepted in one go."""
+RESERVED_SHARE = 4
 ACCEPT_TURNS = 3
 """Of the loop, from a connection that asyncio has accepted to one that aiohttp knows."""
+NO_ROOM = "no file descriptor is left for another connection (ulimit -n)"
 ACCEPT_ERROR = "socket.accept() out of system resource"
 LOG_PERIOD_S = 60.0
 MAX_LOGS = 20
@@ -126,9 +132,14 @@ class Listener:
             lambda: _Accepted(self._on_accepted), sock=self._socket, backlog=BACKLOG
         )
 
-    def known(self, request: web.Request) -> None:
-        """The request's connection has shown a token: it is no stranger's."""
-        self._forget(request.get_extra_info("socket"))
+    def admit(self, request: web.Request) -> bool:
+        """Whether the request's connection, which has shown a token, may stay: then it is no stranger's."""
+        key = request.get_extra_info("socket")
+        if key in self._strangers and _takes_reserved(key):
+            request_log.warning("%s is refused: %s", request.remote, NO_ROOM)
+            return False
+        self._forget(key)
+        return True
 
     async def stop(self) -> None:
         """Accept nobody more. Idempotent."""
@@ -140,9 +151,9 @@ class Listener:
             self._server.close()
 
     def _on_accepted(self, transport: asyncio.Transport, accepted: _Accepted) -> None:
-        if len(self._strangers) >= self._max_strangers:
-            self._make_room()
         key = transport.get_extra_info("socket")
+        if len(self._strangers) >= self._max_strangers or _takes_reserved(key):
+            self._make_room()
         timer = asyncio.get_running_loop().call_later(self._stranger_s, self._drop, key)
         self._strangers[key] = transport, timer
         if self._tls is None:
@@ -196,6 +207,14 @@ class Listener:
         _, timer = self._strangers.pop(key, (None, None))
         if timer is not None:
             timer.cancel()
+
+
+def _takes_reserved(connection: socket.socket) -> bool:
+    """Whether it came when all descriptors but the reserved ones were taken: the system gives the lowest."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return False
+    return connection.fileno() >= limit - min(RESERVED_FILES, limit // RESERVED_SHARE)
 
 
 @final

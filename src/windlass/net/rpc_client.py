@@ -360,6 +360,8 @@ class Client(ABC, Generic[CommandT, ResultT, FrameT]):
         except aiohttp.WSServerHandshakeError as error:
             if error.status in {401, 403}:
                 raise AuthenticationError(f"{self._url} refused the token") from error
+            if error.status == 503:
+                raise PeerUnreachable("it has no room for another connection (503)") from error
             raise
         async with socket:
             await send_frame(socket, encode(self.hello()))

@@ -16,7 +16,7 @@ from windlass.envs import check_token
 from windlass.errors import ConfigError
 from windlass.net.access import ROUTES, Access, AccessGate, refusal_of
 from windlass.net.addresses import listen, published_host, url_of
-from windlass.net.listener import Listener, request_log
+from windlass.net.listener import NO_ROOM, Listener, request_log
 from windlass.net.sockets import close_socket, raise_file_limit
 from windlass.net.tls import server_context
 
@@ -172,8 +172,10 @@ class ControlServer:
         )
         if role is None:
             return web.json_response({"error": "missing or wrong token"}, status=401)
-        if self._listener is not None:
-            self._listener.known(request)
+        if self._listener is not None and not self._listener.admit(request):
+            refused = web.json_response({"error": NO_ROOM}, status=503)
+            refused.force_close()
+            return refused
         resource = request.match_info.route.resource
         route = request.path if resource is None else resource.canonical
         refusal = refusal_of(role, request.method, route, self._routes.get(route, ()))
