@@ -476,6 +476,7 @@ class Lifecycle:
             self._end(record)
         self.table.counts.completed += len(rollouts)
         self._delivered([record.task_id for record in group.records])
+        group.records.clear()  # They refer to their group: nothing is left to the garbage collector.
         return rollouts
 
     def _delivered(self, task_ids: Sequence[str]) -> None:
