@@ -222,12 +222,6 @@ class RolloutTable:
         self.ready: OrderedDict[int, Group] = OrderedDict()
         self.by_engine: dict[str, dict[str, Record]] = {}
         self.counts = Counts()
-        self._queues: dict[State, dict[str, Record]] = {
-            State.WAITING: self.waiting,
-            State.QUEUED: self.queued,
-            State.BACKOFF: self.backoff,
-            State.BUFFERED: self.buffered,
-        }
 
     def move(self, record: Record, state: State, *, front: bool = False) -> None:
         """Take a record out of the queue where it is and put it into another.
@@ -260,12 +254,20 @@ class RolloutTable:
 
     def _queue_of(self, record: Record) -> dict[str, Record]:
         match record.state:
+            case State.WAITING:
+                return self.waiting
+            case State.QUEUED:
+                return self.queued
             case State.PARKED:
                 return self.parked.setdefault(record.work.workflow, OrderedDict())
             case State.RUNNING:
                 return self.by_engine.setdefault(record.load_key, {})
-            case state:
-                return self._queues[state]
+            case State.BACKOFF:
+                return self.backoff
+            case State.BUFFERED:
+                return self.buffered
+            case State.ENDED:
+                raise AssertionError("a record that has ended stands in no queue")
 
     def running(self) -> list[Record]:
         """The records that are at workers."""
