@@ -110,7 +110,7 @@ async def test_strangers_and_other_roles_are_refused(server: str, shown: str) ->
     [
         (b"{}", 400, "missing required field `controller`"),
         (b'{"controller": 1}', 400, "Expected `str`, got `int` - at `$.controller`"),
-        (b'{"controller": "x", "token": "y"}', 400, "unknown field `token`"),
+        (b'{"controller": "x", "secret": "y"}', 400, "unknown field `secret`"),
         (b"not JSON at all", 400, "body must be a join order"),
         (b" " * (MAX_BODY_NBYTES + 1), 413, "body must be at most 65536 bytes"),
     ],

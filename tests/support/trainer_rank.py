@@ -205,6 +205,11 @@ class Megatron:
         with self._on_cpu():
             self._training = RealTraining(chunks, num_tokens=NUM_TOKENS, lr=LEARNING_RATE)
 
+    @property
+    def chunks(self) -> Sequence[torch.nn.Module]:
+        """Of this rank, as its framework holds them."""
+        return self._training.models
+
     def step(self) -> None:
         with self._on_cpu():
             self._training.step()

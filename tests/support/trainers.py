@@ -64,10 +64,18 @@ class Ranks:
 
 @contextmanager
 def training(
-    trainer: Trainer, kind: str, folder: Path, *, ends_well: bool = True
+    trainer: Trainer,
+    kind: str,
+    folder: Path,
+    *,
+    ends_well: bool = True,
+    script: str = "trainer_rank.py",
 ) -> Iterator[Ranks]:
-    """Args: folder: has `config.json` of the model. ends_well: whether every rank lives to the end."""
-    script = str(Path(__file__).with_name("trainer_rank.py"))
+    """Args: folder: has `config.json` of the model. ends_well: whether every rank lives to the end.
+
+    script: beside this one.
+    """
+    script = str(Path(__file__).with_name(script))
     layout = json.dumps(dict.fromkeys(trainer.axes, NUM_RANKS))
     environment = {
         **os.environ, "WINDLASS_TOKEN": TOKEN, "OMP_NUM_THREADS": "1",

@@ -31,10 +31,15 @@ class JoinOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         controller: address.
         transport: name of the transport that receives weights, or its configuration as JSON.
+        token: to show to the controller; empty for the one that the server was started with.
     """
 
     controller: str
     transport: str = "auto"
+    token: str = ""
+
+    def __repr__(self) -> str:
+        return f"JoinOrder({self.controller!r}, {self.transport!r})"
 
 
 class _Refused(Exception):

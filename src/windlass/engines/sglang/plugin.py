@@ -254,7 +254,7 @@ class _Member:
                 loaded=given.load_format != "dummy",
             )
             keys = self.key, given.api_key or "", given.admin_api_key or ""
-            join_fleet(SglangServer(), settings, Secrets(self.token, *keys))
+            join_fleet(SglangServer(), settings, Secrets(order.token or self.token, *keys))
         finally:
             self._is_joining.release()
         _log.info("engine %s has joined the fleet of %s", settings.name, settings.controller)

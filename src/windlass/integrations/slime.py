@@ -1,0 +1,326 @@
+"""slime: Megatron-core ranks write their shards straight into the SGLang servers that it rolls out with.
+
+    train.py ... --custom-megatron-init-path windlass.integrations.slime.install
+
+slime (read at its commit 624b824a8) has no option for a weight updater of one's own, but calls this function in every
+Megatron rank (`backends/megatron_utils/initialize.py`) before its actor chooses one
+(`backends/megatron_utils/actor.py`). `WeightUpdater` has the interface of its `UpdateWeightFromDistributed`
+(`update_weight/update_weight_from_distributed.py`): nothing is gathered, nothing is converted, and all servers
+switch as one. Servers are SGLang's own, with Windlass installed and WINDLASS_CONTROLLER=wait.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, final
+
+import msgspec
+
+from windlass.config import ControlConfig
+from windlass.controller import Controller
+from windlass.engines.http import EngineHttp, NoSuchRoute
+from windlass.engines.join_route import JOIN_PATH, JoinOrder
+from windlass.envs import control_token
+from windlass.errors import (
+    ConfigError,
+    EngineRefused,
+    PeerTimeout,
+    PeerUnreachable,
+    ProtocolError,
+    WindlassError,
+)
+from windlass.integrations.hosted import HostedController, TrainerRanks
+from windlass.net.access import Access
+from windlass.net.addresses import check_url
+from windlass.trainers.client import TrainerClient
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["WeightUpdater", "install"]
+
+_log = logging.getLogger(__name__)
+_ACTOR = "slime.backends.megatron_utils.actor"
+DEADLINE_S = 600.0
+"""For all servers to join, and then for every version."""
+
+
+def install(args: Namespace) -> None:
+    """Have slime's actor send weights by `WeightUpdater`. Called by slime in every Megatron rank.
+
+    Args:
+        args: slime's.
+
+    Raises:
+        ConfigError: an option with which weights are not where they can be read, or are sent in another way.
+    """
+    for option, allowed in (
+        ("colocate", False),
+        ("offload_train", False),
+        ("update_weight_mode", "full"),
+        ("update_weight_transport", "nccl"),
+    ):
+        given = vars(args)[option] or allowed
+        if given != allowed:
+            raise ConfigError(
+                f"--{option.replace('_', '-')} must be {allowed} with Windlass, got {given}"
+            )
+    vars(importlib.import_module(_ACTOR))["UpdateWeightFromDistributed"] = WeightUpdater
+
+
+class _Address(msgspec.Struct, frozen=True):
+    url: str
+    token: str
+
+    def __repr__(self) -> str:
+        return f"_Address({self.url!r})"
+
+
+class _HfConfig(msgspec.Struct, frozen=True):
+    model_type: str
+
+
+class _Joined(msgspec.Struct, frozen=True):
+    name: str
+
+
+class _Call(Protocol):
+    def remote(self) -> object: ...
+
+
+class EngineHandle(Protocol):
+    """The part of slime's Ray actor of a server that is used."""
+
+    @property
+    def get_url(self) -> _Call:
+        """Its address; None for one that is no server's first node."""
+        ...
+
+
+@final
+class WeightUpdater:
+    """slime's weight updater, of one Megatron rank.
+
+    Every rank makes one and calls the same methods in the same order: all are collective. Rank 0 hosts the
+    controller, whose updates pause and resume the servers; slime's own `pause_generation` is not called.
+
+    Memory: the shards are read, and engines' weights written, within `update_weights` alone.
+
+    Args:
+        args: slime's; `hf_checkpoint` is a folder with the model's config.json, `vocab_size` that of the checkpoint.
+        model: chunks of this rank.
+        weights_getter, model_name, quantization_config: of slime's own updaters; not used.
+
+    Attributes:
+        weight_version: of the last update; the actor sets where it begins.
+
+    Raises:
+        ConfigError: `args.hf_checkpoint` has no config.json that names a `model_type`.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        model: Sequence[torch.nn.Module],
+        weights_getter: Callable[[], Mapping[str, torch.Tensor]],  # noqa: ARG002
+        *,
+        model_name: str,  # noqa: ARG002
+        quantization_config: Mapping[str, object] | None,  # noqa: ARG002
+    ) -> None:
+        self.weight_version = 0
+        self._args, self._model = args, model
+        self._family = _model_type(Path(args.hf_checkpoint))
+        self._ranks = TrainerRanks()
+        self._num_connected = 0
+        self._fleet: _Fleet | None = None
+        self._trainer: TrainerClient | None = None
+        self._metrics: dict[str, float] = {}
+
+    def connect_rollout_engines(
+        self,
+        rollout_engines: Sequence[EngineHandle],
+        rollout_engine_lock: object,  # noqa: ARG002
+        engine_gpu_counts: Sequence[int] | None = None,  # noqa: ARG002
+        engine_gpu_offsets: Sequence[int] | None = None,  # noqa: ARG002
+        engine_parallel_configs: Sequence[Mapping[str, object]] | None = None,  # noqa: ARG002
+    ) -> None:
+        """Have servers join that are not in the fleet. Collective; blocks.
+
+        Args:
+            rollout_engines: all servers of now.
+            rollout_engine_lock: not used: a round has the fleet for itself.
+            engine_gpu_counts: not used, like the next two: servers tell what they are.
+            engine_gpu_offsets: see there.
+            engine_parallel_configs: see there.
+
+        Raises:
+            ConfigError: there is no token, in WINDLASS_TOKEN or the file of WINDLASS_TOKEN_FILE.
+            UnsupportedLayout, ManifestError: see `connect_megatron_trainer`.
+            EngineRefused: a server cannot be updated; quotes its reason. On every rank but 0:
+            PeerUnreachable: another rank has failed; quotes its reason; or a server could not be reached.
+            PeerTimeout: not all have joined within `DEADLINE_S`.
+        """
+        self._num_connected += 1
+        address, joined = f"address/{self._num_connected}", f"joined/{self._num_connected}"
+        if self._ranks.rank:
+            told = self._ranks.hear(address, DEADLINE_S)
+            self._connect(msgspec.json.decode(told, type=_Address))
+            self._ranks.hear(joined, DEADLINE_S)
+            return
+        try:
+            urls = _urls_of(rollout_engines)
+            if self._fleet is None:
+                self._fleet = _Fleet(urls)
+            own = self._fleet.address()
+            self._ranks.tell(address, msgspec.json.encode(own).decode())
+            self._connect(own)
+            self._fleet.join(urls)
+        except WindlassError as error:
+            for what in (address, joined):
+                self._ranks.tell(
+                    what, reason=f"rank 0 of the trainer: {type(error).__name__}: {error}"
+                )
+            raise
+        self._ranks.tell(joined)
+
+    def _connect(self, address: _Address) -> None:
+        if self._trainer is not None:
+            return
+        from windlass.trainers.megatron import connect_megatron_trainer
+
+        self._trainer = connect_megatron_trainer(
+            self._model,
+            family=self._family,
+            vocab_size=self._args.vocab_size,
+            controller=address.url,
+            token=address.token,
+            connect_deadline_s=DEADLINE_S,
+        )
+
+    def update_weights(self) -> None:
+        """Have every server serve the weights as they are now, as version `weight_version + 1`. Collective; blocks.
+
+        A server that has died or fails is left out, and keeps nobody: slime starts it again, and
+        `connect_rollout_engines` has it join.
+        Memory: the weights must not change before this returns.
+
+        Raises:
+            ProtocolError: no engine has been connected.
+            RoundAborted: it was not published; the servers go on with the weights that they have.
+            PeerTimeout: no end within `DEADLINE_S`.
+        """
+        if self._trainer is None:
+            raise ProtocolError("update_weights: connect_rollout_engines must come first")
+        report = self._trainer.publish(self.weight_version + 1, deadline_s=DEADLINE_S)
+        self.weight_version += 1
+        for name, reason in report.left_out.items():
+            _log.warning("server %s does not serve version %s: %s", name, report.version, reason)
+        self._metrics = {
+            "perf/windlass_update_s": report.update_s,
+            "perf/windlass_wire_s": report.wire_s,
+            "perf/windlass_nbytes": float(report.nbytes),
+        }
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return the figures of the last update, once."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def close(self) -> None:
+        """Leave the fleet; the servers go on with what they have. Idempotent."""
+        if self._trainer is not None:
+            self._trainer.close()
+        if self._fleet is not None:
+            self._fleet.close()
+
+
+def _model_type(checkpoint: Path) -> str:
+    try:
+        config = (checkpoint / "config.json").read_bytes()
+        return msgspec.json.decode(config, type=_HfConfig).model_type
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"--hf-checkpoint must be a folder whose config.json has a model_type, got {checkpoint}: {error}"
+        ) from error
+
+
+def _urls_of(engines: Sequence[EngineHandle]) -> list[str]:
+    """Return the servers' addresses.
+
+    Raises:
+        ConfigError: one has none that is an address; or there is none at all.
+    """
+    import ray
+
+    told: list[str | None] = ray.get([engine.get_url.remote() for engine in engines])
+    urls = [url for url in told if url is not None]
+    if not urls:
+        raise ConfigError("rollout_engines: must be at least one server, got none")
+    for url in urls:
+        check_url(url, "rollout_engines: get_url")
+    return urls
+
+
+@final
+class _Fleet:
+    """What rank 0 has besides: the controller, and which servers are in its fleet."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._token = control_token()
+        self._names: dict[str, str] = {}
+        self._hosted = HostedController(urls, ControlConfig(), lambda _: None)
+
+    def address(self) -> _Address:
+        """Of the controller, for trainer ranks."""
+        return _Address(self._hosted.url, self._hosted.token(Access.TRAINER))
+
+    def join(self, urls: Sequence[str]) -> None:
+        """Have servers join that are not there, at once.
+
+        Raises:
+            EngineRefused: one cannot be updated; quotes its reason. PeerUnreachable. PeerTimeout.
+        """
+        order = JoinOrder(self._hosted.url, token=self._hosted.token(Access.ENGINE))
+        asked = [url for url in urls if not self._is_there(url)]
+        with ExitStack() as running:
+            pool = running.enter_context(ThreadPoolExecutor(max(1, len(asked)), "windlass-join"))
+            answers = [*pool.map(partial(self._ask, order), asked)]
+        self._names.update(zip(asked, answers, strict=True))
+        names = [self._names[url] for url in urls]
+        self._wait_for(names, DEADLINE_S)
+
+    def _is_there(self, url: str) -> bool:
+        try:
+            return url in self._names and self._wait_for([self._names[url]], 0)
+        except (EngineRefused, PeerTimeout):
+            return False
+
+    def _wait_for(self, names: Sequence[str], deadline_s: float) -> bool:
+        controller: Controller = self._hosted.controller
+        there = controller.wait_for_fleet(num_trainers=0, engines=names, deadline_s=deadline_s)
+        self._hosted.call(there).result()
+        return True
+
+    def _ask(self, order: JoinOrder, url: str) -> str:
+        """Return the name under which a server has joined."""
+        try:
+            answer = EngineHttp(url, api_key=self._token).post(JOIN_PATH, order, DEADLINE_S)
+        except NoSuchRoute as error:
+            raise EngineRefused(
+                f"{url} must be a SGLang with Windlass installed and WINDLASS_CONTROLLER=wait: {error}"
+            ) from error
+        try:
+            return msgspec.json.decode(answer, type=_Joined).name
+        except msgspec.MsgspecError as error:
+            raise PeerUnreachable(f"{url}{JOIN_PATH}: not Windlass's answer: {error}") from error
+
+    def close(self) -> None:
+        """End the controller. Idempotent."""
+        self._hosted.close()

@@ -1,0 +1,140 @@
+"""SGLang servers as users start them, beside an installed Windlass."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from servers import FLAGS, ROOT, TOKEN, VENVS, Layout, Server, environment
+
+from windlass.net.access import Access, role_token
+
+PROMPT = [5, 9, 33, 101]
+NUM_TOKENS = 8
+START_S = 240.0
+JOIN_S = 120.0
+ENGINE_TOKEN = role_token(TOKEN, Access.ENGINE)
+
+
+def install(site: Path) -> str:
+    """PYTHONPATH of an environment into which Windlass was installed: with its entry points."""
+    if not (python := VENVS["sglang"] / "bin/python").exists():
+        pytest.skip(f"no {python}: make engines installs sglang")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = site / f"windlass-{project['version']}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: windlass\nVersion: {project['version']}\n"
+    )
+    (metadata / "entry_points.txt").write_text(
+        "".join(
+            f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
+            for group, points in project["entry-points"].items()
+        )
+    )
+    path = f"{site}:{ROOT / 'src'}:{ROOT / 'tests/support'}"
+    found = (
+        "import importlib.metadata as m; print(*m.entry_points(group='sglang.srt.plugins').names)"
+    )
+    command = (str(python), "-c", found)
+    names = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, check=True, capture_output=True, text=True
+    )
+    assert "windlass" in names.stdout.split()
+    return path
+
+
+def token_file(folder: Path, token: str = ENGINE_TOKEN) -> Path:
+    """Of this user alone."""
+    path = folder / "token"
+    path.touch(0o600)
+    path.write_text(token + "\n")
+    return path
+
+
+def command(model: Path, port: int, *flags: str) -> list[str]:
+    """What a user types, who has a custom weight loader already."""
+    return [
+        *(str(VENVS["sglang"] / "bin/python"), "-m", "sglang.launch_server"),
+        *("--model-path", str(model), "--port", str(port), *FLAGS["sglang"]),
+        *("--custom-weight-loader", "sglang_fresh.run", *flags),
+    ]
+
+
+def variables(installed: str, **given: str) -> dict[str, str]:
+    inherited = environment("sglang", 1, installed)
+    return {**{k: v for k, v in inherited.items() if not k.startswith("WINDLASS_")}, **given}
+
+
+@contextmanager
+def launched(
+    model: Path, log: Path, port: int, environment: Mapping[str, str], flags: Sequence[str] = ()
+) -> Iterator[Server]:
+    """A server of the user's, once it serves."""
+    ready = threading.Event()
+    process = subprocess.Popen(
+        command(model, port, *flags), env=environment, text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+    def forward() -> None:
+        assert process.stdout is not None
+        with process.stdout, log.open("a") as written:
+            for line in process.stdout:
+                written.write(line)
+                written.flush()
+                if "The server is fired up" in line:
+                    ready.set()
+        ready.set()
+
+    reading = threading.Thread(target=forward)
+    reading.start()
+    try:
+        assert ready.wait(START_S), log.read_text()[-4000:]
+        assert process.poll() is None, log.read_text()[-4000:]
+        yield Server(process, f"http://127.0.0.1:{port}", "sglang", Layout(), model)
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+        reading.join(30)
+
+
+def written(log: Path, line: str, times: int) -> None:
+    """Wait until a log has it that often."""
+    end = time.monotonic() + JOIN_S
+    while log.read_text().count(line) < times:
+        assert time.monotonic() < end, log.read_text()[-4000:]
+        time.sleep(0.1)
+
+
+def kill(server: Server) -> None:
+    """As an out-of-memory killer would: its ranks notice by themselves."""
+    server.process.kill()
+    server.process.wait(30)
+
+
+def check_answer(server: Server, checkpoint: Path, version: int) -> None:
+    """Its tokens are those of transformers with these weights, and say so."""
+    sample = server.sample(PROMPT, NUM_TOKENS)
+    assert sample.versions == [version] * NUM_TOKENS
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.bfloat16
+    ).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT, *sample.tokens[:-1]]])).logits[0, len(PROMPT) - 1 :]
+    assert sample.tokens == logits.argmax(-1).tolist()
