@@ -5,12 +5,21 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from servers import TOKEN, Server, save
-from sglang_servers import check_answer, install, kill, launched, token_file, variables
+from sglang_servers import (
+    SLIME_SERVER,
+    check_answer,
+    install,
+    kill,
+    launched,
+    token_file,
+    variables,
+)
 from trainer_rank import Order
 
 from trainers import MEGATRON_TP, Ranks, training
@@ -25,13 +34,14 @@ def test_megatron_ranks_update_servers_as_slimes_actor_asks(tmp_path: Path) -> N
     old, log, port = save("dense", 1, tmp_path / "old"), tmp_path / "server.log", free_port()
     told = {"WINDLASS_CONTROLLER": "wait", "WINDLASS_TOKEN_FILE": str(token_file(tmp_path, TOKEN))}
     environment = variables(install(tmp_path / "site"), **told)
+    started = partial(launched, old, log, port, environment, program=SLIME_SERVER)
     with ExitStack() as running:
         ranks = running.enter_context(training(MEGATRON_TP, "dense", old, script="slime_rank.py"))
-        with launched(old, log, port, environment) as server:
+        with started() as server:
             update(server, ranks, 41, tmp_path, has_new_engines=True)
             update(server, ranks, 42, tmp_path)
             kill(server)
-        server = running.enter_context(launched(old, log, port, environment))
+        server = running.enter_context(started())
         update(server, ranks, 43, tmp_path, has_new_engines=True)
 
 

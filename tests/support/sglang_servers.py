@@ -63,10 +63,16 @@ def token_file(folder: Path, token: str = ENGINE_TOKEN) -> Path:
     return path
 
 
-def command(model: Path, port: int, *flags: str) -> list[str]:
+LAUNCH_SERVER = ("-m", "sglang.launch_server")
+SLIME_SERVER = (str(Path(__file__).with_name("slime_server.py")),)
+
+
+def command(
+    model: Path, port: int, *flags: str, program: Sequence[str] = LAUNCH_SERVER
+) -> list[str]:
     """What a user types, who has a custom weight loader already."""
     return [
-        *(str(VENVS["sglang"] / "bin/python"), "-m", "sglang.launch_server"),
+        *(str(VENVS["sglang"] / "bin/python"), *program),
         *("--model-path", str(model), "--port", str(port), *FLAGS["sglang"]),
         *("--custom-weight-loader", "sglang_fresh.run", *flags),
     ]
@@ -79,12 +85,16 @@ def variables(installed: str, **given: str) -> dict[str, str]:
 
 @contextmanager
 def launched(
-    model: Path, log: Path, port: int, environment: Mapping[str, str], flags: Sequence[str] = ()
+    model: Path,
+    log: Path,
+    port: int,
+    environment: Mapping[str, str],
+    program: Sequence[str] = LAUNCH_SERVER,
 ) -> Iterator[Server]:
     """A server of the user's, once it serves."""
     ready = threading.Event()
     process = subprocess.Popen(
-        command(model, port, *flags), env=environment, text=True, start_new_session=True,
+        command(model, port, program=program), env=environment, text=True, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
