@@ -29,6 +29,8 @@ PROMPTS = tuple([*PREFIX, *tail] for tail in ([17, 18], [99, 4, 5]))
 """The second finds the blocks of the first in the prefix cache."""
 NUM_TOKENS = 12
 NUM_RUNNING_TOKENS = 120
+BY_CALLER = "by the caller"
+"""Who pauses and resumes as frameworks do; `pause=None` of `WeightSync`."""
 TOLD_S = 15.0
 """For whoever waits to hear that a process is dead; deadlines of phases are 60 s and more."""
 
@@ -77,18 +79,28 @@ def test_an_updated_server_is_a_fresh_one(tp: int, tmp_path: Path) -> None:
         # The second trainer joins a server that has left the first one's fleet.
         for num_ranks, mode, pause in (
             (1, "in_place", "keep"),
-            (2, "staged", "abort"),
-            *(() if ONE else ((2, "in_place", None), (2, "staged", "wait"), (2, "staged", None))),
+            (2, "staged", BY_CALLER),
+            *(
+                ()
+                if ONE
+                else ((2, "in_place", None), (2, "staged", "wait"), (2, "staged", "abort"))
+            ),
         ):
             with syncing(
                 tmp_path / f"trainers-{version}", num_ranks, source=str(source), servers=[server.url],
-                mode=mode, pause=pause,
+                mode=mode, pause=None if pause == BY_CALLER else pause,
             ) as trainers:  # fmt: skip
                 assert [joined.error for joined in trainers.answers()] == [""] * num_ranks
                 for _ in range(2):
                     version += 1
                     with running(server) as lengths:
+                        if pause == BY_CALLER:
+                            server.http.post("/pause?mode=keep", {})
+                            assert server.is_paused()
                         answers = trainers.send(version, tmp_path / str(version))
+                        if pause == BY_CALLER:
+                            assert server.is_paused()
+                            server.http.post("/resume", {})
                     for sent in answers:
                         assert (sent.version, sent.servers) == (version, [server.url]), sent
                         assert sent.digest_ok
