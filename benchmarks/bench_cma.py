@@ -54,7 +54,7 @@ def run_peer(pipe: Connection) -> None:
         regions = {p: transport.register(t.ctypes.data, t.nbytes) for p, t in targets.items()}
         pipe.send(regions)
         while (pages := pipe.recv()) is not None:
-            pipe.send(xxhash.xxh3_128_hexdigest(targets[pages]))
+            pipe.send(xxhash.xxh3_128_hexdigest(targets[pages].data))
 
 
 def measure(
@@ -92,7 +92,7 @@ def measure(
             found[str(threads)].append(TOTAL_NBYTES / (time.perf_counter() - began) / 1e9)
     for threads, way in transport.items():
         way.unregister(owned[threads])
-    return {name: rates[1:] for name, rates in found.items()}, xxhash.xxh3_128_hexdigest(source)
+    return {name: rates[1:] for name, rates in found.items()}, xxhash.xxh3_128_hexdigest(source.data)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
