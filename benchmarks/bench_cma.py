@@ -92,7 +92,9 @@ def measure(
             found[str(threads)].append(TOTAL_NBYTES / (time.perf_counter() - began) / 1e9)
     for threads, way in transport.items():
         way.unregister(owned[threads])
-    return {name: rates[1:] for name, rates in found.items()}, xxhash.xxh3_128_hexdigest(source.data)
+    return {name: rates[1:] for name, rates in found.items()}, xxhash.xxh3_128_hexdigest(
+        source.data
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
