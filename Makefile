@@ -51,13 +51,17 @@ types: setup
 imports: setup
 	$(BIN)/lint-imports
 
+# Four workers on two cores, because much of the time is waiting. A machine that is busy beside it can make a
+# deadline of a test pass: what failed is run once more, alone, and fails the command if it fails again.
 unit: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n 4 --dist loadfile || $(BIN)/pytest --last-failed --last-failed-no-failures none
 
-# One live server: vLLM with two tensor-parallel ranks, updated in both modes by FSDP2 ranks.
+# Live servers of vLLM: with two tensor-parallel ranks, updated in both modes by FSDP2 ranks; and plain ones,
+# started by their users with one flag.
 engine: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
 	WINDLASS_ENGINES=one $(BIN)/pytest -m engines tests/engines/test_live_servers.py -k fresh_one
+	$(BIN)/pytest -m engines tests/integrations/test_vllm_plugin.py
 
 test: lint types imports unit engine
 

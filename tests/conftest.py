@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 import pytest
 
@@ -35,32 +35,27 @@ multiprocessing.set_forkserver_preload(
     ]
 )
 
-COMPARED = pytest.StashKey[Counter[str]]()
 PROPERTY = "compared"
+COUNTS = Counter[str]()
 
 
 @pytest.fixture
 def compared(request: pytest.FixtureRequest) -> Callable[[str, int], None]:
     """Takes what was compared, in the plural, and how many; they count only if the test passes."""
     properties: list[tuple[str, object]] = request.node.user_properties
-    return lambda what, count: properties.append((PROPERTY, Counter({what: count})))
+    return lambda what, count: properties.append((PROPERTY, {what: count}))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Reached in the process that reports, also where another one ran the test."""
     if report.when == "call" and report.passed:
-        counts = item.config.stash.setdefault(COMPARED, Counter())
-        for kind, value in item.user_properties:
-            if kind == PROPERTY and isinstance(value, Counter):
-                counts.update(value)
-    return report
+        for kind, value in report.user_properties:
+            if kind == PROPERTY and isinstance(value, dict):
+                COUNTS.update(value)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """After everything else that pytest writes."""
-    if counts := config.stash.get(COMPARED, None):
-        said = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+    if COUNTS and not hasattr(config, "workerinput"):
+        said = ", ".join(f"{count} {what}" for what, count in sorted(COUNTS.items()))
         print(f"compared, all equal: {said}")

@@ -1,1 +1,1 @@
-"""Windlass inside training frameworks, each by the framework's own hook; a module imports its framework."""
+"""Windlass inside other frameworks, each on its own hook."""

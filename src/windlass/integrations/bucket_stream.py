@@ -30,10 +30,12 @@ from windlass.integrations.buckets import (
     BucketReader,
     least_capacity,
 )
-from windlass.integrations.hosted_controller import HostedController
+from windlass.integrations.hosted import HostedController
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.net.access import Access
+from windlass.net.addresses import url_of
 from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.arena import Arena, memory_of
 from windlass.transfer.base import ParameterMemory
@@ -52,6 +54,8 @@ NUM_SLOTS = 2
 SHRINK = 0.9
 """A bucket that can be smaller than this part of its size is made anew."""
 SENDER = "sender"
+MARGIN_S = 5.0
+"""By which the controller's thread may answer after its deadline."""
 
 
 class StreamSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +85,7 @@ class StreamSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamAddress(msgspec.Struct, frozen=True):
-    """Where receivers connect. Attributes: url, token: of the controller. bucket_nbytes: of a bucket."""
+    """Where receivers connect. `token` opens the sender's controller to receivers."""
 
     url: str
     token: str
@@ -150,7 +154,7 @@ class BucketSender:
         """Be there for receivers; what is open already stays, unless buckets are better made smaller.
 
         Raises:
-            ConfigError, TransportUnavailable, TransferFailed: see `HostedController`, `create_transport`
+            ConfigError, PeerUnreachable, TransportUnavailable, TransferFailed: see `HostedController`, `create_transport`
                 and `Arena`.
         """
         if self._wanted_nbytes < SHRINK * self._bucket_nbytes:
@@ -160,7 +164,9 @@ class BucketSender:
             with ExitStack() as undo:
                 self._start(undo)
                 self._owned = undo.pop_all()
-        return StreamAddress(self._controller.url, self._controller.token, self._bucket_nbytes)
+        return StreamAddress(
+            self._controller.url, self._controller.token(Access.ENGINE), self._bucket_nbytes
+        )
 
     def wait_for(self, members: Sequence[str]) -> None:
         """Return once these receivers are connected: they, and no others, get the next streams.
@@ -175,9 +181,12 @@ class BucketSender:
         if not members:
             raise ConfigError("wait_for: members must name one receiver at least, got none")
         self._members = tuple(members)
-        self._controller.wait_for_fleet(
-            num_trainers=1, engines=self._members, deadline_s=self._settings.connect_s
-        )
+        connect_s = self._settings.connect_s
+        self._controller.call(
+            self._controller.controller.wait_for_fleet(
+                num_trainers=1, engines=self._members, deadline_s=connect_s
+            )
+        ).result(connect_s + MARGIN_S)
 
     async def send(self, weights: AsyncIterator[tuple[str, torch.Tensor]]) -> StreamReport:
         """Send one stream; return once every receiver has all of it.
@@ -211,7 +220,9 @@ class BucketSender:
             pause_s=settings.deadline_s, write_s=settings.deadline_s, fleet_s=FLEET_S
         )
         self._controller = HostedController(
-            host=self._host, config=ControlConfig(mode=settings.mode, deadlines=deadlines)
+            [url_of(self._host, 1)],
+            ControlConfig(mode=settings.mode, deadlines=deadlines),
+            lambda _controller: None,
         )
         undo.callback(self._controller.close)
         url = self._controller.url
@@ -234,7 +245,7 @@ class BucketSender:
             ),
             transport=transport,
             controller=url,
-            token=self._controller.token,
+            token=self._controller.token(Access.TRAINER),
             registered=[arena.region for arena in arenas],
             connect_deadline_s=settings.connect_s,
         )
