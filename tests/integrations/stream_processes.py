@@ -66,7 +66,7 @@ def digest(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
 async def _receive(
     receiver: BucketReceiver, pipe: Connection, stop_at: int, seconds: float
 ) -> object:
-    got = {}
+    got: dict[str, object] = {}
     try:
         async for name, tensor in receiver.receive():
             if len(got) == stop_at:
@@ -88,6 +88,8 @@ def _be_receiver(pipe: Connection, given: StreamSettings) -> None:
                 pipe.send(address)
             case int(stop_at), float(seconds):
                 pipe.send(asyncio.run(_receive(receiver, pipe, stop_at, seconds)))
+            case _:
+                return
 
 
 def _be_sender(pipe: Connection, given: StreamSettings, tensors: Tensors) -> None:
