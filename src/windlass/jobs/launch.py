@@ -42,8 +42,6 @@ from windlass.transports.registry import parse_transport
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import RoundOutcome
 
-__all__ = ["JobSummary", "check_job", "run_job"]
-
 _T = TypeVar("_T")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
