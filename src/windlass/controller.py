@@ -25,8 +25,6 @@ from windlass.rollout.routers import RouterFeed
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.updates.coordinator import Coordinator
 
-__all__ = ["Controller"]
-
 DEFAULT_CONCURRENCY = 256
 
 

@@ -20,7 +20,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import final
 
@@ -61,10 +61,11 @@ from windlass.transfer.bind import (
 )
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
 from windlass.transfer.packer import PackedLink, Packer, Peer, packed_capacity
+from windlass.transfer.registration import RegisteredMemory
 from windlass.transfer.relay_wire import RelayAddress
 from windlass.transfer.relay_write import GroupWrite
 from windlass.transfer.replica import CopyTimes, Replica, replica_memory
-from windlass.transfer.source import LocatedParameters, RegisteredMemory, addresses_of
+from windlass.transfer.source import LocatedParameters, addresses_of
 from windlass.transfer.stored_links import StoredLinks
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
 
@@ -115,10 +116,11 @@ class Sender:
             )
         self.transport, self.manifest = transport, manifest
         self.parameters = LocatedParameters(manifest, parameters)
-        self._registered = RegisteredMemory(transport, registered)
         self._pool = ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-writer")
         memory = replica_memory(replica, transport, self._pool)
-        self._packer = Packer(transport, memory_of(transport), arena_nbytes)
+        own = memory_of(transport)
+        self._registered = RegisteredMemory(manifest.worker, transport, own, registered)
+        self._packer = Packer(transport, own, arena_nbytes)
         self.replica = None if memory is None else Replica(manifest, memory)
         self._lock = threading.Lock()
         mapper, self._writes = transport.mapper, not transport.traits.strided_stores
@@ -135,7 +137,7 @@ class Sender:
         self._offsets: dict[str, int] = {}
         self._sent: set[str] = set()
         self._relays: dict[str, GroupWrite] = {}
-        self._pack_s = 0.0
+        self._pack_s = self._register_s = 0.0
 
     @property
     def arena_nbytes(self) -> int:
@@ -182,36 +184,81 @@ class Sender:
             RegionError: memory cannot be registered.
         """
         with self._lock:
-            near = {b.worker for b in bindings if self._is_stored(b)}
             if self._stores is not None:
-                self._stores.unbind(b for b in bindings if b.worker in near)
-            self._settle_doubt()
+                self._stores.end(tuple(self._programs))
             self._unbind()
-            index = check_part(self.manifest, plan.sources, plan.source_digests, "sources")
-            programs = {program.peer: program for program in bind_links(plan, sending=True)}
-            known = bind_peers(programs.values(), bindings, self._check_binding)
-            written = tuple(program for peer, program in programs.items() if peer not in near)
-            self._peers = {p.peer: Peer.bound_to(known[p.peer]) for p in written}
-            if self._stores is not None:
-                self._stores.bind([programs[peer] for peer in programs if peer in near], known)
-            if self._writes:
-                self._packer.fit(written)
-            self._read_in_place = tuple(
-                {i for p in written for i in np.unique(p.direct.src_parameter).tolist()}
-            )
-            if self.replica is not None:
-                if not self._packer.holds(written):
-                    raise PlanError(
-                        "arena_nbytes: with a replica it must be 0 or at least "
-                        f"{packed_capacity(written)}, got {self._packer.nbytes}"
-                    )
-                stored = {
-                    op.src_parameter for p in programs.values() if p.peer in near for op in p.ops
-                }
-                self.replica.fit((*self._read_in_place, *sorted(stored)))
-            self._programs = programs
-            self._first_link = index
+            self._bind(plan, bindings, ())
         return None
+
+    def change_links(
+        self,
+        plan: TransferPlan | None,
+        bindings: Sequence[DestinationBinding],
+        gone: Collection[str],
+    ) -> None:
+        """Bind links to some destinations anew, and keep all others with what is prepared for them.
+
+        Args:
+            plan: part of this rank of a plan for the new destinations; None where there are none.
+            bindings: of the new destinations.
+            gone: destinations whose links end, those that are bound anew among them.
+
+        Raises:
+            ProtocolError: relays are bound, which form groups of all their members.
+            BindingsRefused: as `connect`; nothing has changed.
+            PlanError, RegionError: as `connect`, which must follow then.
+        """
+        with self._lock:
+            if self._relays:
+                raise ProtocolError("change_links: relays are bound; connect anew")
+            self._bind(plan, bindings, gone)
+
+    def _bind(
+        self,
+        plan: TransferPlan | None,
+        bindings: Sequence[DestinationBinding],
+        gone: Collection[str],
+    ) -> None:
+        added: dict[str, LinkProgram] = {}
+        if plan is not None:
+            self._first_link = check_part(
+                self.manifest, plan.sources, plan.source_digests, "sources"
+            )
+            added = {program.peer: program for program in bind_links(plan, sending=True)}
+        known = bind_peers(added.values(), bindings, self._check_binding)
+        near = {name for name, binding in known.items() if self._is_stored(binding)}
+        before, ended = self._programs, {*gone, *added}
+        kept = {name: program for name, program in before.items() if name not in ended}
+        # One that is bound anew has its old place, so that the places of others in the arena stay.
+        programs = {name: before[name] for name in before if name in kept or name in added} | added
+        if self._stores is not None:
+            self._stores.end(ended)
+        self._settle_doubt()
+        self._unbind()
+        self._peers = {name: peer for name, peer in self._peers.items() if name in kept}
+        self._peers |= {n: Peer.bound_to(known[n]) for n in added if n not in near}
+        written = tuple(p for name, p in programs.items() if name in self._peers)
+        if self._stores is not None:
+            self._stores.bind([added[name] for name in added if name in near], known)
+        if self._writes:
+            self._packer.fit(written, kept=kept.keys())
+        self._read_in_place = tuple(
+            {i for p in written for i in np.unique(p.direct.src_parameter).tolist()}
+        )
+        if self.replica is not None:
+            if not self._packer.holds(written):
+                raise PlanError(
+                    "arena_nbytes: with a replica it must be 0 or at least "
+                    f"{packed_capacity(written)}, got {self._packer.nbytes}"
+                )
+            stored = {
+                op.src_parameter
+                for name, p in programs.items()
+                if name not in self._peers
+                for op in p.ops
+            }
+            self.replica.fit((*self._read_in_place, *sorted(stored)))
+        self._programs = programs
 
     def connect_relay(
         self,
@@ -266,13 +313,14 @@ class Sender:
             located = self.parameters()
             if self._stores is not None:
                 self._stores.prepare(located, replica)
-            if self._writes:
-                self._pack_or_hash(located)
-            self._pack_s = time.perf_counter() - began
+            registered_s = self._pack_or_hash(located) if self._writes else 0.0
+            self._pack_s = time.perf_counter() - began - registered_s
+            self._register_s += registered_s  # until a write tells of it
             if replica is not None:
                 replica.taken(version)
 
-    def _pack_or_hash(self, located: Sequence[ParameterMemory]) -> None:
+    def _pack_or_hash(self, located: Sequence[ParameterMemory]) -> float:
+        """Seconds that it took to register what is read in place."""
         programs = tuple(
             p
             for p in self._programs.values()
@@ -280,9 +328,9 @@ class Sender:
         )
         if self._packer.arena is None and not self._packer.holds(programs):
             self._packer.fit(programs)  # it was parted with, and there was no room for another
-        sources = addresses_of(located)
+        sources, registered_s = addresses_of(located), 0.0
         if self.replica is None:
-            self._registered.cover(located[i] for i in self._read_in_place)
+            registered_s = self._registered.cover(located[i] for i in self._read_in_place)
         else:
             sources = self.replica.take(sources)
         self._packer.sources = sources
@@ -290,6 +338,7 @@ class Sender:
             self._pack_all(programs)
         else:
             self._digests |= self._packer.hash_links(programs, self._pool)
+        return registered_s
 
     def write(
         self,
@@ -362,7 +411,8 @@ class Sender:
             for name, digest in digests.items():
                 outcomes[name] = self._relayed_outcome(name, roots.get(name), digest, arena)
             wire_s = max(time.perf_counter() - began, sent.wire_s)
-            return SendResult(tuple(outcomes[n] for n in destinations), sent.pack_s, wire_s)
+            links = tuple(outcomes[n] for n in destinations)
+            return SendResult(links, sent.pack_s, wire_s, sent.register_s)
 
     def close(self) -> None:
         """Unregister and free, once a running `write` is over. Idempotent.
@@ -413,6 +463,7 @@ class Sender:
     def _write(self, destinations: Sequence[str], deadline: Deadline) -> SendResult:
         order = self._in_turn(destinations)
         pack_s, self._pack_s = self._pack_s, 0.0
+        register_s, self._register_s = self._register_s, 0.0
         lost = self._pack_again(name for name in order if name in self._sent)
         self._sent.update(order)
         ready = {
@@ -432,7 +483,8 @@ class Sender:
                 outcomes[name], link_wire_s, link_pack_s = self._stream(name, deadline)
                 wire_s += link_wire_s
                 pack_s += link_pack_s
-        return SendResult(tuple(outcomes[name] for name in destinations), pack_s, wire_s)
+        links = tuple(outcomes[name] for name in destinations)
+        return SendResult(links, pack_s, wire_s, register_s)
 
     def _find_ready(self, name: str) -> PackedLink | None:
         if name in self._relays:

@@ -186,11 +186,12 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
-    """Trainer rank: the outcome of every link it was asked to write."""
+    """Trainer rank: the outcome of every link it was asked to write; see `SendResult`."""
 
     links: tuple[LinkOutcome, ...]
     pack_s: float
     wire_s: float
+    register_s: float = 0.0
 
 
 class Verified(msgspec.Struct, frozen=True, tag="verified"):
@@ -291,6 +292,24 @@ class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
     backend: UpdateBackend = P2pBackend()
     replicated: bytes = b""
     relay: ConnectRelay | None = None
+
+
+class ChangeLinks(msgspec.Struct, frozen=True, tag="change_links"):
+    """Trainer: keep what is bound but for some links, and bind others; answer as to `ConnectTrainer`.
+
+    For backends of one-sided writes, without a relay.
+
+    Attributes:
+        since: epoch of the command that this rank was bound by last: the links that it has now.
+        gone: destinations whose links end, those that are bound anew among them.
+        plan: the rank's own part of a plan for the new destinations; empty where there are none.
+        bindings: of the new destinations.
+    """
+
+    since: int
+    gone: tuple[str, ...]
+    plan: bytes
+    bindings: tuple[DestinationBinding, ...]
 
 
 class JoinGroups(msgspec.Struct, frozen=True, tag="join_groups"):
@@ -439,7 +458,7 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
     """Answer `Done`: commands are carried out in order, so all that came before are over."""
 
 
-TrainerCommand = ConnectTrainer | JoinGroups | Prepare | Write | RelayWrite | Abort
+TrainerCommand = ConnectTrainer | ChangeLinks | JoinGroups | Prepare | Write | RelayWrite | Abort
 """What a trainer rank carries out."""
 
 SourceCommand = ConnectTrainer | Prepare | Write
