@@ -24,7 +24,7 @@ import transformers
 
 import windlass
 from windlass.engines import describe_module, parameter_addresses
-from windlass.layout import TRANSFORMERS_EXPERTS, Role
+from windlass.layout import Role
 from windlass.transports import Arena, create_transport, parse_transport
 
 
@@ -112,9 +112,7 @@ def join(
         begin += -(-each.nbytes // 64) * 64
     return windlass.EngineClient(
         windlass.EngineWeights(
-            manifest=describe_module(
-                served.model, f"{name}/0", Role.ENGINE, stacked=TRANSFORMERS_EXPERTS
-            ),
+            manifest=describe_module(served.model, f"{name}/0", Role.ENGINE),
             addresses=parameter_addresses(served.model),
             regions=[arena.region],
         ),

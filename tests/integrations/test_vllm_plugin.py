@@ -45,8 +45,8 @@ def test_an_updated_server_is_a_fresh_one(num_ranks: int, tp: int, tmp_path: Pat
                     assert sent.digest_ok
                 assert server.version() == str(version)
                 assert not server.is_paused()
-                answered = ask(server)
-        updated = server.checksums()
+                ask(server)  # fills its prefix cache
+        answered, updated = ask(server), server.checksums()
     with serving_plain(tmp_path / "2", tmp_path / "fresh.log", tp=tp) as fresh:
         assert fresh.checksums() == updated != held
         assert ask(fresh) == answered != old

@@ -22,7 +22,7 @@ from windlass.config import ReplicaPlace
 from windlass.envs import environment_value
 from windlass.errors import ConfigError, PeerTimeout, RoundAborted, WindlassError
 from windlass.layout.manifest import Role, ShardManifest
-from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
+from windlass.layout.naming.stacked import StackedRule
 from windlass.net.addresses import check_url, own_address
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.replica import CopyTimes
@@ -412,7 +412,7 @@ def connect_trainer(
     transport: str | TransportConfig = "auto",
     arena_nbytes: int = 0,
     name_map: Callable[[str], str | None] | None = None,
-    stacked: Sequence[StackedRule] = TRANSFORMERS_EXPERTS,
+    stacked: Sequence[StackedRule] | None = None,
     group: str = "trainer",
     replica: ReplicaPlace = ReplicaPlace.OFF,
     connect_deadline_s: float = 60.0,
@@ -432,7 +432,8 @@ def connect_trainer(
         arena_nbytes: memory for packed bytes; 0 for as much as one update packs.
         name_map: from parameter name to checkpoint name, None for what is left out; identity when
             omitted. `adapter_names()` keeps a LoRA adapter and nothing else.
-        stacked: experts that the framework stacks; other rules for models of other frameworks.
+        stacked: experts that the framework stacks; `TRANSFORMERS_EXPERTS` when omitted. A model of transformers
+            with neither is published as `save_pretrained` writes it: names, and what is fused or taken apart.
         group: name of the trainer job.
         replica: keep a copy of what is sent as it lies, as large as that, so that `begin_publish` need
             not wait for the fleet, and parameters are never registered. HOST: in host memory, pinned

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from windlass.errors import ConfigError
 from windlass.layout.manifest import Role, ShardManifest
-from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
+from windlass.layout.naming.stacked import StackedRule
 from windlass.memory.cuda.driver import gpu_of
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.dtensor import LiveTensors, NameMap, describe_module, own_tensors
@@ -81,7 +81,7 @@ def describe_trainer(
     *,
     group: str,
     name_map: NameMap | None,
-    stacked: Sequence[StackedRule] = TRANSFORMERS_EXPERTS,
+    stacked: Sequence[StackedRule] | None = None,
 ) -> DescribedTrainer:
     """Describe this rank's part of `module`. Not collective. See `describe_module`.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import final
 
@@ -35,8 +35,9 @@ from windlass.errors import ConfigError, ManifestError, PlanError, UnsupportedLa
 from windlass.layout.box import Box, chunk
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.layout.naming.place import PlacedShard
-from windlass.layout.naming.stacked import StackedRule, unstack
+from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule, cut, unstack
 from windlass.memory.torch_dtypes import dtype_of
+from windlass.transfer.saved_names import is_of_transformers, saved_parts
 
 __all__ = [
     "HeldTensor",
@@ -335,46 +336,54 @@ def describe_module(
     role: Role,
     *,
     name_map: NameMap | None = None,
-    stacked: Sequence[StackedRule] = (),
+    stacked: Sequence[StackedRule] | None = None,
 ) -> ShardManifest:
     """The manifest of a module's parameters and persistent buffers on this rank. Not collective.
 
     Tensors that are one object under several names (tied weights) are described under
-    the first name; the others become aliases.
+    the first name; the others become aliases. A model of transformers is described as transformers saves it,
+    renamed and taken apart, unless `name_map` or `stacked` says otherwise.
 
     Args:
         module: any module, wrapped or not; its parameters may be DTensors.
         worker: identity of this rank.
         role: trainer or engine.
         name_map: from name to checkpoint name, None for what is left out; identity when omitted.
-        stacked: parameters that are several checkpoint tensors, by mapped name.
+        stacked: parameters that are several checkpoint tensors, by mapped name; `TRANSFORMERS_EXPERTS` when
+            omitted.
 
     Raises:
         ConfigError: see `held_tensors`; or two parameters that are not one object have one name.
-        UnsupportedLayout, ManifestError: see `held_tensors`, `local_shard` and `unstack`.
+        UnsupportedLayout, ManifestError: see `held_tensors`, `local_shard`, `saved_parts`, `unstack` and `cut`.
     """
     builder = ManifestBuilder(worker, role)
-    first_name: dict[int, str] = {}
+    first: dict[int, HeldTensor] = {}
     owners: dict[str, str] = {}
-    for held in held_tensors(module, name_map):
-        if id(held.tensor) in first_name:
-            if held.tensor_name != first_name[id(held.tensor)]:
-                builder.add_alias(held.tensor_name, first_name[id(held.tensor)])
+    held_here = held_tensors(module, name_map)
+    saved: Mapping[str, tuple[PlacedShard, ...]] = {}
+    if name_map is None and stacked is None and is_of_transformers(module):
+        saved = saved_parts(module, {held.tensor_name: held.tensor for held in held_here})
+    rules = TRANSFORMERS_EXPERTS if stacked is None else stacked
+    for held in held_here:
+        if id(held.tensor) in first:
+            for name, of in _aliases(held.tensor_name, first[id(held.tensor)].tensor_name, saved):
+                builder.add_alias(name, of)
             continue
-        first_name[id(held.tensor)] = held.tensor_name
+        first[id(held.tensor)] = held
         shard = local_shard(held.name, held.tensor, by_fsdp=held.by_fsdp)
         dtype = dtype_of(held.name, held.tensor)
         gaps = max(shard.nbytes - shard.box.numel * dtype.itemsize, 0)
         builder.add_parameter(held.name, nbytes=shard.nbytes, dtype=dtype, padding_nbytes=gaps)
-        parts = unstack(
-            stacked, held.tensor_name, shard.global_shape, shard.box, shard.strides_bytes
-        )
-        if parts is None:
-            whole = held.tensor_name, shard.global_shape, shard.box, 0, shard.strides_bytes
-            parts = (PlacedShard(*whole),)
+        whole = saved.get(held.tensor_name)
+        if whole is None:
+            whole = unstack(rules, held.tensor_name, shard.global_shape)
+        here = (held.tensor_name, shard.global_shape, shard.box, 0, shard.strides_bytes)
+        parts: Iterable[PlacedShard] = (PlacedShard(*here),)
+        if whole is not None:
+            parts = cut(held.name, whole, shard.global_shape, shard.box, shard.strides_bytes)
         for part in parts:
             # Otherwise one would be taken for a copy of the other.
-            if owners.setdefault(part.tensor, held.name) != held.name:
+            if not saved and owners.setdefault(part.tensor, held.name) != held.name:
                 raise ConfigError(
                     f"name_map: every tensor must be one parameter, got {owners[part.tensor]!r} and "
                     f"{held.name!r} for {part.tensor!r}"
@@ -388,6 +397,15 @@ def describe_module(
                 strides_bytes=part.strides,
             )
     return builder.build()
+
+
+def _aliases(
+    name: str, first: str, saved: Mapping[str, tuple[PlacedShard, ...]]
+) -> Iterator[tuple[str, str]]:
+    """Yield further names of what a tensor is saved as, each with the first one."""
+    pairs = zip(saved[name], saved[first], strict=True) if saved else ()
+    names = [(other.tensor, one.tensor) for other, one in pairs] if saved else [(name, first)]
+    yield from ((other, one) for other, one in names if other != one)
 
 
 def parameter_addresses(

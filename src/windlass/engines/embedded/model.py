@@ -24,7 +24,6 @@ from windlass.engines.embedded.scheduler import Step
 from windlass.errors import ConfigError
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Role, ShardManifest
-from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS
 from windlass.memory.ops import ALIGNMENT, aligned_offsets
 from windlass.memory.torch_dtypes import torch_dtype
 from windlass.transfer.arena import Arena
@@ -88,7 +87,7 @@ def load_model(
         _check_divisible(config, size)
         _parallelize(module, init_device_mesh("cpu", (size,)))
     arena = _move_into_arena(module, transport)
-    manifest = describe_module(module, worker, Role.ENGINE, stacked=TRANSFORMERS_EXPERTS)
+    manifest = describe_module(module, worker, Role.ENGINE)
     addresses = parameter_addresses(module)
     _run_locally(module)
     return ModelShard(module, config, manifest, arena, addresses)

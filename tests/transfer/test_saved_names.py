@@ -1,0 +1,318 @@
+"""A model of transformers is described as `save_pretrained` writes it, whole and sharded by FSDP2."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+from transformers import conversion_mapping, core_model_loading
+
+from windlass.errors import UnsupportedLayout
+from windlass.layout.box import Box
+from windlass.layout.manifest import Role, ShardManifest, contiguous_strides
+from windlass.layout.naming.place import PlacedShard
+from windlass.layout.naming.stacked import cut
+from windlass.transfer import saved_names
+from windlass.transfer.dtensor import describe_module, held_tensors, local_tensor
+
+SMALL: Mapping[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS: Mapping[str, Any] = {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}
+MORE_EXPERTS: Mapping[str, Any] = {
+    **SMALL,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+FULL = ["full_attention"] * 2
+VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "mixtral": EXPERTS,
+    "phimoe": EXPERTS,
+    "minimax": {**EXPERTS, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "minimax_m2": {**EXPERTS, "head_dim": 8, "rotary_dim": 4},
+    "granitemoe": EXPERTS,
+    "jamba": {**MORE_EXPERTS, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    "lfm2_moe": {**MORE_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "nemotron_h": {
+        **SMALL,
+        "layers_block_type": ["mamba", "moe"],
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "head_dim": 8,
+    },
+    "gpt_neox": SMALL,
+    "ernie4_5_moe": {**SMALL, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+    "hunyuan_v1_moe": {**MORE_EXPERTS, "head_dim": 8, "moe_topk": 2},
+    "hrm_text": {**SMALL, "num_layers_per_stack": 2},
+    "gpt_oss": {**EXPERTS, "head_dim": 8, "layer_types": FULL},
+    "qwen3_moe": {**MORE_EXPERTS, "head_dim": 8},
+    "olmoe": MORE_EXPERTS,
+    "qwen3_5_moe_text": {**MORE_EXPERTS, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    "zamba2": {**SMALL, "layer_types": ["mamba", "hybrid"], "mamba_d_state": 8, "n_mamba_heads": 4, "num_mem_blocks": 1},
+    "qwen2_5_vl": {"text_config": SMALL, "vision_config": VISION},
+    "qwen3_vl_moe": {"text_config": {**MORE_EXPERTS, "head_dim": 8}, "vision_config": VISION},
+}  # fmt: skip
+CONV3D = "visual.patch_embed.proj.weight"
+
+
+def built(name: str) -> Any:
+    config = transformers.AutoConfig.for_model(name, **MODELS[name])
+    maps = (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForImageTextToText,
+    )
+    kind = next(each for each in maps if type(config) in each._model_mapping)
+    model = kind.from_config(config, dtype=torch.float32)
+    first = 1
+    with torch.no_grad():
+        seen: set[int] = set()
+        for tensor in model.state_dict(keep_vars=True).values():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                numbers = torch.arange(first, first + tensor.numel()).reshape(tensor.shape)
+                tensor.copy_(numbers)
+                first += tensor.numel()
+    assert first < 1 << 24, "every element of its own value"
+    return model
+
+
+def saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    model.save_pretrained(folder)
+    tensors: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return tensors
+
+
+def gathered(model: torch.nn.Module, manifest: ShardManifest) -> dict[str, torch.Tensor]:
+    """Tensors put together from this rank's memory; NaN where it holds nothing."""
+    memory = {held.name: local_tensor(held.tensor) for held in held_tensors(model)}
+    found = {
+        spec.name: torch.full(spec.shape, torch.nan, dtype=torch.float64)
+        for spec in manifest.tensors
+    }
+    for shard in manifest.shards():
+        local = memory[shard.parameter]
+        size = local.element_size()
+        view = local.as_strided(
+            shard.box.sizes,
+            [step // size for step in shard.strides_bytes],
+            local.storage_offset() + shard.offset_bytes // size,
+        )
+        box = tuple(slice(o, e) for o, e in zip(shard.box.offsets, shard.box.ends, strict=True))
+        found[shard.tensor][box] = view.double()
+    return found | {alias: found[name] for alias, name in manifest.aliases.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_described_as_it_is_saved(name: str, tmp_path: Path) -> None:
+    model = built(name)
+    want = saved(model, tmp_path)
+    found = gathered(model, describe_module(model, "trainer/0", Role.TRAINER))
+    assert want.keys() <= found.keys()
+    for tensor, values in want.items():
+        assert torch.equal(found[tensor], values.double()), tensor
+    assert not any(values.isnan().any() for values in found.values())
+
+
+def test_these_models_are_no_plain_ones(tmp_path: Path) -> None:
+    """Else the test above would say nothing: names of modules are others, and tensors have five dims."""
+    model = built("mixtral")
+    assert not set(model.state_dict()) >= set(saved(model, tmp_path / "mixtral"))
+    many = describe_module(built("hrm_text"), "trainer/0", Role.TRAINER)
+    of_tensor: dict[str, set[str]] = {}
+    for shard in many.shards():
+        of_tensor.setdefault(shard.tensor, set()).add(shard.parameter)
+    assert max(map(len, of_tensor.values())) > 1, "no tensor is made of several parameters"
+    vision = describe_module(built("qwen2_5_vl"), "trainer/0", Role.TRAINER)
+    assert max(len(spec.shape) for spec in vision.tensors if spec.name.endswith(CONV3D)) == 5
+
+
+SHARDED = ("mixtral", "gpt_neox", "hrm_text", "phimoe", "gpt_oss", "qwen2_5_vl")
+WORLD_SIZE = 3
+
+
+def check_sharded(name: str, folder: Path) -> None:
+    want = load_file(folder / name / "model.safetensors")
+    for dim in (0, 1):
+        model = built(name)
+        try:
+            fully_shard(model, shard_placement_fn=lambda p, d=dim: torch.distributed.tensor.Shard(d if p.dim() > d else 0))  # type: ignore[misc]  # fmt: skip
+        except (NotImplementedError, AssertionError, ValueError):
+            assert dim, "FSDP2 refuses some uneven cuts of other dims"
+            continue
+        compiled: torch.nn.Module = torch.compile(model)  # type: ignore[assignment]
+        manifest = describe_module(compiled, f"trainer/{dist.get_rank()}", Role.TRAINER)
+        found = gathered(compiled, manifest)
+        held = {k: (~v.isnan()).double() for k, v in found.items()}
+        for tensor, values in want.items():
+            part = found.get(tensor, torch.full(values.shape, torch.nan)).double()
+            mine = held.get(tensor, torch.zeros(values.shape)).double()
+            assert torch.equal(part[mine.bool()], values.double()[mine.bool()]), (tensor, dim)
+            dist.all_reduce(mine)
+            assert (mine >= 1).all(), (tensor, dim)
+
+
+def run_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE
+    )
+    for name in SHARDED:
+        check_sharded(name, Path(folder))
+    dist.destroy_process_group()
+
+
+def test_what_ranks_hold_of_saved_tensors_is_together_what_is_saved(tmp_path: Path) -> None:
+    for name in SHARDED:
+        saved(built(name), tmp_path / name)
+    mp.spawn(run_rank, (str(tmp_path),), nprocs=WORLD_SIZE)  # type: ignore[attr-defined,no-untyped-call]
+
+
+def chain(tensors: list[torch.Tensor], dice: random.Random) -> list[torch.Tensor]:
+    """Move elements in ways that conversions may; the same ones for the same dice."""
+    for _ in range(dice.randint(1, 6)):
+        at = dice.randrange(len(tensors))
+        one = tensors.pop(at)
+        dim = dice.randrange(one.dim())
+        size = one.shape[dim]
+        made: list[torch.Tensor] = [one]
+        match dice.randrange(8):
+            case 0 if size > 1:
+                made = list(one.chunk(2, dim))
+            case 1 if one.dim() > 1:
+                made = [one.transpose(dim, dice.randrange(one.dim())).contiguous()]
+            case 2 if size % 2 == 0:
+                made = [one.reshape(*one.shape[:dim], size // 2, 2, *one.shape[dim + 1 :])]
+            case 3 if dim + 1 < one.dim():
+                made = [one.flatten(dim, dim + 1)]
+            case 4:
+                made = [torch.cat([one.narrow(dim, size // 2, size - size // 2), one.narrow(dim, 0, size // 2)], dim)]  # fmt: skip
+            case 5 if size <= 4 and one.dim() > 1:
+                made = [part.squeeze(dim) for part in torch.split(one, 1, dim)]
+            case 6 if size > 1:
+                first = size // 3 + 1
+                made = [*torch.split(one, [first, size - first], dim)]
+            case 7:
+                made = [one.unsqueeze(dim)]
+            case _:
+                pass
+        tensors[at:at] = [part for part in made if part.dim() <= 5]
+        tensors.extend(part.flatten() for part in made if part.dim() > 5)
+    return tensors
+
+
+def held_part(shape: tuple[int, ...], dice: random.Random) -> Box:
+    """What a rank may hold: a range of one dim."""
+    dim = dice.randrange(len(shape))
+    low = dice.randrange(shape[dim])
+    size = dice.randint(1, shape[dim] - low)
+    offsets, sizes = [0] * len(shape), list(shape)
+    offsets[dim], sizes[dim] = low, size
+    return Box(tuple(offsets), tuple(sizes))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_moves_elements_is_followed(seed: int) -> None:
+    dice = random.Random(seed)
+    refused = compared = 0
+    for _ in range(400):
+        shape = tuple(dice.choice((1, 2, 3, 4, 6, 8)) for _ in range(dice.randint(1, 4)))
+        real = torch.arange(int(np.prod(shape)), dtype=torch.float64).reshape(shape)
+        recipe = dice.getrandbits(32)
+        watched = saved_names.watched("w", shape, real.dtype)
+        want = chain([real], random.Random(recipe))
+        have = chain([watched], random.Random(recipe))
+        box = held_part(shape, dice)
+        local = real[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))]
+        local = local.contiguous().clone()
+        for expected, made in zip(want, have, strict=True):
+            assert isinstance(made, saved_names._Watched)
+            assert made.shape == expected.shape
+            parts = [
+                PlacedShard("t", tuple(made.shape), piece.box, piece.offset, piece.strides)
+                for piece in made.pieces
+            ]
+            assert sum(part.box.numel for part in parts) == expected.numel()
+            try:
+                found = list(cut("w", parts, shape, box, contiguous_strides(box.sizes, 1)))
+            except UnsupportedLayout:
+                refused += 1
+                continue
+            seen = torch.full(expected.shape, torch.nan, dtype=torch.float64)
+            for part in found:
+                region = tuple(
+                    slice(o, e) for o, e in zip(part.box.offsets, part.box.ends, strict=True)
+                )
+                assert seen[region].isnan().all(), "an element lies there twice"
+                seen[region] = local.as_strided(part.box.sizes, part.strides, part.offset)
+            here = torch.isin(expected, local)
+            assert torch.equal(seen[here], expected[here])
+            assert seen[~here].isnan().all()
+            compared += 1
+    assert compared > 4 * refused, "most must be described"
+
+
+class Doubled(core_model_loading.ConversionOps):  # type: ignore[misc]
+    """What a checkpoint does not hold: a computed tensor."""
+
+    def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+        return {name: tensors[0] * 2 for name, tensors in input_dict.items()}
+
+    @property
+    def reverse_op(self) -> core_model_loading.ConversionOps:
+        return self
+
+
+def test_what_transformers_computes_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built("gpt_neox")
+    doubled = core_model_loading.WeightConverter(
+        "mlp.dense_h_to_4h.weight", "mlp.dense_h_to_4h.weight", operations=[Doubled()]
+    )
+    monkeypatch.setattr(
+        conversion_mapping, "get_model_conversion_mapping", lambda *_, **__: [doubled]
+    )
+    with pytest.raises(UnsupportedLayout, match=r"computes with aten\.mul.*pass `name_map`"):
+        describe_module(model, "trainer/0", Role.TRAINER)
+    assert describe_module(model, "trainer/0", Role.TRAINER, stacked=()).parameters
+
+
+def test_a_conversion_that_fails_is_refused_by_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> object:
+        raise KeyError("no such attribute")
+
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", broken)
+    with pytest.raises(UnsupportedLayout, match=r"GPTNeoXForCausalLM.*KeyError.*no such attribute"):
+        describe_module(built("gpt_neox"), "trainer/0", Role.TRAINER)
