@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo lint types imports unit engine test test-all test-long test-megatron engines test-engines \
+.PHONY: help setup demo lint types imports unit engine test test-all test-long test-megatron engines test-engines test-integrations \
   test-truth test-security fuzz test-clusters test-hosts test-rdma bench clean
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test-all                                               that and everything below"
 	@echo "make test-long [ARGS=tests/updates/test_chaos.py]           generated faults, kills, relays, whole jobs"
 	@echo "make test-megatron | test-engines | test-truth              Megatron-core, live vLLM and SGLang: installed first"
+	@echo "make test-integrations [ARGS='-k trl']                      Windlass inside TRL and plain vLLM servers: installed first"
 	@echo "make test-security                                          what SECURITY.md and docs/attacks.md promise"
 	@echo "make fuzz [ARGS='--seconds 60']                             every decoder of peer bytes, by coverage"
 	@echo "make test-hosts | test-clusters | test-rdma                 several hosts (root), Slurm and Ray, verbs in a guest"
@@ -82,6 +83,13 @@ engines: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
 	test -n "$(WINDLASS_SGLANG_VENV)" || bash tools/engines/install.sh sglang .venv-sglang $(VENV)
 
+# Windlass inside other frameworks, each in an environment of its own. WINDLASS_TRL_VENV names one that is there
+# already; TRL imports vLLM, so it comes after it.
+test-integrations: setup
+	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
+	test -n "$(WINDLASS_TRL_VENV)" || bash tools/integrations/install_trl.sh .venv-trl $(VENV) $(or $(WINDLASS_VLLM_VENV),.venv-vllm)
+	$(BIN)/pytest -m engines tests/integrations $(ARGS)
+
 # Live servers on this machine's CPU: a choice that covers the matrix (about 27 minutes on two cores),
 # or all of it with FULL=1. What was shown becomes docs/capabilities.md.
 test-engines: engines
@@ -130,4 +138,4 @@ bench: setup
 	$(BIN)/windlass bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-trl build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -13,8 +13,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +21,18 @@ import pytest
 import torch
 from plain_vllm import HTTP_S, PlainServer, serving_plain
 from safetensors.torch import load_file
-from servers import ROOT
 from transformers import AutoModelForCausalLM
-
-from windlass.net.addresses import free_port
+from trl_fleet import RUN_S, Run, command, environment, make_model, server_flags, start
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
-VENV = Path(os.environ.get("WINDLASS_TRL_VENV", "") or ROOT / ".venv-trl")
-SCRIPT = Path(__file__).with_name("trl_run.py")
-RUN_S = 420.0
 PROMPTS = [[2, 5 + i, 5 + (7 * i) % 56, 3] for i in range(8)]
 NUM_TOKENS = 16
 
 
-def command(*arguments: str, num_ranks: int = 1) -> list[str]:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks))
-    port = ("--master-port", str(free_port()))
-    return [
-        str(VENV / "bin/python"), *((*torchrun, *port) if num_ranks > 1 else ()),
-        str(SCRIPT), *arguments,
-    ]  # fmt: skip
-
-
-def environment() -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": str(ROOT / "src"),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-    }
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not VENV.exists():
-        pytest.skip(f"no {VENV}: make test-integrations installs TRL")
-    folder = tmp_path_factory.mktemp("trl") / "model"
-    subprocess.run(command("make", str(folder)), env=environment(), check=True, timeout=120)
-    return folder
+    return make_model(tmp_path_factory.mktemp("trl") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -71,48 +42,8 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
         yield [running.enter_context(serve(model, logs / f"{number}.log")) for number in range(2)]
 
 
-def serve(model: Path, log: Path) -> Any:
-    # TRL asks for the model by its path.
-    flags = ("--dtype", "float32", "--served-model-name", str(model))
-    return serving_plain(model, log, flags=flags)
-
-
-@dataclass(frozen=True)
-class Run:
-    folder: Path
-    process: subprocess.Popen[bytes]
-
-    def log_text(self) -> str:
-        return (self.folder / "log").read_text()
-
-    def end(self) -> dict[str, Any]:
-        assert self.process.wait(RUN_S) == 0, self.log_text()[-6000:]
-        found: dict[str, Any] = json.loads((self.folder / "out.json").read_text())
-        return found
-
-
-def start(
-    folder: Path,
-    model: Path,
-    servers: Sequence[PlainServer],
-    *,
-    num_ranks: int = 1,
-    **settings: Any,
-) -> Run:
-    folder.mkdir(exist_ok=True)
-    settings = {
-        "model": str(model),
-        "out": str(folder / "out.json"),
-        "servers": [server.url for server in servers],
-        **settings,
-    }
-    (folder / "settings.json").write_text(json.dumps(settings))
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            command("train", str(folder / "settings.json"), num_ranks=num_ranks),
-            env=environment(), stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    return Run(folder, process)
+def serve(model: Path, log: Path) -> AbstractContextManager[PlainServer]:
+    return serving_plain(model, log, flags=server_flags(model))
 
 
 def rewards(found: dict[str, Any]) -> list[float]:

@@ -1,6 +1,6 @@
 """One run of TRL's `AsyncGRPOTrainer` against vLLM servers, on a CPU, in TRL's own environment.
 
-    python trl_run.py make FOLDER             # a tiny Qwen3 and its tokenizer
+    python trl_run.py make FOLDER 64 2        # a tiny Qwen3 and its tokenizer
     torchrun ... trl_run.py train SETTINGS    # a JSON file, see `Settings`
     torchrun ... trl_run.py refusals -        # what `WeightTransfer` does not take
 
@@ -13,14 +13,16 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import requests
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
@@ -75,7 +77,7 @@ def varlen_attention(
     return out
 
 
-def make(folder: Path, *, hidden: int = 64, layers: int = 2) -> None:
+def make(folder: Path, hidden: int, layers: int) -> None:
     """Write a Qwen3 of random weights and a tokenizer of whole words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -122,7 +124,7 @@ class DiskReload:
     def init_weight_transfer(self) -> None:
         """Nothing to set up."""
 
-    def _post(self, path: str, body: object = None) -> None:
+    def _post(self, path: str, body: Any = None) -> None:
         for server in self._servers:
             response = requests.post(f"{server}{path}", json=body, timeout=120)
             response.raise_for_status()
@@ -197,9 +199,21 @@ class Settings:
     learning_rate: float = 2e-3
 
 
+def transfer_of(settings: Settings) -> Any:
+    """What TRL is given as `weight_transfer`; nothing for its own."""
+    from windlass.integrations.trl import WeightTransfer
+
+    if settings.transfer == "trl":
+        return None
+    if settings.transfer == "disk":
+        return DiskReload(settings.servers, settings.model, Path(settings.out).parent / "reloaded")
+    return WeightTransfer(settings.servers, pause=settings.pause or None, deadline_s=100)
+
+
 def train(settings: Settings) -> None:
     """Train, and write what TRL logged and the weights that it ended with."""
     from datasets import Dataset
+    from peft import LoraConfig
     from trl.experimental.async_grpo import (
         AsyncGRPOConfig,
         AsyncGRPOTrainer,
@@ -231,33 +245,21 @@ def train(settings: Settings) -> None:
         save_strategy="no",
         disable_tqdm=True,
     )
-    extra: dict[str, Any] = {}
-    if settings.transfer == "disk":
-        extra["weight_transfer"] = DiskReload(
-            settings.servers, settings.model, out.parent / "reloaded"
-        )
-    elif settings.transfer != "trl":
-        from windlass.integrations.trl import WeightTransfer
-
-        transfer = extra["weight_transfer"] = WeightTransfer(
-            settings.servers, pause=settings.pause or None, deadline_s=100
-        )
-    if settings.lora:
-        from peft import LoraConfig
-
-        extra["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    transfer = transfer_of(settings)
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if settings.lora else None
     trainer = AsyncGRPOTrainer(
         model=settings.model,
         reward_funcs=reward,
         args=args,
         train_dataset=Dataset.from_list(prompts),
-        **extra,
+        peft_config=adapter,
+        weight_transfer=transfer,
     )
     if trainer.accelerator.num_processes > 1:
         shard_on_cpu(trainer.accelerator)
-    gathers = []
     gather = trainer._streaming_iter
-    trainer._streaming_iter = lambda: gathers.append(1) or gather()
+    gathers = Mock(wraps=gather)
+    trainer._streaming_iter = gathers
     if settings.transfer == "shards":
         transfer.attach(trainer)
     trainer.train()
@@ -272,25 +274,24 @@ def train(settings: Settings) -> None:
             "model_version": trainer.model_version,
             "num_sharded": sum(isinstance(parameter, DTensor) for parameter in parameters),
             "num_parameters": len(parameters),
-            "num_gathers": len(gathers),
+            "num_gathers": gathers.call_count,
         }
         out.write_text(json.dumps(written, indent=1))
 
 
 def refusals() -> None:
     """Print what is refused, on rank 0."""
-    import torch.distributed as dist
-
     from windlass.errors import ConfigError
     from windlass.integrations.trl import WeightTransfer
 
     dist.init_process_group("gloo")
-    found = {}
-    for name, make_one in {
+    cases: dict[str, Callable[[], object]] = {
         "servers": lambda: WeightTransfer([]),
         "twice": lambda: WeightTransfer(["http://a:1", "http://a:1"]),
         "ranks": lambda: WeightTransfer(["http://a:1"]).init_weight_transfer(),
-    }.items():
+    }
+    found = {}
+    for name, make_one in cases.items():
         try:
             make_one()
         except ConfigError as error:
@@ -301,9 +302,9 @@ def refusals() -> None:
 
 
 if __name__ == "__main__":
-    command, path = sys.argv[1:]
+    command, path, *sizes = sys.argv[1:]
     if command == "make":
-        make(Path(path))
+        make(Path(path), *map(int, sizes))
     elif command == "refusals":
         refusals()
     else:
