@@ -19,7 +19,7 @@ help:
 	@echo "make test-all                                               that and everything below"
 	@echo "make test-long [ARGS=tests/updates/test_chaos.py]           generated faults, kills, relays, whole jobs"
 	@echo "make test-megatron | test-engines | test-truth              Megatron-core, live vLLM and SGLang: installed first"
-	@echo "make test-integrations [ARGS='-k trl']                      Windlass inside TRL and plain vLLM servers: installed first"
+	@echo "make test-integrations [ARGS='-k trl']                      engines and frameworks that the user starts in their own way"
 	@echo "make test-security                                          what SECURITY.md and docs/attacks.md promise"
 	@echo "make fuzz [ARGS='--seconds 60']                             every decoder of peer bytes, by coverage"
 	@echo "make test-hosts | test-clusters | test-rdma                 several hosts (root), Slurm and Ray, verbs in a guest"
@@ -83,13 +83,6 @@ engines: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
 	test -n "$(WINDLASS_SGLANG_VENV)" || bash tools/engines/install.sh sglang .venv-sglang $(VENV)
 
-# Windlass inside other frameworks, each in an environment of its own. WINDLASS_TRL_VENV names one that is there
-# already; TRL imports vLLM, so it comes after it.
-test-integrations: setup
-	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
-	test -n "$(WINDLASS_TRL_VENV)" || bash tools/integrations/install_trl.sh .venv-trl $(VENV) $(or $(WINDLASS_VLLM_VENV),.venv-vllm)
-	$(BIN)/pytest -m engines tests/integrations $(ARGS)
-
 # Live servers on this machine's CPU: a choice that covers the matrix (about 27 minutes on two cores),
 # or all of it with FULL=1. What was shown becomes docs/capabilities.md.
 test-engines: engines
@@ -97,7 +90,13 @@ test-engines: engines
 	  $(BIN)/pytest -m engines tests/engines $(ARGS)
 	$(BIN)/python tools/render_capabilities.py
 
-# The part of it, and of test-megatron, that shows what an update promises with the settings that users run:
+# Engines and frameworks that the user starts in their own way, with Windlass installed beside them.
+# WINDLASS_TRL_VENV names an environment of TRL that is there already.
+test-integrations: engines
+	test -n "$(WINDLASS_TRL_VENV)" || bash tools/integrations/install_trl.sh .venv-trl $(VENV) $(or $(WINDLASS_VLLM_VENV),.venv-vllm)
+	$(BIN)/pytest -m engines tests/integrations $(ARGS)
+
+# The part of test-engines, and of test-megatron, that shows what an update promises with the settings that users run:
 # prefix caches on, overlapped gathers. Answers of updated servers, in every pause mode, are those of fresh
 # ones. About 15 minutes on two cores; the closing line counts what was compared.
 test-truth: engines
@@ -132,7 +131,7 @@ test-rdma: setup
 	$(BIN)/python tools/rdma/guest.py --machine build/rdma --deadline-s 5400 -- \
 	  bash tools/rdma/guest_network.sh bash tools/rdma/guest_tests.sh $(VENV) $(RDMA_TESTS)
 
-test-all: test test-long test-megatron test-hosts test-clusters test-engines test-rdma
+test-all: test test-long test-megatron test-hosts test-clusters test-engines test-integrations test-rdma
 
 bench: setup
 	$(BIN)/windlass bench $(ARGS)

@@ -498,7 +498,8 @@ class Coordinator:
         Raises:
             WindlassError: somebody did not bind.
         """
-        self._binding = None  # the newcomer's memory is bound to another plan now
+        if self._binding is not None:  # the newcomer's memory is bound to another plan now
+            self._binding = self._binding.without((newcomer.name,))
         try:
             binding = await self._bind(donor, (newcomer,), lambda _sources, _destinations: plan)
         except EnginesUnbound as error:
@@ -520,17 +521,25 @@ class Coordinator:
         if not engines:
             raise PeerUnreachable("connect: no complete engine is connected")
         wanted = signature_of([trainers, *engines])
-        if self._binding is not None and self._binding.signature == wanted:
-            return self._binding
+        held = self._binding
+        if held is not None and held.signature == wanted and not held.ended:
+            return held
         self._binding = None
         try:
-            self._binding = await self._bind(trainers, engines, self._planner)
+            self._binding = await self._bind(trainers, engines, self._planner, held)
         except EnginesUnbound as error:
+            self._binding = error.kept
             await self._part_with(error)
             return await self._ensure_bound()
         return self._binding
 
-    async def _bind(self, sources: Group, engines: Sequence[Group], planner: Planner) -> Binding:
+    async def _bind(
+        self,
+        sources: Group,
+        engines: Sequence[Group],
+        planner: Planner,
+        held: Binding | None = None,
+    ) -> Binding:
         round_id = self.new_epoch()
         self._has_bound, self._unbindable = True, ""
         self._fleet.bound_since(round_id.epoch)
@@ -543,6 +552,7 @@ class Coordinator:
             backend=self._config.backend,
             round_id=round_id,
             deadline_s=self._config.deadlines.connect_s,
+            held=held,
         )
 
     def new_epoch(self) -> RoundId:
@@ -720,7 +730,7 @@ class Coordinator:
             traits=self._config.backend.traits,
             trainers=binding.trainers,
             engines=binding.engines,
-            links=binding.links,
+            links=frozenset(binding.links),
             relay=binding.relay,
             replicated=None if comparison is None else replicated,
             turn=0 if comparison is None else comparison.turn,
