@@ -146,14 +146,17 @@ class Engine:
             connect_deadline_s=DEADLINE_S,
         )
 
-    def is_whole(self, version: int) -> bool:
-        found = truth(version)
-        return all(
-            (
-                np.concatenate([found[t].ravel().view(np.uint32) >> 16 for t in tensors]) == held
-            ).all()
-            for held, tensors in zip(self.memory, PARAMETERS.values(), strict=True)
-        )
+    def holds(self, wanted: Sequence[Elements]) -> bool:
+        return all((w == held).all() for w, held in zip(wanted, self.memory, strict=True))
+
+
+def served(version: int) -> list[Elements]:
+    """What every parameter of every engine must be."""
+    found = truth(version)
+    return [
+        np.concatenate([found[name].ravel().view(np.uint32) >> 16 for name in tensors])
+        for tensors in PARAMETERS.values()
+    ]
 
 
 def run_ranks(pipe: Connection, url: str, num_engines: int) -> None:
@@ -171,9 +174,10 @@ def run_ranks(pipe: Connection, url: str, num_engines: int) -> None:
                 pipe.send(True)
             case "publish", version:
                 with multiprocessing.pool.ThreadPool(NUM_TRAINERS) as pool:
-                    served = pool.map(lambda trainer: trainer.publish(version), trainers)
-                whole = all(engine.is_whole(version) for engine in engines.values())
-                pipe.send(whole and {len(names) for names in served} == {len(engines)})
+                    told_of = pool.map(lambda trainer: trainer.publish(version), trainers)
+                wanted = served(version)
+                whole = all(engine.holds(wanted) for engine in engines.values())
+                pipe.send(whole and {len(names) for names in told_of} == {len(engines)})
             case _:
                 raise ValueError(f"told {told}")
     for trainer in trainers:

@@ -15,28 +15,6 @@ import msgspec
 from windlass.errors import ConfigError
 from windlass.plugins import Registry
 
-__all__ = [
-    "PUSH_TRAITS",
-    "BackendTraits",
-    "CollectiveFabric",
-    "ControlConfig",
-    "DiskBackend",
-    "P2pBackend",
-    "PluginBackend",
-    "PauseMode",
-    "PhaseDeadlines",
-    "RegisteredBackend",
-    "RelayShape",
-    "ReplicaPlace",
-    "UpdateBackend",
-    "UpdateMode",
-    "XcclBackend",
-    "check_numbers",
-    "find_backend",
-    "take_name",
-    "take_names",
-]
-
 NameT = TypeVar("NameT", bound=StrEnum)
 
 

@@ -24,8 +24,6 @@ from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.updates.coordinator import Coordinator
 
-__all__ = ["Controller"]
-
 DEFAULT_CONCURRENCY = 256
 
 

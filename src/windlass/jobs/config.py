@@ -17,16 +17,6 @@ from windlass.rollout.messages import SamplingParams
 from windlass.rollout.staleness import OnStale
 from windlass.transports.registry import parse_transport
 
-__all__ = [
-    "ControllerSection",
-    "EngineSection",
-    "LaunchConfig",
-    "RecipeSection",
-    "RolloutSection",
-    "TrainerSection",
-    "load_config",
-]
-
 HERE = "{here}"
 
 

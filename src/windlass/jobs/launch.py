@@ -33,8 +33,6 @@ from windlass.rollout.staleness import StalenessPolicy
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import RoundOutcome
 
-__all__ = ["JobSummary", "run_job"]
-
 _T = TypeVar("_T")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -42,8 +42,6 @@ from windlass.rollout.workflows import encode_value
 from windlass.updates.coordinator import CalledUpdate, Coordinator
 from windlass.updates.messages import RoundOutcome
 
-__all__ = ["StepResult", "TrainController"]
-
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 20.0

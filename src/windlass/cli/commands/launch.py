@@ -10,8 +10,6 @@ from pathlib import Path
 from windlass.cli import Command
 from windlass.net.logs import configure_logging
 
-__all__ = ["COMMAND"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The file names everything; WINDLASS_TOKEN is used when it is set."""

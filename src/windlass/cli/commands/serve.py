@@ -22,8 +22,6 @@ from windlass.envs import control_token
 from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.net.logs import configure_logging
 
-__all__ = ["COMMAND", "parse_backend"]
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 

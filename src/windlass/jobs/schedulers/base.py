@@ -13,8 +13,6 @@ import msgspec
 
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 
-__all__ = ["LOST_RETURNCODE", "ClusterBackend", "ProcessSpec", "ProcessStatus", "Scheduler"]
-
 _log = logging.getLogger(__name__)
 LOST_RETURNCODE = -int(signal.SIGKILL)
 END_DEADLINE_S = 30.0

@@ -12,14 +12,6 @@ from windlass.jobs.schedulers.local import LocalScheduler
 from windlass.jobs.schedulers.ray import ray_scheduler
 from windlass.jobs.schedulers.slurm import slurm_scheduler
 
-__all__ = [
-    "LocalSchedulerConfig",
-    "RaySchedulerConfig",
-    "SchedulerConfig",
-    "SlurmSchedulerConfig",
-    "create_scheduler",
-]
-
 
 class LocalSchedulerConfig(
     msgspec.Struct, frozen=True, tag="local", tag_field="kind", forbid_unknown_fields=True

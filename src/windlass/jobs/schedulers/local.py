@@ -18,8 +18,6 @@ from windlass.errors import ConfigError, PeerTimeout
 from windlass.jobs.schedulers import parent_watchdog
 from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, Scheduler
 
-__all__ = ["LocalBackend", "LocalScheduler"]
-
 START_DEADLINE_S = 60.0
 
 

@@ -31,8 +31,6 @@ from windlass.jobs.schedulers import parent_watchdog
 from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, Scheduler
 from windlass.jobs.schedulers.local import LocalBackend
 
-__all__ = ["SlurmBackend", "slurm_scheduler"]
-
 COMMAND_DEADLINE_S = 30.0
 JOB_ID = re.compile(r"(\d+)(;.*)?$")
 TOOLS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
