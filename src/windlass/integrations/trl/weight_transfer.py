@@ -246,4 +246,8 @@ def _place(root: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         if part not in module._modules:
             module.add_module(part, torch.nn.Module())
         module = module.get_submodule(part)
-    module.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
+    held = module._parameters.get(leaf)
+    if held is None:
+        module.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
+    else:
+        held.data = tensor
