@@ -164,8 +164,8 @@ def run_ranks(pipe: Connection, url: str, num_engines: int) -> None:
     engines = {f"engine-{i}": Engine(f"engine-{i}", url) for i in range(num_engines)}
     trainers = [Trainer(index, url) for index in range(NUM_TRAINERS)]
     pipe.send(sum(m.nbytes for m in engines["engine-0"].memory))
-    while (told := pipe.recv()) is not None:
-        match told:
+    while True:
+        match told := pipe.recv():
             case "stop", name:
                 engines.pop(name).client.close()
                 pipe.send(True)
@@ -180,10 +180,6 @@ def run_ranks(pipe: Connection, url: str, num_engines: int) -> None:
                 pipe.send(whole and {len(names) for names in told_of} == {len(engines)})
             case _:
                 raise ValueError(f"told {told}")
-    for trainer in trainers:
-        trainer.client.close()
-    for engine in engines.values():
-        engine.client.close()
 
 
 class Asked:
@@ -245,7 +241,7 @@ async def measure(num_engines: int, repeats: int) -> list[Row]:
         assert await tell("publish", version), "an engine does not hold what was published"
         asked.take()
         print(f"{turn}: {alone[-1]:.3f} s alone, {whole[-1]:.3f} s all", file=sys.stderr)
-    ours.send(None)
+    ranks.kill()  # closing hundreds of clients one by one takes longer than the rest
     await asyncio.to_thread(ranks.join, 60)
     await coordinator.close()
     await server.close()
