@@ -18,7 +18,7 @@ from windlass.transfer.base import (
 )
 from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
-from windlass.transfer.relay_node import RelayNode
+from windlass.transfer.relay import RelayNode
 from windlass.transfer.sender import Sender
 from windlass.updates.messages import (
     Abort,
