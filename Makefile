@@ -92,6 +92,7 @@ test-engines: engines
 
 # Engines and frameworks that the user starts in their own way, with Windlass installed beside them.
 test-integrations: engines
+	test -n "$(WINDLASS_VERL_VENV)" || bash tools/engines/install.sh verl .venv-verl $(VENV)
 	$(BIN)/pytest -m engines tests/integrations $(ARGS)
 
 # The part of test-engines, and of test-megatron, that shows what an update promises with the settings that users run:
@@ -135,4 +136,4 @@ bench: setup
 	$(BIN)/windlass bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-verl build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
