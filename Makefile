@@ -62,7 +62,7 @@ unit: setup
 engine: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
 	WINDLASS_ENGINES=one $(BIN)/pytest -m engines tests/engines/test_live_servers.py -k fresh_one
-	$(BIN)/pytest -m engines tests/integrations/test_vllm_plugin.py
+	WINDLASS_ENGINES=one $(BIN)/pytest -m engines tests/integrations/test_vllm_plugin.py -k "fresh_one or dies"
 
 test: lint types imports unit engine
 
@@ -93,7 +93,8 @@ test-engines: engines
 # Engines and frameworks that the user starts in their own way, with Windlass installed beside them.
 test-integrations: engines
 	test -n "$(WINDLASS_VERL_VENV)" || bash tools/engines/install.sh verl .venv-verl $(VENV)
-	$(BIN)/pytest -m engines tests/integrations $(ARGS)
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target build/routers sglang-router==0.3.2 vllm-router==0.1.17
+	WINDLASS_ROUTERS=build/routers $(BIN)/pytest -m engines tests/integrations tests/rollout/test_routers.py $(ARGS)
 
 # The part of test-engines, and of test-megatron, that shows what an update promises with the settings that users run:
 # prefix caches on, overlapped gathers. Answers of updated servers, in every pause mode, are those of fresh

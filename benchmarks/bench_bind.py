@@ -146,14 +146,17 @@ class Engine:
             connect_deadline_s=DEADLINE_S,
         )
 
-    def is_whole(self, version: int) -> bool:
-        found = truth(version)
-        return all(
-            (
-                np.concatenate([found[t].ravel().view(np.uint32) >> 16 for t in tensors]) == held
-            ).all()
-            for held, tensors in zip(self.memory, PARAMETERS.values(), strict=True)
-        )
+    def holds(self, wanted: Sequence[Elements]) -> bool:
+        return all((w == held).all() for w, held in zip(wanted, self.memory, strict=True))
+
+
+def served(version: int) -> list[Elements]:
+    """What every parameter of every engine must be."""
+    found = truth(version)
+    return [
+        np.concatenate([found[name].ravel().view(np.uint32) >> 16 for name in tensors])
+        for tensors in PARAMETERS.values()
+    ]
 
 
 def run_ranks(pipe: Connection, url: str, num_engines: int) -> None:
@@ -161,8 +164,8 @@ def run_ranks(pipe: Connection, url: str, num_engines: int) -> None:
     engines = {f"engine-{i}": Engine(f"engine-{i}", url) for i in range(num_engines)}
     trainers = [Trainer(index, url) for index in range(NUM_TRAINERS)]
     pipe.send(sum(m.nbytes for m in engines["engine-0"].memory))
-    while (told := pipe.recv()) is not None:
-        match told:
+    while True:
+        match told := pipe.recv():
             case "stop", name:
                 engines.pop(name).client.close()
                 pipe.send(True)
@@ -171,15 +174,12 @@ def run_ranks(pipe: Connection, url: str, num_engines: int) -> None:
                 pipe.send(True)
             case "publish", version:
                 with multiprocessing.pool.ThreadPool(NUM_TRAINERS) as pool:
-                    served = pool.map(lambda trainer: trainer.publish(version), trainers)
-                whole = all(engine.is_whole(version) for engine in engines.values())
-                pipe.send(whole and {len(names) for names in served} == {len(engines)})
+                    told_of = pool.map(lambda trainer: trainer.publish(version), trainers)
+                wanted = served(version)
+                whole = all(engine.holds(wanted) for engine in engines.values())
+                pipe.send(whole and {len(names) for names in told_of} == {len(engines)})
             case _:
                 raise ValueError(f"told {told}")
-    for trainer in trainers:
-        trainer.client.close()
-    for engine in engines.values():
-        engine.client.close()
 
 
 class Asked:
@@ -241,7 +241,7 @@ async def measure(num_engines: int, repeats: int) -> list[Row]:
         assert await tell("publish", version), "an engine does not hold what was published"
         asked.take()
         print(f"{turn}: {alone[-1]:.3f} s alone, {whole[-1]:.3f} s all", file=sys.stderr)
-    ours.send(None)
+    ranks.kill()  # closing hundreds of clients one by one takes longer than the rest
     await asyncio.to_thread(ranks.join, 60)
     await coordinator.close()
     await server.close()

@@ -48,7 +48,15 @@ from windlass.updates.binding import (
 from windlass.updates.changes import Changes, tell
 from windlass.updates.comparisons import Comparisons
 from windlass.updates.driver import RoundDriver, RoundResult
-from windlass.updates.fleet import PROBE_SEQ, EngineInfo, Fleet, Group, Identity, MustWait
+from windlass.updates.fleet import (
+    PROBE_SEQ,
+    EngineInfo,
+    EngineState,
+    Fleet,
+    Group,
+    Identity,
+    MustWait,
+)
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     AGENT_FRAMES,
@@ -185,6 +193,15 @@ class Coordinator:
         """Engines that may be given traffic: complete, whole, at the published version."""
         return self._fleet.routable(self._published)
 
+    def engines(self) -> tuple[EngineState, ...]:
+        """All engines of which a rank is connected, routable or not."""
+        return self._fleet.states(self._published)
+
+    @property
+    def in_round(self) -> bool:
+        """Whether engines are being updated now; those of the round are not routable meanwhile."""
+        return self._driver is not None
+
     def on_update(self, listener: Callable[[UpdateReport], None]) -> None:
         """Call `listener` in the loop after every round."""
         self._update_listeners.append(listener)
@@ -207,7 +224,7 @@ class Coordinator:
             "engines": self._fleet.describe(self._published),
             "refused": {who: printable(reason) for who, (_, reason) in self._refusals.items()},
             "trainers": list(t.workers) if (t := self._fleet.trainers()) is not None else [],
-            "in_round": self._driver is not None,
+            "in_round": self.in_round,
             "updates": self.num_updates,
             "links": [] if self._binding is None else self._binding.describe_links(),
         }

@@ -27,8 +27,13 @@ from windlass.net.messages import Reply as Reply
 from windlass.net.messages import RoundId as RoundId
 from windlass.net.messages import encode as encode
 from windlass.planning.relay import RelayGroup
-from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, WireTensor
-from windlass.transfer.relay_wire import RelayAddress
+from windlass.transfer.bindings import (
+    DestinationBinding,
+    GroupOffer,
+    LinkOutcome,
+    RelayAddress,
+    WireTensor,
+)
 from windlass.transports.base import TransportOffer
 from windlass.updates.measures import Measure
 

@@ -35,6 +35,8 @@ REASON_S = 1.0
 LATE_S = 10.0
 CALL_S = 30.0
 """For a route that does nothing that takes long."""
+PROBE_S = 2.0
+"""For a server that had died to say that it is there again: whoever sends waits for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,8 +256,8 @@ class _Fleet:
         """Of the controller, for trainer ranks."""
         return _Address(self._hosted.url, self._hosted.token(Access.TRAINER))
 
-    def join(self, names: Collection[str], deadline_s: float) -> None:
-        """Have servers capture their layouts and join.
+    def join(self, names: Collection[str], deadline_s: float, *, answer_s: float = CALL_S) -> None:
+        """Have servers capture their layouts and join. `answer_s`: for each to say that it is there.
 
         Raises:
             EngineRefused: one cannot be updated; its reason. PeerUnreachable. PeerTimeout.
@@ -267,7 +269,7 @@ class _Fleet:
                 "token": self._hosted.token(Access.ENGINE),
                 "transport": self._transport,
                 "url": self._urls[name],
-                "world_size": self._routes.world_size(self._urls[name], CALL_S),
+                "world_size": self._routes.world_size(self._urls[name], answer_s),
             }
             for name in names
         }
@@ -297,7 +299,10 @@ class _Fleet:
             PeerUnreachable: none is in the fleet.
         """
         missing = self._hosted.call(self._missing()).result()
-        tries = {name: self._joining.submit(self.join, [name], deadline_s) for name in missing}
+        tries = {
+            name: self._joining.submit(self.join, [name], deadline_s, answer_s=PROBE_S)
+            for name in missing
+        }
         reasons = {}
         for name, tried in tries.items():
             try:

@@ -98,7 +98,7 @@ class RayBackend(ClusterBackend):
                 max_concurrency=MAX_CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
             )
-            .remote(None, watched=True)
+            .remote(None, watched=True, gpus=())
         )
         return reservation
 

@@ -75,7 +75,7 @@ class SlurmBackend(ClusterBackend):
     def __init__(
         self, log_dir: Path, *, sbatch_options: tuple[str, ...] = (), host: str = ""
     ) -> None:
-        self._clients = LocalBackend(log_dir, watched=True)
+        self._clients = LocalBackend(log_dir, watched=True, gpus=())
         self._script = log_dir / "slurm-lease.sh"
         self._options = sbatch_options
         self._host = host or socket.gethostname()
