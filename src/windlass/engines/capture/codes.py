@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
+from windlass.engines.quantised import is_declared
 from windlass.errors import ConfigError, UnsupportedLayout
 from windlass.layout.dtypes import SAFETENSORS_NAMES, DType
 from windlass.layout.quantization import QuantizedTensor, scale_shape
@@ -56,6 +58,8 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 _EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
 _SAFETENSORS = {SAFETENSORS_NAMES[dtype]: dtype for dtype in _EXACT}
+_INTEGERS_STORED = ("BOOL", "U8", "I8", "I16", "I32", "I64")
+INDEX = "model.safetensors.index.json"
 SCALE_SUFFIX = "_scale_inv"
 """What the name of a float8 matrix gets to name its scales."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -80,27 +84,53 @@ class CheckpointSpec:
 
 
 def checkpoint_specs(folder: Path) -> tuple[CheckpointSpec, ...]:
-    """Return what the safetensors files of a checkpoint hold, from their headers alone; ordered by name.
+    """Return what a checkpoint holds, from the headers of its files alone; ordered by name.
 
     Files are ordered by type first, which parts scales from their weights. vLLM keeps what it has
     of every layer until the layer is complete, and counts all of it at each tensor: tensors of one
     layer must come together.
 
+    Integers (masks, positions) are left out, which no training changes and engines make themselves; what
+    an engine needs of them it keeps. Not of a quantised checkpoint, where they are weights.
+
     Raises:
-        ConfigError: no safetensors files there, or one that is none.
+        ConfigError: no safetensors files there, or one that is none; or its index names others.
         UnsupportedLayout: a tensor of a type that codes cannot travel in (packed integers, say).
     """
     found: dict[str, CheckpointSpec] = {}
+    quantised = is_declared(folder)
     with _opened(folder) as stored:
         for name in sorted(stored):
             entry = stored[name].get_slice(name)
-            if (dtype := entry.get_dtype()) not in _SAFETENSORS:
+            if (dtype := entry.get_dtype()) in _SAFETENSORS:
+                found[name] = CheckpointSpec(name, tuple(entry.get_shape()), _SAFETENSORS[dtype])
+            elif quantised or dtype not in _INTEGERS_STORED:
                 raise UnsupportedLayout(
                     f"checkpoint: tensor {name!r}: dtype must be one of {list(_SAFETENSORS)} to be "
                     f"followed through the loader, got {dtype}"
                 )
-            found[name] = CheckpointSpec(name, tuple(entry.get_shape()), _SAFETENSORS[dtype])
     return tuple(found.values())
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that count: those of the index, or the one that needs none, or all.
+
+    Beside them may lie the same weights in another form (`consolidated.safetensors`).
+    """
+    index, single = folder / INDEX, folder / "model.safetensors"
+    if not index.exists():
+        return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    try:
+        named = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"checkpoint: {index} must have a `weight_map` of names to files: {error}"
+        ) from error
+    return sorted({folder / file for file in named.values()})
 
 
 @contextmanager
@@ -108,7 +138,7 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
     """Open a folder; yield the safetensors file of every tensor in it, by the tensor's name."""
     from safetensors import SafetensorError, safe_open
 
-    files = sorted(folder.glob("*.safetensors"))
+    files = _files(folder)
     if not files:
         raise ConfigError(f"checkpoint: {folder} must hold safetensors files, found none")
     with ExitStack() as stack:
@@ -116,6 +146,8 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
         for file in files:
             try:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
+            except FileNotFoundError as error:
+                raise ConfigError(f"checkpoint: {file} must be there: {INDEX} names it") from error
             except SafetensorError as error:
                 raise ConfigError(f"checkpoint: {file} is no safetensors file: {error}") from error
             stored |= dict.fromkeys(opened.keys(), opened)
