@@ -56,10 +56,12 @@ imports: setup
 unit: setup
 	$(BIN)/pytest -n 4 --dist loadfile || $(BIN)/pytest --last-failed --last-failed-no-failures none
 
-# One live server: vLLM with two tensor-parallel ranks, updated in both modes by FSDP2 ranks.
+# Live servers of vLLM: with two tensor-parallel ranks, updated in both modes by FSDP2 ranks; and plain ones,
+# started by their users with one flag.
 engine: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
 	WINDLASS_ENGINES=one $(BIN)/pytest -m engines tests/engines/test_live_servers.py -k fresh_one
+	$(BIN)/pytest -m engines tests/integrations/test_vllm_plugin.py
 
 test: lint types imports unit engine
 

@@ -22,6 +22,7 @@ PACKAGES = (
     "windlass.engines",
     "windlass.transports",
     "windlass.jobs",
+    "windlass.integrations.vllm",
     "windlass.layout",
     "windlass.planning",
     "windlass.cli",

@@ -106,8 +106,8 @@ class PlayedWorker:
 
     async def deliver(self, last: int, *outcomes: RolloutOutcome) -> int:
         """Returns what the controller acknowledges."""
-        raw = tuple(msgspec.Raw(encode(outcome)) for outcome in outcomes)
-        await self.socket.send_bytes(encode(CompletionBatch(last, raw)))
+        batch = CompletionBatch(last, tuple(encode(outcome) for outcome in outcomes))
+        await self.socket.send_bytes(encode(batch))
         return await asyncio.wait_for(self.acknowledged.get(), WITHIN_S)
 
 

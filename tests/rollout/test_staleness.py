@@ -134,7 +134,7 @@ class Bench:
     def add_group(self, n: int) -> None:
         task_ids = [str(number) for number in range(self.num + 1, self.num + n + 1)]
         work = Work(prompt_ids=(1,), sampling=SAMPLING)
-        group = Group.of(len(self.groups), task_ids, work, None)
+        group = Group.of(len(self.groups), task_ids, work, None, self.life._give_up_group)
         group.future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
         self.num += n
         for record in group.records:
@@ -302,6 +302,23 @@ async def test_a_group_is_never_ready_before_its_last_sample() -> None:
         bench.finish(OutcomeStatus.ACCEPTED, 0, 0)
     assert list(bench.life.table.ready) == [0]
     assert all(record.state is State.BUFFERED for record in bench.groups[0].records)
+
+
+async def test_cancelling_the_future_gives_the_whole_group_up_at_once() -> None:
+    """However it is cancelled: `asyncio.wait_for` of a task that awaits it knows no handle."""
+    bench = Bench()
+    work = Work(prompt_ids=(1,), sampling=SAMPLING)
+    single, group = bench.life.submit(work), bench.life.submit_group(work, 3)
+    bench.dispatch()
+    assert list(bench.at_worker) == [single.task_id]
+    assert single.future.cancel()
+    assert group.future.cancel()
+    assert not bench.at_worker
+    assert not bench.life.table.records
+    for handle in (single, group):
+        handle.cancel()
+        assert not handle.future.cancel()
+    assert bench.life.table.counts.cancelled == 4
 
 
 async def test_groups_that_are_declined_leave_room_for_others_for_ever() -> None:

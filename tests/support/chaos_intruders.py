@@ -515,9 +515,7 @@ class Intruder:
                 version = self.world.controller.coordinator.published_version
                 records = list(self.world.controller.rollouts._table.records.values())[:8]
                 outcomes = tuple(
-                    msgspec.Raw(
-                        encode(_forged_outcome(record.task_id, record.attempt + step, version))
-                    )
+                    encode(_forged_outcome(record.task_id, record.attempt + step, version))
                     for record in records
                     for step in (-1, 1000)
                 )

@@ -234,11 +234,11 @@ DECODERS = {
                     attempts=(rollout.AttemptKey("t", 1),),
                 )
             ),
-            encode(rollout.CompletionBatch(1, (msgspec.Raw(encode(OUTCOME)),))),
+            encode(rollout.CompletionBatch(1, (encode(OUTCOME),))),
             encode(Reply(1, 1, 0, None)),
         ),
     ),
-    "outcome": Decoder(lambda data: rollout.decode_outcome(msgspec.Raw(data)), (encode(OUTCOME),)),
+    "outcome": Decoder(rollout.decode_outcome, (encode(OUTCOME),)),
     "rollout controller frame": Decoder(
         rollout.CONTROLLER_FRAMES.decode,
         (

@@ -89,18 +89,18 @@ class Fsdp:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        self._model = build(kind, seed=1).float()
+        self.model = build(kind, seed=1).float()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in self._model.model.layers:
+        for layer in self.model.model.layers:
             fully_shard(layer, mesh=mesh)
-        fully_shard(self._model, mesh=mesh)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
+        fully_shard(self.model, mesh=mesh)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
         self._plain = build(kind, seed=1)
 
     def step(self) -> None:
         ids = torch.arange(NUM_TOKENS).reshape(1, -1) * 7 % 250
         self._optimizer.zero_grad()
-        self._model(input_ids=ids, labels=ids).loss.backward()
+        self.model(input_ids=ids, labels=ids).loss.backward()
         self._optimizer.step()
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class Fsdp:
         from torch.distributed.tensor import DTensor
 
         for (name, parameter), target in zip(
-            self._model.named_parameters(), self._plain.parameters(), strict=True
+            self.model.named_parameters(), self._plain.parameters(), strict=True
         ):
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             assert full.shape == target.shape, name
@@ -118,7 +118,7 @@ class Fsdp:
 
     def connect(self, url: str, transport: str) -> TrainerClient:
         return windlass.connect_trainer(
-            self._model, controller=url, token=os.environ["WINDLASS_TOKEN"], transport=transport
+            self.model, controller=url, token=os.environ["WINDLASS_TOKEN"], transport=transport
         )
 
 

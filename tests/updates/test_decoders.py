@@ -174,7 +174,7 @@ def test_what_is_opaque_in_a_message_is_checked_where_the_message_is(value: byte
         {**msgspec.to_builtins(OUTCOME, builtin_types=(bytes,)), "value": value}
     )
     try:
-        decoded = rollout.decode_outcome(msgspec.Raw(outcome))
+        decoded = rollout.decode_outcome(outcome)
     except WindlassError:
         return
     if value:

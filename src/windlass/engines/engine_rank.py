@@ -274,6 +274,10 @@ class EngineRank:
         )
         self._has_joined = True
 
+    def serves(self, version: int) -> bool:
+        """Whether this rank holds a version, or a later one, of the fleet that it is in."""
+        return self._client is not None and self._client.agent.served_version >= version
+
     def leave(self, deadline_s: float) -> None:
         """Withdraw the rank's memory from its fleet, whose controller has ended; if it is in one.
 

@@ -22,7 +22,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Of all that two processes of Windlass say to each other; both must have the same."""
 MAX_NAME_NBYTES = 255
 

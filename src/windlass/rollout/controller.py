@@ -447,7 +447,7 @@ class RolloutController:
             if record is None:
                 self._table.counts.ignored += 1
                 continue
-            self._pool.release(record.worker, record.key)
+            self._pool.release(record.worker, record.task_id, record.attempt)
             self._life.end_attempt(record, outcome)
         self._journal.flush()
         self._schedule_dispatch()
@@ -459,7 +459,7 @@ class RolloutController:
                 self._life.retry(record, reason, Partial())
 
     def _withdraw(self, record: Record) -> None:
-        self._pool.withdraw(record.worker, record.key)
+        self._pool.withdraw(record.worker, record.task_id, record.attempt)
 
     # --- engines -------------------------------------------------------------------------
 

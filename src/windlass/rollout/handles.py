@@ -174,14 +174,11 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Handle(Generic[ResultT]):
-    __slots__ = ("_cancel", "future", "metadata")
+    __slots__ = ("future", "metadata")
 
-    def __init__(
-        self, future: asyncio.Future[ResultT], cancel: Callable[[], None], metadata: object
-    ) -> None:
+    def __init__(self, future: asyncio.Future[ResultT], metadata: object) -> None:
         self.metadata = metadata
         self.future = future
-        self._cancel = cancel
 
     def done(self) -> bool:
         """Whether awaiting would return or raise at once."""
@@ -189,7 +186,7 @@ class _Handle(Generic[ResultT]):
 
     def cancel(self) -> None:
         """Give it up, a group as a whole; workers are told. Idempotent."""
-        self._cancel()
+        self.future.cancel()
 
     def add_done_callback(self, callback: Callable[[asyncio.Future[ResultT]], None]) -> None:
         """Call `callback` with the future once it is done."""
@@ -209,10 +206,9 @@ class RolloutHandle(_Handle[Rollout]):
         self,
         task_id: str,
         future: asyncio.Future[Rollout],
-        cancel: Callable[[], None],
         metadata: object = None,
     ) -> None:
-        super().__init__(future, cancel, metadata)
+        super().__init__(future, metadata)
         self.task_id = task_id
 
     def __await__(self) -> Generator[object, None, Rollout]:
@@ -233,10 +229,9 @@ class GroupHandle(_Handle[RolloutGroup]):
         group_id: int,
         task_ids: tuple[str, ...],
         future: asyncio.Future[RolloutGroup],
-        cancel: Callable[[], None],
         metadata: object = None,
     ) -> None:
-        super().__init__(future, cancel, metadata)
+        super().__init__(future, metadata)
         self.group_id = group_id
         self.task_ids = task_ids
 

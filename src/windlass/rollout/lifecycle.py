@@ -158,16 +158,15 @@ class Lifecycle:
         task_ids = [f"{self._prefix}-{number}" for number in range(first, first + n)]
         self.journal.submitted(task_ids, group_id, work, metadata)
         self._next_task += n
-        group = Group.of(group_id, task_ids, work, metadata)
+        group = Group.of(group_id, task_ids, work, metadata, self._give_up_group)
         for record in group.records:
             self.add(record)
         self._work_changed()
         return group
 
     def _single_handle(self, group: Group) -> RolloutHandle:
-        future, record = group.future, group.records[0]
-        future.add_done_callback(lambda done: self.cancel(group) if done.cancelled() else None)
-        return RolloutHandle(record.task_id, future, lambda: self.cancel(group), record.metadata)
+        (record,) = group.records
+        return RolloutHandle(record.task_id, group.future, record.metadata)
 
     def _group_handle(self, group: Group) -> GroupHandle:
         # The failure of a group whose handle nobody kept is in the counts and the log.
@@ -176,7 +175,6 @@ class Lifecycle:
             group.group_id,
             tuple(record.task_id for record in group.records),
             group.future,
-            lambda: self.cancel(group),
             group.records[0].metadata,
         )
 
@@ -195,7 +193,13 @@ class Lifecycle:
         more. Time limits begin anew.
         """
         groups = [
-            Group.of(each.group_id, each.task_ids, each.work, msgspec.msgpack.decode(each.metadata))
+            Group.of(
+                each.group_id,
+                each.task_ids,
+                each.work,
+                msgspec.msgpack.decode(each.metadata),
+                self._give_up_group,
+            )
             for each in persisted.submissions()
         ]
         records = {record.task_id: record for group in groups for record in group.records}
@@ -512,7 +516,6 @@ class Lifecycle:
         if self.journal.acknowledged(task_id) or record is None:
             return
         self.table.ready.pop(record.group.group_id, None)
-        record.group.future.cancel()
         for member in record.group.records:
             buffered = member.state is State.BUFFERED
             if buffered:
@@ -522,14 +525,21 @@ class Lifecycle:
             self._end(member)
             self.table.counts.completed += 1
             self.journal.add(Ended((member.task_id,), int(buffered)))
+        record.group.future.cancel()
         self._work_changed()
 
     # --- giving up -------------------------------------------------------------------------
 
     def cancel(self, group: Group) -> None:
         """Nobody wants what has not ended of it. Idempotent."""
-        group.future.cancel()
         self.table.counts.cancelled += len(self._take_back(group))
+        group.future.cancel()
+
+    def _give_up_group(self, task_id: str) -> None:
+        """The group's future was cancelled, by whoever waits for it or by `cancel`."""
+        record = self.table.records.get(task_id)
+        if record is not None:
+            self.cancel(record.group)
 
     def _take_back(self, group: Group) -> list[Record]:
         """End every record of it that has not ended; returns those."""

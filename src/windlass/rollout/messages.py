@@ -290,11 +290,12 @@ class CompletionBatch(msgspec.Struct, frozen=True, tag="completions"):
 
     Attributes:
         last: number of the last of them; a worker numbers its outcomes from 1.
-        outcomes: a `RolloutOutcome` each, which `decode_outcomes` reads.
+        outcomes: a `RolloutOutcome` each, which `decode_outcomes` reads. Its length stands before it, so that
+            reading the frame steps over it.
     """
 
     last: _Count
-    outcomes: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_OUTCOMES)]
+    outcomes: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_OUTCOMES)]
 
 
 class WorkerLeaving(msgspec.Struct, frozen=True, tag="leaving"):
@@ -364,13 +365,8 @@ TRAINING_BATCHES: Codec[TrainingBatch] = Codec(TrainingBatch, "training batch")
 _OUTCOMES: Codec[RolloutOutcome] = Codec(RolloutOutcome, "outcome")
 
 
-def decode_outcome(raw: msgspec.Raw) -> RolloutOutcome:
-    """Decode one outcome of a batch.
-
-    Raises:
-        ProtocolError: it is none.
-    """
-    return _OUTCOMES.decode(raw)
+decode_outcome = _OUTCOMES.decode
+"""Decodes one outcome of a batch, or raises ProtocolError."""
 
 
 async def decode_outcomes(batch: CompletionBatch) -> list[RolloutOutcome]:
@@ -380,12 +376,12 @@ async def decode_outcomes(batch: CompletionBatch) -> list[RolloutOutcome]:
         ProtocolError: one of them is no outcome.
     """
     if sum(map(len, batch.outcomes)) <= SMALL_FRAME_NBYTES:
-        return [decode_outcome(raw) for raw in batch.outcomes]
+        return _decode_all(batch.outcomes)
     return await asyncio.to_thread(_decode_all, batch.outcomes)
 
 
-def _decode_all(outcomes: Sequence[msgspec.Raw]) -> list[RolloutOutcome]:
-    return [decode_outcome(raw) for raw in outcomes]
+def _decode_all(outcomes: Sequence[bytes]) -> list[RolloutOutcome]:
+    return [decode_outcome(encoded) for encoded in outcomes]
 
 
 def check_value(what: str, value: bytes) -> None:

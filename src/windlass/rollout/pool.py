@@ -177,7 +177,7 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
     @property
     def free_slots(self) -> int:
         """How many more attempts the worker takes: none while it has no connection."""
-        return super().free_slots if self.is_connected else 0
+        return 0 if self._socket is None else super().free_slots
 
     @property
     def has_left(self) -> bool:
@@ -344,17 +344,19 @@ class WorkerPool:
         self.workers[worker.hello.name] = worker
         self._on_change()
 
-    def withdraw(self, name: str, key: AttemptKey) -> None:
-        """Cancel an attempt that a worker has."""
+    def withdraw(self, name: str, task_id: str, attempt: int) -> None:
+        """Cancel an attempt that a worker has, or will have when it is back."""
         if name in self.workers:
-            self.workers[name].withdraw(key.task_id, key.attempt)
-        self._absent.get(name, {}).pop(key.task_id, None)
+            self.workers[name].withdraw(task_id, attempt)
+        elif name in self._absent:
+            self._absent[name].pop(task_id, None)
 
-    def release(self, name: str, key: AttemptKey) -> None:
+    def release(self, name: str, task_id: str, attempt: int) -> None:
         """A worker's attempt has ended."""
         if name in self.workers:
-            self.workers[name].release(key.task_id, key.attempt)
-        self._absent.get(name, {}).pop(key.task_id, None)
+            self.workers[name].release(task_id, attempt)
+        elif name in self._absent:
+            self._absent[name].pop(task_id, None)
 
     async def serve(self, request: web.Request) -> web.WebSocketResponse:
         """Serve one connection of a worker."""

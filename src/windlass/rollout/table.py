@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, final
@@ -77,6 +77,31 @@ class State(Enum):
     ENDED = "ended"
 
 
+@final
+class GroupFuture(asyncio.Future[Any]):
+    """Of a group, which is given up with it: by its handle, or because a task that awaits it is cancelled.
+
+    A done-callback would do, and cost every rollout a turn of the loop, cancelled or not.
+
+    Args:
+        task_id: of the group's first record. The future does not refer to the group, which refers to it.
+        give_up: called with `task_id`, at once.
+    """
+
+    __slots__ = ("_give_up", "_task_id")
+
+    def __init__(self, task_id: str, give_up: Callable[[str], None]) -> None:
+        super().__init__()
+        self._task_id, self._give_up = task_id, give_up
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """See `asyncio.Future`."""
+        if not super().cancel(msg):
+            return False
+        self._give_up(self._task_id)
+        return True
+
+
 @dataclass(slots=True, eq=False)
 class Group:
     """Records of the same work, which end together. A rollout that was submitted alone is one of one.
@@ -87,15 +112,24 @@ class Group:
     """
 
     group_id: int
-    future: asyncio.Future[Any]
+    future: GroupFuture
     records: list[Record] = field(default_factory=list)
 
     @classmethod
-    def of(cls, group_id: int, task_ids: Iterable[str], work: Work, metadata: object) -> Group:
-        """Make one with a record for each id; in the event loop."""
-        loop = asyncio.get_running_loop()
-        group = cls(group_id, loop.create_future())
-        now = loop.time()
+    def of(
+        cls,
+        group_id: int,
+        task_ids: Sequence[str],
+        work: Work,
+        metadata: object,
+        give_up: Callable[[str], None],
+    ) -> Group:
+        """Make one with a record for each id; in the event loop.
+
+        `give_up` is called with the first id when its future is cancelled.
+        """
+        group = cls(group_id, GroupFuture(task_ids[0], give_up))
+        now = asyncio.get_running_loop().time()
         group.records += [Record(task_id, group, work, metadata, now) for task_id in task_ids]
         return group
 

@@ -222,13 +222,13 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome | CompletionAck]):
                     logger.info("outcomes were not acknowledged, and are sent again")
 
     def _next_batch(self) -> CompletionBatch:
-        batch: list[msgspec.Raw] = []
+        batch: list[bytes] = []
         nbytes = last = 0
         for number, (_, outcome) in self._kept.items():
             nbytes += len(outcome)
             if batch and (nbytes > MAX_BATCH_NBYTES or len(batch) == MAX_OUTCOMES):
                 break
-            batch.append(msgspec.Raw(outcome))
+            batch.append(outcome)
             last = number
         return CompletionBatch(last, tuple(batch))
 
@@ -264,7 +264,7 @@ def _encoded(outcome: RolloutOutcome) -> bytes:
         return encoded
     try:
         if len(encoded) <= MAX_OUTCOME_NBYTES:
-            decode_outcome(msgspec.Raw(encoded))
+            decode_outcome(encoded)
             return encoded
         reason = f"it must be of at most {MAX_OUTCOME_NBYTES} bytes, got {len(encoded)}"
     except ProtocolError as error:

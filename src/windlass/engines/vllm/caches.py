@@ -15,8 +15,9 @@ which is not told, would have them look for what is gone and die. A running requ
 an output has the scheduler run the encoder again. What vLLM keeps of multimodal processors are
 inputs, which are those of any version.
 
-`--scheduler-cls windlass.engines.vllm.caches._scheduler` has vLLM import this module in every
-EngineCore process, before the first request. Read and found to fit in 0.24 and 0.32.
+`--scheduler-cls windlass.engines.vllm.caches._scheduler`, or the plugin `windlass.integrations.vllm.plugin`,
+has vLLM import this module in every EngineCore process, before the first request. Read and found to fit in
+0.24 and 0.32.
 """
 
 from __future__ import annotations
@@ -28,7 +29,20 @@ from typing import Any, Protocol
 
 from windlass.errors import ConfigError
 
-__all__ = ["OUTSIDE", "PAUSING_CALLS", "SCHEDULER", "Namespace", "Salted"]
+__all__ = [
+    "BACKEND",
+    "OUTSIDE",
+    "PAUSING_CALLS",
+    "SCHEDULER",
+    "Namespace",
+    "Salted",
+    "drop_encoder_outputs",
+    "is_backend_of",
+    "keep_caches_apart",
+]
+
+BACKEND = "windlass"
+"""For `--weight-transfer-config`."""
 
 SCHEDULER = "windlass.engines.vllm.caches._scheduler"
 """For `--scheduler-cls`."""
@@ -40,7 +54,9 @@ PAUSING_CALLS = frozenset({"windlass_quiesce", "windlass_block"})
 A worker that is not given one refuses the pause: this core would mix the versions of its caches.
 """
 
-_LOADS = "windlass_capture"
+_HOLDS = "update_weights"
+"""vLLM's own call of workers, which a weight-transfer backend of ours holds; its argument is a dict."""
+_LOADS, _INITIALISES = "windlass_capture", "init_weight_transfer_engine"
 
 
 class Salted(Protocol):
@@ -60,6 +76,7 @@ class Namespace:
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
+        self._has_salted = False
 
     def begin(self) -> str:
         """Begin another one and return its name."""
@@ -68,14 +85,19 @@ class Namespace:
 
     def salt(self, own: str | None) -> str:
         """Return the salt of a request that came now; `own` is what its client gave."""
+        self._has_salted = True
         return self._name + (own or "")
 
     def enter(self, request: Salted) -> None:
         """Hash the request's blocks anew if they are of an older namespace.
 
+        Nothing where no request has been salted: Windlass does not update this engine.
+
         Args:
             request: holds no blocks; its salt is one of `salt`.
         """
+        if not self._has_salted:
+            return
         salt = request.cache_salt or ""
         if salt.startswith(self._name):
             return
@@ -96,14 +118,32 @@ def _scheduler(**made_with: Any) -> object:
     config = made_with["vllm_config"]
     if vars(config).get("diffusion_config") is not None:
         raise ConfigError("vLLM: updates of models that generate by diffusion have not been shown")
-    _keep_apart()
+    keep_caches_apart()
     made = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
     return made(**made_with)
 
 
+def is_backend_of(config: Any) -> bool:
+    """Whether an engine of this `VllmConfig` was started with our weight-transfer backend."""
+    transfer = vars(config).get("weight_transfer_config")
+    return transfer is not None and bool(transfer.backend == BACKEND)
+
+
+def drop_encoder_outputs(core: Any) -> None:
+    """Have an EngineCore and its workers forget what encoders put out. Called in the core's loop."""
+    model = core.vllm_config.model_config
+    # What an encoder before a decoder put out is its own request's, and never found again.
+    if model.is_multimodal_model and not model.is_encoder_decoder:
+        core.scheduler.reset_encoder_cache()
+        core.model_executor.reset_encoder_cache()
+
+
 @functools.cache
-def _keep_apart() -> None:
-    """Have the EngineCore of this process do what this module says. Once."""
+def keep_caches_apart() -> None:
+    """Have the EngineCore of this process do what this module says. Once.
+
+    An engine that Windlass does not update, in a process that merely has the plugin, goes on as it did.
+    """
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.core import EngineCore
 
@@ -111,7 +151,9 @@ def _keep_apart() -> None:
     preprocess, call = EngineCore.preprocess_add_request, EngineCore.collective_rpc
 
     def preprocess_add_request(core: Any, request: Any) -> Any:
-        request.cache_salt = namespace.salt(request.cache_salt)
+        config = core.vllm_config
+        if config.scheduler_config.scheduler_cls == SCHEDULER or is_backend_of(config):
+            request.cache_salt = namespace.salt(request.cache_salt)
         return preprocess(core, request)
 
     def collective_rpc(
@@ -121,14 +163,14 @@ def _keep_apart() -> None:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
+        of_backend = method in (_HOLDS, _INITIALISES) and is_backend_of(core.vllm_config)
+        if method in PAUSING_CALLS or method == _LOADS or of_backend:
+            drop_encoder_outputs(core)
         if method in PAUSING_CALLS:
             args = (*args, namespace.begin())
-        model = core.vllm_config.model_config
-        # What an encoder before a decoder put out is its own request's, and never found again.
-        finds_outputs = model.is_multimodal_model and not model.is_encoder_decoder
-        if finds_outputs and (method in PAUSING_CALLS or method == _LOADS):
-            core.scheduler.reset_encoder_cache()
-            core.model_executor.reset_encoder_cache()
+        elif method == _HOLDS and of_backend and kwargs is not None:
+            update = {**kwargs["update_info"], "namespace": namespace.begin()}
+            kwargs = {**kwargs, "update_info": update}
         found: list[Any] = call(core, method, timeout, args, kwargs)
         return found
 

@@ -23,10 +23,13 @@ class _Layer(Protocol):
     cpu_linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-def multiply_by_parameters() -> None:
+def multiply_by_parameters(applies: Callable[[], bool] = lambda: True) -> None:
     """Have this worker's linear layers read their parameters. Called before its model is loaded.
 
     Outside a worker of vLLM on a CPU it does nothing.
+
+    Args:
+        applies: whether to, asked for every layer while the model is loaded; vLLM packs where not.
 
     Raises:
         UnsupportedLayout: not now, but while the model is loaded: the weight of a convolution was packed
@@ -44,6 +47,9 @@ def multiply_by_parameters() -> None:
     pack = utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: _Layer, remove_weight: bool) -> None:
+        if not applies():
+            pack(layer, remove_weight)
+            return
         if layer.weight.ndim == 2:
             layer.cpu_linear = torch.nn.functional.linear
             return

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -91,6 +92,15 @@ _EVICTED = "an adapter that shares slots can be evicted and is then read again f
 _HOSTS = "every rank must be on the launcher's host, where it writes what it has to say"
 _EXPERTS_LEAVE = "ranks come and go, and experts move with them"
 _LORA = "lora_config"
+_SCHEDULER = Rule(
+    "--scheduler-cls",
+    (SCHEDULER,),
+    "Windlass gives its own, with which caches are kept apart by version",
+    ("scheduler_config.scheduler_cls",),
+)
+_PLAIN_SCHEDULER = replace(
+    _SCHEDULER, allowed=(None,), why="caches are kept apart by version in vLLM's own"
+)
 RULES = (
     Rule("--enable-sleep-mode", (False,), "weights move and lose their registration when it sleeps",
          ("model_config.enable_sleep_mode",)),
@@ -124,9 +134,7 @@ RULES = (
     Rule("--kv-transfer-config", (None,), OUTSIDE, ("kv_transfer_config",)),
     Rule("--kv-offloading-size", (), OUTSIDE),
     Rule("--ec-transfer-config", (None,), OUTSIDE, ("ec_transfer_config",)),
-    Rule("--scheduler-cls", (SCHEDULER,),
-         "Windlass gives its own, with which caches are kept apart by version",
-         ("scheduler_config.scheduler_cls",)),
+    _SCHEDULER,
 )  # fmt: skip
 """Places of settings are those of vLLM's `VllmConfig`."""
 
@@ -222,12 +230,14 @@ def _generate_options() -> tuple[str, ...]:
     return ("--enable-scale-out", "--middleware", ROUTE)
 
 
-def refuse_unsafe_config(config: object, *, adapter: bool) -> None:
+def refuse_unsafe_config(config: object, *, adapter: bool, has_own_scheduler: bool = True) -> None:
     """Check the resolved configuration of a rank; releases lack some of its places.
 
     Args:
         config: vLLM's `VllmConfig`.
         adapter: whether the rank's adapter is what is updated.
+        has_own_scheduler: whether `SCHEDULER` is what keeps caches apart by version; if not, vLLM's own
+            must be there, which the plugin knows.
 
     Raises:
         ConfigError: names a setting with which an update would be wrong, and why.
@@ -242,6 +252,8 @@ def refuse_unsafe_config(config: object, *, adapter: bool) -> None:
         return found
 
     rules = [rule for rule in RULES if not (adapter and _LORA in rule.settings)]
+    if not has_own_scheduler:
+        rules = [r if r.option != _SCHEDULER.option else _PLAIN_SCHEDULER for r in rules]
     refuse_settings("vLLM", rules, setting)
 
 

@@ -1,0 +1,252 @@
+"""vLLM's weight-transfer backend "windlass": what a worker does when its trainer calls.
+
+`windlass.integrations.vllm.plugin` registers it; a server that was started with
+`--weight-transfer-config '{"backend": "windlass"}'` makes one in every worker, after it has loaded the
+model. `/init_weight_transfer_engine` has the worker capture its layout and join the fleet of the trainer;
+`/update_weights` holds its loop between two steps, while the version is received, verified and made live by
+the agent's thread. Interface of vLLM 0.24 and 0.32 (`vllm/distributed/weight_transfer/base.py`).
+
+vLLM answers a call with the first failure among its workers, and takes what the others answered for
+answers to its next call. So a worker raises only where it is the last; the trainer hears every reason, and
+first, from the worker that has it: see `report_cannot_join`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from windlass.engines.capture.codes import checkpoint_specs
+from windlass.engines.engine_rank import EngineRank
+from windlass.engines.held_loop import HeldLoop
+from windlass.engines.launch import check_placed, refuse_unsafe, report_buffers
+from windlass.engines.quantised import require_followed
+from windlass.engines.rank_reports import RefusedByOtherRank
+from windlass.engines.spec import AgentSettings
+from windlass.engines.vllm.rank import Worker, capture_rank, number_of
+from windlass.errors import ConfigError, WindlassError
+from windlass.updates.client import report_cannot_join
+
+__all__ = ["InitInfo", "UpdateInfo", "WindlassTransferEngine"]
+
+logger = logging.getLogger(__name__)
+LEAVE_S = 1.0
+
+
+@dataclass(kw_only=True)
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Body of `/init_weight_transfer_engine`.
+
+    Attributes:
+        name: of this server in the fleet.
+        controller: address that the trainer's rank 0 gives. token: of an engine's role.
+        transport: name of the transport that receives weights.
+        url: of this server, as the trainer calls it.
+        world_size: ranks of this server.
+    """
+
+    name: str
+    controller: str
+    token: str = field(repr=False)
+    transport: str
+    url: str
+    world_size: int
+
+
+@dataclass(kw_only=True)
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Body of `/update_weights`.
+
+    Attributes:
+        version: that is about to come.
+        deadline_s: for its round to reach this worker.
+        namespace: that the EngineCore has begun for its caches; see `windlass.engines.vllm.caches`.
+    """
+
+    version: int
+    deadline_s: float
+    namespace: str = ""
+
+
+@final
+class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+    """One worker's. vLLM calls it in the worker's loop, after every earlier step."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    worker: Worker
+    """Given before `init_transfer_engine`, see `_give_worker`: 0.24 tells an engine its model alone."""
+
+    def __init__(self, config: object, *made_with: object) -> None:
+        super().__init__(config, *made_with)
+        self._engine_rank = EngineRank()
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Capture the layout and join the trainer's fleet, after leaving the one before. Every rank.
+
+        A server that is refused goes on serving what it has. The trainer is told why.
+
+        Raises:
+            WindlassError: of the last rank.
+        """
+        rank = number_of(self.worker)
+        try:
+            self._join(init_info, rank)
+        except RefusedByOtherRank:
+            return  # the rank that has a reason tells it
+        except Exception as error:
+            logger.exception("rank %s", rank)
+            reason = (
+                str(error)
+                if isinstance(error, WindlassError)
+                else f"{type(error).__name__}: {error}"
+            )
+            try:
+                report_cannot_join(
+                    init_info.controller, init_info.token, init_info.name, f"rank {rank}: {reason}"
+                )
+            except WindlassError as unheard:
+                logger.warning("rank %s: the trainer was not told: %s", rank, unheard)
+            if rank == init_info.world_size - 1:
+                raise
+
+    def _join(self, info: InitInfo, rank: int) -> None:
+        parallel = self.worker.parallel_config
+        if parallel.pipeline_parallel_size > 1 or parallel.world_size != info.world_size:
+            raise ConfigError(
+                "vLLM: a plain server must have tensor-parallel ranks alone, got "
+                f"{info.world_size} ranks with {parallel.pipeline_parallel_size} stages and replicas of "
+                f"{parallel.world_size}: python -m windlass.engines.vllm serves stages and replicas"
+            )
+        model, load = self.worker.vllm_config.model_config, self.worker.vllm_config.load_config
+        folder = _folder_of(model.model, model.revision)
+        refuse_unsafe((), ())  # what the environment says of memory
+        require_followed(
+            folder, ("--quantization", model.quantization) if model.quantization else ()
+        )
+        settings = AgentSettings(
+            name=info.name,
+            controller=info.controller,
+            transport=info.transport,
+            url=info.url,
+            checkpoint=str(folder),
+            world_size=info.world_size,
+            loaded=load.load_format != "dummy",
+        )
+        captured = capture_rank(
+            self.worker, self._engine_rank, settings, HeldLoop, has_own_scheduler=False
+        )
+        check_placed(info.name, [_nowhere(folder, captured.unplaced, info.world_size)])
+        report_buffers(info.name, [captured])
+        self._engine_rank.join(settings, rank, info.token)
+
+    def start_weight_update(self) -> None:
+        """Nothing is to be prepared: bytes come to where they are served from."""
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        """See `receive_weights`: what vLLM does besides asks for a GPU."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo, load_weights: object = None) -> None:
+        """Hold this worker between two steps until the round that this version comes with is over.
+
+        It may end with the old weights: whoever asked for the version is told how, by its report. Where no
+        round reaches this worker, it is held for `deadline_s`; where its weights may be of two versions,
+        until the fleet has mended them.
+
+        Raises:
+            ConfigError: the EngineCore has not begun a namespace.
+        """
+        del load_weights  # of 0.24
+        if not update_info.namespace:
+            raise ConfigError(
+                "vLLM: its core must keep caches apart by version, and began no namespace: "
+                "is the plugin excluded by VLLM_PLUGINS?"
+            )
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if self._engine_rank.serves(update_info.version):
+            return  # the call was late
+        self._engine_rank.gate.block(f"version {update_info.version}", update_info.deadline_s)
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to be done: the agent has finalised what it received."""
+
+    def shutdown(self) -> None:
+        """Leave the trainer's fleet. The server goes on with the weights that it has."""
+        try:
+            self._engine_rank.leave(LEAVE_S)
+        except WindlassError as error:
+            logger.warning("shutdown: %s", error)
+
+    @staticmethod
+    def trainer_send_weights(_iterator: object, _trainer_args: object) -> None:
+        """Of 0.24, where trainers have no class of their own.
+
+        Raises:
+            ConfigError: always: it gathers every tensor on one rank.
+        """
+        raise ConfigError("trainer_send_weights: use windlass.integrations.vllm.WeightSync")
+
+
+def _nowhere(folder: Path, unplaced: Sequence[str], world_size: int) -> Sequence[str]:
+    """Return the checkpoint tensors that are in the memory of no rank; every rank calls this."""
+    if world_size == 1:
+        return unplaced
+    from vllm.distributed.parallel_state import get_world_group
+
+    names = [spec.name for spec in checkpoint_specs(folder)]  # in one order for all
+    missing = torch.tensor([name in {*unplaced} for name in names], dtype=torch.int32)
+    dist.all_reduce(missing, op=dist.ReduceOp.MIN, group=get_world_group().cpu_group)
+    return tuple(
+        name for name, everywhere in zip(names, missing.tolist(), strict=True) if everywhere
+    )
+
+
+def _give_worker() -> None:
+    """Have vLLM's worker be known to its engine from the first call on, which is its trainer's."""
+    from vllm.v1.worker.gpu_worker import Worker as VllmWorker
+
+    initialise = VllmWorker.init_weight_transfer_engine
+
+    def with_worker(worker: Any, init_info: dict[str, object]) -> None:
+        if isinstance(worker.weight_transfer_engine, WindlassTransferEngine):
+            worker.weight_transfer_engine.worker = worker
+        initialise(worker, init_info)
+
+    VllmWorker.init_weight_transfer_engine = with_worker
+
+
+def _folder_of(model: str, revision: str | None) -> Path:
+    """Return the folder of the checkpoint that vLLM has loaded: of the hub's cache, where it has a name there.
+
+    Raises:
+        ConfigError: it is not on this host.
+    """
+    if (folder := Path(model)).is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"--model must be a folder, or a model in the hub's cache of every rank, got {model!r}"
+        ) from error
+
+
+_give_worker()  # imported in a worker that has this backend, while it loads its model

@@ -1,0 +1,1 @@
+"""Windlass inside other frameworks, each on its own hook."""

@@ -1,0 +1,169 @@
+"""A controller in a thread of the trainer's rank 0, and what its ranks tell each other of it.
+
+So a user of a framework starts no process and handles no secret: the address and a token of its role reach
+every trainer rank through the store of `torch.distributed`, and every engine through a call of its framework's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+import msgspec
+
+from windlass.config import ControlConfig
+from windlass.controller import Controller
+from windlass.errors import PeerTimeout, PeerUnreachable
+from windlass.net.access import Access, role_token
+from windlass.net.addresses import check_url, is_loopback, own_address
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+__all__ = ["HostedController", "TrainerRanks"]
+
+T = TypeVar("T")
+CLOSE_S = 30.0
+_NUMBERS = itertools.count()
+"""Ranks make what is collective in one order, so the same number says the same thing on each."""
+
+
+@final
+class HostedController:
+    """A `Controller` whose loop runs in a thread of this process until `close`.
+
+    Args:
+        towards: URLs of those that connect besides the trainer's ranks; says which address is bound.
+        config: of its updates.
+        setup: called with the controller in its loop, before anybody can connect.
+
+    Attributes:
+        controller: to be used from its loop only, see `call`.
+
+    Raises:
+        ConfigError, PeerUnreachable: no address of this host leads to one of them.
+    """
+
+    def __init__(
+        self,
+        towards: Sequence[str],
+        config: ControlConfig,
+        setup: Callable[[Controller], None],
+    ) -> None:
+        self._secret = secrets.token_urlsafe(32)
+        away = [url for url in towards if not is_loopback(check_url(url, "towards").hostname or "")]
+        host = own_address([*away, *towards][0])
+        self.controller = Controller(token=self._secret, host=host, config=config)
+        self._loop = asyncio.new_event_loop()
+        self._ended = asyncio.Event()
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(setup, started), name="windlass-controller", daemon=True
+        )
+        self._thread.start()
+        started.result()
+
+    def _run(self, setup: Callable[[Controller], None], started: Future[None]) -> None:
+        async def serve() -> None:
+            try:
+                async with self.controller as controller:
+                    setup(controller)
+                    started.set_result(None)
+                    await self._ended.wait()
+            except BaseException as error:
+                if started.done():
+                    raise
+                started.set_exception(error)
+
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(serve())
+
+    @property
+    def url(self) -> str:
+        """The address that ranks are given."""
+        return self.controller.url
+
+    def token(self, role: Access) -> str:
+        """A token that opens the controller to a role, and nothing else."""
+        return role_token(self._secret, role)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Have its loop do `work`."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """End it, and every connection to it. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join(CLOSE_S)
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """`reason` is why there is nothing to tell."""
+
+    text: str = ""
+    reason: str = ""
+
+
+@final
+class TrainerRanks:
+    """The ranks of this trainer, which tell each other things through `torch.distributed`'s store.
+
+    Made by every rank, in one order; without `torch.distributed` there is one rank. Not collective.
+    """
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.world_size = 0, 1
+        self._store: Store | None = None
+        self._name = f"windlass/ranks/{next(_NUMBERS)}"
+        if dist.is_available() and dist.is_initialized():
+            from torch.distributed.distributed_c10d import _get_default_store
+
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            self._store = _get_default_store()
+
+    def tell(self, what: str, text: str = "", *, reason: str = "") -> None:
+        """Tell every rank that asks or will ask: once for each `what`.
+
+        Raises:
+            PeerUnreachable: the store is gone.
+        """
+        if self._store is None or self.world_size == 1:
+            return
+        try:
+            self._store.set(
+                f"{self._name}/{what}", msgspec.json.encode(_Told(text, reason)).decode()
+            )
+        except RuntimeError as error:
+            raise PeerUnreachable(f"{what}: the store of torch.distributed: {error}") from error
+
+    def hear(self, what: str, deadline_s: float) -> str:
+        """Wait for what another rank tells.
+
+        Raises:
+            PeerUnreachable: it told a reason, which this quotes; or the store is gone.
+            PeerTimeout: it told nothing within `deadline_s`.
+        """
+        if self._store is None:
+            raise PeerUnreachable(f"{what}: this trainer has one rank")
+        key = f"{self._name}/{what}"
+        try:
+            self._store.wait([key], timedelta(seconds=deadline_s))
+            told = msgspec.json.decode(self._store.get(key), type=_Told)
+        except RuntimeError as error:
+            if "timeout" in str(error).lower():
+                raise PeerTimeout(
+                    f"{what}: another rank of the trainer told nothing in {deadline_s} s"
+                ) from error
+            raise PeerUnreachable(f"{what}: the store of torch.distributed: {error}") from error
+        if told.reason:
+            raise PeerUnreachable(told.reason)
+        return told.text

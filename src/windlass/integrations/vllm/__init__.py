@@ -1,0 +1,28 @@
+"""Weight updates of plain `vllm serve` servers: `--weight-transfer-config '{"backend": "windlass"}'`.
+
+Every trainer rank:
+
+    sync = WeightSync(model, servers=["http://127.0.0.1:8000"])
+    sync.send_weights(version)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from windlass.lazy import public
+
+if TYPE_CHECKING:
+    from windlass.integrations.vllm.servers import PAUSE_MODES as PAUSE_MODES
+    from windlass.integrations.vllm.servers import VllmServers as VllmServers
+    from windlass.integrations.vllm.sync import SentWeights as SentWeights
+    from windlass.integrations.vllm.sync import WeightSync as WeightSync
+
+if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+    __all__, __getattr__, __dir__ = public(
+        __name__,
+        {
+            "windlass.integrations.vllm.servers": "PAUSE_MODES VllmServers",
+            "windlass.integrations.vllm.sync": "SentWeights WeightSync",
+        },
+    )

@@ -1,0 +1,27 @@
+"""The entry point of the group `vllm.general_plugins`.
+
+vLLM calls it in its API server, in every EngineCore and in every worker, before any of them does anything
+(`vllm/plugins/__init__.py`, 0.24 and 0.32); in an engine with another backend, or none, nothing is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from windlass.engines.vllm.caches import BACKEND, is_backend_of, keep_caches_apart
+from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Register the weight-transfer backend "windlass"; see `windlass.engines.vllm.weight_transfer`."""
+    from vllm.config import get_current_vllm_config
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    with contextlib.suppress(ValueError):  # it has been called before in this process
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "windlass.engines.vllm.weight_transfer", "WindlassTransferEngine"
+        )
+    keep_caches_apart()
+    multiply_by_parameters(lambda: is_backend_of(get_current_vllm_config()))

@@ -1,0 +1,187 @@
+"""vLLM's own routes for weight updates, of several servers side by side.
+
+In 0.24 `vllm/entrypoints/serve/dev/rlhf/api_router.py`, in 0.32 `vllm/entrypoints/rl/online/api_router.py`;
+a server has them with VLLM_SERVER_DEV_MODE=1.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import final
+
+import msgspec
+
+from windlass.engines.http import EngineHttp, NoSuchRoute
+from windlass.errors import ConfigError, PeerUnreachable, WindlassError
+from windlass.net.addresses import check_url
+
+__all__ = ["PAUSE_MODES", "VllmServers"]
+
+logger = logging.getLogger(__name__)
+PAUSE_MODES = ("abort", "wait", "keep")
+"""Of `/pause`: running requests end, are waited for, or go on afterwards where they are."""
+
+
+class _WorldSize(msgspec.Struct, frozen=True):
+    world_size: int
+
+
+@final
+class VllmServers:
+    """Servers that were started with `--weight-transfer-config '{"backend": "windlass"}'`.
+
+    Calls go to all servers at once and block. But for `init_weight_transfer_engine` they return, and
+    log, why a server could not be asked, by URL: one that has died must not keep the others.
+
+    Args:
+        urls: of the servers.
+        api_key: what they were started to ask for; empty for nothing.
+
+    Raises:
+        ConfigError: no URL, one that is none, or one twice.
+    """
+
+    def __init__(self, urls: Sequence[str], *, api_key: str = "") -> None:
+        if isinstance(urls, str) or not urls:
+            raise ConfigError(f"servers: must be a sequence of one URL or more, got {urls!r}")
+        self.urls = tuple(url.rstrip("/") for url in urls)
+        for url in self.urls:
+            check_url(url, "servers")
+        if len({*self.urls}) < len(self.urls):
+            raise ConfigError(f"servers: each must be given once, got {list(self.urls)}")
+        self._http = {url: EngineHttp(url, api_key=api_key) for url in self.urls}
+        # One thread more for each: a call may last as long as weights are mixed.
+        self._pool = ThreadPoolExecutor(2 * len(self.urls), "windlass-vllm")
+
+    def world_size(self, url: str, deadline_s: float) -> int:
+        """Return how many ranks a server has, replicas included.
+
+        Raises:
+            PeerUnreachable, PeerTimeout: it does not answer, or has no such route.
+        """
+        try:
+            answer = self._http[url].get("/get_world_size", deadline_s)
+        except NoSuchRoute as error:
+            raise PeerUnreachable(
+                f"{url}: must be started with VLLM_SERVER_DEV_MODE=1 in its environment: {error}"
+            ) from error
+        return msgspec.json.decode(answer, type=_WorldSize).world_size
+
+    def init_weight_transfer_engine(
+        self, init_info: Mapping[str, Mapping[str, object]], deadline_s: float
+    ) -> None:
+        """POST `/init_weight_transfer_engine` to the servers named, each with its own body.
+
+        Args:
+            init_info: by URL.
+            deadline_s: for each to answer.
+
+        Raises:
+            PeerUnreachable: a server could not be reached, or refused; quotes each reason.
+        """
+        reasons = self._post(
+            "/init_weight_transfer_engine",
+            init_info,
+            lambda url: {"init_info": init_info[url]},
+            deadline_s,
+        )
+        if reasons:
+            raise PeerUnreachable("; ".join(reasons.values()))
+
+    def pause(self, among: Collection[str], mode: str, deadline_s: float) -> dict[str, str]:
+        """POST `/pause?mode=...`; vLLM's caches are not cleared: they are kept apart by version.
+
+        Args:
+            among: the URLs that are asked.
+            mode: one of `PAUSE_MODES`.
+            deadline_s: for each.
+
+        Raises:
+            ConfigError: no such mode.
+        """
+        if mode not in PAUSE_MODES:
+            raise ConfigError(f"pause: must be one of {PAUSE_MODES}, got {mode!r}")
+        path = f"/pause?mode={mode}&clear_cache=false"
+        return self._post(path, among, _nothing, deadline_s)
+
+    def resume(self, among: Collection[str], deadline_s: float) -> dict[str, str]:
+        """POST `/resume`."""
+        return self._post("/resume", among, _nothing, deadline_s)
+
+    def start_weight_update(self, among: Collection[str], deadline_s: float) -> dict[str, str]:
+        """POST `/start_weight_update`; 0.24 must be told not to prepare its model for a load."""
+        body = {"is_checkpoint_format": False}
+        return self._post("/start_weight_update", among, lambda _url: body, deadline_s)
+
+    def update_weights(
+        self, among: Collection[str], version: int, deadline_s: float, *, held_s: float
+    ) -> dict[str, str]:
+        """POST `/update_weights`: hold every worker until the round of `version` has ended.
+
+        Args:
+            among: the URLs that are asked.
+            version: that comes.
+            deadline_s: for each to answer, which they do after the round.
+            held_s: for the round to reach a worker; it is let go if none does.
+        """
+        body = {"update_info": {"version": version, "deadline_s": held_s}}
+        return self._post("/update_weights", among, lambda _url: body, deadline_s)
+
+    def finish_weight_update(
+        self, among: Collection[str], version: int | None, deadline_s: float
+    ) -> dict[str, str]:
+        """POST `/finish_weight_update`.
+
+        Args:
+            among: the URLs that are asked.
+            version: that tokens are stamped with from now on, where vLLM does so (0.32); None where
+                the old weights stayed.
+            deadline_s: for each.
+        """
+        body = {} if version is None else {"weight_version": str(version)}
+        return self._post("/finish_weight_update", among, lambda _url: body, deadline_s)
+
+    def shutdown_weight_transfer_engine(
+        self, among: Collection[str], deadline_s: float
+    ) -> dict[str, str]:
+        """POST `/shutdown_weight_transfer_engine`, where the release has it (0.32)."""
+        return self._post(
+            "/shutdown_weight_transfer_engine", among, _nothing, deadline_s, may_lack=True
+        )
+
+    def close(self) -> None:
+        """Wait for no call that is under way. Idempotent."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _post(
+        self,
+        path: str,
+        among: Iterable[str],
+        body: Callable[[str], object],
+        deadline_s: float,
+        *,
+        may_lack: bool = False,
+    ) -> dict[str, str]:
+        """POST the body of each URL, side by side; `may_lack`: a release may have no such route."""
+
+        def post(url: str) -> str:
+            try:
+                self._http[url].post(path, body(url), deadline_s)
+            except NoSuchRoute as error:
+                return "" if may_lack else str(error)
+            except WindlassError as error:
+                return str(error)
+            return ""
+
+        asked = tuple(among)
+        answers = dict(zip(asked, self._pool.map(post, asked), strict=True))
+        reasons = {url: reason for url, reason in answers.items() if reason}
+        for reason in reasons.values():
+            logger.warning("%s", reason)
+        return reasons
+
+
+def _nothing(_url: str) -> object:
+    return {}

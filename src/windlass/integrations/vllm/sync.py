@@ -1,0 +1,369 @@
+"""A trainer's side of vLLM's weight-transfer backend "windlass"."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self, final
+
+import msgspec
+
+from windlass.config import ControlConfig, UpdateMode
+from windlass.controller import Controller
+from windlass.errors import ConfigError, EngineRefused, PeerTimeout, PeerUnreachable, WindlassError
+from windlass.integrations.hosted import HostedController, TrainerRanks
+from windlass.integrations.vllm.servers import PAUSE_MODES, VllmServers
+from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
+from windlass.net.access import Access
+from windlass.net.addresses import check_url
+from windlass.trainers.client import connect_trainer
+from windlass.updates.messages import UpdateReport
+from windlass.updates.rounds import Phase
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SentWeights", "WeightSync"]
+
+logger = logging.getLogger(__name__)
+REASON_S = 1.0
+"""For the reason of a refusal to come, once a server has answered that it refuses."""
+LATE_S = 10.0
+CALL_S = 30.0
+"""For a route that does nothing that takes long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentWeights:
+    """What became of a version.
+
+    Attributes:
+        version: which.
+        servers: URLs of those that serve it now.
+        left_out: URLs of those that do not, and why; they are brought up to date when they can be.
+        report: of the round: bytes, seconds per phase, pause.
+    """
+
+    version: int
+    servers: tuple[str, ...]
+    left_out: Mapping[str, str]
+    report: UpdateReport
+
+
+class _Address(msgspec.Struct, frozen=True):
+    url: str
+    token: str
+
+    def __repr__(self) -> str:
+        return f"_Address({self.url!r})"
+
+
+@final
+class WeightSync:
+    """Send the weights of a trainer to plain vLLM servers, shard by shard, as one transaction.
+
+    Every trainer rank makes one and calls the same methods in the same order: all of them are
+    collective. No tensor is gathered. Rank 0 hosts the controller and calls the servers' routes:
+    `/init_weight_transfer_engine` when this is made, and for every version `/pause`, `/start_weight_update`,
+    `/update_weights`, `/finish_weight_update` and `/resume`. Servers are started with
+    `--weight-transfer-config '{"backend": "windlass"}'` and VLLM_SERVER_DEV_MODE=1.
+
+    Memory: engines' weights are written by the trainer's ranks from here to `shutdown`.
+
+    Args:
+        module: the model being trained, of FSDP2, tensor parallel, both, or neither.
+        servers: URLs, in one order on every rank.
+        config: of updates: mode, deadlines; its `pause_mode` is not used, see `pause`.
+        transport: name of the transport, or its configuration in JSON.
+        name_map, stacked: see `connect_trainer`.
+        pause: one of `PAUSE_MODES`: what `/pause` is asked before a version and `/resume` follows; None
+            where the caller pauses and resumes, or nobody: requests then stop between two steps and
+            go on where they are, and tokens of a step or two may be stamped with the version before.
+        api_key: what the servers were started to ask for; empty for nothing.
+        deadline_s: for all servers to join, and then for every version.
+
+    Raises:
+        ConfigError: an argument; or a transport, a module or servers that do not go together.
+        UnsupportedLayout: a parameter of the module that cannot be described.
+        EngineRefused: a server cannot be updated; quotes its reason. On every rank but 0:
+        PeerUnreachable: a server, or another rank, could not be reached or has failed; quotes its reason.
+        PeerTimeout: not all have joined within `deadline_s`.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        servers: Sequence[str],
+        config: ControlConfig | None = None,
+        transport: str = "auto",
+        name_map: Callable[[str], str | None] | None = None,
+        stacked: Sequence[StackedRule] = TRANSFORMERS_EXPERTS,
+        pause: str | None = "keep",
+        api_key: str = "",
+        deadline_s: float = 600.0,
+    ) -> None:
+        if pause is not None and pause not in PAUSE_MODES:
+            raise ConfigError(f"pause: must be one of {PAUSE_MODES} or None, got {pause!r}")
+        routes = VllmServers(servers, api_key=api_key)  # checks them on every rank
+        self._urls = {_engine_name(url): url for url in routes.urls}
+        self._deadline_s = deadline_s
+        self._ranks = TrainerRanks()
+        self._num_sent = 0
+        self._fleet: _Fleet | None = None
+        with ExitStack() as undo:
+            try:
+                if self._ranks.rank == 0:
+                    self._fleet = _Fleet(
+                        routes, self._urls, config or ControlConfig(), transport, pause, deadline_s
+                    )
+                    undo.callback(self._fleet.close)
+                    address = self._fleet.address()
+                    self._ranks.tell("controller", msgspec.json.encode(address).decode())
+                else:
+                    told = self._ranks.hear("controller", deadline_s)
+                    address = msgspec.json.decode(told, type=_Address)
+                self._trainer = connect_trainer(
+                    module,
+                    controller=address.url,
+                    token=address.token,
+                    transport=transport,
+                    name_map=name_map,
+                    stacked=stacked,
+                    connect_deadline_s=deadline_s,
+                )
+                undo.callback(self._trainer.close)
+                self._gather()
+            except WindlassError as error:
+                self._tell_failure(error)
+                raise
+            undo.pop_all()
+
+    def _gather(self) -> None:
+        """Return when all ranks and all servers are there."""
+        rank = self._ranks.rank
+        if self._fleet is None:
+            self._ranks.tell(f"connected/{rank}")
+            self._ranks.hear("joined", self._deadline_s)
+            return
+        for other in range(1, self._ranks.world_size):
+            self._ranks.hear(f"connected/{other}", self._deadline_s)
+        self._fleet.join([*self._urls], self._deadline_s)
+        self._ranks.tell("joined")
+
+    def _tell_failure(self, error: WindlassError) -> None:
+        """Those that wait for this rank hear at once that they wait in vain, and why."""
+        rank = self._ranks.rank
+        reason = f"rank {rank} of the trainer: {type(error).__name__}: {error}"
+        for what in ("controller", "joined") if rank == 0 else (f"connected/{rank}",):
+            try:
+                self._ranks.tell(what, reason=reason)
+            except PeerUnreachable as unheard:
+                logger.warning("%s", unheard)
+
+    def send_weights(self, version: int) -> SentWeights:
+        """Have every server serve the weights as they are now. Collective; blocks.
+
+        A server that has died, or fails, is left out, and keeps nobody: the others serve the version when
+        this returns. One that is there again at its URL joins first.
+        Memory: the weights must not change before this returns.
+
+        Args:
+            version: greater than every one before.
+
+        Raises:
+            ConfigError: `version` is no integer >= 0.
+            RoundAborted: it was not published; the servers go on with the weights that they have.
+            PeerUnreachable: no server is there, or another rank has failed; quotes the reason.
+            PeerTimeout: no end within `deadline_s`.
+        """
+        self._num_sent += 1
+        going = f"send/{self._num_sent}"
+        reasons: Mapping[str, str] = {}
+        if self._fleet is None:
+            self._ranks.hear(going, self._deadline_s)
+        else:
+            try:
+                reasons = self._fleet.rejoin(self._deadline_s)
+            except WindlassError as error:
+                self._ranks.tell(going, reason=str(error))
+                raise
+            self._ranks.tell(going)
+        report = self._trainer.publish(version, deadline_s=self._deadline_s)
+        if self._fleet is not None:
+            self._fleet.wait_resumed(report.engines)
+        left_out = {
+            url: report.left_out.get(name) or reasons.get(url) or "not in the fleet"
+            for name, url in self._urls.items()
+            if name not in report.engines
+        }
+        served = tuple(url for url in self._urls.values() if url not in left_out)
+        return SentWeights(version=version, servers=served, left_out=left_out, report=report)
+
+    def shutdown(self) -> None:
+        """Leave the fleet; the servers go on with what they have, and may join another trainer. Idempotent."""
+        self._trainer.close()
+        if self._fleet is not None:
+            self._fleet.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+def _engine_name(url: str) -> str:
+    """The same for one server in every fleet that it joins."""
+    parts = check_url(url, "servers")
+    return f"vllm-{parts.hostname}-{parts.port or parts.scheme}"
+
+
+@final
+class _Fleet:
+    """What rank 0 has besides: the controller, and the servers' routes in step with its rounds."""
+
+    def __init__(
+        self,
+        routes: VllmServers,
+        urls: Mapping[str, str],
+        config: ControlConfig,
+        transport: str,
+        pause: str | None,
+        deadline_s: float,
+    ) -> None:
+        self._routes, self._urls = routes, urls
+        self._transport, self._pause, self._deadline_s = transport, pause, deadline_s
+        self._held_s = config.deadlines.pause_s
+        # From here on engines wait for their loops to be held.
+        self._holds_in = Phase.PAUSE if config.mode is UpdateMode.STAGED else Phase.PREPARE
+        self._joined: set[str] = set()
+        self._round_over = threading.Event()
+        self._round_over.set()
+        self._joining = ThreadPoolExecutor(2 * len(urls), "windlass-join")
+        # One each: what a server is asked for one round comes after all that it was asked for another.
+        self._holding = {name: ThreadPoolExecutor(1, f"windlass-{name}") for name in urls}
+        self._holds: dict[str, Future[None]] = {}
+        self._hosted = HostedController(routes.urls, config, self._listen)
+        self._controller = self._hosted.controller
+
+    def address(self) -> _Address:
+        """Of the controller, for trainer ranks."""
+        return _Address(self._hosted.url, self._hosted.token(Access.TRAINER))
+
+    def join(self, names: Collection[str], deadline_s: float) -> None:
+        """Have servers capture their layouts and join.
+
+        Raises:
+            EngineRefused: one cannot be updated; its reason. PeerUnreachable. PeerTimeout.
+        """
+        infos = {
+            self._urls[name]: {
+                "name": name,
+                "controller": self._hosted.url,
+                "token": self._hosted.token(Access.ENGINE),
+                "transport": self._transport,
+                "url": self._urls[name],
+                "world_size": self._routes.world_size(self._urls[name], CALL_S),
+            }
+            for name in names
+        }
+        self._joined.update(names)
+        asked = self._joining.submit(self._routes.init_weight_transfer_engine, infos, deadline_s)
+        there = self._hosted.call(
+            self._controller.wait_for_fleet(
+                num_trainers=0, engines=tuple(names), deadline_s=deadline_s
+            )
+        )
+        wait((there, asked), return_when=FIRST_EXCEPTION)
+        if asked.done() and asked.exception() is not None:
+            wait((there,), REASON_S)  # which quotes the rank that refused
+        if not there.done():
+            asked.result()
+        there.result()
+
+    def rejoin(self, deadline_s: float) -> Mapping[str, str]:
+        """Have servers join that are not in the fleet, at once.
+
+        Returns:
+            Why some could not, by URL.
+
+        Raises:
+            PeerUnreachable: none is in the fleet.
+        """
+        missing = self._hosted.call(self._missing()).result()
+        tries = {name: self._joining.submit(self.join, [name], deadline_s) for name in missing}
+        reasons = {}
+        for name, tried in tries.items():
+            try:
+                tried.result()
+            except WindlassError as error:
+                reasons[self._urls[name]] = f"{type(error).__name__}: {error}"
+        if len(reasons) == len(self._urls):
+            raise PeerUnreachable(f"servers: none is there: {'; '.join(reasons.values())}")
+        return reasons
+
+    async def _missing(self) -> list[str]:
+        found = []
+        for name in self._urls:
+            try:
+                await self._controller.wait_for_fleet(num_trainers=0, engines=(name,), deadline_s=0)
+            except (PeerTimeout, EngineRefused):
+                found.append(name)
+        return found
+
+    def _listen(self, controller: Controller) -> None:
+        controller.coordinator.on_phase(self._on_phase)
+
+    def _on_phase(self, version: int, phase: Phase) -> None:
+        """Called in the controller's loop: have the loops held of the servers that a round is about."""
+        if phase is Phase.DONE:
+            self._round_over.set()
+        if phase is not self._holds_in:
+            return
+        self._round_over.clear()
+        coordinator = self._controller.coordinator
+        is_news = version > coordinator.published_version
+        served = set() if is_news else {engine.name for engine in coordinator.routable()}
+        for name in self._joined - served:
+            # A server that is only brought up needs not be paused: it is held between two steps.
+            pause = self._pause if is_news else None
+            self._holds[name] = self._holding[name].submit(self._hold, name, version, pause)
+
+    def _hold(self, name: str, version: int, pause: str | None) -> None:
+        """Have a server's loops held until the round is over, and then have it go on."""
+        if self._round_over.is_set():
+            return
+        among = (self._urls[name],)
+        routes, held_s = self._routes, self._held_s
+        refusals = {} if pause is None else routes.pause(among, pause, held_s)
+        refusals = refusals or routes.start_weight_update(among, CALL_S)
+        if not refusals:
+            routes.update_weights(among, version, self._deadline_s, held_s=held_s)
+            self._round_over.wait(LATE_S)
+            served = self._hosted.call(self._served_by(name)).result(CALL_S)
+            routes.finish_weight_update(among, served, CALL_S)
+        if pause is not None:
+            self._routes.resume(among, CALL_S)
+
+    async def _served_by(self, name: str) -> int | None:
+        coordinator = self._controller.coordinator
+        served = {engine.name: engine.version for engine in coordinator.routable()}
+        return served.get(name)
+
+    def wait_resumed(self, names: Collection[str]) -> None:
+        """Return once these servers, which serve a new version, go on."""
+        wait([self._holds[name] for name in names if name in self._holds], CALL_S)
+
+    def close(self) -> None:
+        """End the controller, and have the servers know. Idempotent."""
+        self._hosted.close()
+        for pool in (self._joining, *self._holding.values()):
+            pool.shutdown(wait=False, cancel_futures=True)
+        joined, self._joined = self._joined, set()
+        self._routes.shutdown_weight_transfer_engine([self._urls[n] for n in joined], CALL_S)
+        self._routes.close()

@@ -1,0 +1,239 @@
+"""Plain `vllm serve` servers for CPUs, with the plugin found by its entry point, and trainers that update them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import transformers
+from servers import ROOT, VENVS, environment, save
+from sync_rank import Order, Sent
+
+from windlass.engines.http import EngineHttp
+from windlass.net.addresses import free_port
+
+MODEL = "model"
+START_S = 240.0
+HTTP_S = 120.0
+NUM_WORDS = 250
+FLAGS = (
+    *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "8"),
+    *("--max-num-batched-tokens", "256", "--served-model-name", MODEL),
+)
+
+
+def checkpoint(seed: int, folder: Path) -> Path:
+    """A small dense model, with a tokenizer whose words say their numbers."""
+    save("dense", seed, folder)
+    add_tokenizer(folder)
+    return folder
+
+
+def add_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{number}": number for number in range(NUM_WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w0"
+    ).save_pretrained(folder)
+
+
+def entry_points(folder: Path) -> Path:
+    """What `pip install` would write of pyproject.toml: the package itself is on the path already."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = folder / f"windlass-{project['version']}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: windlass\nVersion: {project['version']}\n"
+    )
+    lines = [
+        line
+        for group, names in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {place}" for name, place in names.items()))
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@dataclass(frozen=True)
+class PlainServer:
+    """A server that knows nothing of Windlass but a flag."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+
+    @property
+    def http(self) -> EngineHttp:
+        return EngineHttp(self.url)
+
+    def answer(self, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+        """Greedy tokens and their logprobs."""
+        body = {
+            "model": MODEL, "prompt": list(prompt), "max_tokens": count, "temperature": 0,
+            "ignore_eos": True, "logprobs": 1,
+        }  # fmt: skip
+        said = json.loads(self.http.post("/v1/completions", body, HTTP_S))
+        logprobs = said["choices"][0]["logprobs"]
+        tokens = [int(word.strip().removeprefix("w")) for word in logprobs["tokens"]]
+        return tokens, list(logprobs["token_logprobs"])
+
+    def checksums(self) -> dict[str, str]:
+        """Of every tensor of every rank, by vLLM itself."""
+        said = json.loads(self.http.post("/weight_checker", {"action": "checksum"}, HTTP_S))
+        return dict(said["checksums"])
+
+    def version(self) -> str:
+        """That answers are stamped with."""
+        return str(json.loads(self.http.get("/weight_info", HTTP_S))["weight_version"])
+
+    def is_paused(self) -> bool:
+        return bool(json.loads(self.http.get("/is_paused", HTTP_S))["is_paused"])
+
+    def family(self) -> list[int]:
+        """Pids: itself, the core, the workers."""
+        found, left = [], [self.process.pid]
+        while left:
+            pid = left.pop()
+            found.append(pid)
+            for task in Path(f"/proc/{pid}/task").glob("*/children"):
+                left += [int(child) for child in task.read_text().split()]
+        return found
+
+
+@contextmanager
+def serving_plain(
+    model: Path, log: Path, *, tp: int = 1, port: int = 0, flags: Sequence[str] = ()
+) -> Iterator[PlainServer]:
+    """A server as its user starts it."""
+    if not (python := VENVS["vllm"] / "bin/python").exists():
+        pytest.skip(f"no {python}: make engines installs vllm")
+    port = port or free_port()
+    installed = log.with_suffix(".installed")
+    if not installed.exists():  # it may be started again
+        entry_points(installed)
+    process = subprocess.Popen(
+        [
+            *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *("--port", str(port), "--tensor-parallel-size", str(tp)),
+            *("--weight-transfer-config", '{"backend": "windlass"}'),
+            *FLAGS,
+            *flags,
+        ],
+        env={
+            **environment("vllm", tp, f"{ROOT / 'src'}:{installed}"),
+            "VLLM_SERVER_DEV_MODE": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    ready, ended = threading.Event(), threading.Event()
+
+    def read() -> None:
+        assert process.stdout is not None
+        with log.open("a") as stream:
+            for line in process.stdout:
+                stream.write(line)
+                stream.flush()
+                if "Application startup complete" in line:
+                    ready.set()
+        ended.set()
+        ready.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert ready.wait(START_S), log.read_text()[-4000:]
+        assert not ended.is_set(), log.read_text()[-4000:]
+        yield PlainServer(process, f"http://127.0.0.1:{port}", log)
+    finally:
+        process.terminate()
+        process.wait(60)
+        reader.join(30)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@dataclass(frozen=True)
+class Trainers:
+    """Ranks of `sync_rank.py`."""
+
+    processes: tuple[subprocess.Popen[str], ...]
+    logs: tuple[Path, ...]
+
+    def begin(self, order: Order) -> None:
+        """Have every rank carry out an order."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(order).decode() + "\n")
+            process.stdin.flush()
+
+    def answers(self) -> list[Sent]:
+        """One per rank, of the oldest order without one."""
+        found = []
+        for process, log in zip(self.processes, self.logs, strict=True):
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, log.read_text()[-4000:]
+            found.append(msgspec.json.decode(line, type=Sent))
+        return found
+
+    def send(self, version: int, checkpoint: Path) -> list[Sent]:
+        """Train a step, save it, send it."""
+        self.begin(Order(version=version, checkpoint=str(checkpoint)))
+        answers = self.answers()
+        add_tokenizer(checkpoint)
+        return answers
+
+
+@contextmanager
+def syncing(folder: Path, num_ranks: int, **settings: Any) -> Iterator[Trainers]:
+    """Trainer ranks that have made a `WeightSync`, or said why not.
+
+    settings: of `sync_rank.Settings`.
+    """
+    folder.mkdir(parents=True)
+    script = str(Path(__file__).with_name("sync_rank.py"))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    logs = tuple(folder / f"{rank}.log" for rank in range(num_ranks))
+    processes = []
+    port = free_port()
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("w") as stream:
+                processes.append(
+                    subprocess.Popen(
+                        [
+                            *(sys.executable, script, str(rank), str(num_ranks), str(port)),
+                            json.dumps(settings),
+                        ],
+                        env=env, text=True, stderr=stream,
+                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                    )
+                )  # fmt: skip
+        yield Trainers(tuple(processes), logs)
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        assert [process.wait(60) for process in processes] == [0] * num_ranks
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(30)
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None and not pipe.closed:
+                    pipe.close()

@@ -1,0 +1,110 @@
+"""One rank of an FSDP2 trainer that sends its weights to plain vLLM servers by `WeightSync`.
+
+`python sync_rank.py RANK WORLD_SIZE PORT SETTINGS` answers with a line when it has joined, then reads one `Order` in JSON per
+line, and answers each with a line.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How the ranks sync; `source` has `config.json` of the model."""
+
+    source: str
+    servers: list[str]
+    mode: str = "in_place"
+    pause: str | None = "keep"
+    transport: str = "auto"
+    deadline_s: float = 240.0
+    pause_s: float = 60.0
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """Train a step, write the weights to `checkpoint`, send them as `version`."""
+
+    version: int
+    checkpoint: str
+
+
+class Sent(msgspec.Struct, frozen=True, kw_only=True):
+    """How it ended. `error` begins with the name of the type."""
+
+    version: int = -1
+    servers: list[str] = []
+    left_out: dict[str, str] = {}
+    digest_ok: bool = False
+    nbytes: int = 0
+    pause_s: float = 0.0
+    took_s: float = 0.0
+    error: str = ""
+
+
+def main() -> None:
+    rank, world_size, port = (int(word) for word in sys.argv[1:4])
+    settings = msgspec.json.decode(sys.argv[4], type=Settings)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+    )
+    from trainer_rank import Fsdp
+
+    from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
+    from windlass.errors import WindlassError
+    from windlass.integrations.vllm import WeightSync
+
+    trained = Fsdp("dense")
+    began_s = time.monotonic()
+    try:
+        sync = WeightSync(
+            trained.model,
+            servers=settings.servers,
+            config=ControlConfig(
+                mode=UpdateMode(settings.mode), deadlines=PhaseDeadlines(pause_s=settings.pause_s)
+            ),
+            pause=settings.pause,
+            transport=settings.transport,
+            deadline_s=settings.deadline_s,
+        )
+    except WindlassError as error:
+        answer(Sent(error=f"{type(error).__name__}: {error}", took_s=time.monotonic() - began_s))
+        return
+    answer(Sent(took_s=time.monotonic() - began_s))
+    with sync:
+        for line in sys.stdin:
+            order = msgspec.json.decode(line, type=Order)
+            trained.step()
+            trained.save(Path(order.checkpoint))
+            if rank == 0:
+                shutil.copy(Path(settings.source) / "config.json", order.checkpoint)
+            began_s = time.monotonic()
+            try:
+                sent = sync.send_weights(order.version)
+            except WindlassError as error:
+                answer(Sent(error=f"{type(error).__name__}: {error}"))
+                continue
+            answer(
+                Sent(
+                    version=sent.version, servers=list(sent.servers), left_out=dict(sent.left_out),
+                    digest_ok=sent.report.digest_ok, nbytes=sent.report.nbytes,
+                    pause_s=sent.report.pause_s, took_s=time.monotonic() - began_s,
+                )
+            )  # fmt: skip
+    dist.destroy_process_group()
+
+
+def answer(sent: Sent) -> None:
+    os.write(1, msgspec.json.encode(sent) + b"\n")
+
+
+if __name__ == "__main__":
+    main()
