@@ -51,6 +51,7 @@ __all__ = [
     "Join",
     "arguments",
     "attach_running",
+    "check_placed",
     "exit_at_signal",
     "join_fleet",
     "launch",
