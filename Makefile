@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo lint types imports unit engine test test-all test-long test-megatron engines test-engines \
+.PHONY: help setup demo lint types imports unit engine test test-all test-long test-megatron engines test-engines test-integrations \
   test-truth test-security fuzz test-clusters test-hosts test-rdma bench clean
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test-all                                               that and everything below"
 	@echo "make test-long [ARGS=tests/updates/test_chaos.py]           generated faults, kills, relays, whole jobs"
 	@echo "make test-megatron | test-engines | test-truth              Megatron-core, live vLLM and SGLang: installed first"
+	@echo "make test-integrations                                      engines that the user starts in their own way"
 	@echo "make test-security                                          what SECURITY.md and docs/attacks.md promise"
 	@echo "make fuzz [ARGS='--seconds 60']                             every decoder of peer bytes, by coverage"
 	@echo "make test-hosts | test-clusters | test-rdma                 several hosts (root), Slurm and Ray, verbs in a guest"
@@ -89,7 +90,11 @@ test-engines: engines
 	  $(BIN)/pytest -m engines tests/engines $(ARGS)
 	$(BIN)/python tools/render_capabilities.py
 
-# The part of it, and of test-megatron, that shows what an update promises with the settings that users run:
+# Engines and frameworks that the user starts in their own way, with Windlass installed beside them.
+test-integrations: engines
+	$(BIN)/pytest -m engines tests/integrations $(ARGS)
+
+# The part of test-engines, and of test-megatron, that shows what an update promises with the settings that users run:
 # prefix caches on, overlapped gathers. Answers of updated servers, in every pause mode, are those of fresh
 # ones. About 15 minutes on two cores; the closing line counts what was compared.
 test-truth: engines
@@ -124,7 +129,7 @@ test-rdma: setup
 	$(BIN)/python tools/rdma/guest.py --machine build/rdma --deadline-s 5400 -- \
 	  bash tools/rdma/guest_network.sh bash tools/rdma/guest_tests.sh $(VENV) $(RDMA_TESTS)
 
-test-all: test test-long test-megatron test-hosts test-clusters test-engines test-rdma
+test-all: test test-long test-megatron test-hosts test-clusters test-engines test-integrations test-rdma
 
 bench: setup
 	$(BIN)/windlass bench $(ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import stat
 import threading
 from collections.abc import Iterator, Mapping
 
@@ -22,7 +23,9 @@ __all__ = [
 ]
 
 TOKEN_VARIABLE = "WINDLASS_TOKEN"  # noqa: S105 - the name of the variable
+TOKEN_FILE_VARIABLE = "WINDLASS_TOKEN_FILE"  # noqa: S105 - as above
 ENGINE_TOKEN_VARIABLE = "WINDLASS_ENGINE_TOKEN"  # noqa: S105 - as above
+CONTROLLER_VARIABLE = "WINDLASS_CONTROLLER"
 TLS_CA_VARIABLE = "WINDLASS_TLS_CA"
 TLS_CERTIFICATE_VARIABLE = "WINDLASS_TLS_CERT"
 TLS_KEY_VARIABLE = "WINDLASS_TLS_KEY"
@@ -84,13 +87,44 @@ def _overwrite(name: str) -> None:
 def control_token() -> str:
     """The secret of the control routes, or the token of a role; empty where a certificate stands for it.
 
+    It is the value of WINDLASS_TOKEN or, where that is not set, what the file of WINDLASS_TOKEN_FILE holds.
+
     Raises:
-        ConfigError: WINDLASS_TOKEN is not set or empty, or no header can carry it.
+        ConfigError: neither is set, or no header can carry the token; or see `_token_in`.
     """
-    token = secret_value(TOKEN_VARIABLE)
-    if not token and not has_certificate():
-        raise ConfigError(f"{TOKEN_VARIABLE} must be set to the controller's token, got ''")
-    return check_token(token, TOKEN_VARIABLE)
+    if token := secret_value(TOKEN_VARIABLE):
+        return check_token(token, TOKEN_VARIABLE)
+    if path := environment_value(TOKEN_FILE_VARIABLE):
+        return check_token(_token_in(path), f"{TOKEN_FILE_VARIABLE}: {path}")
+    if not has_certificate():
+        raise ConfigError(
+            f"{TOKEN_VARIABLE} must be set to the controller's token, or {TOKEN_FILE_VARIABLE} to a file "
+            f"that holds it, got ''"
+        )
+    return ""
+
+
+def _token_in(path: str) -> str:
+    """The text of a file, without the end of its line.
+
+    Raises:
+        ConfigError: it is no file that this user has and nobody else can read or change, or no text.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
+                raise ConfigError(
+                    f"{TOKEN_FILE_VARIABLE} must be a file that its user alone can read (mode 0600), "
+                    f"got {path} of mode {stat.S_IMODE(found.st_mode):04o}"
+                )
+            if found.st_uid != os.geteuid():
+                raise ConfigError(
+                    f"{TOKEN_FILE_VARIABLE} must be a file of this user, got {path} of user {found.st_uid}"
+                )
+            return file.read().removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{TOKEN_FILE_VARIABLE} must be a file of this user: {error}") from error
 
 
 def inherited_environment(*, with_tokens: bool = False) -> dict[str, str]:

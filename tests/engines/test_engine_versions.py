@@ -21,10 +21,10 @@ from windlass.errors import ConfigError
 @pytest.mark.parametrize(
     ("engine", "version", "says"),
     [
-        (SGLANG, "0.5.5", "must be 0.5.6 or later, got 0.5.5, which has no `/pause_generation`"),
-        (SGLANG, "0.5.5.post3", "must be 0.5.6 or later"),
-        (SGLANG, "0.4.10", "must be 0.5.2 or later, got 0.4.10, which has no `/update_weight"),
-        (SGLANG, "0.4.9", "must be 0.5.2 or later"),
+        (SGLANG, "0.5.10", "must be 0.5.11 or later, got 0.5.10, which has no plugins (entry"),
+        (SGLANG, "0.5.10.post1", "must be 0.5.11 or later"),
+        (SGLANG, "0.5.5", "must be 0.5.11 or later, got 0.5.5, which has no plugins"),
+        (SGLANG, "0.4.9", "must be 0.5.11 or later"),
         (VLLM, "0.23.1", "must be 0.24 or later, got 0.23.1: nothing older was looked at"),
     ],
 )
@@ -47,7 +47,7 @@ def test_a_release_without_what_is_needed_is_refused(
         (SGLANG, "0.5.16", ["no weight version per token: all tokens", "`--dp` is refused"]),
         (
             SGLANG,
-            "0.5.6",
+            "0.5.11",
             ["no weight version per token", "`--dp` is refused", "was never"],
         ),
         (SGLANG, "0.0.0.dev0", ["is no release"]),

@@ -77,6 +77,27 @@ async def test_clients_reach_what_generates(routes: PrivateRoutes, path: str) ->
     assert await status_of(routes, path) == 200
 
 
+async def test_routes_that_a_framework_calls_are_opened_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def app(_scope: Message, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    monkeypatch.setenv("WINDLASS_OPEN_ROUTES", "/flush_cache, /abort_request,")
+    opened = PrivateRoutes(app, KEY)
+    for path, status in (("/flush_cache", 200), ("/abort_request", 200), ("/pause", 403)):
+        assert await status_of(opened, path) == status
+    assert await status_of(opened, "/pause", (KEY_HEADER.encode(), KEY.encode())) == 200
+    for given, says in (
+        ("flush_cache", "must name paths like /a,/b, got 'flush_cache'"),
+        ("/pause,/collective_rpc", "must not name /collective_rpc: it runs code"),
+        ("/update_weights_from_tensor", "must not name /update_weights_from_tensor"),
+    ):
+        monkeypatch.setenv("WINDLASS_OPEN_ROUTES", given)
+        with pytest.raises(ConfigError, match=f"WINDLASS_OPEN_ROUTES {says}"):
+            PrivateRoutes(app, KEY)
+
+
 async def test_without_a_hash_nothing_opens_the_private_routes() -> None:
     async def app(*_: object) -> None:
         raise AssertionError

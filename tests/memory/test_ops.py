@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_gpu import numpy_gpu
 
-from windlass.errors import PlanError, TransferFailed
+from windlass.errors import PlanError, RegionError, TransferFailed
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
@@ -131,11 +131,25 @@ def test_a_cast_that_overflows_names_its_tensor_and_the_next_run_is_judged_alone
     assert held[1].tolist() == [1.0, 3.0]
 
 
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_memory_that_is_not_the_gpu_s_has_no_allocation_there(kind: str) -> None:
+    with pytest.raises(RegionError, match="register: 0x40 must be in memory of GPU 0"):
+        made(kind).memory.allocation(64)
+
+
 def test_allocated_memory_is_aligned_and_its_own(rig: Rig) -> None:
     buffers = [rig.memory.allocate(nbytes) for nbytes in (1, 4096, 100_001)]
     spans = sorted((b.address, b.address + b.nbytes) for b in buffers)
     assert all(b.address % ALIGNMENT == 0 for b in buffers)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    for buffer in buffers:
+        around = rig.memory.allocation(buffer.address + buffer.nbytes - 1)
+        if rig.memory.ordinal < 0:  # nobody knows what an allocator has made of it
+            assert around is None
+        else:
+            assert around is not None
+            assert around[0] <= buffer.address
+            assert sum(around) >= buffer.address + buffer.nbytes
     for buffer in buffers:
         buffer.close()
         buffer.close()

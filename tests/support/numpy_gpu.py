@@ -22,6 +22,8 @@ from windlass.transports.memory import MemoryFabric, MemoryTransport
 
 __all__ = ["KernelTransport", "OneProcess", "numpy_gpu"]
 
+FIRST_PAGE_NBYTES = 4096
+"""Nothing is ever mapped there."""
 _CASTS = {put_kernel(*pair): pair for pair in CASTS}
 
 
@@ -46,6 +48,15 @@ class _NumpyDevice:
 
     def free(self, address: int) -> None:
         del self.allocated[address]
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        """Memory that it did not allocate is a test's own, one byte of it at a time."""
+        if address < FIRST_PAGE_NBYTES:
+            raise TransferFailed(f"cuda_ipc: no allocation around {address:#x}")
+        for start, memory in self.allocated.items():
+            if start <= address < start + memory.nbytes - 64:
+                return start, memory.nbytes - 64
+        return address, 1
 
     def upload(self, address: int, data: memoryview) -> None:
         ctypes.memmove(address, bytes(data), len(data))

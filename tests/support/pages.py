@@ -11,7 +11,14 @@ from pathlib import Path
 __all__ = ["PAGES", "blocks", "tree_of"]
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks/README.md"])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs/integrations").glob("*.md"),
+        ROOT / "benchmarks/README.md",
+    ]
+)
 
 
 def blocks(page: Path) -> Iterator[str]:

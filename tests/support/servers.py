@@ -411,7 +411,7 @@ def require_private(server: Server) -> None:
     while family:
         pid = family.pop()
         with suppress(OSError):  # it has ended meanwhile
-            assert b"WINDLASS_TOKEN" not in Path(f"/proc/{pid}/environ").read_bytes(), pid
+            assert b"WINDLASS_TOKEN=" not in Path(f"/proc/{pid}/environ").read_bytes(), pid
             family += _children(pid)
 
 

@@ -117,6 +117,41 @@ def test_memory_is_released_when_the_last_transport_is_done_with_it() -> None:
     both.close()
 
 
+def test_ranges_that_one_transport_refuses_are_offered_by_the_others_and_the_rest_by_both(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = MemoryTransport(MemoryFabric())
+    both = TransportSet([other, CmaTransport()])
+    memory = np.zeros(4096, np.uint8)
+    spans = [(int(memory.ctypes.data) + at, 64) for at in (0, 1024, 2048)]
+    taken = other.register(spans[1][0] + 60, 8)
+    regions = both.register_all(spans)
+    offered = [{remote.endpoint.transport for remote in region.remotes} for region in regions]
+    assert offered == [{"memory", "cma"}, {"cma"}, {"memory", "cma"}]
+    assert caplog.text.count("memory does not register 64 bytes") == 1
+    for region in regions:
+        both.unregister(region)
+    other.unregister(taken)
+    for region in both.register_all(spans):
+        assert len(region.remotes) == 2
+        both.unregister(region)
+    both.close()
+
+
+def test_a_range_that_every_transport_refuses_is_an_error_and_none_of_its_call_stays() -> None:
+    members = MemoryTransport(MemoryFabric()), CmaTransport()
+    both = TransportSet(members)
+    memory = np.zeros(4096, np.uint8)
+    spans = [(int(memory.ctypes.data) + at, 64) for at in (0, 1024)]
+    taken = [member.register(*spans[1]) for member in members]
+    with pytest.raises(RegionError, match=rf"{spans[1][0]:#x}.*overlaps registered"):
+        both.register_all(spans)
+    for member, region in zip(members, taken, strict=True):
+        member.unregister(region)
+        member.unregister(member.register(*spans[0]))
+    both.close()
+
+
 def test_memory_that_peers_cannot_map_is_published_by_the_others_only() -> None:
     both = TransportSet([ShmTransport(), CmaTransport()])
     memory = np.zeros(4096, np.uint8)

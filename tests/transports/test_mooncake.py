@@ -18,6 +18,7 @@ import pytest
 
 from windlass.errors import (
     PeerUnreachable,
+    RegionError,
     TransferFailed,
     TransferOutcomeUnknown,
     TransportUnavailable,
@@ -57,6 +58,18 @@ class TestMooncakeTcp(ProcessConformance):
         report = rig.transport.report()
         assert (report.protocol, rig.transport.traits.one_sided) == ("tcp", False)
         assert "mooncake" in report.detail
+
+    def test_a_range_that_the_engine_refuses_is_named_and_none_of_its_call_stays(
+        self, rig: Rig
+    ) -> None:
+        """The page of the token is registered with the engine, and with nobody else."""
+        token_page = int(rig.transport.endpoint().incarnation.partition("@")[2], 16)
+        memory = np.full(16384, 7, np.uint8)
+        good = [(int(memory.ctypes.data) + at, 64) for at in (0, 4096, 8192)]
+        with pytest.raises(RegionError, match=rf"{token_page:#x}.*overlaps a registered region"):
+            rig.transport.register_all([*good[:2], (token_page, 64), good[2]])
+        for region in rig.transport.register_all(good):
+            rig.transport.unregister(region)
 
     def test_a_listener_that_never_answers_is_unreachable_within_the_deadline(
         self, mortal: Rig, silent: str

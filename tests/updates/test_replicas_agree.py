@@ -34,7 +34,7 @@ def model(first: int) -> torch.nn.Module:
     return module
 
 
-def extents_of(module: torch.nn.Module) -> Callable[[], tuple[tuple[int, int], ...]]:
+def extents_of(module: torch.nn.Module) -> Callable[[], tuple[ParameterMemory, ...]]:
     return LiveTensors([module], lambda: own_tensors(module)).locate
 
 
@@ -55,8 +55,8 @@ class Fleet:
         self.engine = EngineClient(
             EngineWeights(
                 manifest=describe_module(self.served, "engine/0", Role.ENGINE),
-                addresses=[address for address, _ in extents],
-                regions=[transport.register(*extent) for extent in extents],
+                addresses=[extent.address for extent in extents],
+                regions=[transport.register(e.address, e.nbytes) for e in extents],
             ),
             transport=transport,
             hooks=RestingEngine(),
@@ -83,12 +83,12 @@ class Fleet:
             for rank, module in enumerate(modules)
         ]
 
-    def _parameters_of(self, module: torch.nn.Module) -> Callable[[], list[ParameterMemory]]:
+    def _parameters_of(self, module: torch.nn.Module) -> Callable[[], tuple[ParameterMemory, ...]]:
         extents = extents_of(module)
 
-        def locate() -> list[ParameterMemory]:
+        def locate() -> tuple[ParameterMemory, ...]:
             self.num_located += 1
-            return [ParameterMemory(*extent) for extent in extents()]
+            return extents()
 
         return locate
 

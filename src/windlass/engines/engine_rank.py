@@ -10,7 +10,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol, final
 
 from windlass.config import PauseMode
@@ -20,7 +20,8 @@ from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.errors import ConfigError, ProtocolError, UnsupportedLayout, WindlassError
 from windlass.memory.cuda.driver import gpu_of
-from windlass.memory.cuda.gpu import shared_gpu
+from windlass.memory.ops import memory_on
+from windlass.transfer.registration import stretches
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
 
@@ -329,42 +330,9 @@ def _register(transport: OneSidedTransport, captured: Captured) -> tuple[MemoryR
         (address, parameter.nbytes)
         for address, parameter in zip(captured.addresses, captured.manifest.parameters, strict=True)
     )
-    return tuple(
-        transport.register(address, nbytes) for address, nbytes in stretches(spans, allocation_of)
-    )
+    return transport.register_all(stretches(spans, allocation_of))
 
 
 def allocation_of(address: int) -> tuple[int, int] | None:
     """Return start and bytes of the GPU allocation around an address; None for host memory."""
-    gpu = gpu_of(address)
-    return None if gpu < 0 else shared_gpu(gpu).device.allocation(address)
-
-
-def stretches(
-    spans: Iterable[tuple[int, int]],
-    allocation: Callable[[int], tuple[int, int] | None] | None = None,
-) -> list[tuple[int, int]]:
-    """Return (address, nbytes) of what is registered at once: spans that overlap share a stretch.
-
-    Registration takes time per region and not per byte, so that with `allocation` spans of one
-    allocation share a stretch as well, with what lies between them.
-
-    Args:
-        spans: (address, nbytes) of parameters.
-        allocation: of this process's memory, see `allocation_of`; host memory is one where spans
-            touch. Without it nothing is known of the memory, and only what overlaps is joined.
-    """
-    joined: list[tuple[int, int]] = []
-    end = room = 0  # of the last stretch, and of the allocation that it begins in
-    for begin, nbytes in sorted(spans):
-        if joined and (begin < end or begin + nbytes <= room or (begin == end and room < 0)):
-            first = joined[-1][0]
-            end = max(end, begin + nbytes)
-            joined[-1] = first, end - first
-            continue
-        joined.append((begin, nbytes))
-        end = begin + nbytes
-        if allocation is not None:
-            around = allocation(begin)
-            room = -1 if around is None else sum(around)
-    return joined
+    return memory_on(gpu_of(address)).allocation(address)

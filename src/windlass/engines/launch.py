@@ -56,6 +56,7 @@ __all__ = [
     "join_fleet",
     "launch",
     "place",
+    "refuse_expandable_segments",
     "refuse_unsafe",
     "report_buffers",
     "serve",
@@ -271,6 +272,15 @@ def refuse_unsafe(rest: Sequence[str], rules: Sequence[Rule]) -> None:
         ConfigError: an option that the rules refuse, or expandable segments.
     """
     refuse_options(rest, rules)
+    refuse_expandable_segments()
+
+
+def refuse_expandable_segments() -> None:
+    """Check the allocator's environment.
+
+    Raises:
+        ConfigError: it asks torch for memory that cannot be registered.
+    """
     if asked := expandable_segments():
         variable, _, value = asked.partition("=")
         raise ConfigError(

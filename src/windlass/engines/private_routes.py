@@ -4,7 +4,8 @@ Servers of vLLM and SGLang have routes that run methods in their ranks, unpickle
 weights, and ask nobody who they are. `PrivateRoutes` stands in front of all of them: what generates and
 what reports health is open as ever (`--api-key` of the engine closes that), everything else wants a key.
 Each server has a key of its own, in a file that its user alone can read and where a later `--attach` finds
-it; the server's processes are given its hash alone.
+it; the processes of a server that a launcher starts are given its hash alone. A framework that calls private
+routes itself names them in WINDLASS_OPEN_ROUTES.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ __all__ = [
     "Send",
     "answer",
     "environment_of",
+    "is_launched",
     "new_key",
+    "opened_routes",
     "saved_key",
 ]
 
 KEY_HEADER = "x-windlass-key"
 HASH_VARIABLE = "WINDLASS_SERVER_KEY_SHA256"
+OPEN_ROUTES_VARIABLE = "WINDLASS_OPEN_ROUTES"
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -57,6 +61,13 @@ _OPEN = frozenset(
 )
 _OPEN_PREFIX = "/v1/"
 _LOADS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+_RUN_CODE = frozenset(
+    {
+        *("/collective_rpc", "/update_weights_from_tensor", "/update_weights_from_ipc"),
+        "/load_lora_adapter_from_tensors",
+    }
+)
+"""They run methods in ranks or unpickle."""
 
 
 @contextmanager
@@ -112,6 +123,29 @@ def environment_of(key: str) -> dict[str, str]:
     return {HASH_VARIABLE: _hash(key.encode())}
 
 
+def is_launched() -> bool:
+    """Whether a launcher has started this server: it keeps the key, and has the ranks join."""
+    return bool(environment_value(HASH_VARIABLE))
+
+
+def opened_routes() -> frozenset[str]:
+    """Return the private routes that WINDLASS_OPEN_ROUTES (`/a,/b`) opens to whoever reaches the server.
+
+    Raises:
+        ConfigError: an entry is no path, or runs code for its caller.
+    """
+    words = environment_value(OPEN_ROUTES_VARIABLE).split(",")
+    paths = frozenset(word.strip() for word in words if word.strip())
+    for path in sorted(paths):
+        if not path.startswith("/"):
+            raise ConfigError(f"{OPEN_ROUTES_VARIABLE} must name paths like /a,/b, got {path!r}")
+        if path in _RUN_CODE:
+            raise ConfigError(
+                f"{OPEN_ROUTES_VARIABLE} must not name {path}: it runs code for whoever calls it"
+            )
+    return paths
+
+
 def _hash(key: bytes) -> str:
     return hashlib.sha256(key).hexdigest()
 
@@ -122,11 +156,16 @@ class PrivateRoutes:
 
     Args:
         app: the engine's.
+        key: opens them; None for the one whose hash a launcher has left in the environment.
+
+    Raises:
+        ConfigError: see `opened_routes`.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, key: str | None = None) -> None:
         self._app = app
-        self._expected = environment_value(HASH_VARIABLE)
+        self._expected = environment_value(HASH_VARIABLE) if key is None else _hash(key.encode())
+        self._open = _OPEN | opened_routes()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request, or refuse it (403)."""
@@ -140,7 +179,7 @@ class PrivateRoutes:
 
     def _may(self, scope: Message) -> bool:
         path: str = scope["path"]
-        if path in _OPEN or (path.startswith(_OPEN_PREFIX) and path not in _LOADS):
+        if path in self._open or (path.startswith(_OPEN_PREFIX) and path not in _LOADS):
             return True
         given = [value for name, value in scope["headers"] if name == KEY_HEADER.encode()]
         return len(given) == 1 and hmac.compare_digest(_hash(given[0]), self._expected)

@@ -258,6 +258,14 @@ class MemoryOps(Protocol):
         """In whose stream its work is queued; None for host memory."""
         return None
 
+    def allocation(self, address: int) -> tuple[int, int] | None:  # noqa: ARG002
+        """Return start and bytes of what is mapped and freed as one around an address; None where nobody knows.
+
+        Raises:
+            RegionError: it is not in the memory of this GPU.
+        """
+        return None
+
     def allocate(self, nbytes: int) -> Buffer:
         """Memory of `nbytes` >= 1, aligned to 64 bytes, not cleared; the caller closes it.
 

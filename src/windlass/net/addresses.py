@@ -21,6 +21,7 @@ __all__ = [
     "free_port",
     "is_loopback",
     "is_wildcard",
+    "is_this_host",
     "join_host_port",
     "listen",
     "own_address",
@@ -182,6 +183,20 @@ def address_towards(url: str) -> str:
         raise PeerUnreachable(
             f"no address of this host leads to {url}: {error}; {HOST_VARIABLE} sets one"
         ) from error
+
+
+def is_this_host(url: str) -> bool:
+    """Whether a URL leads to the host of this process; nothing is sent.
+
+    Raises:
+        ConfigError, PeerUnreachable: see `address_towards`.
+    """
+    parts = check_url(url, "controller")
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise PeerUnreachable(f"host of {url}: {error}") from error
+    return found[0][4][0] == address_towards(url)
 
 
 def _in_network(wanted: str) -> str:

@@ -380,6 +380,42 @@ class TransportConformance:
         rig.transport.unregister(region)
         check(rig.peer.read(0, 16) == bytes([3] * 16), "a region registered again is a source")
 
+    def test_ranges_registered_together_are_sources_and_go_one_by_one(self, rig: Rig) -> None:
+        memory = np.repeat(np.arange(1, 5, dtype=np.uint8), 4096)
+        starts = [int(memory.ctypes.data) + 4096 * index for index in range(4)]
+        regions = rig.transport.register_all([(start, 4000) for start in starts])
+        check([r.address for r in regions] == starts, f"in the order of the call, got {regions}")
+        rig.transport.unregister(regions[1])
+        for index in (0, 2, 3):
+            batch = rig.batch([0], [64 * index], [16])
+            batch.local_addresses[0] = starts[index]
+            rig.write(batch)
+            check(rig.peer.read(64 * index, 16) == bytes([index + 1] * 16), f"range {index}")
+        for address in (starts[1], starts[2] + 3999):
+            batch = rig.batch([0], [0], [16])
+            batch.local_addresses[0] = address
+            rig.refused(batch, RegionError)
+        rig.transport.register_all([])
+        for region in (regions[3], regions[0], regions[2]):
+            rig.transport.unregister(region)
+
+    @pytest.mark.parametrize("bad", [(0, 16), (64, 0), (2048, 64), (4000, 200)])
+    def test_one_range_that_is_refused_registers_none(self, rig: Rig, bad: tuple[int, int]) -> None:
+        """Nothing at address 0, nothing empty, nothing twice, nothing that overlaps another one."""
+        memory = np.full(16384, 7, np.uint8)
+        base = int(memory.ctypes.data)
+        start = base + bad[0] if bad[0] else 0
+        good = [(base, 32), (base + 2048, 64), (base + 4096, 4096)]
+        with pytest.raises(RegionError):
+            rig.transport.register_all([*good, (start, bad[1])])
+        for address, _ in good:
+            batch = rig.batch([0], [0], [16])
+            batch.local_addresses[0] = address
+            rig.refused(batch, RegionError)
+        rig.check_untouched("ranges that were refused")
+        for region in rig.transport.register_all(good):
+            rig.transport.unregister(region)
+
     def test_a_peer_can_unregister_and_register_again(self, rig: Rig) -> None:
         rig.peer.unregister()
         rig.peer.register()

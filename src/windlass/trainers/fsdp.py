@@ -39,7 +39,7 @@ class DescribedTrainer:
         Raises:
             PlanError: they have another layout than when they were described.
         """
-        return tuple(ParameterMemory(*memory) for memory in self.tensors.locate())
+        return self.tensors.locate()
 
     @property
     def memory_at(self) -> int:

@@ -45,19 +45,35 @@ By `python -m tools.plan --simulate`, DeepSeek-V3 on 128 to 128 ranks loses 13 %
 
 @dataclass(frozen=True, slots=True)
 class ParameterMemory:
-    """Where a parameter lies now."""
+    """Where a parameter lies now.
+
+    Attributes:
+        address: of its first element.
+        nbytes: from the first to the last.
+        storage: (address, nbytes) of what was allocated at once in host memory and is freed at once, such
+            as a torch storage, with the parameter in it: registered once for all that lie in it. None
+            where that is not known, and where a GPU's driver knows.
+    """
 
     address: int
     nbytes: int
+    storage: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SendResult:
-    """Outcome per link, and seconds spent packing and hashing, and inside transport writes."""
+    """What a write came to.
+
+    Attributes:
+        links: outcome of each.
+        pack_s: seconds spent packing and hashing. wire_s: inside transport writes.
+        register_s: registering parameters that were not yet, or have moved.
+    """
 
     links: tuple[LinkOutcome, ...]
     pack_s: float
     wire_s: float
+    register_s: float = 0.0
 
 
 class SenderBackend(Protocol):
@@ -205,4 +221,5 @@ def joined_results(
         tuple(links[name] for name in destinations),
         sum(result.pack_s for result in results),
         max(result.wire_s for result in results),
+        sum(result.register_s for result in results),
     )

@@ -37,6 +37,7 @@ from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.layout.naming.place import PlacedShard
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule, cut, unstack
 from windlass.memory.torch_dtypes import dtype_of
+from windlass.transfer.base import ParameterMemory
 from windlass.transfer.saved_names import is_of_transformers, saved_parts
 
 __all__ = [
@@ -465,17 +466,18 @@ class LiveTensors:
         self._signatures = [_signature(one.tensor) for one in held]
         self._by_fsdp = [one.by_fsdp for one in held]
         self._addresses = [-1] * len(held)
+        self._located: tuple[ParameterMemory, ...] = ()
         self._registered: tuple[list[str], list[int]] = [], []
         self._positions: list[int] = []
         self._watched: list[tuple[weakref.ref[torch.Tensor], int, int]] = []
 
-    def locate(self) -> tuple[tuple[int, int], ...]:
-        """(address, bytes from the first to the last element) of each now, in manifest order.
+    def locate(self) -> tuple[ParameterMemory, ...]:
+        """Where each lies now, in manifest order; the same objects for as long as none has moved.
 
         Raises:
             PlanError: tensors are missing or new, or one has another layout or no memory now.
         """
-        found: list[tuple[int, int]] = []
+        held: list[torch.Tensor] = []
         watched: list[tuple[weakref.ref[torch.Tensor], int, int]] = []
         with torch.no_grad():  # so that the local part of a DTensor is itself, and no alias
             for index, tensor in enumerate(self._find()):
@@ -486,10 +488,13 @@ class LiveTensors:
                 if address != self._addresses[index]:  # as it is after memory was freed
                     refuse_freed(self._names[index], local)
                     self._addresses[index] = address
-                found.append((address, self._nbytes[index]))
+                    self._located = ()  # others may be of another storage now, at the address they had
+                held.append(local)
                 watched.append((weakref.ref(local), address, _num_writes(local)))
+            if not self._located:
+                self._located = tuple(map(_memory_of, held, self._nbytes))
         self._watched = watched
-        return tuple(found)
+        return self._located
 
     def changed(self) -> str:
         """The first tensor that was written to or moved since `locate`, as far as torch knows; or empty.
@@ -552,6 +557,11 @@ def _signature(tensor: torch.Tensor) -> tuple[object, ...]:
         return tensor.dtype, tensor.shape, tensor.stride()
     local = tensor._local_tensor
     return local.dtype, local.shape, local.stride(), tensor._spec
+
+
+def _memory_of(local: torch.Tensor, nbytes: int) -> ParameterMemory:
+    storage = local.untyped_storage()
+    return ParameterMemory(local.data_ptr(), nbytes, (storage.data_ptr(), storage.nbytes()))
 
 
 def _num_writes(tensor: torch.Tensor) -> int:

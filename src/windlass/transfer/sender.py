@@ -61,10 +61,11 @@ from windlass.transfer.bind import (
 )
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
 from windlass.transfer.packer import PackedLink, Packer, Peer, packed_capacity
+from windlass.transfer.registration import RegisteredMemory
 from windlass.transfer.relay_wire import RelayAddress
 from windlass.transfer.relay_write import GroupWrite
 from windlass.transfer.replica import CopyTimes, Replica, replica_memory
-from windlass.transfer.source import LocatedParameters, RegisteredMemory, addresses_of
+from windlass.transfer.source import LocatedParameters, addresses_of
 from windlass.transfer.stored_links import StoredLinks
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
 
@@ -115,10 +116,11 @@ class Sender:
             )
         self.transport, self.manifest = transport, manifest
         self.parameters = LocatedParameters(manifest, parameters)
-        self._registered = RegisteredMemory(transport, registered)
         self._pool = ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-writer")
         memory = replica_memory(replica, transport, self._pool)
-        self._packer = Packer(transport, memory_of(transport), arena_nbytes)
+        own = memory_of(transport)
+        self._registered = RegisteredMemory(manifest.worker, transport, own, registered)
+        self._packer = Packer(transport, own, arena_nbytes)
         self.replica = None if memory is None else Replica(manifest, memory)
         self._lock = threading.Lock()
         mapper, self._writes = transport.mapper, not transport.traits.strided_stores
@@ -135,7 +137,7 @@ class Sender:
         self._offsets: dict[str, int] = {}
         self._sent: set[str] = set()
         self._relays: dict[str, GroupWrite] = {}
-        self._pack_s = 0.0
+        self._pack_s = self._register_s = 0.0
 
     @property
     def arena_nbytes(self) -> int:
@@ -266,13 +268,14 @@ class Sender:
             located = self.parameters()
             if self._stores is not None:
                 self._stores.prepare(located, replica)
-            if self._writes:
-                self._pack_or_hash(located)
-            self._pack_s = time.perf_counter() - began
+            registered_s = self._pack_or_hash(located) if self._writes else 0.0
+            self._pack_s = time.perf_counter() - began - registered_s
+            self._register_s += registered_s  # until a write tells of it
             if replica is not None:
                 replica.taken(version)
 
-    def _pack_or_hash(self, located: Sequence[ParameterMemory]) -> None:
+    def _pack_or_hash(self, located: Sequence[ParameterMemory]) -> float:
+        """Seconds that it took to register what is read in place."""
         programs = tuple(
             p
             for p in self._programs.values()
@@ -280,9 +283,9 @@ class Sender:
         )
         if self._packer.arena is None and not self._packer.holds(programs):
             self._packer.fit(programs)  # it was parted with, and there was no room for another
-        sources = addresses_of(located)
+        sources, registered_s = addresses_of(located), 0.0
         if self.replica is None:
-            self._registered.cover(located[i] for i in self._read_in_place)
+            registered_s = self._registered.cover(located[i] for i in self._read_in_place)
         else:
             sources = self.replica.take(sources)
         self._packer.sources = sources
@@ -290,6 +293,7 @@ class Sender:
             self._pack_all(programs)
         else:
             self._digests |= self._packer.hash_links(programs, self._pool)
+        return registered_s
 
     def write(
         self,
@@ -362,7 +366,8 @@ class Sender:
             for name, digest in digests.items():
                 outcomes[name] = self._relayed_outcome(name, roots.get(name), digest, arena)
             wire_s = max(time.perf_counter() - began, sent.wire_s)
-            return SendResult(tuple(outcomes[n] for n in destinations), sent.pack_s, wire_s)
+            links = tuple(outcomes[n] for n in destinations)
+            return SendResult(links, sent.pack_s, wire_s, sent.register_s)
 
     def close(self) -> None:
         """Unregister and free, once a running `write` is over. Idempotent.
@@ -413,6 +418,7 @@ class Sender:
     def _write(self, destinations: Sequence[str], deadline: Deadline) -> SendResult:
         order = self._in_turn(destinations)
         pack_s, self._pack_s = self._pack_s, 0.0
+        register_s, self._register_s = self._register_s, 0.0
         lost = self._pack_again(name for name in order if name in self._sent)
         self._sent.update(order)
         ready = {
@@ -432,7 +438,8 @@ class Sender:
                 outcomes[name], link_wire_s, link_pack_s = self._stream(name, deadline)
                 wire_s += link_wire_s
                 pack_s += link_pack_s
-        return SendResult(tuple(outcomes[name] for name in destinations), pack_s, wire_s)
+        links = tuple(outcomes[name] for name in destinations)
+        return SendResult(links, pack_s, wire_s, register_s)
 
     def _find_ready(self, name: str) -> PackedLink | None:
         if name in self._relays:

@@ -1,8 +1,8 @@
-"""A trainer rank's parameters: where they lie now, which of them are registered, and what they hash to."""
+"""A trainer rank's parameters: where they lie now, and what they hash to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -16,11 +16,9 @@ from windlass.planning.program import LinkProgram, bind_links
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bind import bind_peers, check_digest_kind, check_part
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
-from windlass.transports.base import MemoryRegion, OneSidedTransport
 
 __all__ = [
     "LocatedParameters",
-    "RegisteredMemory",
     "SourceMemory",
     "addresses_of",
     "check_described",
@@ -92,42 +90,6 @@ class LocatedParameters:
 def addresses_of(located: Sequence[ParameterMemory]) -> UInt64Array:
     """Return (num_parameters,) addresses."""
     return np.array([memory.address for memory in located], np.uint64)
-
-
-@final
-class RegisteredMemory:
-    """What a transport reads in place, registered for as long as it lies there.
-
-    Args:
-        transport: registers.
-        by_owner: regions that the owner has registered already; what lies in them is not again.
-    """
-
-    def __init__(self, transport: OneSidedTransport, by_owner: Sequence[MemoryRegion]) -> None:
-        self._transport, self._by_owner = transport, tuple(by_owner)
-        self._registered: dict[int, MemoryRegion] = {}
-
-    def cover(self, memories: Iterable[ParameterMemory]) -> None:
-        """Have these registered, and nothing else.
-
-        Raises:
-            RegionError: memory cannot be registered.
-        """
-        wanted = _union(memory for memory in memories if not self._is_owners(memory))
-        for address, region in list(self._registered.items()):
-            if wanted.get(address) != region.nbytes:
-                self._transport.unregister(region)
-                del self._registered[address]
-        for address, nbytes in wanted.items():
-            if address not in self._registered:
-                self._registered[address] = self._transport.register(address, nbytes)
-
-    def _is_owners(self, memory: ParameterMemory) -> bool:
-        return any(
-            region.address <= memory.address
-            and memory.address + memory.nbytes <= region.address + region.nbytes
-            for region in self._by_owner
-        )
 
 
 def refuse_transforms(worker: str, plan: TransferPlan) -> None:
@@ -241,18 +203,3 @@ class SourceMemory:
         if self._digests is not None:
             self._digests.close()
             self._digests = None
-
-
-def _union(memories: Iterable[ParameterMemory]) -> dict[int, int]:
-    """Address -> bytes of disjoint ranges; parameters that share storage are one range."""
-    merged: dict[int, int] = {}
-    last = -1
-    for memory in sorted(memories, key=lambda m: m.address):
-        if not memory.nbytes:
-            continue
-        if last in merged and memory.address < last + merged[last]:
-            merged[last] = max(merged[last], memory.address + memory.nbytes - last)
-        else:
-            last = memory.address
-            merged[last] = memory.nbytes
-    return merged

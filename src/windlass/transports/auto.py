@@ -171,30 +171,43 @@ class TransportSet(OneSidedTransport):
 
     def register(self, address: int, nbytes: int) -> MemoryRegion:
         """See `OneSidedTransport.register`; refused only where every one of them refuses it."""
-        done: dict[str, MemoryRegion] = {}
-        refused: RegionError | None = None
-        for name, member in self._members.items():
-            try:
-                done[name] = member.register(address, nbytes)
-            except RegionError as error:
-                refused = error
-                _log.warning("auto: %s does not register %d bytes: %s", name, nbytes, error)
+        (region,) = self.register_all([(address, nbytes)])
+        return region
+
+    def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
+        """See `OneSidedTransport.register_all`; a range is refused where every one of them refuses it."""
+        parts: list[dict[str, MemoryRegion]] = [{} for _ in spans]
+        refused: list[RegionError | None] = [None for _ in spans]
+        with ExitStack() as undo:
+            for name, member in self._members.items():
+                for index, found in enumerate(_registered_with(name, member, spans)):
+                    if isinstance(found, RegionError):
+                        refused[index] = found
+                    else:
+                        parts[index][name] = found
+                        undo.callback(member.unregister, found)
+            columns = zip(spans, parts, refused, strict=True)
+            regions = tuple(itertools.starmap(self._joined, columns))
+            undo.pop_all()
+        with self._lock:
+            self._regions.update(zip(regions, parts, strict=True))
+        return regions
+
+    def _joined(
+        self, span: tuple[int, int], parts: dict[str, MemoryRegion], refused: RegionError | None
+    ) -> MemoryRegion:
         # What was not allocated by a transport that must can be a source, and is no target.
         remotes = [
             region.remote
-            for name, region in done.items()
+            for name, region in parts.items()
             if region.remote.key or not self._members[name].traits.allocates
         ]
         if not remotes:
-            for name, region in done.items():
-                self._members[name].unregister(region)
+            address, nbytes = span
             raise refused or RegionError(
                 f"register: [{address:#x}, {address + nbytes:#x}) must come from allocate"
             )
-        region = MemoryRegion(address, nbytes, remotes[0], tuple(remotes[1:]))
-        with self._lock:
-            self._regions[region] = done
-        return region
+        return MemoryRegion(*span, remotes[0], tuple(remotes[1:]))
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         with self._lock:
@@ -232,3 +245,17 @@ class TransportSet(OneSidedTransport):
         with ExitStack() as closing:
             for member in self._members.values():
                 closing.callback(member.close)
+
+
+def _registered_with(
+    name: str, member: OneSidedTransport, spans: Sequence[tuple[int, int]]
+) -> list[MemoryRegion | RegionError]:
+    """Register ranges with one transport; what it refuses together is tried one by one."""
+    try:
+        return list(member.register_all(spans))
+    except RegionError as error:
+        if len(spans) > 1:
+            return [found for span in spans for found in _registered_with(name, member, [span])]
+        for _, nbytes in spans:
+            _log.warning("auto: %s does not register %d bytes: %s", name, nbytes, error)
+        return [error for _ in spans]

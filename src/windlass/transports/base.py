@@ -11,7 +11,8 @@ The local right to use memory (`MemoryRegion`) and the remote right to write it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Protocol
@@ -278,6 +279,26 @@ class OneSidedTransport(Protocol):
             RegionError: `nbytes` < 1, or it overlaps a region that is registered already.
         """
         ...
+
+    def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
+        """Register several ranges, in one call of the library where it has one that takes them all.
+
+        Args:
+            spans: (address, nbytes) of each; see `register`.
+
+        Returns:
+            Their regions, in this order; each is unregistered by itself.
+
+        Raises:
+            RegionError: one of them is refused, or they overlap; none is registered.
+        """
+        with ExitStack() as undo:
+            regions: list[MemoryRegion] = []
+            for address, nbytes in spans:
+                regions.append(self.register(address, nbytes))
+                undo.callback(self.unregister, regions[-1])
+            undo.pop_all()
+        return tuple(regions)
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         """End the right to write a region; whoever owns its memory frees it in `released`, and not before.

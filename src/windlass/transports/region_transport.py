@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 from windlass.net.clock import Deadline
@@ -25,7 +26,7 @@ class RegionTransport(OneSidedTransport):
 
     Derived classes say what they are (`traits`, `report`), write (`_write`), and call `close` of this
     class in theirs. Where the calling process copies and a write ends with it, that is all. A library
-    that must know memory is told by `_register` and `_unregister`, and `_is_touched` says which memory
+    that must know memory is told by `_register` (or `_register_all`) and `_unregister`, and `_is_touched` says which memory
     its writes still use. Everything private is guarded by `_lock`.
 
     Args:
@@ -44,12 +45,19 @@ class RegionTransport(OneSidedTransport):
         return self._endpoint
 
     def register(self, address: int, nbytes: int) -> MemoryRegion:
-        with self._lock, self._current():
-            self._table.check_free(address, nbytes)  # before a library has it
-            remote = RemoteRegion(self._endpoint, address, nbytes, self._register(address, nbytes))
-            region = MemoryRegion(address, nbytes, remote)
-            self._table.add(region)
+        (region,) = self.register_all([(address, nbytes)])
         return region
+
+    def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
+        with self._lock, self._current():
+            self._table.check_free(spans)  # before a library has them
+            keys = self._register_all(spans)
+            regions = tuple(itertools.starmap(self._region, zip(spans, keys, strict=True)))
+            self._table.add(*regions)
+        return regions
+
+    def _region(self, span: tuple[int, int], key: str) -> MemoryRegion:
+        return MemoryRegion(*span, RemoteRegion(self._endpoint, *span, key))
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         with self._lock, self._current():
@@ -90,6 +98,28 @@ class RegionTransport(OneSidedTransport):
             RegionError: it is refused; nothing is registered.
         """
         return ""
+
+    def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
+        """Make several ranges known at once; the key of each. Holds the lock.
+
+        For libraries that take many in one call; here one by one, so that an error names the range.
+
+        Raises:
+            RegionError: one is refused; none is registered.
+        """
+        keys: list[str] = []
+        with ExitStack() as undo:
+            for span in spans:
+                keys.append(self._register(*span))
+                undo.callback(self._take_back, self._region(span, keys[-1]))
+            undo.pop_all()
+        return keys
+
+    def _take_back(self, region: MemoryRegion) -> None:
+        """Unregister what no write was ever given."""
+        later = self._unregister(region)
+        if later is not None:
+            later()
 
     def _unregister(self, region: MemoryRegion) -> Callable[[], None] | None:  # noqa: ARG002
         """Take a registration back; or return what does, to be called once nothing touches the memory.

@@ -7,6 +7,7 @@ TCP reads any source), so every write of every transport passes through here fir
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -34,35 +35,38 @@ class RegionTable:
         self._lock = threading.Lock()
         self._regions: list[MemoryRegion] = []
 
-    def check_free(self, address: int, nbytes: int) -> None:
+    def check_free(self, spans: Iterable[tuple[int, int]]) -> None:
         """Refuse what cannot be registered.
 
-        Raises:
-            RegionError: empty, or overlapping a registered region.
-        """
-        with self._lock:
-            self._find_slot(address, nbytes)
-
-    def add(self, region: MemoryRegion) -> None:
-        """Remember a region.
+        Args:
+            spans: (address, nbytes) of each.
 
         Raises:
-            RegionError: empty, or overlapping a registered region.
+            RegionError: one is empty, or overlaps a registered region or another one of them.
         """
         with self._lock:
-            self._regions.insert(self._find_slot(region.address, region.nbytes), region)
+            self._check_free(spans)
 
-    def _find_slot(self, start: int, nbytes: int) -> int:
-        check_extent(start, nbytes)
-        end = start + nbytes
-        slot = bisect.bisect_right(self._regions, start, key=_address)
-        for other in self._regions[max(slot - 1, 0) : slot + 1]:
-            if start < other.address + other.nbytes and other.address < end:
-                raise RegionError(
-                    f"register: [{start:#x}, {end:#x}) overlaps registered "
-                    f"[{other.address:#x}, {other.address + other.nbytes:#x})"
-                )
-        return slot
+    def add(self, *regions: MemoryRegion) -> None:
+        """Remember regions.
+
+        Raises:
+            RegionError: see `check_free`; none is remembered.
+        """
+        with self._lock:
+            self._check_free((region.address, region.nbytes) for region in regions)
+            for region in regions:
+                bisect.insort(self._regions, region, key=_address)
+
+    def _check_free(self, spans: Iterable[tuple[int, int]]) -> None:
+        ordered = sorted(spans)
+        for start, nbytes in ordered:
+            check_extent(start, nbytes)
+            slot = bisect.bisect_right(self._regions, start, key=_address)
+            for other in self._regions[max(slot - 1, 0) : slot + 1]:
+                _check_apart((start, nbytes), (other.address, other.nbytes), "registered ")
+        for before, span in itertools.pairwise(ordered):
+            _check_apart(span, before, "")
 
     def remove(self, region: MemoryRegion) -> None:
         """Forget a region.
@@ -92,6 +96,15 @@ class RegionTable:
 
 def _address(region: MemoryRegion) -> int:
     return region.address
+
+
+def _check_apart(span: tuple[int, int], other: tuple[int, int], what: str) -> None:
+    (start, nbytes), (other_start, other_nbytes) = span, other
+    if start < other_start + other_nbytes and other_start < start + nbytes:
+        raise RegionError(
+            f"register: [{start:#x}, {start + nbytes:#x}) overlaps {what}"
+            f"[{other_start:#x}, {other_start + other_nbytes:#x})"
+        )
 
 
 def check_extent(address: int, nbytes: int) -> None:

@@ -32,6 +32,7 @@ class Measure(StrEnum):
     UPDATE_S = "update_s", "seconds", "First command to last reply"
     PAUSE_S = "pause_s", "seconds", "Longest pause of an engine"
     PACK_S = "pack_s", "seconds", "The slowest rank's time packing; 0 where writes pack"
+    REGISTER_S = "register_s", "seconds", "The slowest rank's time registering what had moved"
 
     COMPARE_S = "compare_s", "seconds", "The slowest rank's time digesting what ranks share"
 

@@ -186,11 +186,12 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
-    """Trainer rank: the outcome of every link it was asked to write."""
+    """Trainer rank: the outcome of every link it was asked to write; see `SendResult`."""
 
     links: tuple[LinkOutcome, ...]
     pack_s: float
     wire_s: float
+    register_s: float = 0.0
 
 
 class Verified(msgspec.Struct, frozen=True, tag="verified"):

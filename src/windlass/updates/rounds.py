@@ -584,6 +584,7 @@ class RoundMachine:
     def _on_written(self, trainer: str, written: Written) -> None:
         self._measure(Measure.WIRE_S, trainer, written.wire_s)
         self._measure(Measure.PACK_S, trainer, written.pack_s)
+        self._measure(Measure.REGISTER_S, trainer, written.register_s)
         asked = self._links.answered(trainer)
         for link in written.links:
             if link.destination in asked:

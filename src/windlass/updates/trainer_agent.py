@@ -140,7 +140,7 @@ class TrainerAgent:
                 else link
                 for link in links
             )
-        return Written(links, sent.pack_s, sent.wire_s)
+        return Written(links, sent.pack_s, sent.wire_s, sent.register_s)
 
     def _relaying(self) -> Sender:
         if not isinstance(self._sender, Sender):

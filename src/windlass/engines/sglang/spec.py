@@ -39,9 +39,16 @@ RELEASES = EngineReleases(
     name="SGLang",
     package="sglang",
     distributions=("sglang",),
-    read=((0, 5, 6), (0, 5, 7), (0, 5, 16), (0, 5, 19), (0, 5, 21), (0, 5, 22), (0, 5, 23)),
+    read=((0, 5, 11), (0, 5, 16), (0, 5, 19), (0, 5, 21), (0, 5, 22), (0, 5, 23)),
     run={(0, 5, 16): "GPUs", (0, 5, 23): "CPUs"},
     features=(
+        Feature(
+            "plugins (entry points `sglang.srt.plugins`)",
+            since=(0, 5, 11),
+            missing_in=(0, 5, 10),
+            without="nothing is put in front of its server",
+            needed=True,
+        ),
         Feature(
             "`--custom-weight-loader`",
             since=(0, 4, 10),
@@ -95,6 +102,7 @@ _TOKENIZERS = (
     "an abort pause waits for the requests of one tokenizer: those of another reach the engine while "
     "weights are written"
 )
+_CLEAR = "its ranks call its routes in clear text"
 _STORED = (
     "keys and values of old weights are kept outside the engine, where other servers read them"
 )
@@ -143,6 +151,7 @@ RULES = (
     _rule("nnodes", (1,), _HOSTS),
     _rule("disaggregation_mode", ("null",), _APART),
     _rule("tokenizer_worker_num", (1,), _TOKENIZERS),
+    _rule("ssl_certfile", (None,), _CLEAR),
 )
 """Of a server whose ranks run an agent."""
 _SIZES = ("tp_size", "pp_size", "dp_size")
@@ -175,7 +184,6 @@ class SglangServer:
                 *("--host", args.host, "--port", str(args.port), "--tp-size", str(args.tp)),
                 *(("--pp-size", str(args.pp)) if args.pp > 1 else ()),
                 *(("--dp-size", str(args.dp)) if args.dp > 1 else ()),
-                *("--custom-weight-loader", HOOK),
                 *rest,
             )
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from windlass.errors import TransferFailed
+from windlass.errors import RegionError, TransferFailed
 from windlass.layout.dtypes import DType
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PieceArray, PieceTable
@@ -80,6 +80,14 @@ class CudaMemory:
     def gpu(self) -> Gpu:
         """Whose memory it is."""
         return self._gpu
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        try:
+            return self._gpu.device.allocation(address)
+        except TransferFailed as error:
+            raise RegionError(
+                f"register: {address:#x} must be in memory of GPU {self.ordinal}: {error}"
+            ) from error
 
     def allocate(self, nbytes: int) -> DeviceMemory:
         return DeviceMemory(self._gpu, nbytes)

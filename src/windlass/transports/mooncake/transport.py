@@ -12,9 +12,10 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import final
 
 import numpy as np
@@ -94,6 +95,13 @@ class _Engine:
                 self.unpin(starts[:done])
                 return code
         return 0
+
+    def pin_all(self, starts: list[int], sizes: list[int]) -> bool:
+        """Register many steps in one call, which over verbs it does by several threads; all or none."""
+        code = self.started.engine.batch_register_memory(starts, sizes)
+        if code not in (0, _OVERLAP):  # it stops half way; overlaps are looked for before it begins
+            self.unpin(starts)
+        return code == 0
 
     def unpin(self, starts: list[int]) -> None:
         """Take registrations back."""
@@ -183,6 +191,25 @@ class MooncakeTransport(NetworkTransport):
                     f"register: [{address:#x}, {address + nbytes:#x}) {what} (code {code}){hint}"
                 )
             done.append(engine)
+        return self._key_of(nbytes)
+
+    def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
+        """See `RegionTransport`; what is refused together is tried one by one, which names it."""
+        if len(spans) < 2:
+            return super()._register_all(spans)
+        edges = [(*self._starts(address, nbytes), address + nbytes) for address, nbytes in spans]
+        steps = [step for one in edges for step in pairwise(one)]
+        starts, sizes = [start for start, _ in steps], [stop - start for start, stop in steps]
+        with ExitStack() as undo:
+            for engine in self._engines:
+                if not engine.pin_all(starts, sizes):
+                    undo.close()
+                    return super()._register_all(spans)
+                undo.callback(engine.unpin, starts)
+            undo.pop_all()
+        return [self._key_of(nbytes) for _, nbytes in spans]
+
+    def _key_of(self, nbytes: int) -> str:
         return str(self._step_nbytes) if 0 < self._step_nbytes < nbytes else ""
 
     def _unregister(self, region: MemoryRegion) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import final
@@ -132,6 +132,26 @@ class NixlTransport(NetworkTransport):
         self._native[address] = native
         return key
 
+    def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
+        """See `RegionTransport`; one list of descriptors. What is refused together is tried one by one."""
+        if len(spans) < 2:
+            return super()._register_all(spans)
+        agent, gpu = self._agent.native, self._config.gpu
+        kind, parts = memory_kind(gpu), [self._parts(*span, gpu) for span in spans]
+        self._check_lockable(sum(nbytes for _, nbytes in spans), spans[0][0])
+        try:
+            together = agent.register_memory([p for own in parts for p in own], kind, ["UCX"])
+        except self._agent.errors:
+            return super()._register_all(spans)
+        try:  # each has a handle of its own, since each is unregistered by itself
+            natives = [agent.get_reg_descs(own, kind) for own in parts]
+            keys = [self._key_of(one, n) for one, (_, n) in zip(natives, spans, strict=True)]
+        except self._agent.errors as error:
+            agent.deregister_memory(together)
+            raise RegionError(f"register: {spans[0][0]:#x} has no metadata: {error}") from error
+        self._native.update((span[0], one) for span, one in zip(spans, natives, strict=True))
+        return keys
+
     def _unregister(self, region: MemoryRegion) -> Callable[[], None]:
         """Return what takes it back, once no write uses the memory."""
         return partial(self._deregister, self._native.pop(region.address))
@@ -198,17 +218,24 @@ class NixlTransport(NetworkTransport):
         return contextlib.nullcontext() if self._gpu is None else self._gpu.current()
 
     def _register_native(self, address: int, nbytes: int, gpu: int) -> object:
-        if self._gpu is None and may_use_verbs(self._config.wire):
-            check_lockable(nbytes + OWN_PINNED_NBYTES, f"register: {address:#x}")
+        self._check_lockable(nbytes, address)
         try:
-            edges = [*self._starts(address, nbytes), address + nbytes]
-            parts = [(one, other - one, max(gpu, 0), "") for one, other in pairwise(edges)]
+            parts = self._parts(address, nbytes, gpu)
             return self._agent.native.register_memory(parts, memory_kind(gpu), ["UCX"])
         except self._agent.errors as error:
             raise RegionError(
                 f"register: [{address:#x}, {address + nbytes:#x}) is refused ({error}; UCX: "
                 f"{self._log.complaints() or 'no word'}); over verbs see ulimit -l"
             ) from error
+
+    def _parts(self, address: int, nbytes: int, gpu: int) -> list[tuple[int, int, int, str]]:
+        """Return descriptors of the steps in which a region is registered."""
+        edges = [*self._starts(address, nbytes), address + nbytes]
+        return [(one, other - one, max(gpu, 0), "") for one, other in pairwise(edges)]
+
+    def _check_lockable(self, nbytes: int, address: int) -> None:
+        if self._gpu is None and may_use_verbs(self._config.wire):
+            check_lockable(nbytes + OWN_PINNED_NBYTES, f"register: {address:#x}")
 
     def _key_of(self, native: object, nbytes: int) -> str:
         """Return a key that is complete by itself, so regions may be passed on one by one, in any order."""

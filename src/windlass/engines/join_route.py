@@ -1,0 +1,126 @@
+"""`POST /windlass/join`: the server of somebody else's engine is told which controller's fleet to join.
+
+The body is a `JoinOrder` in JSON, and the header `Authorization: Bearer TOKEN` shows who asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import final
+
+import msgspec
+
+from windlass.engines.private_routes import App, Message, Receive, Send, answer
+from windlass.errors import ConfigError, ProtocolError, WindlassError
+from windlass.net.access import Access, AccessGate
+
+__all__ = ["JOIN_PATH", "JoinOrder", "JoinRoute"]
+
+JOIN_PATH = "/windlass/join"
+MAX_BODY_NBYTES = 1 << 16
+_ROLES = (Access.OWNER, Access.ENGINE)
+_log = logging.getLogger(__name__)
+
+
+class JoinOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where an engine belongs.
+
+    Attributes:
+        controller: address.
+        transport: name of the transport that receives weights, or its configuration as JSON.
+    """
+
+    controller: str
+    transport: str = "auto"
+
+
+class _Refused(Exception):
+    def __init__(self, status: HTTPStatus, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+@final
+class JoinRoute:
+    """ASGI middleware in front of an engine's server; it answers one route, and passes on the others.
+
+    Whoever asks must show the token that the server was started with, or the one of role engine that
+    follows from it. The answer is `{"name": ..., "controller": ...}` once every rank has joined; else
+    `{"error": ...}`, with 400 for what the order says, 403 for a stranger, 409 while the engine
+    is on its way into a fleet, 413 for a body above 64 KiB, and 502 where a peer or a rank refused.
+
+    Args:
+        app: the engine's.
+        token: of the server; empty for none, and then nobody is let in.
+        join: has every rank join, and returns the engine's name. Blocks; called in a thread. Raises
+            `ProtocolError` while it is at it.
+    """
+
+    def __init__(self, app: App, token: str, join: Callable[[JoinOrder], str]) -> None:
+        self._app, self._join = app, join
+        self._gate = AccessGate(token)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http" or scope["path"] != JOIN_PATH:
+            await self._app(scope, receive, send)
+            return
+        try:
+            joined = await self._carry_out(scope, receive)
+        except _Refused as refused:
+            body = msgspec.json.encode({"error": refused.reason})
+            await answer(send, refused.status, body)
+        else:
+            await answer(send, HTTPStatus.OK, msgspec.json.encode(joined))
+
+    async def _carry_out(self, scope: Message, receive: Receive) -> dict[str, str]:
+        if scope["method"] != "POST":
+            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, f"{JOIN_PATH} takes POST")
+        shown = [value for name, value in scope["headers"] if name == b"authorization"]
+        role = self._gate.role_of(shown[0].decode("latin-1")) if len(shown) == 1 else None
+        if role not in _ROLES:
+            raise _Refused(
+                HTTPStatus.FORBIDDEN,
+                f"{JOIN_PATH} is for {' and '.join(_ROLES)}: the token of neither was shown",
+            )
+        order = _order_in(await _body_of(receive))
+        try:
+            name = await asyncio.to_thread(self._join, order)
+        except WindlassError as error:
+            reason = f"{type(error).__name__}: {error}"
+            _log.error("%s: %s", JOIN_PATH, reason)
+            raise _Refused(_status_of(error), reason) from error
+        return {"name": name, "controller": order.controller}
+
+
+def _order_in(body: bytes) -> JoinOrder:
+    try:
+        return msgspec.json.decode(body, type=JoinOrder)
+    except msgspec.MsgspecError as error:
+        raise _Refused(HTTPStatus.BAD_REQUEST, f"body must be a join order: {error}") from error
+
+
+async def _body_of(receive: Receive) -> bytes:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+        if len(body) > MAX_BODY_NBYTES:
+            raise _Refused(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"body must be at most {MAX_BODY_NBYTES} bytes, got more",
+            )
+    return body
+
+
+def _status_of(error: WindlassError) -> HTTPStatus:
+    match error:
+        case ConfigError():
+            return HTTPStatus.BAD_REQUEST
+        case ProtocolError():
+            return HTTPStatus.CONFLICT
+        case _:
+            return HTTPStatus.BAD_GATEWAY

@@ -1,0 +1,309 @@
+"""What SGLang's own server does once Windlass is installed beside it and WINDLASS_CONTROLLER is set.
+
+    WINDLASS_CONTROLLER=http://TRAINER:8000 WINDLASS_TOKEN_FILE=token python -m sglang.launch_server ...
+
+SGLang calls entry points of the group `sglang.srt.plugins` before it reads its settings
+(`sglang/srt/plugins/__init__.py`, 0.5.11 and later). This one does nothing where the variable is not set and no
+launcher of Windlass has started the server. Else the process that serves HTTP
+
+- refuses settings that an update does not survive, before a model is loaded;
+- has every rank call `windlass.engines.sglang.hook.run`, a custom weight loader;
+- keeps private routes private (`windlass.engines.private_routes`), and orders reaching every replica;
+- once it is warm, has its ranks join the fleet of the controller. With `wait` in place of an address they join when
+  `POST /windlass/join` says where; it may do so again, once the controller before has ended.
+
+A launcher's server is made ready in the same way, and joins when the launcher says so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any, final
+
+from windlass.engines.join_route import JoinOrder, JoinRoute
+from windlass.engines.launch import join_fleet, refuse_expandable_segments
+from windlass.engines.private_routes import PrivateRoutes, is_launched, new_key
+from windlass.engines.quantised import require_followed
+from windlass.engines.rank_reports import Secrets
+from windlass.engines.sglang.replicas import reach_replicas
+from windlass.engines.sglang.spec import HOOK, RELEASES, RULES, SglangServer
+from windlass.engines.spec import AgentSettings, refuse_settings
+from windlass.engines.versions import check_installed
+from windlass.envs import CONTROLLER_VARIABLE, control_token, environment_value
+from windlass.errors import ConfigError, ProtocolError, WindlassError
+from windlass.net.addresses import (
+    check_url,
+    is_loopback,
+    is_this_host,
+    is_wildcard,
+    join_host_port,
+    own_address,
+    url_of,
+)
+from windlass.updates.client import report_cannot_join
+
+__all__ = ["load"]
+
+WAIT = "wait"
+_HTTP = "sglang.srt.entrypoints.http_server"
+_OTHER_SERVERS = ("SGLANG_RUST_SERVER", "SGLANG_USE_MODELSCOPE")
+_log = logging.getLogger(__name__)
+_done: set[str] = set()
+"""What this process has done, of which once is enough."""
+
+
+def load() -> None:
+    """Called by SGLang in every process of a server, and by `windlass.engines.sglang.serve`. Idempotent.
+
+    Nothing is refused here: SGLang logs what a plugin raises, and goes on without it.
+    """
+    if not (environment_value(CONTROLLER_VARIABLE) or is_launched()) or not _first("load"):
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # Called by whoever starts an engine, with resolved settings that have reached no rank yet.
+    HookRegistry.register(
+        "sglang.srt.server_args.ServerArgs.check_server_args", _prepare, HookType.BEFORE
+    )
+
+
+def _first(step: str) -> bool:
+    if step in _done:
+        return False
+    _done.add(step)
+    return True
+
+
+def _prepare(server_args: Any) -> None:
+    """Make a server ready whose settings are known and whose ranks have not been started.
+
+    Raises:
+        ConfigError: see this module; nothing was started.
+        PeerUnreachable: no address of this host leads to the controller.
+    """
+    settings = _resolved(server_args)
+    for warning in check_installed(RELEASES):
+        _log.warning("%s", warning)
+    http_server = sys.modules.get(_HTTP)
+    if http_server is None:
+        raise ConfigError(
+            f"{CONTROLLER_VARIABLE} must not be set for an engine without an HTTP server, which cannot be paused"
+        )
+    for variable in _OTHER_SERVERS:
+        if environment_value(variable).lower() in ("1", "true", "yes", "y"):
+            raise ConfigError(f"{variable} must not be set: updates with it have not been shown")
+    refuse_expandable_segments()
+
+    def setting(name: str) -> object:
+        try:
+            return getattr(settings, name)
+        except AttributeError as error:
+            raise LookupError(name) from error
+
+    refuse_settings("SGLang", RULES, setting)
+    if Path(settings.model_path).is_dir():
+        _require_followed(settings, Path(settings.model_path))
+    _set_loader(server_args, [*settings.custom_weight_loader])
+    if not _first("prepare"):  # the engine of this process is started again
+        return
+    from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
+
+    member = None if is_launched() else _Member(settings)
+    reach_replicas(TokenizerControlMixin)
+    _stand_in_front(http_server, member)
+    if member is not None and member.controller != WAIT:
+        _call_when_warm(member.join_at_start)
+
+
+def _resolved(server_args: Any) -> Any:
+    try:
+        from sglang.srt.arg_groups.overrides import resolving_view
+    except ImportError:  # to 0.5.16 what is resolved is assigned
+        return server_args
+    return resolving_view(server_args)
+
+
+def _set_loader(server_args: Any, loaders: list[str]) -> None:
+    if HOOK in loaders:
+        return
+    try:
+        from sglang.srt.arg_groups.overrides import declare_resolution
+    except ImportError:  # to 0.5.16
+        server_args.custom_weight_loader = [*loaders, HOOK]
+        return
+    declare_resolution(server_args, "windlass", custom_weight_loader=[*loaders, HOOK])
+
+
+def _require_followed(settings: Any, checkpoint: Path) -> None:
+    asked = settings.quantization
+    require_followed(checkpoint, ("--quantization", asked) if asked else ())
+
+
+def _stand_in_front(http_server: ModuleType, member: _Member | None) -> None:
+    """Have requests come past Windlass first, whatever else is put in front of the server later."""
+    app = vars(http_server)["app"]
+    build: Callable[[], Any] = app.build_middleware_stack
+
+    def build_behind() -> Any:
+        if member is None:
+            return PrivateRoutes(build())
+        return JoinRoute(PrivateRoutes(build(), member.key), member.token, member.join)
+
+    app.build_middleware_stack = build_behind
+
+
+def _call_when_warm(action: Callable[[], None]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def _with_callback(*args: Any, **given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        theirs = given.get("launch_callback")
+
+        def call_both() -> None:
+            if theirs is not None:
+                theirs()
+            action()
+
+        return args, {**given, "launch_callback": call_both}
+
+    HookRegistry.register(f"{_HTTP}._wait_and_warmup", _with_callback, HookType.BEFORE)
+    HookRegistry.apply_hooks()
+
+
+@final
+class _Member:
+    """The server of this process, as a member of fleets.
+
+    Args:
+        settings: SGLang's, resolved.
+
+    Raises:
+        ConfigError: there is no token; or the controller is no address; or see `_url`.
+        PeerUnreachable: see `_url`.
+    """
+
+    def __init__(self, settings: Any) -> None:
+        self.controller = environment_value(CONTROLLER_VARIABLE)
+        self.token = control_token()
+        self._settings = settings
+        if self.controller != WAIT:
+            check_url(self.controller, CONTROLLER_VARIABLE)
+            self._url(self.controller)
+        elif not self.token:
+            raise ConfigError(
+                f"{CONTROLLER_VARIABLE}: {WAIT} must come with a token, which the one who says where shows"
+            )
+        kept = ExitStack()
+        self.key = kept.enter_context(new_key(settings.port))
+        atexit.register(kept.close)
+        self._is_joining = threading.Lock()
+
+    def join_at_start(self) -> None:
+        """Have the ranks join in a thread of its own; the server ends if they cannot."""
+
+        def join() -> None:
+            try:
+                self.join(JoinOrder(self.controller))
+            except WindlassError as error:
+                self._end(f"{type(error).__name__}: {error}")
+
+        threading.Thread(target=join, name="windlass-join", daemon=True).start()
+
+    def _end(self, reason: str) -> None:
+        """Nobody is to be answered by an engine that was meant to be updated and is not."""
+        from sglang.srt.utils import kill_process_tree
+
+        sys.stderr.write(f"engine {self._name(self.controller)}: {reason}\n")
+        sys.stderr.flush()
+        with contextlib.suppress(WindlassError):
+            report_cannot_join(self.controller, self.token, self._name(self.controller), reason)
+        kill_process_tree(os.getpid(), include_parent=False)
+        os._exit(2)
+
+    def join(self, order: JoinOrder) -> str:
+        """Have every rank join a fleet, after leaving the one before; return the engine's name. Blocks.
+
+        Raises:
+            ProtocolError: it is on its way into one.
+            ConfigError: the controller is no address; or the checkpoint is in no folder; or see `_url` and
+                `join_fleet`.
+            PeerUnreachable, PeerTimeout: see `join_fleet`.
+        """
+        if not self._is_joining.acquire(blocking=False):
+            raise ProtocolError("join: the engine must not be on its way into a fleet, it is")
+        try:
+            check_url(order.controller, "controller")
+            given = self._settings
+            checkpoint = _checkpoint_of(given)
+            _require_followed(given, checkpoint)
+            settings = AgentSettings(
+                name=self._name(order.controller),
+                controller=order.controller,
+                transport=order.transport,
+                url=self._url(order.controller),
+                checkpoint=str(checkpoint),
+                world_size=given.tp_size * given.pp_size * given.dp_size,
+                loaded=given.load_format != "dummy",
+            )
+            keys = self.key, given.api_key or "", given.admin_api_key or ""
+            join_fleet(SglangServer(), settings, Secrets(self.token, *keys))
+        finally:
+            self._is_joining.release()
+        _log.info("engine %s has joined the fleet of %s", settings.name, settings.controller)
+        return settings.name
+
+    def _name(self, controller: str) -> str:
+        """Return the same for a server that is started again."""
+        return join_host_port(self._host(controller), self._settings.port)
+
+    def _url(self, controller: str) -> str:
+        return url_of(self._host(controller), self._settings.port)
+
+    def _host(self, controller: str) -> str:
+        """Return the host that others are told.
+
+        Raises:
+            ConfigError: others would be led to themselves. PeerUnreachable: see `own_address`.
+        """
+        host: str = self._settings.host
+        if is_wildcard(host):
+            return own_address(controller)
+        if is_loopback(host) and not is_this_host(controller):
+            raise ConfigError(
+                f"--host must be an address that others reach, since {controller} is on another host, got {host!r}"
+            )
+        return host
+
+
+def _checkpoint_of(settings: Any) -> Path:
+    """Return the folder that SGLang has loaded its model from.
+
+    Raises:
+        ConfigError: it was no folder, nor a repository of the Hugging Face Hub that this host has.
+    """
+    folder = Path(settings.model_path)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            settings.model_path,
+            revision=settings.revision,
+            cache_dir=settings.download_dir,
+            local_files_only=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--model-path must be a folder of safetensors files, or a repository of the Hugging Face Hub that "
+            f"was downloaded, got {settings.model_path!r}: {error}"
+        ) from error
+    return Path(found)

@@ -1,0 +1,142 @@
+"""Who may tell an engine's server where to join, with what, and what is answered."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from windlass.engines.join_route import JOIN_PATH, MAX_BODY_NBYTES, JoinOrder, JoinRoute
+from windlass.engines.private_routes import Message
+from windlass.errors import (
+    ConfigError,
+    PeerTimeout,
+    PeerUnreachable,
+    ProtocolError,
+    WindlassError,
+)
+from windlass.net.access import Access, role_token
+
+SECRET = "secret of the test"
+ENGINE = role_token(SECRET, Access.ENGINE)
+ORDER = JoinOrder("http://10.0.0.1:8000")
+
+
+class Joined:
+    """What joins; it is told who asked."""
+
+    def __init__(self, error: WindlassError | None = None) -> None:
+        self.asked: list[JoinOrder] = []
+        self.threads: set[threading.Thread] = set()
+        self._error = error
+
+    def __call__(self, order: JoinOrder) -> str:
+        self.asked.append(order)
+        self.threads.add(threading.current_thread())
+        if self._error:
+            raise self._error
+        return "10.0.0.2:30000"
+
+
+async def engine(_scope: Message, _receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b'"the engine\'s"'})
+
+
+async def ask(
+    join: Callable[[JoinOrder], str],
+    body: bytes = msgspec.json.encode(ORDER),
+    *shown: str,
+    server: str = ENGINE,
+    method: str = "POST",
+    path: str = JOIN_PATH,
+) -> tuple[int, Any]:
+    """Status and answer; the body comes in two pieces."""
+    sent: list[Message] = []
+    pieces = [(body[:7], True), (body[7:], False)]
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        piece, more = pieces.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": more}
+
+    headers = [(b"authorization", f"Bearer {token}".encode()) for token in shown]
+    scope = {"type": "http", "method": method, "path": path, "headers": headers}
+    await JoinRoute(engine, server, join)(scope, receive, send)
+    return sent[0]["status"], msgspec.json.decode(sent[1]["body"])
+
+
+@pytest.mark.parametrize(
+    ("server", "shown"), [(ENGINE, ENGINE), (SECRET, SECRET), (SECRET, ENGINE)]
+)
+async def test_who_has_the_servers_token_or_its_role_says_where_it_joins(
+    server: str, shown: str
+) -> None:
+    joined = Joined()
+    answer = await ask(joined, msgspec.json.encode(ORDER), shown, server=server)
+    assert answer == (200, {"name": "10.0.0.2:30000", "controller": ORDER.controller})
+    assert joined.asked == [ORDER]
+    assert threading.current_thread() not in joined.threads  # the server goes on answering
+
+
+@pytest.mark.parametrize(
+    ("server", "shown"),
+    [
+        *((ENGINE, token) for token in ("", "wrong", SECRET, ENGINE + " ")),
+        *((SECRET, role_token(SECRET, role)) for role in (Access.TRAINER, Access.CLIENT)),
+        ("", ""),
+        ("", ENGINE),
+    ],
+)
+async def test_strangers_and_other_roles_are_refused(server: str, shown: str) -> None:
+    joined = Joined()
+    status, answer = await ask(joined, b"{}", shown, server=server)
+    assert (status, answer["error"]) == (
+        403,
+        "/windlass/join is for owner and engine: the token of neither was shown",
+    )
+    assert (await ask(joined, b"{}", server=server))[0] == 403
+    assert (await ask(joined, b"{}", ENGINE, shown, server=server))[0] == 403
+    assert joined.asked == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"{}", 400, "missing required field `controller`"),
+        (b'{"controller": 1}', 400, "Expected `str`, got `int` - at `$.controller`"),
+        (b'{"controller": "x", "token": "y"}', 400, "unknown field `token`"),
+        (b"not JSON at all", 400, "body must be a join order"),
+        (b" " * (MAX_BODY_NBYTES + 1), 413, "body must be at most 65536 bytes"),
+    ],
+)
+async def test_what_is_no_order_is_refused(body: bytes, status: int, says: str) -> None:
+    joined = Joined()
+    answered, answer = await ask(joined, body, ENGINE)
+    assert (answered, says in answer["error"]) == (status, True), answer
+    assert joined.asked == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("controller must be http://"), 400),
+        (ProtocolError("join: the engine is on its way"), 409),
+        (PeerUnreachable("rank 1: UnsupportedLayout: x"), 502),
+        (PeerTimeout("ranks [1] have not reported"), 502),
+    ],
+)
+async def test_why_it_did_not_join_is_answered(error: WindlassError, status: int) -> None:
+    answer = await ask(Joined(error), msgspec.json.encode(ORDER), ENGINE)
+    assert answer == (status, {"error": f"{type(error).__name__}: {error}"})
+
+
+async def test_other_routes_are_the_engines() -> None:
+    assert await ask(Joined(), b"{}", ENGINE, path="/generate") == (204, "the engine's")
+    status, answer = await ask(Joined(), b"{}", ENGINE, method="GET")
+    assert (status, answer["error"]) == (405, "/windlass/join takes POST")

@@ -1,0 +1,105 @@
+"""What the plugin makes of SGLang's settings; `tests/integrations/test_sglang_plugin.py` has it in live servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from windlass import envs
+from windlass.engines.private_routes import saved_key
+from windlass.engines.sglang import plugin
+from windlass.envs import CONTROLLER_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from windlass.errors import ConfigError, PeerUnreachable
+from windlass.net.addresses import own_address
+
+ELSEWHERE = "http://192.0.2.1:8000"
+
+
+@pytest.fixture(autouse=True)
+def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("secret of the test")
+    monkeypatch.setattr(envs, "_secrets", {})
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(token))
+    monkeypatch.setenv(CONTROLLER_VARIABLE, "http://127.0.0.1:8000")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def address_towards_elsewhere() -> str:
+    try:
+        return own_address(ELSEWHERE)
+    except PeerUnreachable:
+        pytest.skip("no way to another host")
+
+
+def settings(host: str) -> SimpleNamespace:
+    return SimpleNamespace(host=host, port=30000)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.2"])
+def test_an_engine_is_called_as_it_is_reached(host: str) -> None:
+    member = plugin._Member(settings(host))
+    assert member._name(member.controller) == f"{host}:30000"
+    assert member._url(member.controller) == f"http://{host}:30000"
+    assert saved_key(member._url(member.controller)) == member.key
+
+
+def test_a_server_on_all_addresses_names_the_one_towards_its_controller() -> None:
+    member = plugin._Member(settings("0.0.0.0"))
+    assert member._url(member.controller) == "http://127.0.0.1:30000"
+    assert member._url(ELSEWHERE) == f"http://{address_towards_elsewhere()}:30000"
+
+
+def test_a_server_that_only_its_host_reaches_joins_no_controller_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address_towards_elsewhere()
+    monkeypatch.setenv(CONTROLLER_VARIABLE, ELSEWHERE)
+    with pytest.raises(
+        ConfigError, match=r"--host must be an address that others reach.*got '127\.0\.0\.1'"
+    ):
+        plugin._Member(settings("127.0.0.1"))
+
+
+def test_to_wait_takes_a_token_and_to_join_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_FILE_VARIABLE)
+    for controller in ("wait", "http://127.0.0.1:8000"):
+        monkeypatch.setenv(CONTROLLER_VARIABLE, controller)
+        with pytest.raises(ConfigError, match="WINDLASS_TOKEN must be set"):
+            plugin._Member(settings("127.0.0.1"))
+    for variable in ("WINDLASS_TLS_CA", "WINDLASS_TLS_CERT"):
+        monkeypatch.setenv(variable, "/a certificate stands for the token")
+    monkeypatch.setenv(CONTROLLER_VARIABLE, "wait")
+    with pytest.raises(ConfigError, match="wait must come with a token"):
+        plugin._Member(settings("127.0.0.1"))
+
+
+@pytest.fixture
+def downloads(tmp_path: Path) -> Path:
+    """A cache of the Hugging Face Hub with one model in one revision."""
+    cache = tmp_path / "cache"
+    model = cache / "models--org--tiny"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("0" * 40)
+    (model / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    (model / "snapshots" / ("0" * 40) / "config.json").write_text("{}")
+    return cache
+
+
+def test_the_checkpoint_is_what_sglang_has_loaded(downloads: Path, tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+
+    def loaded(path: str, revision: str | None = None) -> SimpleNamespace:
+        return SimpleNamespace(model_path=path, revision=revision, download_dir=str(downloads))
+
+    assert plugin._checkpoint_of(loaded(str(tmp_path))) == tmp_path
+    found = downloads / "models--org--tiny" / "snapshots" / ("0" * 40)
+    assert plugin._checkpoint_of(loaded("org/tiny")) == found
+    assert plugin._checkpoint_of(loaded("org/tiny", "0" * 40)) == found
+    for unknown in (loaded("org/other"), loaded("org/tiny", "1" * 40), loaded("/no/folder")):
+        with pytest.raises(ConfigError, match="--model-path must be a folder of safetensors"):
+            plugin._checkpoint_of(unknown)
