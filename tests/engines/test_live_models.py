@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from servers import TOKEN, Layout, build, save, serving
+from servers import CONFIGS, TOKEN, Layout, build, save, serving
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
@@ -32,20 +32,20 @@ MASKS = {
     )
 }
 """That older checkpoints of GPT-2 hold."""
+VOCAB, HIDDEN = (int(str(CONFIGS["tied"][name])) for name in ("vocab_size", "hidden_size"))
 REDUNDANT = {
-    "lm_head.weight": torch.full((256, 256), 0.5).bfloat16(),
+    "lm_head.weight": torch.full((VOCAB, HIDDEN), 0.5).bfloat16(),
     "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32),
 }
 
 
 def with_more(folder: Path, more: dict[str, torch.Tensor]) -> Path:
-    """A checkpoint with further tensors, and with the same in another form beside it."""
+    """A checkpoint with further tensors."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     prefix = "transformer." if any(name.startswith("transformer.") for name in tensors) else ""
     named = {prefix * name.startswith("h.") + name: tensor for name, tensor in more.items()}
     save_file({**tensors, **named}, file, metadata={"format": "pt"})
-    save_file({"tok_embeddings.weight": torch.ones(2)}, folder / "consolidated.safetensors")
     return folder
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "bits_of",
     "checkpoint_specs",
     "checkpoint_tensors",
+    "chunk_on",
     "quantized_tensors",
 ]
 
@@ -45,16 +46,22 @@ FLOAT8_DIGIT_BITS = 4
 LOUDNESS = 16.0
 """Of values that must show in a maximum over others too."""
 
-CHUNK = 1 << 26
-"""Elements that are compared at a time: numbers take 8 bytes each."""
 
-BATCH = 1 << 22
-"""Elements of a load that are made at a time: enough to keep a GPU busy, few enough for its cache."""
+def chunk_on(device: torch.device) -> int:
+    """Elements that are compared at a time: their numbers, of 8 bytes each, stay in a core's cache."""
+    return 1 << 16 if device.type == "cpu" else 1 << 26
 
-# splitmix64 (Steele, Lea and Flood, 2014), as signed numbers
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+def batch_on(device: torch.device) -> int:
+    """Elements of a load that are made at a time: enough to keep a GPU busy, few enough for its cache, or a core's."""
+    return 1 << 16 if device.type == "cpu" else 1 << 22
+
+
+# Of MurmurHash3 (Appleby, 2011), as signed numbers: 32 bits, which processors multiply many of at once.
+_MIX_1 = 0x85EBCA6B - (1 << 32)
+_MIX_2 = 0xC2B2AE35 - (1 << 32)
+_HIGH = 0x9E3779B1 - (1 << 32)
+"""For the high half of a number."""
 
 _EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
 _SAFETENSORS = {SAFETENSORS_NAMES[dtype]: dtype for dtype in _EXACT}
@@ -117,13 +124,13 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that count: those of the index, or the one that needs none, or all.
+    """The files that count, as for engines: those of the index, or all.
 
     Beside them may lie the same weights in another form (`consolidated.safetensors`).
     """
-    index, single = folder / INDEX, folder / "model.safetensors"
+    index = folder / INDEX
     if not index.exists():
-        return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+        return sorted(folder.glob("*.safetensors"))
     try:
         named = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
     except msgspec.DecodeError as error:
@@ -282,14 +289,15 @@ class Codes:
 
         A model has thousands of tensors (experts), so that values are made for many at once.
         """
+        most = batch_on(self.device)
         for batch in self._batches(range(len(self.specs)) if specs is None else specs, chosen):
             spec = self.specs[batch[0]]
             first, last = int(self.starts[batch[0]]), int(self.starts[batch[-1] + 1])
             dtype, is_chosen = torch_dtype(spec.dtype), spec.name in chosen
             if len(batch) == 1:
                 tensor = torch.empty(spec.numel, dtype=dtype, device=self.device)
-                for begin in range(first, last, BATCH):
-                    numbers = torch.arange(begin, min(last, begin + BATCH), device=self.device)
+                for begin in range(first, last, most):
+                    numbers = torch.arange(begin, min(last, begin + most), device=self.device)
                     part = tensor[begin - first : begin - first + len(numbers)]
                     part.copy_(values(numbers, spec.dtype, is_chosen))
                 yield spec.name, tensor.reshape(spec.shape)
@@ -302,9 +310,9 @@ class Codes:
                 yield self.specs[index].name, part.clone().reshape(self.specs[index].shape)
 
     def _batches(self, specs: Iterable[int], chosen: frozenset[str]) -> Iterator[list[int]]:
-        """Indices of tensors that follow each other and are made alike, of `BATCH` elements in all."""
+        """Indices of tensors that follow each other and are made alike, of `batch_on` elements in all."""
         batch: list[int] = []
-        numel = 0
+        numel, most = 0, batch_on(self.device)
         for index in specs:
             spec = self.specs[index]
             if batch:
@@ -312,7 +320,7 @@ class Codes:
                 alike = spec.dtype is first.dtype and (spec.name in chosen) == (
                     first.name in chosen
                 )
-                if index != batch[-1] + 1 or not alike or numel + spec.numel > BATCH:
+                if index != batch[-1] + 1 or not alike or numel + spec.numel > most:
                     yield batch
                     batch, numel = [], 0
             batch.append(index)
@@ -327,8 +335,8 @@ def bits_of(memory: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """Wrap a number as 64 signed bits hold it."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+    """Wrap a number as 32 signed bits hold it."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def _loud(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
@@ -338,8 +346,8 @@ def _loud(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
 
 
 def _ordinary(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
-    """Make a value of `dtype` for each number, the same on every device: 24 bits of splitmix64."""
-    bits = _bits24(numbers, _signed(seed * _MIX_1))
+    """Make a value of `dtype` for each number, the same on every device: 24 bits of a hash."""
+    bits = _bits24(numbers, _signed((seed + 1) * _HIGH))
     if dtype is DType.FLOAT8_E4M3:
         pattern = bits.remainder_(254)
         pattern += pattern >= 127  # 127 and 255 are no numbers
@@ -348,8 +356,9 @@ def _ordinary(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
 
 
 def _bits24(numbers: torch.Tensor, seed: int) -> torch.Tensor:
-    """(n,) int64 of the caller's own."""
-    state = (numbers + 1).mul_(_GOLDEN).add_(seed)
-    state.bitwise_xor_(state >> 30).mul_(_MIX_1)
-    state.bitwise_xor_(state >> 27).mul_(_MIX_2)
-    return state.bitwise_xor_(state >> 31).bitwise_right_shift_(20).bitwise_and_(0xFFFFFF)
+    """(n,) int32 of the caller's own."""
+    halves = numbers.contiguous().view(torch.int32).view(-1, 2)
+    state = (halves[:, 1] * _HIGH).bitwise_xor_(halves[:, 0]).add_(seed)
+    state.bitwise_xor_(state >> 16).mul_(_MIX_1)
+    state.bitwise_xor_(state >> 13).mul_(_MIX_2)
+    return state.bitwise_xor_(state >> 16).bitwise_right_shift_(4).bitwise_and_(0xFFFFFF)

@@ -7,12 +7,12 @@ see it. It was skipped if the loader called nothing with it but questions of its
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, final
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["Reading"]
 
@@ -32,20 +32,20 @@ class Reading(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._read: set[str] = set()
-        self._given = WeakIdKeyDictionary()
+        self._given: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
     def over(
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same tensors, watched from then on."""
         for name, tensor in weights:
-            self._given[tensor] = name
+            self._given[id(tensor)] = weakref.ref(tensor), name
             yield name, tensor
             del tensor
 
     def read(self, names: Iterable[str]) -> frozenset[str]:
         """Return those of `names` that were read, or are still there. All of them if none was: another thread did it."""
-        kept: set[str] = set(self._given.values())  # type: ignore[no-untyped-call]
+        kept = {name for tensor, name in self._given.values() if tensor() is not None}
         found = self._read | kept
         return frozenset(name for name in names if not self._read or name in found)
 
@@ -58,8 +58,9 @@ class Reading(TorchFunctionMode):
     ) -> Any:
         if func not in _QUESTIONS:
             for tensor in _tensors_in((*args, *(kwargs or {}).values())):
-                if tensor in self._given:
-                    self._read.add(self._given[tensor])
+                given = self._given.get(id(tensor))
+                if given is not None and given[0]() is tensor:
+                    self._read.add(given[1])
         return func(*args, **(kwargs or {}))
 
 
