@@ -62,7 +62,7 @@ unit: setup
 engine: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
 	WINDLASS_ENGINES=one $(BIN)/pytest -m engines tests/engines/test_live_servers.py -k fresh_one
-	$(BIN)/pytest -m engines tests/integrations/test_vllm_plugin.py
+	WINDLASS_ENGINES=one $(BIN)/pytest -m engines tests/integrations/test_vllm_plugin.py -k "fresh_one or dies"
 
 test: lint types imports unit engine
 

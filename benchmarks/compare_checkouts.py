@@ -45,13 +45,13 @@ def main() -> None:
     options.add_argument("benchmark", help="name of a script beside this one")
     options.add_argument("other", type=Path, help="the other checkout")
     options.add_argument("--turns", type=int, default=5, help="runs of each checkout")
-    options.add_argument("options", nargs="*", help="of the benchmark")
-    arguments = options.parse_args()
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    arguments, given = options.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     checkouts = {"this": HERE.parent, "other": arguments.other.resolve()}
     found: dict[str, list[dict[tuple[str, str], Row]]] = defaultdict(list)
     for turn in range(arguments.turns):
         for which in sorted(checkouts, reverse=bool(turn % 2)):
-            found[which].append(figures(checkouts[which], arguments.benchmark, arguments.options))
+            found[which].append(figures(checkouts[which], arguments.benchmark, given))
     commit = subprocess.run(
         ["git", "-C", str(checkouts["other"]), "rev-parse", "--short", "HEAD"],
         check=True,

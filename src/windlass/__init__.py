@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from windlass.config import PluginBackend as PluginBackend
     from windlass.config import RelayShape as RelayShape
     from windlass.config import ReplicaPlace as ReplicaPlace
+    from windlass.config import RouterConfig as RouterConfig
+    from windlass.config import RouterKind as RouterKind
     from windlass.config import UpdateMode as UpdateMode
     from windlass.config import XcclBackend as XcclBackend
     from windlass.controller import Controller as Controller
@@ -80,7 +82,7 @@ if not TYPE_CHECKING:  # a type checker must go on refusing names that are not t
     __all__, __getattr__, __dir__ = public(
         __name__,
         {
-            "windlass.config": "CollectiveFabric ControlConfig DiskBackend P2pBackend PauseMode PhaseDeadlines PluginBackend RelayShape ReplicaPlace UpdateMode XcclBackend",
+            "windlass.config": "CollectiveFabric ControlConfig DiskBackend P2pBackend PauseMode PhaseDeadlines PluginBackend RelayShape ReplicaPlace RouterConfig RouterKind UpdateMode XcclBackend",
             "windlass.controller": "Controller",
             "windlass.engines.client": "EngineClient EngineWeights",
             "windlass.errors": "AuthenticationError ConfigError EngineRefused IncompleteCoverage ManifestError PeerTimeout PeerUnreachable PlanError ProtocolError RegionError RolloutError RoundAborted RoundError StaleMessage TrainerError TransferError TransferFailed TransferOutcomeUnknown TransportUnavailable UnsupportedLayout WindlassError",

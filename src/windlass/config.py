@@ -15,28 +15,6 @@ import msgspec
 from windlass.errors import ConfigError
 from windlass.plugins import Registry
 
-__all__ = [
-    "PUSH_TRAITS",
-    "BackendTraits",
-    "CollectiveFabric",
-    "ControlConfig",
-    "DiskBackend",
-    "P2pBackend",
-    "PluginBackend",
-    "PauseMode",
-    "PhaseDeadlines",
-    "RegisteredBackend",
-    "RelayShape",
-    "ReplicaPlace",
-    "UpdateBackend",
-    "UpdateMode",
-    "XcclBackend",
-    "check_numbers",
-    "find_backend",
-    "take_name",
-    "take_names",
-]
-
 NameT = TypeVar("NameT", bound=StrEnum)
 
 
@@ -318,6 +296,37 @@ def find_backend(name: str) -> RegisteredBackend:
 UpdateBackend = P2pBackend | XcclBackend | DiskBackend | PluginBackend
 
 
+class RouterKind(StrEnum):
+    """What a router of others understands.
+
+    WORKERS: the `/workers` routes of sglang-router (SGLang's model gateway) and of vllm-router.
+    WEBHOOK: the whole fleet as JSON, posted to one address.
+    """
+
+    WORKERS = "workers"
+    WEBHOOK = "webhook"
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A router in front of the engines that is told which of them may be sent requests.
+
+    Attributes:
+        url: of the router; of a webhook the address that is posted to. A redirect is not followed.
+        kind: what it understands.
+        deadline_s: of one try.
+        num_tries: until it waits for the next change of the fleet.
+    """
+
+    url: str
+    kind: RouterKind = RouterKind.WORKERS
+    deadline_s: float = 10.0
+    num_tries: int = 8
+
+    def __post_init__(self) -> None:
+        take_names(self, {"kind": RouterKind})
+        check_numbers(self, {"num_tries": 1}, ("deadline_s",))
+
+
 class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the fleet is updated.
 
@@ -331,6 +340,7 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
             common, in [0, 1]; the first update compares everything in any case, 1 compares in every one.
         heartbeat_s: a connection that answers no ping for this long is dead.
         max_message_nbytes: larger frames close their connection.
+        routers: of others, that are told which engines may be sent requests.
     """
 
     mode: UpdateMode = UpdateMode.IN_PLACE
@@ -342,9 +352,12 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
     compare_share: float = 0.02
     heartbeat_s: float = 20.0
     max_message_nbytes: int = 256 << 20
+    routers: tuple[RouterConfig, ...] = ()
 
     def __post_init__(self) -> None:
         take_names(self, {"mode": UpdateMode, "pause_mode": PauseMode})
+        if not all(isinstance(each, RouterConfig) for each in self.routers):
+            raise ConfigError(f"ControlConfig: routers must be RouterConfig, got {self.routers!r}")
         if not isinstance(self.backend, UpdateBackend):
             raise ConfigError(
                 "ControlConfig: backend must be a P2pBackend, XcclBackend, DiskBackend or "

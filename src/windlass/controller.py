@@ -21,10 +21,9 @@ from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController, mount_rollout_routes
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import TrainingSample
+from windlass.rollout.routers import RouterFeed
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.updates.coordinator import Coordinator
-
-__all__ = ["Controller"]
 
 DEFAULT_CONCURRENCY = 256
 
@@ -73,12 +72,14 @@ class Controller:
         self._server = ControlServer(
             host=host, port=port, advertise_host=advertise_host, token=token
         )
-        self.coordinator = Coordinator(config or ControlConfig(), journal_path=journal_path)
+        config = config or ControlConfig()
+        self.coordinator = Coordinator(config, journal_path=journal_path)
         self.batches = BatchQueue()
         policy = staleness or StalenessPolicy.unbounded(DEFAULT_CONCURRENCY)
         self.rollouts = RolloutController(
             self.coordinator, policy, token=token, config=rollout_config
         )
+        self._routers = RouterFeed(self.coordinator, config.routers)
         self._operations = Operations(self.coordinator, self.rollouts, self.batches)
 
     @property
@@ -147,6 +148,7 @@ class Controller:
             undo.push_async_callback(self.rollouts.close)
             await self.rollouts.__aenter__()
             await self._server.start()
+            self._routers.start()
             self._has_port = True
             undo.pop_all()
         return self
@@ -157,6 +159,7 @@ class Controller:
             closing.push_async_callback(self.coordinator.close)
             closing.push_async_callback(self.rollouts.close)
             closing.callback(self._operations.close)
+            closing.push_async_callback(self._routers.close)
             await self._server.stop_listening()
 
 

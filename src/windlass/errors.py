@@ -32,32 +32,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = [
-    "DECODE_ERRORS",
-    "AuthenticationError",
-    "ConfigError",
-    "EngineRefused",
-    "IncompleteCoverage",
-    "ManifestError",
-    "PeerTimeout",
-    "PeerUnreachable",
-    "PlanError",
-    "ProtocolError",
-    "RegionError",
-    "RolloutError",
-    "RoundAborted",
-    "RoundError",
-    "StaleMessage",
-    "TransferError",
-    "TransferFailed",
-    "TransferOutcomeUnknown",
-    "TrainerError",
-    "TransportUnavailable",
-    "UnsupportedLayout",
-    "WindlassError",
-]
-
-
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What msgspec raises on bytes that are not what was expected: by hostile ones all three."""
 

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
-__all__ = ["public"]
-
 
 def public(
     package: str, modules: Mapping[str, str]

@@ -1,22 +1,38 @@
 """Plain vLLM servers, started with one flag, that FSDP2 trainers update through vLLM's own routes.
 
-After every update each server answers, with its prefix caches on, what a fresh server of the trainer's weights
-answers, and every tensor that it holds has the checksum that vLLM takes of the fresh one's.
+After every update a server answers, with its prefix caches on, what a fresh server of the trainer's weights
+answers, and every tensor that it holds has the checksum that vLLM takes of the fresh one's. Servers that die
+do so in a phase of a round that is known: rank 0 of the trainer hosts the controller, and kills them there.
+
+WINDLASS_ENGINES=one leaves out what is the same with more ranks, and most phases.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from plain_vllm import PlainServer, checkpoint, serving_plain, syncing
+from sync_rank import Order, Sent
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
+ONE = os.environ.get("WINDLASS_ENGINES", "") == "one"
 PREFIX = [(7 * place) % 240 for place in range(100)]
 PROMPTS = tuple([*PREFIX, *tail] for tail in ([17, 18], [99, 4, 5]))
 """The second finds the blocks of the first in the prefix cache."""
 NUM_TOKENS = 12
+NUM_RUNNING_TOKENS = 120
+BY_CALLER = "by the caller"
+"""Who pauses and resumes as frameworks do; `pause=None` of `WeightSync`."""
+TOLD_S = 15.0
+"""For whoever waits to hear that a process is dead; deadlines of phases are 60 s and more."""
 
 Answers = list[tuple[list[int], list[float]]]
 
@@ -25,28 +41,169 @@ def ask(server: PlainServer) -> Answers:
     return [server.answer(prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize(("num_ranks", "tp"), [(1, 1), (2, 1)])
-def test_an_updated_server_is_a_fresh_one(num_ranks: int, tp: int, tmp_path: Path) -> None:
+@contextmanager
+def running(server: PlainServer) -> Iterator[list[int]]:
+    """Requests run one after the other meanwhile; how many tokens each got."""
+    over = threading.Event()
+    lengths: list[int] = []
+
+    def run() -> None:
+        while not over.is_set():
+            tokens, _ = server.answer([5, 9, 33], NUM_RUNNING_TOKENS)
+            lengths.append(len(tokens))
+
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(run)
+        try:
+            yield lengths
+        finally:
+            over.set()
+        ended.result(120)
+
+
+def require_fresh(
+    server: PlainServer, weights: Path, log: Path, *, tp: int, old: Answers, held: dict[str, str]
+) -> None:
+    answered, updated = ask(server), server.checksums()
+    with serving_plain(weights, log, tp=tp) as fresh:
+        assert fresh.checksums() == updated != held
+        assert ask(fresh) == answered != old
+
+
+@pytest.mark.parametrize("tp", [1] if ONE else [1, 2])
+def test_an_updated_server_is_a_fresh_one(tp: int, tmp_path: Path) -> None:
     source = checkpoint(1, tmp_path / "source")
     with serving_plain(source, tmp_path / "live.log", tp=tp) as server:
         old, held = ask(server), server.checksums()
+        version = 0
+        # The second trainer joins a server that has left the first one's fleet.
+        for num_ranks, mode, pause in (
+            (1, "in_place", "keep"),
+            (2, "staged", BY_CALLER),
+            *(
+                ()
+                if ONE
+                else ((2, "in_place", None), (2, "staged", "wait"), (2, "staged", "abort"))
+            ),
+        ):
+            with syncing(
+                tmp_path / f"trainers-{version}", num_ranks, source=str(source), servers=[server.url],
+                mode=mode, pause=None if pause == BY_CALLER else pause,
+            ) as trainers:  # fmt: skip
+                assert [joined.error for joined in trainers.answers()] == [""] * num_ranks
+                for _ in range(2):
+                    version += 1
+                    with running(server) as lengths:
+                        if pause == BY_CALLER:
+                            server.http.post("/pause?mode=keep", {})
+                            assert server.is_paused()
+                        answers = trainers.send(version, tmp_path / str(version))
+                        if pause == BY_CALLER:
+                            assert server.is_paused()
+                            server.http.post("/resume", {})
+                    for sent in answers:
+                        assert (sent.version, sent.servers) == (version, [server.url]), sent
+                        assert sent.digest_ok
+                    assert lengths if pause == "abort" else {*lengths} == {NUM_RUNNING_TOKENS}
+                    assert server.version() == str(version)
+                    assert not server.is_paused()
+                    ask(server)  # fills its prefix cache
+        weights = tmp_path / str(version)
+        require_fresh(server, weights, tmp_path / "fresh.log", tp=tp, old=old, held=held)
+
+
+def test_a_version_that_is_not_published_leaves_the_old_weights(tmp_path: Path) -> None:
+    source = checkpoint(1, tmp_path / "source")
+    with serving_plain(source, tmp_path / "live.log") as server:
         with syncing(
-            tmp_path / "trainers", num_ranks, source=str(source), servers=[server.url]
+            tmp_path / "trainers", 2, source=str(source), servers=[server.url], mode="staged"
         ) as trainers:
-            for joined in trainers.answers():
-                assert not joined.error
-            for version in (1, 2):
-                for sent in trainers.send(version, tmp_path / str(version)):
-                    assert (sent.version, sent.servers, sent.left_out) == (
-                        version,
-                        [server.url],
-                        {},
+            trainers.answers()
+            trainers.send(1, tmp_path / "1")
+            answered, held = ask(server), server.checksums()
+            for sent in trainers.send(1, tmp_path / "again"):
+                assert "RoundAborted" in sent.error
+                assert "stale version" in sent.error
+            assert (ask(server), server.checksums(), server.is_paused()) == (answered, held, False)
+            # The other rank dies when its bytes are asked for; it has answered nothing.
+            pid = trainers.processes[1].pid
+            order = Order(version=2, checkpoint=str(tmp_path / "2"), kill=[pid], kill_in="write")
+            trainers.begin(order)
+            began_s = time.monotonic()
+            sent = trainers.answer(0)
+            assert "RoundAborted" in sent.error
+            assert time.monotonic() - began_s < TOLD_S
+            trainers.abandon()
+        assert (ask(server), server.checksums(), server.is_paused()) == (answered, held, False)
+
+
+@pytest.mark.parametrize("mode", ["in_place"] if ONE else ["in_place", "staged"])
+def test_a_server_that_dies_keeps_nobody_and_rejoins(mode: str, tmp_path: Path) -> None:
+    """In every phase; then it is started again at its URL, and is in the next version."""
+    phases = ["prepare", "write", "verify", *["pause"] * (mode == "staged"), "apply", "publish"]
+    if ONE:
+        phases = ["write"]
+    source = checkpoint(1, tmp_path / "source")
+    with serving_plain(source, tmp_path / "stays.log") as stays:
+        old, held = ask(stays), stays.checksums()
+        dies = serving_plain(source, tmp_path / "dies.log")
+        server = dies.__enter__()
+        try:
+            urls = [stays.url, server.url]
+            port = int(server.url.rpartition(":")[2])
+            with syncing(
+                tmp_path / "trainers", 2, source=str(source), servers=urls, mode=mode
+            ) as trainers:
+                assert [joined.error for joined in trainers.answers()] == ["", ""]
+                version = 0
+                for phase in phases:
+                    version += 1
+                    expect(trainers.send(version, tmp_path / str(version)), version, urls)
+                    assert stays.checksums() == server.checksums()
+                    assert ask(stays) == ask(server)
+                    version += 1
+                    family = server.family()
+                    answers = trainers.send(
+                        version, tmp_path / str(version), kill=family, kill_in=phase
                     )
-                    assert sent.digest_ok
-                assert server.version() == str(version)
-                assert not server.is_paused()
-                ask(server)  # fills its prefix cache
-        answered, updated = ask(server), server.checksums()
-    with serving_plain(tmp_path / "2", tmp_path / "fresh.log", tp=tp) as fresh:
-        assert fresh.checksums() == updated != held
-        assert ask(fresh) == answered != old
+                    server.process.wait(30)
+                    # In its last phase the version may have reached it before.
+                    expect(
+                        answers, version, [stays.url], may=server.url if phase == "publish" else ""
+                    )
+                    assert all(sent.took_s < TOLD_S for sent in answers), answers
+                    assert stays.version() == str(version)
+                    dies.__exit__(None, None, None)
+                    dies = serving_plain(source, tmp_path / "dies.log", port=port)
+                    server = dies.__enter__()
+                version += 1
+                expect(trainers.send(version, tmp_path / str(version)), version, urls)
+                assert stays.checksums() == server.checksums()
+                assert ask(stays) == ask(server)
+            weights = tmp_path / str(version)
+        finally:
+            dies.__exit__(None, None, None)
+        require_fresh(stays, weights, tmp_path / "fresh.log", tp=1, old=old, held=held)
+
+
+def expect(answers: Sequence[Sent], version: int, urls: Sequence[str], may: str = "") -> None:
+    for sent in answers:
+        assert not sent.error, sent
+        assert sent.version == version
+        assert set(urls) <= set(sent.servers) <= {*urls, may}, sent
+
+
+def test_a_server_that_cannot_be_updated_says_why_to_every_rank(tmp_path: Path) -> None:
+    source = checkpoint(1, tmp_path / "source")
+    with serving_plain(
+        source, tmp_path / "live.log", flags=("--enable-lora", "--max-lora-rank", "8")
+    ) as server:
+        old = ask(server)
+        with syncing(
+            tmp_path / "trainers", 2, source=str(source), servers=[server.url]
+        ) as trainers:
+            first, second = trainers.answers()
+        assert "EngineRefused" in first.error
+        assert "lora_config must be None" in first.error
+        assert "lora_config must be None" in second.error
+        assert ask(server) == old

@@ -272,6 +272,26 @@ def test_a_trainer_that_dies_fails_the_job_with_its_log(tmp_path: Path) -> None:
     assert "no such optimizer" in printed
 
 
+def test_an_engine_shares_the_reservation_of_a_trainer_rank(tmp_path: Path) -> None:
+    """The ranks, on their side, find the GPU that they reserved and count it from 0."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, pathlib\n"
+        "seen = [os.environ[v] for v in ('CUDA_VISIBLE_DEVICES', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')]\n"
+        f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).write_text(' '.join(seen))\n"
+        + (EXAMPLE / "trainer.py").read_text().replace("from __future__ import annotations\n", "")
+    )
+    changes = (
+        ("steps = 4", "steps = 2"),
+        ('kind = "local"', 'kind = "local"\ngpus = ["4", "6"]'),
+        (f"{EXAMPLE}/trainer.py", str(script)),
+        ("world_size = 2", "world_size = 2\nnum_gpus = 1"),
+        ('name = "engine-a"', 'name = "engine-a"\ncolocate_with = "trainer-1"'),
+    )
+    check_example(tmp_path, write(tmp_path, *changes))
+    assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == ["4 0 1", "6 0 1"]
+
+
 @pytest.mark.cluster
 @pytest.mark.skipif(bool(missing_reason()), reason=missing_reason())
 def test_the_example_runs_as_slurm_jobs(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from windlass.config import DiskBackend, UpdateMode
 from windlass.errors import ConfigError
 from windlass.jobs import load_config
+from windlass.jobs.launch import check_job
 from windlass.jobs.recipe import load_recipe
 from windlass.jobs.schedulers.configs import SlurmSchedulerConfig
 
@@ -120,3 +121,86 @@ def test_a_recipe_must_be_a_recipe_class_of_its_file() -> None:
         load_recipe(EXAMPLE.with_name("recipe.py"), "Sequence")
     with pytest.raises(ConfigError, match=r"recipe\.file must be a Python file, got 'nowhere\.py'"):
         load_recipe(Path("nowhere.py"), "Recipe")
+
+
+VLLM = ('name = "engine-a"', 'name = "engine-a"\nkind = "vllm"\nport = 8000')
+LOCAL = 'kind = "local"'
+SLURM = (LOCAL, 'kind = "slurm"\nhost = "10.0.0.1"')
+REACHED = ("[recipe]", '[controller]\nhost = "0.0.0.0"\nadvertise_host = "10.0.0.1"\n[recipe]')
+GPUS = (LOCAL, LOCAL + '\ngpus = ["0", "1", "2"]')
+ON_GPUS = ("world_size = 2", "world_size = 2\nnum_gpus = 1")
+
+
+def with_arguments(*words: str) -> tuple[str, str]:
+    return ('arguments = ["--max-positions", "32"]', f"arguments = {list(words)}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            (VLLM, with_arguments("--enable-sleep-mode")),
+            r"engines 'engine-a': --enable-sleep-mode must not be given",
+        ),
+        ((VLLM, with_arguments("--pp", "two")), r"engine-a': argument --pp.*invalid int .*'two'"),
+        ((VLLM, with_arguments("--dp", "0")), r"engine-a': --dp must be 1 or more, got 0"),
+        (
+            (VLLM, with_arguments("--pp", "2"), GPUS, ("port = 8000", "port = 8000\nnum_gpus = 1")),
+            r"engine-a': num_gpus must be 2, one for each of its ranks, got 1",
+        ),
+        (
+            (GPUS, ON_GPUS, ('name = "engine-a"', 'name = "engine-a"\ntensor_parallel_size = 2')),
+            r"num_gpus: trainers and engines together must ask for at most the 3 GPUs .*, got 4",
+        ),
+        (
+            (('name = "engine-a"', 'name = "engine-a"\ncolocate_with = "trainer-2"'),),
+            r"colocate_with must be one of \['trainer-0', 'trainer-1'\], got 'trainer-2'",
+        ),
+        (
+            (
+                GPUS,
+                (
+                    'name = "engine-a"',
+                    'name = "engine-a"\ncolocate_with = "trainer-1"\nnum_gpus = 1',
+                ),
+            ),
+            r"num_gpus must not be given with colocate_with, got 1",
+        ),
+        (
+            (SLURM, ('transport = "cma"', 'transport = "auto"')),
+            r"controller\.advertise_host must be an address that the nodes reach, got '127\.0\.0\.1'",
+        ),
+        (
+            (SLURM, REACHED),
+            r"transport must be auto, or one that reaches other hosts .*, got 'cma'",
+        ),
+        (
+            ((LOCAL, 'kind = "ray"\naddress = "10.0.0.1:6379"'), REACHED),
+            r"transport must be auto, .*, got 'cma'",
+        ),
+    ],
+)
+def test_what_a_start_would_be_refused_for_is_refused_before_it(
+    tmp_path: Path, changes: tuple[tuple[str, str], ...], says: str
+) -> None:
+    config = load_config(write(tmp_path, *changes))
+    with pytest.raises(ConfigError, match=says):
+        check_job(config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ((LOCAL, 'kind = "slurm"\nhost = "127.0.0.1"'),),
+        ((LOCAL, 'kind = "ray"'),),
+        (SLURM, REACHED, ('transport = "cma"', 'transport = "mooncake"')),
+        (GPUS, ON_GPUS),  # and the engine's one rank gets the third
+        (GPUS, ON_GPUS, ('name = "engine-a"', 'name = "engine-a"\ncolocate_with = "trainer-1"')),
+        (VLLM, with_arguments("--pp", "2", "--max-model-len", "64")),
+    ],
+)
+def test_what_can_start_is_not_refused(
+    tmp_path: Path, changes: tuple[tuple[str, str], ...]
+) -> None:
+    check_job(load_config(write(tmp_path, *changes)))

@@ -218,3 +218,51 @@ async def test_a_number_that_another_process_has_now_is_not_killed(tmp_path: Pat
     finally:
         other.kill()
         other.wait()
+
+
+def sees_gpus(num_gpus: int, name: str, *, beside: str = "") -> ProcessSpec:
+    """A process that prints the GPUs it sees and stays until it is told to end."""
+    code = (
+        "import os, signal; signal.signal(signal.SIGTERM, lambda *_: os._exit(0));"
+        "os.write(1, os.environ.get('CUDA_VISIBLE_DEVICES', 'unset').encode());"
+        "open(os.environ['FIFO'], 'w').close(); signal.pause()"
+    )
+    return ProcessSpec(
+        name=name,
+        command=(sys.executable, "-c", code),
+        num_gpus=num_gpus,
+        colocate_with=beside,
+    )
+
+
+async def test_processes_of_this_host_see_gpus_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5e1f,7")  # as a container's owner has it
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    seen = {}
+    async with LocalScheduler(tmp_path, {"FIFO": str(fifo)}) as scheduler:
+        for spec in (
+            sees_gpus(2, "trainer-0"),
+            sees_gpus(1, "engine-a"),
+            sees_gpus(0, "worker-0"),
+            sees_gpus(0, "engine-b", beside="trainer-0"),
+        ):
+            await scheduler.start(spec)
+            await asyncio.to_thread(fifo.read_text)  # it has printed
+            seen[spec.name] = await scheduler.log_tail(spec.name)
+        full = r"'engine-c': num_gpus must be at most the 0 free of 3 on this host, got 1 \(3: trainer-0"
+        with pytest.raises(ConfigError, match=full):
+            await scheduler.start(sees_gpus(1, "engine-c"))
+        await scheduler.delete("engine-a")
+        missing = ProcessSpec(name="missing", command=("/no/such/program",), num_gpus=1)
+        with pytest.raises(ConfigError, match=r"cannot start '/no/such/program'"):
+            await scheduler.start(missing)
+        await scheduler.start(sees_gpus(1, "engine-c"))  # what those two had is free
+    assert seen == {
+        "trainer-0": "3,GPU-5e1f",
+        "engine-a": "7",
+        "worker-0": "3,GPU-5e1f,7",
+        "engine-b": "3,GPU-5e1f",
+    }

@@ -13,7 +13,7 @@ from tools.plan.reports import certify, plan_with_reports
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.planning.planner import PlanPolicy
+from windlass.planning.planner import PlanPolicy, plan_transfer
 from windlass.planning.routing import group_by_holders, pour
 
 Groups = list[tuple[float, tuple[int, ...]]]
@@ -114,3 +114,42 @@ def test_replicas_each_serve_a_share_of_the_destinations() -> None:
         (1, 4),
         (1, 5),
     ]
+
+
+@pytest.mark.parametrize(("shards", "copies"), [(4, 1), (2, 4), (3, 3)])
+def test_plans_for_engines_one_by_one_load_trainers_as_one_plan_for_all_does(
+    shards: int, copies: int
+) -> None:
+    """What is bound when engines come one after the other."""
+    shapes = {
+        f"{i}.{n}": s for i in range(6) for n, s in (("q", (4096, 2048)), ("d", (2048, 6144)))
+    }
+    cut = [(rank // shards, rank % shards) for rank in range(shards * copies)]
+
+    def held(worker: str, role: Role, dim: int, parts: int, index: int) -> ShardManifest:
+        builder = ManifestBuilder(worker, role)
+        for name, shape in shapes.items():
+            size = -(-shape[dim] // parts)
+            offsets, sizes = [0, 0], list(shape)
+            offsets[dim] = min(index * size, shape[dim])
+            sizes[dim] = min(size, shape[dim] - offsets[dim])
+            box = Box(tuple(offsets), tuple(sizes))
+            builder.add_parameter(name, nbytes=box.numel * 2, dtype=DType.BFLOAT16)
+            builder.add_shard(name, shape, box, name)
+        return builder.build()
+
+    trainers = [
+        held(f"trainer/{rank}", Role.TRAINER, 0, shards, index)
+        for rank, (_, index) in enumerate(cut)
+    ]
+    engines = [
+        [held(f"{name}/{rank}", Role.ENGINE, 1, ranks, rank) for rank in range(ranks)]
+        for name, ranks in zip("abcdefgh", (1, 2, 4, 2, 1, 2, 4, 2), strict=True)
+    ]
+
+    def load(destinations: list[ShardManifest]) -> np.ndarray:
+        ops = plan_transfer(trainers, destinations).ops
+        return np.bincount(ops.src, ops.nbytes, len(trainers))
+
+    together = load([manifest for engine in engines for manifest in engine])
+    assert np.sum([load(engine) for engine in engines], axis=0).max() <= together.max() * 1.01

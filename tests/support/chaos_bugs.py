@@ -199,6 +199,14 @@ BUGS = (
         2101,
     ),
     Bug(
+        "engines that stay bound are not written",
+        binding.Binding,
+        "joined",
+        "links={**self.links, **new.links}",
+        "links=new.links",
+        0,
+    ),
+    Bug(
         "buffered answers do not grow stale",
         Lifecycle,
         "drop_stale",

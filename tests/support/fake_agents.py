@@ -31,6 +31,7 @@ from windlass.updates.messages import (
     Apply,
     BeginPush,
     Bound,
+    ChangeLinks,
     Command,
     ConnectEngine,
     ConnectTrainer,
@@ -302,6 +303,7 @@ class FakeTrainerRank:
         self.fail_next: list[LinkStatus] = []
         self._fabric = fabric
         self._bindings: dict[str, DestinationBinding] = {}
+        self._bound_in = 0
         self._index = 0
 
     def bind(self, index: int, bindings: Sequence[DestinationBinding]) -> None:
@@ -317,6 +319,14 @@ class FakeTrainerRank:
             case ConnectTrainer():
                 plan = TransferPlan.decode(command.plan)
                 self.bind(plan.sources.index(self.worker), command.bindings)
+                self._bound_in = epoch
+            case ChangeLinks():
+                if command.since != self._bound_in:
+                    raise ProtocolError(f"bound in {self._bound_in}, got {command.since}")
+                for name in command.gone:
+                    self._bindings.pop(name, None)
+                self._bindings |= {binding.worker: binding for binding in command.bindings}
+                self._bound_in = epoch
             case JoinGroups() | Prepare() | Abort():
                 pass
             case Write():

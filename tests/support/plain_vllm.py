@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
-import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import transformers
 from servers import ROOT, VENVS, environment, save
 from sync_rank import Order, Sent
 
+from tools.entry_points import write_entry_points
 from windlass.engines.http import EngineHttp
 from windlass.net.addresses import free_port
 
@@ -49,23 +50,6 @@ def add_tokenizer(folder: Path) -> None:
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="w0"
     ).save_pretrained(folder)
-
-
-def entry_points(folder: Path) -> Path:
-    """What `pip install` would write of pyproject.toml: the package itself is on the path already."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    info = folder / f"windlass-{project['version']}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: windlass\nVersion: {project['version']}\n"
-    )
-    lines = [
-        line
-        for group, names in project["entry-points"].items()
-        for line in (f"[{group}]", *(f"{name} = {place}" for name, place in names.items()))
-    ]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    return folder
 
 
 @dataclass(frozen=True)
@@ -124,7 +108,7 @@ def serving_plain(
     port = port or free_port()
     installed = log.with_suffix(".installed")
     if not installed.exists():  # it may be started again
-        entry_points(installed)
+        write_entry_points(installed)
     process = subprocess.Popen(
         [
             *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
@@ -182,19 +166,29 @@ class Trainers:
             process.stdin.write(msgspec.json.encode(order).decode() + "\n")
             process.stdin.flush()
 
-    def answers(self) -> list[Sent]:
-        """One per rank, of the oldest order without one."""
-        found = []
-        for process, log in zip(self.processes, self.logs, strict=True):
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert line, log.read_text()[-4000:]
-            found.append(msgspec.json.decode(line, type=Sent))
-        return found
+    def answer(self, rank: int) -> Sent:
+        """Of the oldest order without one."""
+        process, log = self.processes[rank], self.logs[rank]
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, log.read_text()[-4000:]
+        return msgspec.json.decode(line, type=Sent)
 
-    def send(self, version: int, checkpoint: Path) -> list[Sent]:
-        """Train a step, save it, send it."""
-        self.begin(Order(version=version, checkpoint=str(checkpoint)))
+    def answers(self) -> list[Sent]:
+        """One per rank."""
+        return [self.answer(rank) for rank in range(len(self.processes))]
+
+    def abandon(self) -> None:
+        """Kill what still runs: ranks of a process group do not outlive each other well."""
+        for process in self.processes:
+            process.kill()
+
+    def send(
+        self, version: int, checkpoint: Path, *, kill: Sequence[int] = (), kill_in: str = ""
+    ) -> list[Sent]:
+        """Train a step, save it, send it; see `Order`."""
+        order = Order(version=version, checkpoint=str(checkpoint), kill=list(kill), kill_in=kill_in)
+        self.begin(order)
         answers = self.answers()
         add_tokenizer(checkpoint)
         return answers
@@ -228,8 +222,10 @@ def syncing(folder: Path, num_ranks: int, **settings: Any) -> Iterator[Trainers]
         yield Trainers(tuple(processes), logs)
         for process in processes:
             assert process.stdin is not None
-            process.stdin.close()
-        assert [process.wait(60) for process in processes] == [0] * num_ranks
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+        endings = [process.wait(60) for process in processes]
+        assert set(endings) in ({0}, {-signal.SIGKILL}), endings
     finally:
         for process in processes:
             process.kill()

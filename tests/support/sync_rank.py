@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from windlass.integrations.vllm import WeightSync
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,10 +35,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """Train a step, write the weights to `checkpoint`, send them as `version`."""
+    """Train a step, write the weights to `checkpoint`, send them as `version`.
+
+    kill: process ids that rank 0 kills when the round of this version enters the phase `kill_in`.
+    """
 
     version: int
     checkpoint: str
+    kill: list[int] = []
+    kill_in: str = ""
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +96,8 @@ def main() -> None:
             trained.save(Path(order.checkpoint))
             if rank == 0:
                 shutil.copy(Path(settings.source) / "config.json", order.checkpoint)
+            if order.kill and rank == 0:
+                kill_in_phase(sync, order)
             began_s = time.monotonic()
             try:
                 sent = sync.send_weights(order.version)
@@ -100,6 +112,19 @@ def main() -> None:
                 )
             )  # fmt: skip
     dist.destroy_process_group()
+
+
+def kill_in_phase(sync: WeightSync, order: Order) -> None:
+    """Where the round is known to be: in the loop of the controller that rank 0 hosts."""
+
+    def killed(version: int, phase: str) -> None:
+        if (version, str(phase)) == (order.version, order.kill_in):
+            for pid in order.kill:
+                os.kill(pid, signal.SIGKILL)
+
+    fleet = sync._fleet
+    assert fleet is not None
+    fleet._controller.coordinator.on_phase(killed)
 
 
 def answer(sent: Sent) -> None:

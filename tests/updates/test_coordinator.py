@@ -135,23 +135,23 @@ async def test_phases_and_listeners_see_a_round_in_order() -> None:
         assert seen == [*((3, phase) for phase in phases), 3]
 
 
-async def test_a_binding_is_made_once_and_again_only_when_the_fleet_changes() -> None:
-    plans: list[int] = []
+async def test_a_binding_is_made_once_and_again_only_of_what_changes_in_the_fleet() -> None:
+    plans: list[list[str]] = []
 
     def counting(
         sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest]
     ) -> TransferPlan:
-        plans.append(len(destinations))
+        plans.append([manifest.worker for manifest in destinations])
         return plan_transfer(sources, destinations)
 
     async with FakeFleet(planner=counting) as rig:
         await rig.start({"a": 2})
         for version in range(3):
             await rig.publish(version)
-        assert plans == [2]
+        assert plans == [["a/0", "a/1"]]
         await rig.add_engine("b")
         report = await rig.publish(3)
-        assert plans == [2, 3]
+        assert plans == [["a/0", "a/1"], ["b/0"]]
         assert set(report.engines) == {"a", "b"}
 
 

@@ -98,7 +98,8 @@ async def test_an_engine_that_answers_nothing_gets_no_traffic_and_brings_up_nobo
         await rig.publish(0)
         assert rig.routable == {"a": 0, "b": 0}
         armed.set()
-        await rig.add_engine("c")
+        await asyncio.to_thread(rig.channels.pop("trainer/1").close)
+        await rig.add_trainer(1, incarnation="second")  # so that everybody is bound anew
         await until(rig, lambda: rig.routable == {"a": 0})
         assert [group.name for group in rig.coordinator._fleet.serving(0)] == ["a"]
         released.set()

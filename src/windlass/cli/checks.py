@@ -21,8 +21,6 @@ from windlass.transports.mooncake.native import WITHOUT_CUDA, is_installed
 from windlass.transports.network import locks_without_limit
 from windlass.transports.registry import config_type, create_transport, transport_names
 
-__all__ = ["Finding", "Status", "check_flags", "run_checks"]
-
 _RDMA_FOLDER = Path("/sys/class/infiniband")
 _VERBS_FOLDER = Path("/dev/infiniband")
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")

@@ -14,8 +14,6 @@ from windlass.errors import AuthenticationError, PeerTimeout, PeerUnreachable, P
 from windlass.net.addresses import check_url
 from windlass.net.sockets import open_http
 
-__all__ = ["add_controller", "fetch_overview", "overview"]
-
 
 def add_controller(parser: argparse.ArgumentParser) -> None:
     """Declare the controller; the token comes from WINDLASS_TOKEN, never from the command line."""

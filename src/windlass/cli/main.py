@@ -10,8 +10,6 @@ from windlass import __version__
 from windlass.cli import COMMANDS, Command
 from windlass.errors import ConfigError, WindlassError
 
-__all__ = ["main"]
-
 _EXTRAS = {
     "torch": "embedded",
     "transformers": "embedded",

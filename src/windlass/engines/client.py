@@ -145,12 +145,16 @@ class EngineClient:
         """Whether no controller is connected, and the agent knows it, by then."""
         return self._channel.wait_disconnected(deadline_s)
 
-    def close(self) -> None:
-        """Leave the fleet and free registered memory; no peer may be writing. Idempotent."""
+    def leave(self) -> None:
+        """Leave the fleet; the transport stays open, for memory to be unregistered. Idempotent."""
         self._channel.close()
         self.agent.close()
         self._sender.close()
         self._receiver.close()
+
+    def close(self) -> None:
+        """Leave the fleet and free registered memory; no peer may be writing. Idempotent."""
+        self.leave()
         self._transport.close()
 
     def __enter__(self) -> EngineClient:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -55,7 +56,9 @@ __all__ = [
     "exit_at_signal",
     "join_fleet",
     "launch",
+    "num_engine_ranks",
     "place",
+    "read_arguments",
     "refuse_expandable_segments",
     "refuse_unsafe",
     "report_buffers",
@@ -261,6 +264,36 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def read_arguments(
+    engine: EngineSpec, words: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Read the command line of an engine as `launch` does, in another process.
+
+    Args:
+        engine: with a server of its own.
+        words: what follows the module's name.
+
+    Returns:
+        Options that every engine has, and the words that are the server's own.
+
+    Raises:
+        ConfigError: words that no engine can be started with, or that the engine's rules refuse.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            args, rest = arguments(engine.module, None).parse_known_args(words)
+    except SystemExit:
+        raise ConfigError(said.getvalue().strip().rpartition("error: ")[2]) from None
+    refuse_options([*rest, *_own_words(args)], engine.rules)
+    return args, rest
+
+
+def num_engine_ranks(args: argparse.Namespace) -> int:
+    """Return the ranks of an engine that is started with these options."""
+    return int(args.tp * args.pp * args.dp)
+
+
 def refuse_unsafe(rest: Sequence[str], rules: Sequence[Rule]) -> None:
     """Check the options meant for an engine, and the allocator's environment.
 
@@ -323,7 +356,7 @@ def _settings(args: argparse.Namespace, url: str, *, loaded: bool = True) -> Age
         transport=args.transport,
         url=url,
         checkpoint=args.model if adapter is None else str(adapter.folder),
-        world_size=args.tp * args.pp * args.dp,
+        world_size=num_engine_ranks(args),
         loaded=loaded or adapter is not None,  # an adapter is always read from its folder
         adapter="" if adapter is None else adapter.name,
         join_deadline_s=args.join_deadline_s,

@@ -17,16 +17,6 @@ from windlass.rollout.messages import SamplingParams
 from windlass.rollout.staleness import OnStale
 from windlass.transports.registry import parse_transport
 
-__all__ = [
-    "ControllerSection",
-    "EngineSection",
-    "LaunchConfig",
-    "RecipeSection",
-    "RolloutSection",
-    "TrainerSection",
-    "load_config",
-]
-
 HERE = "{here}"
 
 
@@ -93,7 +83,10 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
         tensor_parallel_size: ranks.
         port: of its server; 0, where the system chooses, only for a kind that can.
         arguments: passed on. python: interpreter; this one when empty.
-        environment: added to its own. num_cpus, num_gpus: reserved.
+        environment: added to its own. num_cpus: reserved.
+        num_gpus: reserved; when it is not given, one per rank if the trainers have GPUs, else none.
+        colocate_with: a process whose reservation (node, cores, GPUs) this one shares, `trainer-0` for
+            example; it reserves nothing of its own then.
         max_restarts: how often it is started again after a death; the job fails after that.
     """
 
@@ -106,7 +99,8 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
     python: str = ""
     environment: Mapping[str, str] = {}
     num_cpus: int = 1
-    num_gpus: int = 0
+    num_gpus: int | None = None
+    colocate_with: str = ""
     max_restarts: int = 3
 
     def __post_init__(self) -> None:

@@ -18,8 +18,6 @@ from windlass.rollout.messages import TrainingSample
 from windlass.trainers.client import TrainerClient, connect_trainer
 from windlass.transports.base import TransportConfig
 
-__all__ = ["FsdpEngine", "Samples"]
-
 Samples = Sequence[Sequence[TrainingSample]]
 """What a training step of one rank gets: its groups, each with its samples."""
 

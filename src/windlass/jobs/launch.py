@@ -17,28 +17,37 @@ import msgspec
 
 from windlass.config import ReplicaPlace
 from windlass.controller import Controller
+from windlass.engines.launch import num_engine_ranks, read_arguments
 from windlass.engines.spec import ENGINES, EngineOptions
 from windlass.envs import TLS_VARIABLES, TOKEN_VARIABLE, environment_value, secret_value
-from windlass.errors import PeerTimeout, WindlassError
+from windlass.errors import ConfigError, PeerTimeout, WindlassError
 from windlass.jobs.config import EngineSection, LaunchConfig
 from windlass.jobs.recipe import Recipe, in_thread, load_recipe
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
-from windlass.jobs.schedulers.configs import create_scheduler
-from windlass.jobs.train_controller import TrainController
+from windlass.jobs.schedulers.configs import (
+    LocalSchedulerConfig,
+    RaySchedulerConfig,
+    SlurmSchedulerConfig,
+    create_scheduler,
+)
+from windlass.jobs.schedulers.local import visible_gpus
+from windlass.jobs.train_controller import TrainController, rank_names
 from windlass.net.access import Access, role_environment
+from windlass.net.addresses import is_loopback
 from windlass.net.logs import LOG_VARIABLES
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
+from windlass.transports.registry import parse_transport
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import RoundOutcome
-
-__all__ = ["JobSummary", "run_job"]
 
 _T = TypeVar("_T")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MAX_WORKER_RESTARTS = 3
+RANKS = "trainer"
+"""Name of the ranks' controller: they are `trainer-0`, `trainer-1`, and so on."""
 
 
 class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,9 +82,11 @@ async def run_job(
         recipe: in the place of the one that `config` names.
 
     Raises:
+        ConfigError: see `check_job`, before anything is started.
         WindlassError: a process could not be started, died too often, or a deadline passed; or all
             steps are done and the last update was not published.
     """
+    check_job(config)
     recipe = recipe or load_recipe(Path(config.recipe.file), config.recipe.name)
     output_dir = _absolute(config.output_dir)
     await asyncio.to_thread(output_dir.mkdir, parents=True, exist_ok=True)
@@ -234,6 +245,8 @@ class _Job:
 
     async def _guard(self, spec: ProcessSpec, max_restarts: int) -> None:
         """Keep a process running; a fleet goes on without a member that comes back."""
+        if spec.colocate_with:
+            await self.trainers.ranks_started.wait()
         for restarts in itertools.count():
             await self.scheduler.start(spec)
             status = await self.scheduler.wait(spec.name)
@@ -430,11 +443,94 @@ def _trainers(
         command=(trainer.python or sys.executable, trainer.script, *trainer.arguments),
         world_size=trainer.world_size,
         token=token,
+        name=RANKS,
         coordinator=coordinator,
         environment=trainer.environment,
         num_cpus=trainer.num_cpus,
         num_gpus=trainer.num_gpus,
     )
+
+
+def check_job(config: LaunchConfig) -> None:
+    """Refuse what a start would be refused for, as far as this host can tell.
+
+    Raises:
+        ConfigError: an engine's options; processes on several hosts with an address or a transport of
+            one host; GPUs that do not add up; an engine beside a process that there is not.
+    """
+    trainer = config.trainer
+    ranks = rank_names(RANKS, trainer.world_size)
+    num_gpus = trainer.num_gpus * trainer.world_size
+    for engine in config.engines:
+        where = f"engines {engine.name!r}"
+        num_ranks = _num_ranks(config, engine)
+        if engine.colocate_with and engine.colocate_with not in ranks:
+            raise ConfigError(
+                f"{where}: colocate_with must be one of {list(ranks)}, got {engine.colocate_with!r}"
+            )
+        if engine.colocate_with and engine.num_gpus:
+            raise ConfigError(
+                f"{where}: num_gpus must not be given with colocate_with, got {engine.num_gpus}"
+            )
+        if engine.num_gpus and engine.num_gpus != num_ranks:
+            raise ConfigError(
+                f"{where}: num_gpus must be {num_ranks}, one for each of its ranks, "
+                f"got {engine.num_gpus}"
+            )
+        num_gpus += _num_gpus(config, engine, num_ranks)
+    _check_hosts(config)
+    if isinstance(config.scheduler, LocalSchedulerConfig):
+        gpus = visible_gpus() if config.scheduler.gpus is None else config.scheduler.gpus
+        if num_gpus > len(gpus):
+            raise ConfigError(
+                f"num_gpus: trainers and engines together must ask for at most the {len(gpus)} GPUs "
+                f"of this host, got {num_gpus}"
+            )
+
+
+def _num_ranks(config: LaunchConfig, engine: EngineSection) -> int:
+    """Return the ranks of an engine, by the options that it will be started with.
+
+    Raises:
+        ConfigError: an option that its launcher refuses.
+    """
+    spec = ENGINES.find(engine.kind)
+    if spec.server is None:
+        return engine.tensor_parallel_size
+    try:
+        args, _ = read_arguments(spec, spec.command(_options(config, engine, ""))[3:])
+    except ConfigError as error:
+        raise ConfigError(f"engines {engine.name!r}: {error}") from error
+    return num_engine_ranks(args)
+
+
+def _num_gpus(config: LaunchConfig, engine: EngineSection, num_ranks: int) -> int:
+    """Return how many GPUs an engine reserves."""
+    if engine.num_gpus is not None or engine.colocate_with:
+        return engine.num_gpus or 0
+    return num_ranks if config.trainer.num_gpus else 0
+
+
+def _check_hosts(config: LaunchConfig) -> None:
+    """Refuse what works on one host only, where the scheduler's processes may be on others."""
+    match config.scheduler:
+        case LocalSchedulerConfig() | RaySchedulerConfig(address=""):
+            return
+        case SlurmSchedulerConfig(host=host) | RaySchedulerConfig(address=host):
+            if is_loopback(host.rpartition(":")[0] or host):
+                return
+    controller = config.controller
+    reached = controller.advertise_host or controller.host
+    if is_loopback(reached):
+        raise ConfigError(
+            f"controller.advertise_host must be an address that the nodes reach, got {reached!r}"
+        )
+    transport = parse_transport(config.transport)
+    if not transport.between_hosts:
+        raise ConfigError(
+            "transport must be auto, or one that reaches other hosts (mooncake, nixl), where the "
+            f"scheduler has several, got {transport.name!r}"
+        )
 
 
 def _processes(config: LaunchConfig, url: str, token: str) -> list[tuple[ProcessSpec, int]]:
@@ -457,8 +553,8 @@ def _worker(config: LaunchConfig, number: int, url: str, token: str) -> ProcessS
     )
 
 
-def _engine(config: LaunchConfig, engine: EngineSection, url: str, token: str) -> ProcessSpec:
-    options = EngineOptions(
+def _options(config: LaunchConfig, engine: EngineSection, url: str) -> EngineOptions:
+    return EngineOptions(
         name=engine.name,
         model=engine.model,
         tensor_parallel_size=engine.tensor_parallel_size,
@@ -468,10 +564,15 @@ def _engine(config: LaunchConfig, engine: EngineSection, url: str, token: str) -
         arguments=engine.arguments,
         python=engine.python,
     )
+
+
+def _engine(config: LaunchConfig, engine: EngineSection, url: str, token: str) -> ProcessSpec:
+    spec = ENGINES.find(engine.kind)
     return ProcessSpec(
         name=engine.name,
-        command=ENGINES.find(engine.kind).command(options),
+        command=spec.command(_options(config, engine, url)),
         environment={**engine.environment, **role_environment(token, Access.ENGINE)},
         num_cpus=engine.num_cpus,
-        num_gpus=engine.num_gpus,
+        num_gpus=_num_gpus(config, engine, _num_ranks(config, engine)),
+        colocate_with=engine.colocate_with,
     )

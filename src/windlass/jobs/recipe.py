@@ -23,8 +23,6 @@ from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import Workflow
 
-__all__ = ["Recipe", "Task", "in_thread", "load_recipe"]
-
 _T = TypeVar("_T")
 MODULE = "windlass_launched_recipe"
 

@@ -42,8 +42,6 @@ from windlass.rollout.workflows import encode_value
 from windlass.updates.coordinator import CalledUpdate, Coordinator
 from windlass.updates.messages import RoundOutcome
 
-__all__ = ["StepResult", "TrainController"]
-
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 20.0
@@ -70,6 +68,11 @@ _Session = Session[TrainCommand, TrainResult]
 _Wait = asyncio.Future[TrainResult] | asyncio.Task[None]
 
 
+def rank_names(name: str, world_size: int) -> list[str]:
+    """Return what the processes of a `TrainController` of this name are called."""
+    return [f"{name}-{rank}" for rank in range(world_size)]
+
+
 @dataclass(slots=True)
 class _Rank:
     """A rank; its session goes on over every connection that its process makes."""
@@ -89,6 +92,9 @@ class TrainController:
 
     After a rank died, hung or raised, the others may stand in a half-entered collective: every
     later call raises the same error, and `close` ends all ranks. Start a new one to go on.
+
+    Attributes:
+        ranks_started: set once the scheduler has all ranks.
 
     Args:
         scheduler: starts the ranks; not closed here.
@@ -127,8 +133,9 @@ class TrainController:
         self._coordinator = coordinator
         self._under_way: CalledUpdate | None = None
         self._is_served = False
-        names = [f"{name}-{rank}" for rank in range(world_size)]
+        names = rank_names(name, world_size)
         self._ranks = [_Rank(each, Session(each, keeps_calls=True)) for each in names]
+        self.ranks_started = asyncio.Event()
         self._store = ("", 0)
         self._num_calls = 0
         self._failure = ""
@@ -170,6 +177,8 @@ class TrainController:
                 "WINDLASS_JOB": job,
                 "RANK": str(index),
                 "WORLD_SIZE": str(len(self._ranks)),
+                # Every rank sees the GPUs of its own reservation only, and counts them from 0.
+                **({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if self._num_gpus else {}),
             }
             spec = ProcessSpec(
                 name=rank.name,
@@ -180,6 +189,7 @@ class TrainController:
             )
             await self._scheduler.start(spec)
             rank.watch = asyncio.create_task(self._watch(rank))
+        self.ranks_started.set()
         joins = [asyncio.create_task(_wait(rank.joined)) for rank in self._ranks]
         await self._wait_for_all(joins, end, deadline_s, "connect")
         remaining = max(end - loop.time(), 0.1)

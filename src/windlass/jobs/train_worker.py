@@ -28,8 +28,6 @@ from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import encode_value
 from windlass.transfer.collective_group import Rendezvous
 
-__all__ = ["TrainContext", "TrainEngine", "TrainOperation", "run_train_worker"]
-
 _log = logging.getLogger(__name__)
 
 RECONNECT_DEADLINE_S = 30.0

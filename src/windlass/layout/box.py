@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from windlass.errors import ManifestError
 
-__all__ = ["Box", "chunk"]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

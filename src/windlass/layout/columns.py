@@ -9,8 +9,6 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Columns", "column"]
-
 
 def column(dtype: str, width: int = 0) -> Any:
     """Declare a field that is a column.

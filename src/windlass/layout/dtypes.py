@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["CASTS", "SAFETENSORS_NAMES", "DType", "can_overflow", "cast_refusal"]
-
 
 class DType(StrEnum):
     """An element type, spelled as PyTorch spells it."""

@@ -30,19 +30,6 @@ from windlass.layout.columns import Columns, column
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import QuantizedTensor, scale_shape
 
-__all__ = [
-    "MANIFEST_SCHEMA_VERSION",
-    "MAX_DIMS",
-    "ManifestBuilder",
-    "ParameterSpec",
-    "Role",
-    "Shard",
-    "ShardManifest",
-    "ShardTable",
-    "TensorSpec",
-    "contiguous_strides",
-]
-
 MANIFEST_SCHEMA_VERSION = 3
 MAX_DIMS = 5
 

@@ -24,16 +24,6 @@ import msgspec
 from windlass.errors import UnsupportedLayout
 from windlass.layout.dtypes import DType
 
-__all__ = [
-    "BLOCK",
-    "CAPABILITIES",
-    "Capability",
-    "QuantizedTensor",
-    "Scheme",
-    "require_supported",
-    "scale_shape",
-]
-
 BLOCK = 128
 """Rows and columns of one block."""
 

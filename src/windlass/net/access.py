@@ -22,18 +22,6 @@ from typing import final
 
 from windlass.envs import ENGINE_TOKEN_VARIABLE, TOKEN_VARIABLE
 
-__all__ = [
-    "ROUTES",
-    "Access",
-    "AccessGate",
-    "Certificate",
-    "authorization",
-    "refusal_of",
-    "role_environment",
-    "role_of_certificate",
-    "role_token",
-]
-
 Certificate = Mapping[str, object]
 """As `ssl.SSLSocket.getpeercert` returns it."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from windlass.errors import TransferFailed
 
-__all__ = ["Deadline"]
-
 
 @dataclass(frozen=True, slots=True)
 class Deadline:

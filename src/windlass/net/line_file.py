@@ -20,8 +20,6 @@ import msgspec
 
 from windlass.errors import DECODE_ERRORS, ConfigError
 
-__all__ = ["LineFile", "add_checksum", "read_lines"]
-
 CHECKSUM = b',"crc32":"%08x"}'
 CHECKSUM_NBYTES = len(CHECKSUM % 0)
 

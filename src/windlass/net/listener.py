@@ -21,8 +21,6 @@ from typing import cast, final
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-__all__ = ["NO_ROOM", "Listener", "RateLimit", "request_log", "stop_accepting"]
-
 BACKLOG = 16
 """Connections that the kernel completes and nobody has accepted: accepting is quick."""
 STRANGER_S = 10.0

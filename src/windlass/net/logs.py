@@ -18,14 +18,6 @@ import msgspec
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 
-__all__ = [
-    "LOG_VARIABLES",
-    "JsonFormatter",
-    "configure_logging",
-    "log_fields",
-    "printable",
-]
-
 FORMAT_VARIABLE = "WINDLASS_LOG"
 LEVEL_VARIABLE = "WINDLASS_LOG_LEVEL"
 LOG_VARIABLES = (FORMAT_VARIABLE, LEVEL_VARIABLE)

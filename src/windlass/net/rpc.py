@@ -31,8 +31,6 @@ from windlass.net.sockets import (
     send_frame,
 )
 
-__all__ = ["Owner", "Session", "host_of", "serve"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -33,8 +33,6 @@ from windlass.net.addresses import check_url
 from windlass.net.messages import Codec, Envelope, Refused, Reply, encode
 from windlass.net.sockets import MAX_PART_NBYTES, PartJoiner, open_http, send_frame
 
-__all__ = ["Client", "ReplyStore"]
-
 _log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.1

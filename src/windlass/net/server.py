@@ -20,8 +20,6 @@ from windlass.net.listener import NO_ROOM, Listener, request_log
 from windlass.net.sockets import close_socket, raise_file_limit
 from windlass.net.tls import server_context
 
-__all__ = ["CALLER", "OPEN_SOCKETS", "ControlServer"]
-
 CALLER = ContextVar("CALLER", default=Access.OWNER)
 """In the task of a request: the role of its token."""
 

@@ -30,18 +30,6 @@ from windlass.errors import PeerUnreachable, ProtocolError
 from windlass.net.access import authorization
 from windlass.net.tls import client_context
 
-__all__ = [
-    "CLOSE_DEADLINE_S",
-    "MAX_PART_NBYTES",
-    "SEND_DEADLINE_S",
-    "PartJoiner",
-    "close_socket",
-    "open_connection",
-    "open_http",
-    "raise_file_limit",
-    "send_frame",
-]
-
 PART_NBYTES = 1 << 20
 """A frame of at most this many bytes travels whole."""
 MAX_PART_NBYTES = PART_NBYTES + 3

@@ -21,8 +21,6 @@ from windlass.envs import (
 )
 from windlass.errors import ConfigError
 
-__all__ = ["client_context", "is_tls_required", "server_context"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Files:

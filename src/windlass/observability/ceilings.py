@@ -9,8 +9,6 @@ import numpy as np
 
 from windlass.errors import ConfigError
 
-__all__ = ["measure_memcpy_gbps"]
-
 
 def measure_memcpy_gbps(nbytes: int = 256 << 20, repeats: int = 7) -> float:
     """The median memcpy rate of one thread between two touched buffers.

@@ -9,8 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from windlass.updates.measures import Measure
 
-__all__ = ["CONTENT_TYPE", "ControllerMetrics"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 AGES = (0, 1, 2, 3, 4, 6, 8, 12, 16)

@@ -22,8 +22,6 @@ from windlass.updates.measures import Measure
 from windlass.updates.messages import UpdateReport
 from windlass.updates.rounds import Phase
 
-__all__ = ["Operations"]
-
 LAST_ROUNDS = 20
 
 

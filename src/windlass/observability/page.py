@@ -16,8 +16,6 @@ from aiohttp import web
 
 from windlass.net.server import ControlServer
 
-__all__ = ["StatusPage"]
-
 HEARTBEAT_S = 15.0
 SEND_DEADLINE_S = 10.0
 

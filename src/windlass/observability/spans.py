@@ -16,8 +16,6 @@ from windlass.updates.measures import Measure
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-__all__ = ["find_tracer", "record_round"]
-
 NS = 1_000_000_000
 
 

@@ -9,8 +9,6 @@ from typing import Any, final
 
 from windlass.errors import ConfigError
 
-__all__ = ["SpeedOfLight", "save_plot"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

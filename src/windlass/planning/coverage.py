@@ -15,8 +15,6 @@ from windlass.planning.intersect import Atoms, box_of
 from windlass.planning.plan import ITEMSIZES
 from windlass.planning.rows import RowTable, TensorNames
 
-__all__ = ["find_hole", "refuse_hole", "refuse_overlaps"]
-
 
 def find_hole(atoms: Atoms, box: Box) -> tuple[Box, ...]:
     """The parts of `box` that no atom covers, as disjoint boxes."""

@@ -20,22 +20,6 @@ from windlass.layout.box import Box
 from windlass.layout.manifest import MAX_DIMS, Int32Array, Int64Array
 from windlass.planning.rows import RowTable
 
-__all__ = [
-    "Atoms",
-    "Boxes",
-    "Holders",
-    "Pieces",
-    "atoms_by_pattern",
-    "box_of",
-    "classes_by_pattern",
-    "counted",
-    "find_holders",
-    "intersect_boxes",
-    "make_atoms",
-    "ranges",
-    "unique_boxes",
-]
-
 _CHUNK_PAIRS = 1 << 20
 
 

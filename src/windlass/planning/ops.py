@@ -27,8 +27,6 @@ from windlass.planning.quantize import (
 from windlass.planning.routing import Assignment
 from windlass.planning.rows import RowTable, TensorNames
 
-__all__ = ["Candidates", "RoutedPieces", "build_ops", "coalesce", "place_staged"]
-
 _IS_CAST = np.array([[not cast_refusal(have, want) for want in DTYPES] for have in DTYPES])
 """[source, destination]; also of equal dtypes."""
 _CHUNK_OPS = 1 << 18

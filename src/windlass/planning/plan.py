@@ -21,18 +21,6 @@ from windlass.layout.columns import Columns, column
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import MAX_DIMS, Int32Array, Int64Array, ShardManifest
 
-__all__ = [
-    "DTYPES",
-    "ITEMSIZES",
-    "PLAN_SCHEMA_VERSION",
-    "CopyMode",
-    "Link",
-    "OpTable",
-    "Reason",
-    "TransferPlan",
-    "Transform",
-]
-
 UInt8Array = npt.NDArray[np.uint8]
 
 PLAN_SCHEMA_VERSION = 4

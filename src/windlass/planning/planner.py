@@ -38,8 +38,6 @@ from windlass.planning.quantize import widen_scales
 from windlass.planning.routing import assign, group_by_holders, pour
 from windlass.planning.rows import RowTable, TensorNames, gather_rows, resolve_names
 
-__all__ = ["PlanPolicy", "plan_transfer", "route"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPolicy:

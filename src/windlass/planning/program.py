@@ -27,8 +27,6 @@ from windlass.planning.plan import (
     Transform,
 )
 
-__all__ = ["BoundOp", "DigestKind", "DirectRuns", "LinkProgram", "bind_links"]
-
 
 class DigestKind(StrEnum):
     """What a link's digest is computed with; both ends must use the same.

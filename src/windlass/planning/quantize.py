@@ -20,14 +20,6 @@ from windlass.layout.quantization import BLOCK, CAPABILITIES, Scheme
 from windlass.planning.plan import DTYPES, Transform
 from windlass.planning.rows import RowTable, TensorNames
 
-__all__ = [
-    "payload_sizes",
-    "refuse_cut_blocks",
-    "refuse_casts_to_float8",
-    "split_units",
-    "widen_scales",
-]
-
 UInt8Array = npt.NDArray[np.uint8]
 
 _FLOAT8 = np.array([d in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2) for d in DTYPES], np.bool_)

@@ -20,15 +20,6 @@ import msgspec
 from windlass.config import RelayShape
 from windlass.layout.manifest import ShardManifest
 
-__all__ = [
-    "RelayGroup",
-    "children_of",
-    "depths_of",
-    "find_replicas",
-    "stripes_of",
-    "layout_digest",
-]
-
 LONGEST_CHAIN = 4
 """In `AUTO`: a chain of n waits for n - 1 chunks, trees for about 4 log2(n)."""
 

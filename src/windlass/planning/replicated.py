@@ -28,16 +28,6 @@ from windlass.planning.intersect import (
 from windlass.planning.plan import ITEMSIZES
 from windlass.planning.rows import gather_rows, resolve_names
 
-__all__ = [
-    "BlockSchedule",
-    "DIGESTED",
-    "DueBlocks",
-    "Replicated",
-    "ReplicatedPart",
-    "decode_digested",
-    "find_replicated",
-]
-
 BLOCK_NBYTES = 256 << 10
 """What boxes are cut into."""
 RUN_BLOCKS = 64

@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from windlass.layout.manifest import Int64Array
 
-__all__ = ["Assignment", "assign", "group_by_holders", "pour"]
-
 Float64Array = npt.NDArray[np.float64]
 
 _MAX_SWEEPS = 500

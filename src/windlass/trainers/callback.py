@@ -60,8 +60,6 @@ if TYPE_CHECKING:
 
     from windlass.memory.cuda.gpu import Gpu
 
-__all__ = ["RolloutCallback", "WeightGroup"]
-
 NUM_THREADS = 8
 MARGIN_S = 5.0
 FIRST_BACKOFF_S = 0.05

@@ -389,12 +389,16 @@ class TrainerClient:
             self._publishing.release()
         return report
 
-    def close(self) -> None:
-        """Leave the fleet and free registered memory. Idempotent."""
+    def leave(self) -> None:
+        """Leave the fleet; the transport stays open, for memory to be unregistered. Idempotent."""
         self._channel.close()
         self._background.shutdown(wait=True)
         self._agent.close()
         self._sender.close()
+
+    def close(self) -> None:
+        """Leave the fleet and free registered memory. Idempotent."""
+        self.leave()
         self._transport.close()
 
     def __enter__(self) -> TrainerClient:

@@ -16,8 +16,6 @@ from windlass.memory.cuda.driver import gpu_of
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.dtensor import LiveTensors, NameMap, describe_module, own_tensors
 
-__all__ = ["DescribedTrainer", "describe_trainer", "shared_job", "step_stream"]
-
 
 @dataclass(frozen=True, slots=True)
 class DescribedTrainer:

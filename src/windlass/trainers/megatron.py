@@ -34,14 +34,6 @@ from windlass.transfer.dtensor import HeldTensor, LiveTensors, check_memory, ref
 from windlass.transports.base import TransportConfig
 from windlass.transports.registry import parse_transport
 
-__all__ = [
-    "check_whole",
-    "connect_megatron_trainer",
-    "describe_megatron_trainer",
-    "make_whole",
-    "megatron_coords",
-]
-
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BUFFERS = ("mlp.router.expert_bias",)
 """Buffers that checkpoints hold."""

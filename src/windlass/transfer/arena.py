@@ -21,8 +21,6 @@ from windlass.memory.host import HostBuffer
 from windlass.memory.ops import Buffer, MemoryOps, memory_on
 from windlass.transports.base import MemoryAllocator, MemoryRegion, OneSidedTransport
 
-__all__ = ["Arena", "ArenaSlot", "keep_mapped", "memory_of"]
-
 
 def memory_of(transport: OneSidedTransport) -> MemoryOps:
     """The memory that `transport` registers.

@@ -22,8 +22,6 @@ from windlass.transfer.disk import DiskReceiver, DiskSender
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 
-__all__ = ["Backend", "receiver_for", "sender_for"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend(RegisteredBackend):

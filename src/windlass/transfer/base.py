@@ -18,21 +18,6 @@ from windlass.errors import PeerUnreachable, TransferOutcomeUnknown, WindlassErr
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
 
-__all__ = [
-    "LINKS_AT_ONCE",
-    "GroupMember",
-    "GroupReceiver",
-    "ParameterMemory",
-    "ReceiverBackend",
-    "SendResult",
-    "SenderBackend",
-    "failed_links",
-    "is_unknown",
-    "joined_results",
-    "status_of",
-    "submit",
-]
-
 Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
 

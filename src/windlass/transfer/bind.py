@@ -12,8 +12,6 @@ from windlass.planning.program import DigestKind, LinkProgram
 from windlass.transfer.bindings import BindingsRefused, DestinationBinding
 from windlass.transports.regions import check_inside
 
-__all__ = ["bind_peers", "check_binding", "check_destinations", "check_digest_kind", "check_part"]
-
 
 def check_part(
     manifest: ShardManifest, workers: Sequence[str], digests: Sequence[str], argument: str

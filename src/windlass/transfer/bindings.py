@@ -13,16 +13,6 @@ from windlass.layout.dtypes import DType
 from windlass.planning.program import DigestKind
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 
-__all__ = [
-    "BindingsRefused",
-    "BucketPart",
-    "DestinationBinding",
-    "GroupOffer",
-    "LinkOutcome",
-    "LinkStatus",
-    "WireTensor",
-]
-
 
 class BindingsRefused(PlanError):
     """Some destinations offer memory that cannot be written; the others' can be.

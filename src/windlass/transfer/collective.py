@@ -49,15 +49,6 @@ from windlass.transfer.destination import Destination, joined_ranges
 from windlass.transfer.source import SourceMemory, refuse_transforms
 from windlass.transports.base import PeerEndpoint
 
-__all__ = [
-    "CollectiveReceiver",
-    "CollectiveSender",
-    "clip",
-    "cut_buckets",
-    "loads_of",
-    "signature_of_offer",
-]
-
 STORE_DEADLINE_S = 60.0
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from windlass.memory.cuda.gpu import Gpu
 
-__all__ = ["Rendezvous", "TorchBroadcastGroup", "join_group"]
-
 MIN_TIMEOUT_S = 0.05
 BACKLOG = 1024
 ABORT_S = 2.0

@@ -30,8 +30,6 @@ from windlass.transfer.arena import Arena
 from windlass.transfer.bind import check_part
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 
-__all__ = ["Destination", "ShadowCopy", "joined_ranges"]
-
 
 @final
 class ShadowCopy:

@@ -32,8 +32,6 @@ from windlass.transfer.disk_files import (
 from windlass.transfer.source import SourceMemory, refuse_transforms
 from windlass.transports.base import PeerEndpoint
 
-__all__ = ["DiskReceiver", "DiskSender"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -29,17 +29,6 @@ from windlass.layout.manifest import Shard, ShardManifest
 from windlass.memory.ops import OWN_WORK_S, MemoryOps
 from windlass.memory.packing import bytes_at, copy_cast, is_contiguous, row_major_blocks
 
-__all__ = [
-    "DiskEntry",
-    "DiskIndex",
-    "file_digest",
-    "prune",
-    "read_boxes",
-    "read_index",
-    "version_folder",
-    "write_shards",
-]
-
 BLOCK_NBYTES = 8 << 20
 """Strided boxes are gathered and written in blocks of at most this size."""
 OWNERS_FOLDER = 0o700

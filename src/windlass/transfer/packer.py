@@ -7,7 +7,7 @@ in plan order, those that go as they lie included.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import final
@@ -133,8 +133,13 @@ class Packer:
         """Whether the packed bytes of all these links fit at once."""
         return packed_capacity(programs) <= self.nbytes
 
-    def fit(self, programs: Sequence[LinkProgram]) -> None:
+    def fit(self, programs: Sequence[LinkProgram], *, kept: Collection[str] = ()) -> None:
         """Have an arena that is large enough for these links, within the limit.
+
+        Args:
+            programs: of all links, in the order in which they are packed.
+            kept: destinations whose links are those of the last call: what is prepared for them stays
+                where neither the arena nor their place in it changes.
 
         Raises:
             PlanError: half of it does not hold what cannot be cut.
@@ -143,9 +148,9 @@ class Packer:
             TransferOutcomeUnknown: earlier kernels may still go on.
         """
         self.memory.finish(OWN_WORK_S)  # nothing reads what is freed now
-        self._drop()
         needed = packed_capacity(programs)
         capacity = self._slot.capacity_for(needed)
+        self._drop(keep=self._places(programs, kept) if 0 < capacity <= self.nbytes else ())
         least = 2 * max(map(self._least, programs), default=0)
         if capacity < min(needed, least):
             raise PlanError(
@@ -255,11 +260,25 @@ class Packer:
             runs.nbytes.astype(np.uint64),
         )
 
-    def _drop(self) -> None:
-        packs, self._packs = self._packs, {}
+    @staticmethod
+    def _places(
+        programs: Sequence[LinkProgram], names: Collection[str]
+    ) -> frozenset[tuple[str, int]]:
+        """Where the links to `names` are packed: whole, one behind the other, or by turns (-1)."""
+        places, offset = set[tuple[str, int]](), 0
+        for program in programs:
+            if program.peer in names:
+                places |= {(program.peer, offset), (program.peer, -1)}
+            offset += packed_capacity((program,))
+        return frozenset(places)
+
+    def _drop(self, keep: Collection[tuple[str, int]] = ()) -> None:
+        before, self._packs = self._packs, {}
         self._drop_digests()
-        for pack in packs.values():
-            pack.close()
+        self._packs = {place: pack for place, pack in before.items() if place in keep}
+        for place, pack in before.items():
+            if place not in keep:
+                pack.close()
 
     def _drop_digests(self) -> None:
         digests, self._digests = self._digests, None

@@ -19,8 +19,6 @@ from windlass.planning.program import LinkProgram
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import OneSidedTransport, WriteBatch
 
-__all__ = ["Payload", "payload_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:

@@ -24,8 +24,6 @@ from windlass.transfer.collective_group import TorchBroadcastGroup, join_group
 from windlass.transfer.destination import ShadowCopy
 from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_boxes
 
-__all__ = ["PushReceiver", "signature_of_group", "wire_offsets"]
-
 
 def signature_of_group(offer: GroupOffer, fabric: CollectiveFabric) -> str:
     """What the members of a group agree on when it forms."""

@@ -23,8 +23,6 @@ from windlass.transfer.destination import Destination
 from windlass.transfer.write_progress import ProgressDigests
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 
-__all__ = ["Receiver"]
-
 
 @final
 class Receiver:

@@ -29,8 +29,6 @@ from windlass.transfer.relay_wire import (
     encode_frame,
 )
 
-__all__ = ["Disconnected", "Interrupted", "RelayEvents", "RelayReceiver", "RelaySender"]
-
 MAX_CONNECTIONS = 4096
 ACCEPT_AGAIN_S = 0.1
 OPEN_S = 10.0

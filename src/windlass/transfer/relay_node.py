@@ -40,8 +40,6 @@ from windlass.transfer.relay_wire import (
 )
 from windlass.transfer.relay_write import ChunkWriter
 
-__all__ = ["RelayNode", "RelayResult"]
-
 _log = logging.getLogger(__name__)
 
 TIMEOUT_SPREAD = 0.25

@@ -14,20 +14,6 @@ import msgspec
 
 from windlass.errors import DECODE_ERRORS, ProtocolError
 
-__all__ = [
-    "ACCEPTED",
-    "LENGTH",
-    "MAX_FRAME_NBYTES",
-    "ChunkLanded",
-    "End",
-    "Frame",
-    "Open",
-    "RelayAddress",
-    "StripeEnd",
-    "decode_frame",
-    "encode_frame",
-]
-
 MAX_FRAME_NBYTES = 4096
 ACCEPTED = b"\x01"
 LENGTH = struct.Struct(">I")

@@ -32,8 +32,6 @@ from windlass.transfer.relay_connection import RelaySender
 from windlass.transfer.relay_wire import ChunkLanded, RelayAddress, StripeEnd
 from windlass.transports.base import OneSidedTransport
 
-__all__ = ["ChunkWriter", "GroupWrite"]
-
 _log = logging.getLogger(__name__)
 WRITES_AT_ONCE = 4
 """Chunks on their way to one engine: the next one is written while the last is acknowledged."""

@@ -33,8 +33,6 @@ from windlass.transfer.base import LINKS_AT_ONCE
 from windlass.transports.base import MemoryType, OneSidedTransport
 from windlass.transports.sharing import share
 
-__all__ = ["CopyTimes", "Replica", "ReplicaMemory", "replica_memory"]
-
 PART_NBYTES = 64 << 20
 """Copied at a time by one thread, which releases the interpreter."""
 PCIE_ENGINE_NBYTES = 1 << 20

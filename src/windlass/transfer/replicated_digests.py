@@ -37,8 +37,6 @@ from windlass.planning.replicated import (
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.source import check_described
 
-__all__ = ["ReplicatedDigests"]
-
 UInt64Array = npt.NDArray[np.uint64]
 _KINDS = tuple(DigestKind)
 LEAST_NBYTES, KEPT_NBYTES = 64 << 10, 16 << 20

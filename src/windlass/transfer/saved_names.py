@@ -24,8 +24,6 @@ from windlass.layout.box import Box
 from windlass.layout.manifest import contiguous_strides
 from windlass.layout.naming.place import PlacedShard
 
-__all__ = ["is_of_transformers", "saved_parts", "watched"]
-
 MAX_PIECES = 1 << 16
 """Boxes of one tensor: what a rotary embedding's permutation of rows takes is half the rows."""
 

@@ -20,7 +20,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import final
 
@@ -184,36 +184,81 @@ class Sender:
             RegionError: memory cannot be registered.
         """
         with self._lock:
-            near = {b.worker for b in bindings if self._is_stored(b)}
             if self._stores is not None:
-                self._stores.unbind(b for b in bindings if b.worker in near)
-            self._settle_doubt()
+                self._stores.end(tuple(self._programs))
             self._unbind()
-            index = check_part(self.manifest, plan.sources, plan.source_digests, "sources")
-            programs = {program.peer: program for program in bind_links(plan, sending=True)}
-            known = bind_peers(programs.values(), bindings, self._check_binding)
-            written = tuple(program for peer, program in programs.items() if peer not in near)
-            self._peers = {p.peer: Peer.bound_to(known[p.peer]) for p in written}
-            if self._stores is not None:
-                self._stores.bind([programs[peer] for peer in programs if peer in near], known)
-            if self._writes:
-                self._packer.fit(written)
-            self._read_in_place = tuple(
-                {i for p in written for i in np.unique(p.direct.src_parameter).tolist()}
-            )
-            if self.replica is not None:
-                if not self._packer.holds(written):
-                    raise PlanError(
-                        "arena_nbytes: with a replica it must be 0 or at least "
-                        f"{packed_capacity(written)}, got {self._packer.nbytes}"
-                    )
-                stored = {
-                    op.src_parameter for p in programs.values() if p.peer in near for op in p.ops
-                }
-                self.replica.fit((*self._read_in_place, *sorted(stored)))
-            self._programs = programs
-            self._first_link = index
+            self._bind(plan, bindings, ())
         return None
+
+    def change_links(
+        self,
+        plan: TransferPlan | None,
+        bindings: Sequence[DestinationBinding],
+        gone: Collection[str],
+    ) -> None:
+        """Bind links to some destinations anew, and keep all others with what is prepared for them.
+
+        Args:
+            plan: part of this rank of a plan for the new destinations; None where there are none.
+            bindings: of the new destinations.
+            gone: destinations whose links end, those that are bound anew among them.
+
+        Raises:
+            ProtocolError: relays are bound, which form groups of all their members.
+            BindingsRefused: as `connect`; nothing has changed.
+            PlanError, RegionError: as `connect`, which must follow then.
+        """
+        with self._lock:
+            if self._relays:
+                raise ProtocolError("change_links: relays are bound; connect anew")
+            self._bind(plan, bindings, gone)
+
+    def _bind(
+        self,
+        plan: TransferPlan | None,
+        bindings: Sequence[DestinationBinding],
+        gone: Collection[str],
+    ) -> None:
+        added: dict[str, LinkProgram] = {}
+        if plan is not None:
+            self._first_link = check_part(
+                self.manifest, plan.sources, plan.source_digests, "sources"
+            )
+            added = {program.peer: program for program in bind_links(plan, sending=True)}
+        known = bind_peers(added.values(), bindings, self._check_binding)
+        near = {name for name, binding in known.items() if self._is_stored(binding)}
+        before, ended = self._programs, {*gone, *added}
+        kept = {name: program for name, program in before.items() if name not in ended}
+        # One that is bound anew has its old place, so that the places of others in the arena stay.
+        programs = {name: before[name] for name in before if name in kept or name in added} | added
+        if self._stores is not None:
+            self._stores.end(ended)
+        self._settle_doubt()
+        self._unbind()
+        self._peers = {name: peer for name, peer in self._peers.items() if name in kept}
+        self._peers |= {n: Peer.bound_to(known[n]) for n in added if n not in near}
+        written = tuple(p for name, p in programs.items() if name in self._peers)
+        if self._stores is not None:
+            self._stores.bind([added[name] for name in added if name in near], known)
+        if self._writes:
+            self._packer.fit(written, kept=kept.keys())
+        self._read_in_place = tuple(
+            {i for p in written for i in np.unique(p.direct.src_parameter).tolist()}
+        )
+        if self.replica is not None:
+            if not self._packer.holds(written):
+                raise PlanError(
+                    "arena_nbytes: with a replica it must be 0 or at least "
+                    f"{packed_capacity(written)}, got {self._packer.nbytes}"
+                )
+            stored = {
+                op.src_parameter
+                for name, p in programs.items()
+                if name not in self._peers
+                for op in p.ops
+            }
+            self.replica.fit((*self._read_in_place, *sorted(stored)))
+        self._programs = programs
 
     def connect_relay(
         self,

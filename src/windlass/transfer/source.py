@@ -17,14 +17,6 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bind import bind_peers, check_digest_kind, check_part
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
 
-__all__ = [
-    "LocatedParameters",
-    "SourceMemory",
-    "addresses_of",
-    "check_described",
-    "refuse_transforms",
-]
-
 
 def check_described(manifest: ShardManifest, memories: Sequence[ParameterMemory]) -> None:
     """Refuse parameters that are not those of the manifest.

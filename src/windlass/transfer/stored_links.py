@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import final
 
@@ -53,6 +53,7 @@ class StoredLinks:
         self._sources = SourceMemory(mapper.gpu.device)
         self._located: tuple[ParameterMemory, ...] = ()
         self._reached: UInt64Array = np.zeros(0, np.uint64)
+        self._read: UInt64Array = np.zeros(0, np.uint64)
         self._programs: dict[str, tuple[LinkProgram, UInt64Array]] = {}
         self._links: dict[str, DeviceLink] = {}
         self._bindings: dict[str, DestinationBinding] = {}
@@ -62,23 +63,25 @@ class StoredLinks:
         """Whether a link is prepared."""
         return name in self._links
 
-    def unbind(self, bindings: Iterable[DestinationBinding]) -> None:
-        """Have no links; of peers' memory only that of `bindings` stays mapped.
+    def end(self, names: Collection[str]) -> None:
+        """Have no links to these destinations; others stay as they are.
 
         Raises:
             TransferOutcomeUnknown: kernels of an earlier write may still go on.
         """
         self.gpu.refuse_late()
-        self._drop()
-        self._mapper.keep_mapped(r for binding in bindings for r in binding.regions)
+        self._unload(names)
+        for name in names:
+            self._programs.pop(name, None)
+            self._bindings.pop(name, None)
 
     def bind(
         self, programs: Sequence[LinkProgram], bindings: Mapping[str, DestinationBinding]
     ) -> None:
-        """Map the peers' memory; after `unbind`.
+        """Map the peers' memory; that of links that have ended is unmapped.
 
         Args:
-            programs: of these links.
+            programs: of links that there are none of; they come on top.
             bindings: of their destinations, checked.
 
         Raises:
@@ -86,8 +89,10 @@ class StoredLinks:
             PeerUnreachable, TransferFailed: see `PeerMapper.map_region`.
         """
         used = {program.peer: bindings[program.peer] for program in programs}
-        self._programs = {p.peer: (p, self._reach(p, used[p.peer])) for p in programs}
-        self._bindings = used
+        mapped = (*self._bindings.values(), *used.values())
+        self._mapper.keep_mapped(r for binding in mapped for r in binding.regions)
+        self._programs |= {p.peer: (p, self._reach(p, used[p.peer])) for p in programs}
+        self._bindings |= used
 
     def prepare(self, located: tuple[ParameterMemory, ...], replica: Replica | None) -> None:
         """Cut the ops and upload the tables if parameters have moved; copy them into a replica.
@@ -100,7 +105,7 @@ class StoredLinks:
         if located != self._located:
             self._located = ()
             if replica is None:
-                self._unload()
+                self._unload(self._links)
             reached = self._sources.reach([(memory.address, memory.nbytes) for memory in located])
             self._reached = np.array(reached, np.uint64)
         read = self._reached
@@ -109,8 +114,10 @@ class StoredLinks:
             if self._sources.has_pinned:  # what its owner may free now must not stay locked
                 self._sources.close()
                 located = ()
-        if not self._links:
-            self._load(read)
+        if not np.array_equal(read, self._read):
+            self._unload(self._links)
+        self._read = read
+        self._load(read)
         self._located = located
 
     def write(
@@ -164,28 +171,27 @@ class StoredLinks:
         """
         self._notifier.close()
         if not self.gpu.is_late:
-            self._drop()
+            self._unload(self._links)
+            self._sources.close()
+            self._bindings, self._programs, self._located = {}, {}, ()
             self._mapper.keep_mapped(())
 
     def _load(self, sources: UInt64Array) -> None:
-        """A replica does not move, so its tables are cut once."""
+        """Cut and upload the tables of links that have none."""
         links: dict[str, DeviceLink] = {}
         with ExitStack() as undo:
             undo.callback(lambda: unload_links(self.gpu, links))
             for peer, (program, targets) in self._programs.items():
-                tables = block_tables(program, sources, targets)
-                links[peer] = load_link(self.gpu, program, tables)
+                if peer not in self._links:
+                    tables = block_tables(program, sources, targets)
+                    links[peer] = load_link(self.gpu, program, tables)
             undo.pop_all()
-        self._links = links
+        self._links |= links
 
-    def _unload(self) -> None:
-        unload_links(self.gpu, self._links)
-        self._links = {}
-
-    def _drop(self) -> None:
-        self._unload()
-        self._sources.close()
-        self._bindings, self._programs, self._located = {}, {}, ()
+    def _unload(self, names: Collection[str]) -> None:
+        links = {name: link for name, link in self._links.items() if name in names}
+        self._links = {name: link for name, link in self._links.items() if name not in names}
+        unload_links(self.gpu, links)
 
     def _reach(self, program: LinkProgram, binding: DestinationBinding) -> UInt64Array:
         """The peer's parameter addresses as this process reaches them.

@@ -26,13 +26,6 @@ from windlass.errors import DECODE_ERRORS, TransferFailed
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.links import WORDS_NBYTES, DeviceLink, read_digest
 
-__all__ = [
-    "PartWritten",
-    "ProgressDigests",
-    "ProgressListener",
-    "ProgressNotifier",
-]
-
 _log = logging.getLogger(__name__)
 
 MAX_NBYTES = 4096

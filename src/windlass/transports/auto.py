@@ -48,6 +48,7 @@ class AutoConfig(TransportConfig, frozen=True, tag="auto"):
     """
 
     memory: ClassVar[frozenset[MemoryType]] = frozenset(MemoryType)
+    between_hosts: ClassVar[bool] = True
     is_automatic: ClassVar[bool] = False
 
     offers: tuple[str, ...] = ()

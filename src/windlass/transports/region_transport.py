@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 
 from windlass.net.clock import Deadline
@@ -52,7 +51,7 @@ class RegionTransport(OneSidedTransport):
         with self._lock, self._current():
             self._table.check_free(spans)  # before a library has them
             keys = self._register_all(spans)
-            regions = tuple(itertools.starmap(self._region, zip(spans, keys, strict=True)))
+            regions = tuple(map(self._region, spans, keys))
             self._table.add(*regions)
         return regions
 
@@ -108,18 +107,16 @@ class RegionTransport(OneSidedTransport):
             RegionError: one is refused; none is registered.
         """
         keys: list[str] = []
-        with ExitStack() as undo:
+        try:
             for span in spans:
-                keys.append(self._register(*span))
-                undo.callback(self._take_back, self._region(span, keys[-1]))
-            undo.pop_all()
+                keys.append(self._register(*span))  # noqa: PERF401 - what came before is taken back
+        except BaseException:  # whatever it is: nobody would ever take back what came before it
+            for region in map(self._region, spans, keys):
+                later = self._unregister(region)
+                if later is not None:  # no write was ever given it
+                    later()
+            raise
         return keys
-
-    def _take_back(self, region: MemoryRegion) -> None:
-        """Unregister what no write was ever given."""
-        later = self._unregister(region)
-        if later is not None:
-            later()
 
     def _unregister(self, region: MemoryRegion) -> Callable[[], None] | None:  # noqa: ARG002
         """Take a registration back; or return what does, to be called once nothing touches the memory.

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import msgspec
-import numpy as np
 
 from windlass.config import P2pBackend, RelayShape, UpdateBackend, UpdateMode
 from windlass.errors import ConfigError, PeerTimeout, PlanError, RoundAborted, WindlassError
@@ -26,6 +25,7 @@ from windlass.transports.choice import LinkChoice, choose_transport, unreachable
 from windlass.updates.fleet import Group, Identity
 from windlass.updates.messages import (
     Bound,
+    ChangeLinks,
     ConnectEngine,
     ConnectRelay,
     ConnectTrainer,
@@ -55,13 +55,19 @@ class EnginesUnbound(RoundAborted):
     Attributes:
         refusals: engine -> why it cannot be part of the fleet.
         late: rank that did not answer in time -> what is to be said of that.
+        kept: what holds all the same; None where all must be bound anew.
     """
 
     def __init__(
-        self, refusals: Mapping[str, str], late: Mapping[str, str] | None = None, gone: str = ""
+        self,
+        refusals: Mapping[str, str],
+        late: Mapping[str, str] | None = None,
+        gone: str = "",
+        kept: Binding | None = None,
     ) -> None:
         super().__init__("; ".join([*refusals.values(), *(late or {}).values()]) or gone)
         self.refusals, self.late = dict(refusals), dict(late or {})
+        self.kept = kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,22 +76,33 @@ class Binding:
 
     Attributes:
         signature: the incarnations it holds for; another fleet needs another binding.
-        engines: engine -> workers. trainers: workers. links: (source, destination) pairs.
+        engines: engine -> workers. trainers: workers.
+        links: (source, destination) -> bytes that the plan has the source send.
         transports: (source, destination) -> what that link takes, and why; empty where bytes do not
             travel by one-sided writes.
         relay: member of a relay group -> those that it passes on to.
         replicated: what several of the trainers hold; None where engines are the source.
-        sent_nbytes: by the trainer that sends most.
+        bound_in: trainer -> epoch of the command that it was bound by last.
+        ended: links that trainers still have and that are no part of it any more.
     """
 
     signature: frozenset[Identity]
     engines: Mapping[str, tuple[str, ...]]
     trainers: tuple[str, ...] = ()
-    links: frozenset[Link] = frozenset()
+    links: Mapping[Link, int] = field(default_factory=dict)
     transports: Mapping[Link, LinkChoice] = field(default_factory=dict)
     relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     replicated: Replicated | None = None
-    sent_nbytes: int = 0
+    bound_in: Mapping[str, int] = field(default_factory=dict)
+    ended: frozenset[Link] = frozenset()
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that the trainer sends which sends most."""
+        sent = Counter[str]()
+        for (source, _), nbytes in self.links.items():
+            sent[source] += nbytes
+        return max(sent.values(), default=0)
 
     @property
     def links_by_transport(self) -> dict[str, int]:
@@ -103,6 +120,43 @@ class Binding:
         """The processes behind these ranks."""
         names = frozenset(workers)
         return frozenset(identity for identity in self.signature if identity[0] in names)
+
+    def without(self, engines: Collection[str]) -> Binding:
+        """What is left where these engines are no part of it: their sources are to end the links to them."""
+        workers = {w for name in engines for w in self.engines.get(name, ())}
+        ended = frozenset(link for link in self.links if link[1] in workers)
+        return replace(
+            self,
+            signature=frozenset(who for who in self.signature if who[0] not in workers),
+            engines={name: own for name, own in self.engines.items() if name not in engines},
+            links={link: n for link, n in self.links.items() if link not in ended},
+            transports={link: c for link, c in self.transports.items() if link not in ended},
+            ended=self.ended | ended,
+        )
+
+    def part_for(self, trainers: Group, engines: Sequence[Group]) -> Binding | None:
+        """What of it holds for this fleet: all that concerns engines whose processes are the same.
+
+        None where that is nothing, trainers are others, or relays are bound, which are groups of
+        several engines.
+        """
+        if self.relay or self.identities_of(self.trainers) != trainers.identities:
+            return None
+        same = {e.name for e in engines if self.identities_of(e.workers) == e.identities}
+        kept = self.without(self.engines.keys() - same)
+        return kept if kept.engines else None
+
+    def joined(self, new: Binding) -> Binding:
+        """This one and what was bound on top of it."""
+        return replace(
+            self,
+            signature=self.signature | new.signature,
+            engines={**self.engines, **new.engines},
+            links={**self.links, **new.links},
+            transports={**self.transports, **new.transports},
+            bound_in={**self.bound_in, **new.bound_in},
+            ended=frozenset(),
+        )
 
 
 def signature_of(groups: Sequence[Group]) -> frozenset[Identity]:
@@ -234,8 +288,12 @@ async def bind_fleet(
     backend: UpdateBackend,
     round_id: RoundId,
     deadline_s: float,
+    held: Binding | None = None,
 ) -> Binding:
     """Compile the plan and have every rank bind it.
+
+    Where `held` is bound already, engines of it whose processes are the same are asked nothing, and
+    trainers keep their links to them: only what has changed is planned and bound.
 
     Raises:
         PlanError: the manifests cannot be served.
@@ -244,7 +302,14 @@ async def bind_fleet(
         RoundAborted: a trainer did not bind the plan, or did not answer within `deadline_s`.
     """
     # Taken before the first await: whoever joins meanwhile is no part of this binding.
-    binder = _Binder(trainers, engines, sessions, planner, mode, backend, round_id, deadline_s)
+    kept = None
+    if held is not None and not find_relay_groups(trainers, engines, backend):
+        kept = held.part_for(trainers, engines) if backend.traits.one_sided else None
+    if kept is not None:
+        engines = [engine for engine in engines if engine.name not in kept.engines]
+    binder = _Binder(
+        trainers, engines, sessions, planner, mode, backend, round_id, deadline_s, kept
+    )
     return await binder.bind()
 
 
@@ -260,6 +325,7 @@ class _Binder:
         backend: UpdateBackend,
         round_id: RoundId,
         deadline_s: float,
+        kept: Binding | None,
     ) -> None:
         self._signature = signature_of([trainers, *engines])
         self._trainers, self._sources = trainers.workers, trainers.manifests
@@ -277,55 +343,79 @@ class _Binder:
         # The plan leaves them out: they get what the first member of their group gets.
         self._copies = {w: g.members[0] for w, g in self._group_of.items() if w != g.members[0]}
         self._caller = RankCaller(self._sessions, round_id)
+        self._epoch, self._kept = round_id.epoch, kept
 
     async def bind(self) -> Binding:
-        binding, to_engines, to_trainers = await asyncio.to_thread(self._compile)
-        bound = await self._bind_engines(to_engines)
-        offers = await self._bind_sources(to_trainers, bound)
+        try:
+            binding, to_engines, to_trainers = await asyncio.to_thread(self._compile)
+            bound = await self._bind_engines(to_engines)
+        except EnginesUnbound as unbound:
+            unbound.kept = self._kept  # no trainer was asked
+            raise
+        offers = await self._bind_sources(self._addressed(to_trainers, bound), binding)
         await self._form_groups(offers)
         await self._bind_relay(bound)
-        return binding
+        binding = replace(binding, bound_in=dict.fromkeys(to_trainers, self._epoch))
+        return binding if self._kept is None else self._kept.joined(binding)
 
-    def _compile(self) -> tuple[Binding, dict[str, ConnectEngine], dict[str, ConnectTrainer]]:
+    def _compile(
+        self,
+    ) -> tuple[Binding, dict[str, ConnectEngine], Mapping[str, ConnectTrainer | ChangeLinks]]:
         """Everything that takes long with a large model; runs outside the loop.
 
         Returns:
-            The binding, and the commands of engines and of trainers, these without addresses.
+            What is bound now, and the commands of engines and of trainers, these without addresses.
         """
+        if self._kept is not None and not self._engines:
+            binding = Binding(signature=self._signature, engines={})
+            return binding, {}, self._change_trainers(self._kept, (), None)
         destinations = [m for manifests in self._manifests.values() for m in manifests]
         planned = [m for m in destinations if m.worker not in self._copies]
         plan = self._plan(planned)
-        links = {(plan.sources[link.src], plan.destinations[link.dst]) for link in plan.links()}
-        links |= {(s, copy) for copy, of in self._copies.items() for s, to in links if to == of}
+        links = {
+            (plan.sources[link.src], plan.destinations[link.dst]): int(
+                plan.ops.nbytes[link.start : link.stop].sum()
+            )
+            for link in plan.links()
+        }
+        links |= {(s, copy): 0 for copy, of in self._copies.items() for s, to in links if to == of}
         below = {name: _below(group, name) for name, group in self._group_of.items()}
         passed_on = {(member, child) for member, children in below.items() for child in children}
-        unreached = self._transports.choose(links | passed_on)
-        self._refuse({self._engine_of[w]: why for w, why in unreached.items()})
+        unreached = self._transports.choose(links.keys() | passed_on)
+        self._refuse({self._engine_of[w]: why for w, why in unreached.items()}, self._kept)
         plan = plan.without_staging(frozenset(self._transports.strided))
         parts = {m.worker: plan.for_destination(m.worker) for m in planned}
         for manifest in destinations:
             if (of := self._copies.get(manifest.worker)) is not None:
                 parts[manifest.worker] = parts[of].for_replica(of, manifest)
-        # Engines verify what they serve: they may hold copies of a tensor that they use differently.
-        of_trainers = all(manifest.role is Role.TRAINER for manifest in self._sources)
-        replicated = find_replicated(self._sources) if of_trainers else None
-        held = {} if replicated is None else replicated.parts
         digest = plan.digest()
         binding = Binding(
             signature=self._signature,
             engines=self._engines,
             trainers=self._trainers,
-            links=frozenset(links),
+            links=links,
             transports=self._transports.choices,
             relay=below,
-            replicated=replicated,
-            sent_nbytes=int(np.bincount(plan.ops.src, plan.ops.nbytes, 1).max()),
+            replicated=None if self._kept else self._find_replicated(),
         )
         to_engines = {
             w: ConnectEngine(part.encode(), digest, self._mode, self._backend, w in self._group_of)
             for w, part in parts.items()
         }
-        to_trainers = {
+        if self._kept is None:
+            return binding, to_engines, self._connect_trainers(plan, digest, binding.replicated)
+        return binding, to_engines, self._change_trainers(self._kept, links, plan)
+
+    def _find_replicated(self) -> Replicated | None:
+        """Engines verify what they serve: they may hold copies of a tensor that they use differently."""
+        of_trainers = all(manifest.role is Role.TRAINER for manifest in self._sources)
+        return find_replicated(self._sources) if of_trainers else None
+
+    def _connect_trainers(
+        self, plan: TransferPlan, digest: str, replicated: Replicated | None
+    ) -> dict[str, ConnectTrainer]:
+        held = {} if replicated is None else replicated.parts
+        return {
             w: ConnectTrainer(
                 plan.for_source(w).encode(),
                 digest,
@@ -335,7 +425,44 @@ class _Binder:
             )
             for w in self._trainers
         }
-        return binding, to_engines, to_trainers
+
+    def _change_trainers(
+        self, kept: Binding, links: Iterable[Link], plan: TransferPlan | None
+    ) -> dict[str, ChangeLinks]:
+        """Of trainers that get links or lose them; the others are asked nothing."""
+        gone: dict[str, list[str]] = {}
+        for source, destination in sorted(kept.ended):
+            gone.setdefault(source, []).append(destination)
+        sources = {source for source, _ in links}
+        return {
+            w: ChangeLinks(
+                kept.bound_in[w],
+                tuple(gone.get(w, ())),
+                plan.for_source(w).encode() if plan is not None and w in sources else b"",
+                (),
+            )
+            for w in self._trainers
+            if w in gone or w in sources
+        }
+
+    def _addressed(
+        self, commands: Mapping[str, ConnectTrainer | ChangeLinks], bound: Mapping[str, Bound]
+    ) -> dict[str, ConnectTrainer | ChangeLinks]:
+        """The commands of sources, now that it is known where engines are written."""
+        direct = [bound[w].binding for w in bound if w not in self._copies]
+        roots = dict.fromkeys(root for group in self._relays for root in group.roots())
+        found: dict[str, ConnectTrainer | ChangeLinks] = {}
+        for worker, command in commands.items():
+            if not command.plan:
+                found[worker] = command
+                continue
+            found[worker] = msgspec.structs.replace(
+                command, bindings=self._transports.narrow(worker, direct)
+            )
+            relay = self._relay_of(worker, self._relays, self._group_of, roots, bound)
+            if relay is not None:
+                found[worker] = msgspec.structs.replace(found[worker], relay=relay)
+        return found
 
     def _plan(self, destinations: Sequence[ShardManifest]) -> TransferPlan:
         try:
@@ -347,7 +474,7 @@ class _Binder:
                     self._planner(self._sources, manifests)
                 except PlanError as error:
                     refused[engine] = f"{type(error).__name__}: {error}"
-            if len(refused) in {0, len(self._engines)}:
+            if not refused or (len(refused) == len(self._engines) and self._kept is None):
                 raise  # trainers that fit nobody are told so; the engines wait for others
             raise EnginesUnbound(refused) from None
 
@@ -392,7 +519,7 @@ class _Binder:
         return found
 
     async def _bind_sources(
-        self, commands: Mapping[str, ConnectTrainer], bound: Mapping[str, Bound]
+        self, commands: Mapping[str, ConnectTrainer | ChangeLinks], binding: Binding
     ) -> list[GroupOffer]:
         """Tell the sources where to write; returns the groups that they offer.
 
@@ -401,23 +528,15 @@ class _Binder:
             ConfigError: what all of them offer cannot be.
             RoundAborted: a source did not bind the plan.
         """
-        direct = [bound[w].binding for w in bound if w not in self._copies]
-        roots = dict.fromkeys(root for group in self._relays for root in group.roots())
-        complete = {
-            w: msgspec.structs.replace(
-                command,
-                bindings=self._transports.narrow(w, direct),
-                relay=self._relay_of(w, self._relays, self._group_of, roots, bound),
-            )
-            for w, command in commands.items()
-        }
         offers = []
         wrong: dict[str, str] = {}
-        for worker, result in (await self._caller.call(complete, self._deadline_s)).items():
+        bound_in = dict.fromkeys(commands, self._epoch)
+        for worker, result in (await self._caller.call(commands, self._deadline_s)).items():
             match result:
                 case Offered():
                     offers.append(result.offer)
                 case NotBound() if result.reasons.keys() <= self._engine_of.keys():
+                    del bound_in[worker]
                     wrong |= {
                         self._engine_of[name]: f"{worker} cannot write to {name}: {why}"
                         for name, why in result.reasons.items()
@@ -426,7 +545,13 @@ class _Binder:
                     pass
                 case _:
                     raise RoundAborted(f"{worker} did not bind the plan: {describe(result)}")
-        self._refuse(wrong)
+        kept = self._kept
+        if (
+            kept is not None
+        ):  # whoever said no has changed nothing, and whoever did not has links now
+            bound_in = {**kept.bound_in, **bound_in}
+            kept = replace(kept, bound_in=bound_in, ended=kept.ended | binding.links.keys())
+        self._refuse(wrong, kept)
         return offers
 
     async def _form_groups(self, offers: Sequence[GroupOffer]) -> None:
@@ -484,11 +609,11 @@ class _Binder:
         addresses = (bound[name].relay for name in through)
         return ConnectRelay(groups, bindings, tuple(a for a in addresses if a is not None))
 
-    def _refuse(self, wrong: Mapping[str, str]) -> None:
-        if wrong and len(wrong) == len(self._engines):
+    def _refuse(self, wrong: Mapping[str, str], kept: Binding | None) -> None:
+        if wrong and len(wrong) == len(self._engines) and self._kept is None:
             raise ConfigError("; ".join(wrong.values()))
         if wrong:
-            raise EnginesUnbound(wrong)
+            raise EnginesUnbound(wrong, kept=kept)
 
     def _unbound(self, failed: Mapping[str, Result | WindlassError], what: str) -> EnginesUnbound:
         refusals, late, gone = {}, {}, ""

@@ -48,7 +48,15 @@ from windlass.updates.binding import (
 from windlass.updates.changes import Changes, tell
 from windlass.updates.comparisons import Comparisons
 from windlass.updates.driver import RoundDriver, RoundResult
-from windlass.updates.fleet import PROBE_SEQ, EngineInfo, Fleet, Group, Identity, MustWait
+from windlass.updates.fleet import (
+    PROBE_SEQ,
+    EngineInfo,
+    EngineState,
+    Fleet,
+    Group,
+    Identity,
+    MustWait,
+)
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     AGENT_FRAMES,
@@ -185,6 +193,15 @@ class Coordinator:
         """Engines that may be given traffic: complete, whole, at the published version."""
         return self._fleet.routable(self._published)
 
+    def engines(self) -> tuple[EngineState, ...]:
+        """All engines of which a rank is connected, routable or not."""
+        return self._fleet.states(self._published)
+
+    @property
+    def in_round(self) -> bool:
+        """Whether engines are being updated now; those of the round are not routable meanwhile."""
+        return self._driver is not None
+
     def on_update(self, listener: Callable[[UpdateReport], None]) -> None:
         """Call `listener` in the loop after every round."""
         self._update_listeners.append(listener)
@@ -207,7 +224,7 @@ class Coordinator:
             "engines": self._fleet.describe(self._published),
             "refused": {who: printable(reason) for who, (_, reason) in self._refusals.items()},
             "trainers": list(t.workers) if (t := self._fleet.trainers()) is not None else [],
-            "in_round": self._driver is not None,
+            "in_round": self.in_round,
             "updates": self.num_updates,
             "links": [] if self._binding is None else self._binding.describe_links(),
         }
@@ -498,7 +515,8 @@ class Coordinator:
         Raises:
             WindlassError: somebody did not bind.
         """
-        self._binding = None  # the newcomer's memory is bound to another plan now
+        if self._binding is not None:  # the newcomer's memory is bound to another plan now
+            self._binding = self._binding.without((newcomer.name,))
         try:
             binding = await self._bind(donor, (newcomer,), lambda _sources, _destinations: plan)
         except EnginesUnbound as error:
@@ -520,17 +538,25 @@ class Coordinator:
         if not engines:
             raise PeerUnreachable("connect: no complete engine is connected")
         wanted = signature_of([trainers, *engines])
-        if self._binding is not None and self._binding.signature == wanted:
-            return self._binding
+        held = self._binding
+        if held is not None and held.signature == wanted and not held.ended:
+            return held
         self._binding = None
         try:
-            self._binding = await self._bind(trainers, engines, self._planner)
+            self._binding = await self._bind(trainers, engines, self._planner, held)
         except EnginesUnbound as error:
+            self._binding = error.kept
             await self._part_with(error)
             return await self._ensure_bound()
         return self._binding
 
-    async def _bind(self, sources: Group, engines: Sequence[Group], planner: Planner) -> Binding:
+    async def _bind(
+        self,
+        sources: Group,
+        engines: Sequence[Group],
+        planner: Planner,
+        held: Binding | None = None,
+    ) -> Binding:
         round_id = self.new_epoch()
         self._has_bound, self._unbindable = True, ""
         self._fleet.bound_since(round_id.epoch)
@@ -543,6 +569,7 @@ class Coordinator:
             backend=self._config.backend,
             round_id=round_id,
             deadline_s=self._config.deadlines.connect_s,
+            held=held,
         )
 
     def new_epoch(self) -> RoundId:
@@ -720,7 +747,7 @@ class Coordinator:
             traits=self._config.backend.traits,
             trainers=binding.trainers,
             engines=binding.engines,
-            links=binding.links,
+            links=frozenset(binding.links),
             relay=binding.relay,
             replicated=None if comparison is None else replicated,
             turn=0 if comparison is None else comparison.turn,

@@ -45,6 +45,21 @@ class EngineInfo(NamedTuple):
     version: int
 
 
+class EngineState(msgspec.Struct, frozen=True):
+    """An engine, and whether it may be given traffic.
+
+    Attributes:
+        version: that it serves; -1 for none of this run.
+        reason: why it is not routable; empty if it is, or where nothing is known to be wrong with it.
+    """
+
+    name: str
+    url: str
+    version: int
+    routable: bool
+    reason: str
+
+
 @dataclass(slots=True)
 class Agent:
     """One connected rank.
@@ -447,6 +462,20 @@ class Fleet:
         """Engines that may be given traffic: they serve the published version and generate."""
         serving = self.serving(published_version)
         return tuple(EngineInfo(g.name, g.url, g.version) for g in serving if not g.not_resumed)
+
+    def states(self, published_version: int) -> tuple[EngineState, ...]:
+        """All engines of which a rank is connected."""
+        routable = {engine.name for engine in self.routable(published_version)}
+        return tuple(
+            EngineState(
+                g.name,
+                g.url,
+                g.version if g.lineage == self.lineage else -1,
+                g.name in routable,
+                printable(g.silent or g.left_out or g.not_resumed),
+            )
+            for g in self.engines()
+        )
 
     def missing(self, num_trainers: int, engines: Iterable[str]) -> list[str]:
         """Who is not connected with all ranks yet, for a person."""

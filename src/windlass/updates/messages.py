@@ -294,6 +294,24 @@ class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
     relay: ConnectRelay | None = None
 
 
+class ChangeLinks(msgspec.Struct, frozen=True, tag="change_links"):
+    """Trainer: keep what is bound but for some links, and bind others; answer as to `ConnectTrainer`.
+
+    For backends of one-sided writes, without a relay.
+
+    Attributes:
+        since: epoch of the command that this rank was bound by last: the links that it has now.
+        gone: destinations whose links end, those that are bound anew among them.
+        plan: the rank's own part of a plan for the new destinations; empty where there are none.
+        bindings: of the new destinations.
+    """
+
+    since: int
+    gone: tuple[str, ...]
+    plan: bytes
+    bindings: tuple[DestinationBinding, ...]
+
+
 class JoinGroups(msgspec.Struct, frozen=True, tag="join_groups"):
     """Enter these groups, agree on what they carry, and answer `Done`.
 
@@ -440,7 +458,7 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
     """Answer `Done`: commands are carried out in order, so all that came before are over."""
 
 
-TrainerCommand = ConnectTrainer | JoinGroups | Prepare | Write | RelayWrite | Abort
+TrainerCommand = ConnectTrainer | ChangeLinks | JoinGroups | Prepare | Write | RelayWrite | Abort
 """What a trainer rank carries out."""
 
 SourceCommand = ConnectTrainer | Prepare | Write

@@ -16,11 +16,12 @@ from windlass.transfer.base import (
     SenderBackend,
     SendResult,
 )
-from windlass.transfer.bindings import BindingsRefused, LinkOutcome, LinkStatus
+from windlass.transfer.bindings import BindingsRefused, GroupOffer, LinkOutcome, LinkStatus
 from windlass.transfer.replicated_digests import ReplicatedDigests
 from windlass.transfer.sender import Sender
 from windlass.updates.messages import (
     Abort,
+    ChangeLinks,
     Command,
     ConnectTrainer,
     Done,
@@ -59,6 +60,7 @@ class TrainerAgent:
         self._sender: SenderBackend = sender_for(self._backend, sender, host)
         self._replicated = ReplicatedDigests(sender.manifest, sender.parameters)
         self._digested: tuple[Prepare, bytes] | None = None
+        self._bound_in = 0
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
         """Carry out a command; see `CommandHandler.handle`.
@@ -69,18 +71,8 @@ class TrainerAgent:
         if not isinstance(command, TrainerCommand):
             raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
         match command:
-            case ConnectTrainer():
-                self._choose(command.backend)
-                self._replicated.bind(command.replicated)
-                plan = TransferPlan.decode(command.plan)
-                try:
-                    offer = self._sender.connect(plan, command.bindings)
-                except BindingsRefused as refused:
-                    return NotBound(refused.reasons)
-                if (relay := command.relay) is not None:
-                    self._relaying().connect_relay(relay.groups, relay.bindings, relay.addresses)
-                if offer is not None:
-                    return Offered(offer)
+            case ConnectTrainer() | ChangeLinks():
+                return self._bind(command, epoch)
             case JoinGroups():
                 if not isinstance(self._sender, GroupMember):
                     raise ProtocolError(f"{type(self._sender).__name__} joins no groups")
@@ -96,7 +88,7 @@ class TrainerAgent:
                 return self._written(sent)
             case RelayWrite():
                 round_id = RoundId(epoch, round_number)
-                sent = self._relaying().relay_write(
+                sent = self._writing().relay_write(
                     round_id, command.destinations, command.deadline_s
                 )
                 return self._written(sent)
@@ -105,6 +97,38 @@ class TrainerAgent:
             case _:
                 assert_never(command)
         return Done()
+
+    def _bind(self, command: ConnectTrainer | ChangeLinks, epoch: int) -> Result:
+        before, self._bound_in = self._bound_in, 0  # of what fails half way nothing may be kept
+        try:
+            if isinstance(command, ConnectTrainer):
+                offer = self._connect(command)
+            else:
+                offer = None
+                self._change_links(command, before)
+        except BindingsRefused as refused:
+            if isinstance(command, ChangeLinks):
+                self._bound_in = before
+            return NotBound(refused.reasons)
+        self._bound_in = epoch
+        return Done() if offer is None else Offered(offer)
+
+    def _connect(self, command: ConnectTrainer) -> GroupOffer | None:
+        self._choose(command.backend)
+        self._replicated.bind(command.replicated)
+        offer = self._sender.connect(TransferPlan.decode(command.plan), command.bindings)
+        if (relay := command.relay) is not None:
+            self._writing().connect_relay(relay.groups, relay.bindings, relay.addresses)
+        return offer
+
+    def _change_links(self, command: ChangeLinks, bound_in: int) -> None:
+        if not 0 < command.since == bound_in:
+            raise RoundAborted(
+                f"since: must be {bound_in}, the epoch in which this rank was bound last (0: it is "
+                f"not), got {command.since}"
+            )
+        plan = TransferPlan.decode(command.plan) if command.plan else None
+        self._writing().change_links(plan, command.bindings, command.gone)
 
     def _compare(self, command: Prepare) -> Prepared:
         """What this rank holds of boxes that others hold too; of a replica, what it was taken from."""
@@ -142,9 +166,9 @@ class TrainerAgent:
             )
         return Written(links, sent.pack_s, sent.wire_s, sent.register_s)
 
-    def _relaying(self) -> Sender:
+    def _writing(self) -> Sender:
         if not isinstance(self._sender, Sender):
-            raise ProtocolError(f"{type(self._sender).__name__} cannot write to a relay")
+            raise ProtocolError(f"{type(self._sender).__name__} writes to no engine's memory")
         return self._sender
 
     def close(self) -> None:

@@ -23,8 +23,6 @@ from windlass.engines.launch import exit_at_signal
 from windlass.envs import inherited_environment
 from windlass.errors import ConfigError
 
-__all__ = ["COMMAND"]
-
 SCRIPTS_DEADLINE_S = 3600.0
 STOP_DEADLINE_S = 60.0
 """For what a benchmark has started to be ended by it, before it is killed."""

@@ -25,8 +25,6 @@ from windlass.jobs.schedulers.configs import (
 from windlass.net.addresses import free_port
 from windlass.net.logs import configure_logging
 
-__all__ = ["COMMAND", "demo_config"]
-
 FOLDER = Path(jobs.__file__).parent / "demo"
 SERVER_TRANSPORTS = ("cma", "mooncake")
 SCHEDULERS: Mapping[str, SchedulerConfig] = {

@@ -16,8 +16,6 @@ from rich.text import Text
 from windlass.cli import Command
 from windlass.cli.checks import Finding, Status, check_flags, run_checks
 
-__all__ = ["COMMAND"]
-
 _STYLES = {Status.WORKS: "green", Status.LIMITED: "yellow", Status.FAILS: "red"}
 _ELSEWHERE_DEADLINE_S = 180.0
 

@@ -10,23 +10,26 @@ from pathlib import Path
 from windlass.cli import Command
 from windlass.net.logs import configure_logging
 
-__all__ = ["COMMAND"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The file names everything; WINDLASS_TOKEN is used when it is set."""
     parser.add_argument("config", type=Path, help="TOML file: trainer, engines, rollout, ...")
-    parser.add_argument("--check", action="store_true", help="read the file and start nothing")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="refuse what a start would be refused for, and start nothing",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the job; 128 + the signal's number when a signal ended it."""
     from windlass.jobs.config import load_config
-    from windlass.jobs.launch import run_job
+    from windlass.jobs.launch import check_job, run_job
 
     configure_logging("controller")
     config = load_config(args.config)
     if args.check:
+        check_job(config)
         print(f"{args.config}: {config.steps} steps, {len(config.engines)} engines: valid")
         return 0
     summary = asyncio.run(run_job(config, notify=_print))

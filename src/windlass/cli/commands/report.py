@@ -14,8 +14,6 @@ from windlass.errors import ConfigError
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.observability.speed_of_light import SpeedOfLight, save_plot
 
-__all__ = ["COMMAND"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `windlass report`."""

@@ -14,6 +14,8 @@ from windlass.config import (
     ControlConfig,
     P2pBackend,
     PauseMode,
+    RouterConfig,
+    RouterKind,
     UpdateBackend,
     UpdateMode,
     XcclBackend,
@@ -21,8 +23,6 @@ from windlass.config import (
 from windlass.envs import control_token
 from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.net.logs import configure_logging
-
-__all__ = ["COMMAND", "parse_backend"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -45,6 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--min-engines", type=int, default=1)
     parser.add_argument(
+        "--router",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="sglang-router or vllm-router that is told whom it may send requests; may be repeated",
+    )
+    parser.add_argument(
+        "--webhook",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="address to which the state of all engines is posted; may be repeated",
+    )
+    parser.add_argument(
         "--journal", type=Path, help="file from which a controller that is started again goes on"
     )
 
@@ -57,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
         pause_mode=PauseMode(args.pause_mode),
         backend=parse_backend(args.backend),
         min_engines=args.min_engines,
+        routers=(
+            *(RouterConfig(url=url) for url in args.router),
+            *(RouterConfig(url=url, kind=RouterKind.WEBHOOK) for url in args.webhook),
+        ),
     )
     asyncio.run(_serve(config, control_token(), args))
     return 0

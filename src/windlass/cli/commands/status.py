@@ -14,8 +14,6 @@ from windlass.cli.controller import add_controller, overview
 from windlass.net.logs import printable
 from windlass.updates.measures import Measure
 
-__all__ = ["COMMAND"]
-
 MAX_LINKS = 20
 """Of a fleet, shown in a table."""
 

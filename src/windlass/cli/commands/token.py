@@ -8,8 +8,6 @@ from windlass.cli import Command
 from windlass.envs import control_token
 from windlass.net.access import Access, role_environment
 
-__all__ = ["COMMAND"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The owner's secret comes from WINDLASS_TOKEN, never from the command line."""

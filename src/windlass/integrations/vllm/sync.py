@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, final
 
@@ -35,6 +35,8 @@ REASON_S = 1.0
 LATE_S = 10.0
 CALL_S = 30.0
 """For a route that does nothing that takes long."""
+PROBE_S = 2.0
+"""For a server that had died to say that it is there again: whoever sends waits for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,7 @@ class WeightSync:
                 )
                 undo.callback(self._trainer.close)
                 self._gather()
-            except WindlassError as error:
+            except Exception as error:
                 self._tell_failure(error)
                 raise
             undo.pop_all()
@@ -155,7 +157,7 @@ class WeightSync:
         self._fleet.join([*self._urls], self._deadline_s)
         self._ranks.tell("joined")
 
-    def _tell_failure(self, error: WindlassError) -> None:
+    def _tell_failure(self, error: Exception) -> None:
         """Those that wait for this rank hear at once that they wait in vain, and why."""
         rank = self._ranks.rank
         reason = f"rank {rank} of the trainer: {type(error).__name__}: {error}"
@@ -242,9 +244,8 @@ class _Fleet:
         # From here on engines wait for their loops to be held.
         self._holds_in = Phase.PAUSE if config.mode is UpdateMode.STAGED else Phase.PREPARE
         self._joined: set[str] = set()
-        self._round_over = threading.Event()
-        self._round_over.set()
-        self._joining = ThreadPoolExecutor(2 * len(urls), "windlass-join")
+        self._round_over = threading.Event()  # of the last round
+        self._joining = ThreadPoolExecutor(len(urls), "windlass-join")
         # One each: what a server is asked for one round comes after all that it was asked for another.
         self._holding = {name: ThreadPoolExecutor(1, f"windlass-{name}") for name in urls}
         self._holds: dict[str, Future[None]] = {}
@@ -255,8 +256,8 @@ class _Fleet:
         """Of the controller, for trainer ranks."""
         return _Address(self._hosted.url, self._hosted.token(Access.TRAINER))
 
-    def join(self, names: Collection[str], deadline_s: float) -> None:
-        """Have servers capture their layouts and join.
+    def join(self, names: Collection[str], deadline_s: float, *, answer_s: float = CALL_S) -> None:
+        """Have servers capture their layouts and join. `answer_s`: for each to say that it is there.
 
         Raises:
             EngineRefused: one cannot be updated; its reason. PeerUnreachable. PeerTimeout.
@@ -268,23 +269,25 @@ class _Fleet:
                 "token": self._hosted.token(Access.ENGINE),
                 "transport": self._transport,
                 "url": self._urls[name],
-                "world_size": self._routes.world_size(self._urls[name], CALL_S),
+                "world_size": self._routes.world_size(self._urls[name], answer_s),
             }
             for name in names
         }
         self._joined.update(names)
-        asked = self._joining.submit(self._routes.init_weight_transfer_engine, infos, deadline_s)
-        there = self._hosted.call(
-            self._controller.wait_for_fleet(
-                num_trainers=0, engines=tuple(names), deadline_s=deadline_s
-            )
+        try:
+            self._routes.init_weight_transfer_engine(infos, deadline_s)
+        except PeerUnreachable:
+            # Of a refusal the answer says less than the rank that has told the controller.
+            with suppress(PeerTimeout):
+                self._wait_joined(names, REASON_S)
+            raise
+        self._wait_joined(names, deadline_s)
+
+    def _wait_joined(self, names: Collection[str], deadline_s: float) -> None:
+        there = self._controller.wait_for_fleet(
+            num_trainers=0, engines=tuple(names), deadline_s=deadline_s
         )
-        wait((there, asked), return_when=FIRST_EXCEPTION)
-        if asked.done() and asked.exception() is not None:
-            wait((there,), REASON_S)  # which quotes the rank that refused
-        if not there.done():
-            asked.result()
-        there.result()
+        self._hosted.call(there).result()
 
     def rejoin(self, deadline_s: float) -> Mapping[str, str]:
         """Have servers join that are not in the fleet, at once.
@@ -296,7 +299,10 @@ class _Fleet:
             PeerUnreachable: none is in the fleet.
         """
         missing = self._hosted.call(self._missing()).result()
-        tries = {name: self._joining.submit(self.join, [name], deadline_s) for name in missing}
+        tries = {
+            name: self._joining.submit(self.join, [name], deadline_s, answer_s=PROBE_S)
+            for name in missing
+        }
         reasons = {}
         for name, tried in tries.items():
             try:
@@ -325,18 +331,18 @@ class _Fleet:
             self._round_over.set()
         if phase is not self._holds_in:
             return
-        self._round_over.clear()
+        self._round_over = over = threading.Event()
         coordinator = self._controller.coordinator
         is_news = version > coordinator.published_version
         served = set() if is_news else {engine.name for engine in coordinator.routable()}
         for name in self._joined - served:
             # A server that is only brought up needs not be paused: it is held between two steps.
             pause = self._pause if is_news else None
-            self._holds[name] = self._holding[name].submit(self._hold, name, version, pause)
+            self._holds[name] = self._holding[name].submit(self._hold, name, version, pause, over)
 
-    def _hold(self, name: str, version: int, pause: str | None) -> None:
+    def _hold(self, name: str, version: int, pause: str | None, over: threading.Event) -> None:
         """Have a server's loops held until the round is over, and then have it go on."""
-        if self._round_over.is_set():
+        if over.is_set():
             return
         among = (self._urls[name],)
         routes, held_s = self._routes, self._held_s
@@ -344,7 +350,7 @@ class _Fleet:
         refusals = refusals or routes.start_weight_update(among, CALL_S)
         if not refusals:
             routes.update_weights(among, version, self._deadline_s, held_s=held_s)
-            self._round_over.wait(LATE_S)
+            over.wait(LATE_S)
             served = self._hosted.call(self._served_by(name)).result(CALL_S)
             routes.finish_weight_update(among, served, CALL_S)
         if pause is not None:

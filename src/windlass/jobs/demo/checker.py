@@ -22,8 +22,6 @@ from windlass.layout.dtypes import DType
 from windlass.memory.torch_dtypes import torch_dtype
 from windlass.rollout.messages import TrainingSample
 
-__all__ = ["TornReport", "check_served"]
-
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 BATCH = 1024
 

@@ -24,8 +24,6 @@ from windlass.rollout.messages import TrainingSample
 from windlass.updates.messages import UpdateReport
 from windlass.updates.rounds import Phase
 
-__all__ = ["NUM_SYMBOLS", "RepeatOperand", "reward", "sample_prompt"]
-
 NUM_SYMBOLS = 10
 FIRST, SECOND, GO = NUM_SYMBOLS, NUM_SYMBOLS + 1, NUM_SYMBOLS + 2
 WRONG_OPERAND_CREDIT = 0.2

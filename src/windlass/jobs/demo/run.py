@@ -22,8 +22,6 @@ from windlass.jobs.launch import JobSummary, run_job
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.updates.messages import RoundOutcome
 
-__all__ = ["find_problems", "make_directory", "prepare_server", "run_demo"]
-
 MODEL = Path(__file__).with_name("model.json")
 
 

@@ -23,8 +23,6 @@ from windlass.jobs.fsdp_engine import FsdpEngine, Samples
 from windlass.jobs.train_worker import run_train_worker
 from windlass.rollout.messages import TrainingSample
 
-__all__ = ["build_model", "grpo_loss", "token_logprobs"]
-
 CLIP = 0.2
 LEARNING_RATE = 2e-3
 

@@ -17,8 +17,6 @@ from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.recipe import RepeatOperand
 from windlass.updates.messages import UpdateReport
 
-__all__ = ["DemoView", "gbps", "save_plot"]
-
 BARS = " ▁▂▃▄▅▆▇█"
 NUM_BARS = 60
 LAST_UPDATES = 8

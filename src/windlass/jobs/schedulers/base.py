@@ -13,8 +13,6 @@ import msgspec
 
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 
-__all__ = ["LOST_RETURNCODE", "ClusterBackend", "ProcessSpec", "ProcessStatus", "Scheduler"]
-
 _log = logging.getLogger(__name__)
 LOST_RETURNCODE = -int(signal.SIGKILL)
 END_DEADLINE_S = 30.0
@@ -168,8 +166,8 @@ class Scheduler:
         """Create a process; it may be queued when this returns.
 
         Raises:
-            ConfigError: the name is taken by a live process, the program does not exist, or
-                `colocate_with` names no live process.
+            ConfigError: the name is taken by a live process, the program does not exist, the devices
+                are not there, or `colocate_with` names no live process.
         """
         known = self._processes.get(spec.name)
         if known is not None:
@@ -187,6 +185,8 @@ class Scheduler:
             await process.left_queue.wait()
             if not process.pid:
                 del self._processes[spec.name]
+                if not spec.colocate_with:
+                    await self._backend.release(process.reservation)
                 raise ConfigError(process.failure)
         return self.status(spec.name)
 

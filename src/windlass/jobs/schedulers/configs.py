@@ -12,19 +12,17 @@ from windlass.jobs.schedulers.local import LocalScheduler
 from windlass.jobs.schedulers.ray import ray_scheduler
 from windlass.jobs.schedulers.slurm import slurm_scheduler
 
-__all__ = [
-    "LocalSchedulerConfig",
-    "RaySchedulerConfig",
-    "SchedulerConfig",
-    "SlurmSchedulerConfig",
-    "create_scheduler",
-]
-
 
 class LocalSchedulerConfig(
     msgspec.Struct, frozen=True, tag="local", tag_field="kind", forbid_unknown_fields=True
 ):
-    """Subprocesses of this host, which end with this process."""
+    """Subprocesses of this host, which end with this process.
+
+    Attributes:
+        gpus: those to give out, as CUDA_VISIBLE_DEVICES has them; all that this process sees when omitted.
+    """
+
+    gpus: tuple[str, ...] | None = None
 
 
 class SlurmSchedulerConfig(
@@ -69,8 +67,8 @@ def create_scheduler(
         environment: variables for every process.
     """
     match config:
-        case LocalSchedulerConfig():
-            return LocalScheduler(log_dir, environment, watched=True)
+        case LocalSchedulerConfig(gpus=gpus):
+            return LocalScheduler(log_dir, environment, watched=True, gpus=gpus)
         case SlurmSchedulerConfig(options=options, host=host):
             return slurm_scheduler(log_dir, environment, sbatch_options=options, host=host)
         case RaySchedulerConfig(address=address, num_cpus=num_cpus):

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import signal
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
 
-from windlass.envs import inherited_environment
+from windlass.envs import environment_value, inherited_environment
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.jobs.schedulers import parent_watchdog
 from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, Scheduler
 
-__all__ = ["LocalBackend", "LocalScheduler"]
-
 START_DEADLINE_S = 60.0
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @final
@@ -28,13 +28,16 @@ class LocalScheduler(Scheduler):
     """Subprocesses, each in a process group of its own, logging to `log_dir/NAME.log`.
 
     A process and everything it started are signalled together, so that nothing outlives
-    `close`. Nothing is queued, and nothing reserved.
+    `close`. Nothing is queued. GPUs are reserved: a process that asks for `num_gpus` sees those
+    alone, by CUDA_VISIBLE_DEVICES, and no other process of this scheduler is given them; one that
+    asks for none sees what this process sees. Cores are not reserved.
 
     Args:
         log_dir: made if it is missing.
         environment: variables for every process.
         watched: whether the processes also end when this process dies without `close`. Without
             it they go on, and a controller that is started again finds them.
+        gpus: those to give out, as CUDA_VISIBLE_DEVICES has them; None for `visible_gpus()`.
     """
 
     def __init__(
@@ -43,8 +46,17 @@ class LocalScheduler(Scheduler):
         environment: Mapping[str, str] | None = None,
         *,
         watched: bool = False,
+        gpus: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(LocalBackend(log_dir, watched=watched), environment)
+        super().__init__(LocalBackend(log_dir, watched=watched, gpus=gpus), environment)
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Return the GPUs that CUDA shows a process started here, as CUDA_VISIBLE_DEVICES names them."""
+    if (listed := environment_value(VISIBLE)) or VISIBLE in inherited_environment():
+        return tuple(name for each in listed.split(",") if (name := each.strip()))
+    numbers = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
+    return tuple(map(str, range(sum(found is not None for found in numbers))))
 
 
 @final
@@ -53,30 +65,49 @@ class LocalBackend(ClusterBackend):
 
     Args:
         log_dir: made if it is missing; None for a temporary folder.
-        watched: see `LocalScheduler`.
+        watched, gpus: see `LocalScheduler`; no `gpus` where another scheduler reserves them.
     """
 
     queues = False
 
-    def __init__(self, log_dir: Path | None, *, watched: bool) -> None:
+    def __init__(
+        self, log_dir: Path | None, *, watched: bool, gpus: Sequence[str] | None = None
+    ) -> None:
         self._temporary = None if log_dir else tempfile.TemporaryDirectory(prefix="windlass-")
         self._log_dir = log_dir or Path(self._temporary.name if self._temporary else "")
         self._processes: dict[str, tuple[str, asyncio.subprocess.Process]] = {}
         self._mark = secrets.token_hex(8) if watched else ""
         self._watchdog: int | None = None
+        self._gpus = visible_gpus() if gpus is None else tuple(gpus)
+        self._reserved: dict[str, tuple[str, ...]] = {}
         self._log_dir.mkdir(parents=True, exist_ok=True)
 
     async def open(self) -> None:
         return
 
     async def reserve(self, spec: ProcessSpec) -> str:
+        taken = {gpu: owner for owner, gpus in self._reserved.items() for gpu in gpus}
+        free = [gpu for gpu in self._gpus if gpu not in taken]
+        if spec.num_gpus > len(free):
+            held = ", ".join(f"{gpu}: {owner}" for gpu, owner in taken.items())
+            raise ConfigError(
+                f"process {spec.name!r}: num_gpus must be at most the {len(free)} free of "
+                f"{len(self._gpus)} on this host, got {spec.num_gpus}" + (f" ({held})" * bool(held))
+            )
+        self._reserved[spec.name] = tuple(free[: spec.num_gpus])
         return spec.name
 
     async def granted(self, reservation: str) -> None:  # noqa: ARG002
         return
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
-        environment = {**inherited_environment(), **spec.environment, **await self.mark()}
+        gpus = self._reserved.get(reservation, ())
+        environment = {
+            **inherited_environment(),
+            **spec.environment,
+            **({VISIBLE: ",".join(gpus)} if gpus else {}),
+            **await self.mark(),
+        }
         with self._log_path(spec.name).open("ab") as log:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -105,6 +136,7 @@ class LocalBackend(ClusterBackend):
             return "".join(deque(log, maxlen=num_lines))
 
     async def release(self, reservation: str) -> None:
+        self._reserved.pop(reservation, None)
         for name, (owner, process) in list(self._processes.items()):
             if owner == reservation:
                 _signal_group(process, signal.SIGKILL)

@@ -15,8 +15,6 @@ import signal
 import socket
 import sys
 
-__all__ = ["LEASE_VARIABLE", "MARK_VARIABLE", "SILENCE_S", "keep_alive"]
-
 LEASE_VARIABLE = "WINDLASS_LEASE"
 MARK_VARIABLE = "WINDLASS_WATCHDOG"
 SILENCE_S = 20

@@ -19,8 +19,6 @@ from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, Transport
 from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, Scheduler
 from windlass.jobs.schedulers.local import LocalBackend
 
-__all__ = ["RayBackend", "ray_scheduler"]
-
 MAX_CALLS = 1000
 CALL_DEADLINE_S = 60.0
 # Ray gives a node that it starts 30 s and cannot be told otherwise; a busy host needs more.
@@ -100,7 +98,7 @@ class RayBackend(ClusterBackend):
                 max_concurrency=MAX_CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
             )
-            .remote(None, watched=True)
+            .remote(None, watched=True, gpus=())
         )
         return reservation
 

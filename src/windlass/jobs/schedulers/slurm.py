@@ -31,8 +31,6 @@ from windlass.jobs.schedulers import parent_watchdog
 from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, Scheduler
 from windlass.jobs.schedulers.local import LocalBackend
 
-__all__ = ["SlurmBackend", "slurm_scheduler"]
-
 COMMAND_DEADLINE_S = 30.0
 JOB_ID = re.compile(r"(\d+)(;.*)?$")
 TOOLS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
@@ -77,7 +75,7 @@ class SlurmBackend(ClusterBackend):
     def __init__(
         self, log_dir: Path, *, sbatch_options: tuple[str, ...] = (), host: str = ""
     ) -> None:
-        self._clients = LocalBackend(log_dir, watched=True)
+        self._clients = LocalBackend(log_dir, watched=True, gpus=())
         self._script = log_dir / "slurm-lease.sh"
         self._options = sbatch_options
         self._host = host or socket.gethostname()

@@ -1,0 +1,179 @@
+"""How long it takes to register a trainer's parameters: each by itself, or the allocations that they lie in.
+
+The tensors are the 18 867 of Qwen3-30B-A3B with the widths of the arguments, in host memory. In one layout each has
+a storage of its own, as FSDP2 allocates them; in the other those of a layer are views of one buffer, as
+Megatron-core's are. "Each" is one call of `register` per tensor. After every registration a sample of
+the tensors is written to another process, and compared there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from harness import Row, median_p95, parser, report
+from windlass.memory.host import HostMemory
+from windlass.testing.peer_process import PeerProcess, digest_of
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.registration import RegisteredMemory
+from windlass.transports.base import OneSidedTransport, TransportConfig, WriteBatch
+from windlass.transports.registry import create_transport, parse_transport
+
+LAYERS, EXPERTS = 48, 128
+SAMPLE = 512
+CONFIGS = {
+    "cma": "cma",
+    "nixl": '{"type": "nixl", "host": "127.0.0.1"}',
+    "mooncake": '{"type": "mooncake", "host": "127.0.0.1", "protocol": "tcp"}',
+}
+
+
+def layers_of(hidden: int, inter: int, vocab: int) -> list[list[int]]:
+    """Elements of every tensor, layer by layer; the last are those outside of layers."""
+    attention = [32 * hidden, 4 * hidden, 4 * hidden, 32 * hidden, 128, 128, hidden, hidden]
+    layer = [*attention, EXPERTS * hidden, *[inter * hidden] * (3 * EXPERTS)]
+    return [*([layer] * LAYERS), [vocab * hidden, vocab * hidden, hidden]]
+
+
+def tensors_of(sizes: Sequence[Sequence[int]], *, flat: bool) -> list[torch.Tensor]:
+    """Tensors with values that tell them apart; `flat`: views of one buffer per layer."""
+    made: list[torch.Tensor] = []
+    for layer in sizes:
+        buffer = torch.empty(sum(layer) if flat else 0, dtype=torch.bfloat16)
+        parts = buffer.split(list(layer)) if flat else [buffer.new_empty(n) for n in layer]  # type: ignore[no-untyped-call]
+        made += parts
+    for index, tensor in enumerate(made):
+        values = torch.arange(index, index + len(tensor), dtype=torch.int32) % 32749
+        tensor.view(torch.int16).copy_(values)
+    return made
+
+
+def located(tensors: Sequence[torch.Tensor]) -> tuple[ParameterMemory, ...]:
+    """As a trainer's adapter tells it."""
+    return tuple(
+        ParameterMemory(
+            t.data_ptr(), t.nbytes, (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+        )
+        for t in tensors
+    )
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """What a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+class Bench:
+    """One transport, its peer, and the tensors of one layout."""
+
+    def __init__(self, config: TransportConfig, tensors: list[torch.Tensor]) -> None:
+        step = max(len(tensors) // SAMPLE, 1)
+        self.sample = tensors[::step]
+        self.places = located(tensors)
+        self.transport: OneSidedTransport = create_transport(config)
+        self.peer = PeerProcess(config, sum(t.nbytes for t in self.sample))
+        expected = b"".join(t.view(torch.uint8).numpy().tobytes() for t in self.sample)
+        self.digest = digest_of(expected)
+
+    def write(self) -> float:
+        """Write the sample; the peer must hold it then. Seconds of the write."""
+        self.peer.fill(0)
+        nbytes = np.array([t.nbytes for t in self.sample], np.uint64)
+        region = self.peer.region
+        batch = WriteBatch(
+            endpoint=region.endpoint,
+            local_addresses=np.array([t.data_ptr() for t in self.sample], np.uint64),
+            remote_addresses=np.cumsum(nbytes) - nbytes + np.uint64(region.address),
+            nbytes=nbytes,
+            regions=(region,),
+        )
+        took = seconds(lambda: self.transport.write(batch, deadline_s=60.0))
+        if self.peer.digest() != self.digest:
+            raise SystemExit("the peer holds other bytes than were written")
+        return took
+
+    def each(self) -> tuple[int, float, float, float]:
+        """Number of regions; seconds to register, to write the sample, and to unregister."""
+        spans = [(place.address, place.nbytes) for place in self.places]
+        began = time.perf_counter()
+        regions = [self.transport.register(*span) for span in spans]
+        register_s = time.perf_counter() - began
+        write_s = self.write()
+        began = time.perf_counter()
+        for region in regions:
+            self.transport.unregister(region)
+        unregister_s = time.perf_counter() - began
+        return len(regions), register_s, write_s, unregister_s
+
+    def allocations(self) -> tuple[int, float, float, float, float]:
+        """As `each`, and the seconds of an update for which nothing has moved."""
+        memory = RegisteredMemory("trainer/0", self.transport, HostMemory(), ())
+        register_s = seconds(lambda: memory.cover(self.places))
+        again_s = seconds(lambda: memory.cover(self.places))
+        write_s, num_regions = self.write(), len(memory.regions)
+        unregister_s = seconds(lambda: memory.cover(()))
+        return num_regions, register_s, write_s, unregister_s, again_s
+
+    def close(self) -> None:
+        """End both."""
+        self.transport.close()
+        self.peer.close()
+
+
+def rows_of(case: str, bench: Bench, runs: int) -> list[Row]:
+    """Both ways in turn, so that what else runs on the machine meets both."""
+    each, ours = [], []
+    for _ in range(runs):
+        each.append(bench.each())
+        ours.append(bench.allocations())
+    rows = [row_of(case, "regions", "count", [found[0][0] for found in (ours, each)])]
+    for column, what in enumerate(("register", "write a sample", "unregister"), 1):
+        figures = [median_p95([run[column] for run in found]) for found in (ours, each)]
+        for name, values in zip(("median", "p95"), zip(*figures, strict=True), strict=True):
+            rows.append(row_of(case, f"{what}, {name}", "s", values))
+    again = [run[4] for run in ours]
+    rows.append(
+        row_of(case, "an update without moves, median", "s", [median_p95(again)[0], rows[1].value])
+    )
+    return rows
+
+
+def row_of(case: str, metric: str, unit: str, values: Sequence[float]) -> Row:
+    """`values`: of allocations, and of each tensor by itself."""
+    value, beside = values
+    named = "each tensor by itself" if "without" not in metric else "registering allocations"
+    return Row(
+        case=case, metric=metric, value=value, unit=unit, reference=named, reference_value=beside,
+        ratio=value / beside,
+    )  # fmt: skip
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--transports", nargs="+", choices=CONFIGS, default=["cma", "nixl"])
+    arguments.add_argument("--layouts", nargs="+", choices=["own", "flat"], default=["own", "flat"])
+    arguments.add_argument("--hidden", type=int, default=64)
+    arguments.add_argument("--inter", type=int, default=48)
+    arguments.add_argument("--vocab", type=int, default=4096)
+    arguments.add_argument("--runs", type=int, default=5)
+    args = arguments.parse_args()
+    rows: list[Row] = []
+    for layout in args.layouts:
+        tensors = tensors_of(layers_of(args.hidden, args.inter, args.vocab), flat=layout == "flat")
+        where = "views of one storage per layer" if layout == "flat" else "a storage each"
+        nbytes = sum(t.nbytes for t in tensors)
+        for name in args.transports:
+            bench = Bench(parse_transport(CONFIGS[name]), tensors)
+            case = f"{name}, {len(tensors)} tensors, {nbytes >> 20} MiB, {where}"
+            rows += rows_of(case, bench, args.runs)
+            bench.close()
+    report(rows, args.json, "Registering a trainer's parameters")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""One rank of the FSDP2 trainer of `prove_vllm_plugin.py`; ranks may share a GPU, since gloo connects them.
+
+`python plugin_ranks.py RANK WORLD_SIZE PORT SETTINGS` reads one `Order` in JSON per line, and answers each with a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """`source`: a folder with config.json of the model."""
+
+    source: str
+    device: str = "cuda"
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do.
+
+    fill: weights of seed `version`. save: those of seed `version` to `folder`. join: `servers` with `mode`, `pause` and
+    `transport`. send: `version` by `WeightSync`. own: the weights by vLLM's backend `ipc` to `servers[0]`, `packed` or not.
+    leave: shut the `WeightSync` down.
+    """
+
+    do: str
+    version: int = 0
+    folder: str = ""
+    servers: list[str] = []
+    mode: str = "in_place"
+    pause: str | None = None
+    transport: str = "auto"
+    packed: bool = True
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """How it went; times in seconds. `begin_s` and `end_s` are of the monotonic clock of this host."""
+
+    begin_s: float = 0.0
+    end_s: float = 0.0
+    error: str = ""
+    update_s: float = 0.0
+    wire_s: float = 0.0
+    pause_s: float = 0.0
+    nbytes: int = 0
+    phase_s: dict[str, float] = {}
+    transports: dict[str, int] = {}
+
+
+class Rank:
+    """The model in bfloat16, one FSDP2 unit per layer, and its way to servers."""
+
+    def __init__(self, settings: Settings) -> None:
+        import transformers
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self._settings = settings
+        config = transformers.AutoConfig.from_pretrained(settings.source)
+        with torch.device("meta"):
+            model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        mesh = init_device_mesh(settings.device, (dist.get_world_size(),))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        self.model = model.to_empty(device=settings.device)
+        self._sync: Any = None
+
+    def _full(self, seed: int) -> Iterator[tuple[str, Any, torch.Tensor]]:
+        """Every parameter, and what it holds in all, made without a word to other ranks."""
+        for number, (name, parameter) in enumerate(self.model.named_parameters()):
+            generator = torch.Generator(self._settings.device).manual_seed(seed * 100_003 + number)
+            drawn = torch.randn(
+                parameter.shape,
+                generator=generator,
+                device=self._settings.device,
+                dtype=torch.float32,
+            )
+            yield name, parameter, (drawn * 0.02 + ("norm" in name)).bfloat16()
+
+    @torch.no_grad()
+    def fill(self, order: Order) -> Done:
+        from torch.distributed.tensor import distribute_tensor
+
+        for _, parameter, full in self._full(order.version):
+            shard = distribute_tensor(
+                full, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+            parameter.to_local().copy_(shard.to_local())
+        return Done()
+
+    @torch.no_grad()
+    def save(self, order: Order) -> Done:
+        from safetensors.torch import save_file
+
+        if dist.get_rank() == 0:
+            folder = Path(order.folder)
+            folder.mkdir(parents=True)
+            shutil.copy(Path(self._settings.source) / "config.json", folder)
+            tensors = {name: full.cpu() for name, _, full in self._full(order.version)}
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return Done()
+
+    def join(self, order: Order) -> Done:
+        from windlass.config import ControlConfig, UpdateMode
+        from windlass.integrations.vllm import WeightSync
+
+        self._sync = WeightSync(
+            self.model,
+            servers=order.servers,
+            config=ControlConfig(mode=UpdateMode(order.mode)),
+            pause=order.pause,
+            transport=order.transport,
+            deadline_s=200.0,
+        )
+        return Done()
+
+    def send(self, order: Order) -> Done:
+        report = self._sync.send_weights(order.version).report
+        if report.left_out or not report.digest_ok:
+            raise RuntimeError(f"left out: {report.left_out}, digests: {report.digest_ok}")
+        return Done(
+            update_s=report.update_s, wire_s=report.wire_s, pause_s=report.pause_s,
+            nbytes=report.nbytes, phase_s=report.phase_s, transports=report.transports,
+        )  # fmt: skip
+
+    def own(self, order: Order) -> Done:
+        """As vLLM's own example of the backend does (`examples/rl/rlhf_http_ipc.py`, 0.24)."""
+        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
+        from windlass.engines.http import EngineHttp
+
+        server = EngineHttp(order.servers[0])
+        server.post("/pause?mode=keep", {})
+        server.post("/start_weight_update", {})
+        weights = ((name, p.to_local()) for name, p in self.model.named_parameters())
+        IPCWeightTransferEngine.trainer_send_weights(
+            weights, {"send_mode": "http", "url": order.servers[0], "packed": order.packed}
+        )
+        server.post("/finish_weight_update", {})
+        server.post("/resume", {})
+        return Done(nbytes=sum(p.to_local().nbytes for p in self.model.parameters()))
+
+    def leave(self, _order: Order) -> Done:
+        self._sync.shutdown()
+        return Done()
+
+
+def main() -> None:
+    rank, world_size, port = (int(word) for word in sys.argv[1:4])
+    settings = msgspec.json.decode(sys.argv[4], type=Settings)
+    if settings.device == "cuda":
+        torch.cuda.set_device(0)
+    backend = "cpu:gloo,cuda:gloo" if settings.device == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+    )
+    made = Rank(settings)
+    for line in sys.stdin:
+        order = msgspec.json.decode(line, type=Order)
+        begin_s = time.monotonic()
+        try:
+            done = getattr(made, order.do)(order)
+            if settings.device == "cuda" and order.do in ("fill", "own"):
+                torch.cuda.synchronize()
+        except Exception as error:  # noqa: BLE001 - whoever asked decides
+            done = Done(error=f"{type(error).__name__}: {error}")
+        found = {
+            **json.loads(msgspec.json.encode(done)),
+            "begin_s": begin_s,
+            "end_s": time.monotonic(),
+        }
+        os.write(1, json.dumps(found).encode() + b"\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""What a bucket says of itself: read back as written, and refused where it cannot be."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from windlass.errors import ConfigError, ProtocolError
+from windlass.integrations.buckets import (
+    MIN_BUCKET_NBYTES,
+    BucketEntry,
+    BucketFiller,
+    BucketReader,
+    BucketTable,
+    least_capacity,
+)
+from windlass.layout.dtypes import DType
+
+GOOD = BucketEntry("w", DType.FLOAT32, (4, 4), 0, 64, 64)
+
+
+def bucket_of(table: bytes) -> torch.Tensor:
+    bucket = torch.zeros(MIN_BUCKET_NBYTES, dtype=torch.uint8)
+    end = table + len(table).to_bytes(8, "little")
+    bucket[-len(end) :] = torch.frombuffer(bytearray(end), dtype=torch.uint8)
+    return bucket
+
+
+def table_of(*entries: BucketEntry) -> bytes:
+    return msgspec.msgpack.encode(BucketTable(entries, is_last=True))
+
+
+def test_a_table_is_read_back() -> None:
+    assert BucketReader(bucket_of(table_of(GOOD))).table() == BucketTable((GOOD,), is_last=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offset": 1},
+        {"offset": -64},
+        {"offset": MIN_BUCKET_NBYTES - 64},
+        {"nbytes": 128},
+        {"nbytes": -64},
+        {"nbytes": 0},
+        {"begin": 4},
+        {"begin": -4},
+        {"shape": (-4, -4)},
+        {"shape": (1 << 40, 1 << 40), "nbytes": 1 << 60},
+        {"name": "n" * 2000},
+    ],
+)
+def test_an_entry_that_reaches_outside_is_refused(changes: dict[str, object]) -> None:
+    entry = msgspec.structs.replace(GOOD, **changes)
+    with pytest.raises(ProtocolError, match="must lie in the tensor"):
+        BucketReader(bucket_of(table_of(entry))).table()
+
+
+@pytest.mark.parametrize("nbytes", [0, MIN_BUCKET_NBYTES, 1 << 62])
+def test_a_table_of_no_possible_size_is_refused(nbytes: int) -> None:
+    bucket = torch.zeros(MIN_BUCKET_NBYTES, dtype=torch.uint8)
+    bucket[-8:] = torch.frombuffer(bytearray(nbytes.to_bytes(8, "little")), dtype=torch.uint8)
+    with pytest.raises(ProtocolError, match="bucket table must be of"):
+        BucketReader(bucket).table()
+
+
+def test_what_is_no_table_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="bucket table of 5 bytes"):
+        BucketReader(bucket_of(b"\xff" * 5)).table()
+
+
+@pytest.mark.parametrize("begin", [0, 32])
+def test_parts_that_do_not_follow_one_another_are_refused(begin: int) -> None:
+    first = BucketEntry("w", DType.FLOAT32, (16,), begin, 0, 16)
+    other = BucketEntry("v", DType.FLOAT32, (4,), 0, 64, 16)
+    reader = BucketReader(bucket_of(table_of(first, other)))
+    with pytest.raises(ProtocolError, match=r"must come next|must begin at 0"):
+        list(reader.tensors(reader.table()))
+
+
+def test_a_name_that_is_too_long_is_refused_before_anything_is_placed() -> None:
+    with pytest.raises(ConfigError, match="name must be of at most 1024 characters, got 1025"):
+        list(BucketFiller(MIN_BUCKET_NBYTES).place("n" * 1025, torch.zeros(1)))
+
+
+def count_buckets(capacity: int, sizes: list[int]) -> tuple[int, BucketFiller]:
+    filler, num_buckets = BucketFiller(capacity), 1
+    for n, size in enumerate(sizes):
+        for entry in filler.place(f"layer.{n}", torch.empty(size, dtype=torch.uint8)):
+            if entry is None:
+                filler.close_bucket(is_last=False)
+                num_buckets += 1
+    return num_buckets, filler
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_least_capacity_needs_no_more_buckets(seed: int) -> None:
+    chosen = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(0, 60_000, (40,), generator=chosen).tolist()
+    limit = 16 * MIN_BUCKET_NBYTES
+    wanted, filler = count_buckets(limit, sizes)
+    least = least_capacity(filler.parts, limit)
+    assert count_buckets(least, sizes)[0] <= wanted
+    assert count_buckets(least - 4096, sizes)[0] > wanted

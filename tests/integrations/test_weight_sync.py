@@ -1,0 +1,77 @@
+"""What a `WeightSync` refuses, and that all ranks of a trainer hear of a failure of one; without an engine."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from plain_vllm import syncing
+from servers import save
+
+from windlass.config import ControlConfig
+from windlass.errors import ConfigError, PeerUnreachable
+from windlass.integrations.hosted import HostedController
+from windlass.integrations.vllm import PAUSE_MODES, VllmServers, WeightSync
+from windlass.net.access import Access
+from windlass.net.addresses import free_port
+
+TOLD_S = 20.0
+"""For all ranks to have heard; their deadline is 240 s."""
+NOWHERE = "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("servers", "what"),
+    [
+        ([], "servers: must be a sequence of one URL or more, got []"),
+        (NOWHERE, "servers: must be a sequence of one URL or more"),
+        (["127.0.0.1:8000"], "servers must be http or https://host"),
+        ([NOWHERE, NOWHERE + "/"], "servers: each must be given once"),
+    ],
+)
+def test_servers_are_checked_before_anything_is_sent(servers: list[str], what: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(what)):
+        WeightSync(torch.nn.Linear(2, 2), servers=servers)
+
+
+def test_a_pause_that_vllm_has_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"pause: must be one of {PAUSE_MODES}")):
+        WeightSync(torch.nn.Linear(2, 2), servers=[NOWHERE], pause="retract")
+    with pytest.raises(ConfigError, match=re.escape(f"pause: must be one of {PAUSE_MODES}")):
+        VllmServers([NOWHERE]).pause([NOWHERE], "retract", 1.0)
+
+
+def test_a_server_that_is_not_there_is_told_by_its_url() -> None:
+    servers = VllmServers([NOWHERE])
+    reasons = servers.resume([NOWHERE], 5.0)
+    assert list(reasons) == [NOWHERE]
+    assert f"POST {NOWHERE}/resume: ConnectionRefusedError" in reasons[NOWHERE]
+    with pytest.raises(PeerUnreachable, match="init_weight_transfer_engine"):
+        servers.init_weight_transfer_engine({NOWHERE: {}}, 5.0)
+    servers.close()
+
+
+def test_every_rank_hears_at_once_that_a_server_is_not_there(tmp_path: Path) -> None:
+    source, url = save("dense", 1, tmp_path / "source"), f"http://127.0.0.1:{free_port()}"
+    with syncing(tmp_path / "trainers", 2, source=str(source), servers=[url]) as trainers:
+        first, second = trainers.answers()
+    for sent in (first, second):
+        assert f"GET {url}/get_world_size: ConnectionRefusedError" in sent.error
+        assert sent.took_s < TOLD_S
+    assert "rank 0 of the trainer: PeerUnreachable" in second.error
+
+
+def test_a_hosted_controller_gives_tokens_of_roles_and_frees_its_port() -> None:
+    hosted = HostedController([NOWHERE], ControlConfig(), lambda _: None)
+    tokens = {hosted.token(role) for role in (Access.TRAINER, Access.ENGINE)}
+    assert len(tokens) == 2
+    assert not any(token in repr(hosted.controller) for token in tokens)
+    began_s = time.monotonic()
+    hosted.close()
+    hosted.close()
+    assert time.monotonic() - began_s < TOLD_S
+    with pytest.raises(PeerUnreachable):
+        VllmServers([hosted.url]).world_size(hosted.url, 1.0)

@@ -1,0 +1,98 @@
+"""verl on CPUs: a platform as its plugins register one (`verl/plugin/platform/platform_manager.py`).
+
+verl loads this module where VERL_USE_EXTERNAL_MODULES names it; VERL_PLATFORM=cpu chooses it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+_device = types.ModuleType("torch_cpu")
+_device.__dict__.update(vars(torch.cpu))
+_device.__dict__.update(
+    memory_allocated=lambda *_: 0,
+    memory_reserved=lambda *_: 0,
+    max_memory_allocated=lambda *_: 0,
+    max_memory_reserved=lambda *_: 0,
+    mem_get_info=lambda *_: (1 << 30, 1 << 30),
+    empty_cache=lambda: None,
+    ipc_collect=lambda: None,
+    reset_peak_memory_stats=lambda *_: None,
+    manual_seed=torch.manual_seed,
+    manual_seed_all=torch.manual_seed,
+)
+
+
+@PlatformRegistry.register(platform="cpu")
+class PlatformCpu(PlatformBase):  # type: ignore[misc]  # verl has no types
+    device_name = "cpu"
+    vendor_name = "cpu"
+    device_module = _device
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> str:
+        return "cpu"
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        pass
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None:
+        pass
+
+    def profiler_stop(self) -> None:
+        pass
+
+    def ray_resource_name(self) -> str:
+        return "CPU"
+
+    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
+        return {}
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> None:
+        return None

@@ -1,0 +1,267 @@
+"""Routers of others are told which engines may be sent requests: what they know, and what they really do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from fake_fleet import FakeFleet
+
+from windlass import Controller
+from windlass.cli.main import main
+from windlass.config import ControlConfig, PhaseDeadlines, RouterConfig, RouterKind
+from windlass.envs import temporary_values
+from windlass.errors import ConfigError
+from windlass.net.addresses import free_port
+from windlass.rollout.routers import RouterFeed
+from windlass.updates.messages import Command, Pause, RoundOutcome
+
+WITHIN_S = 40.0
+ROUTERS_VARIABLE = "WINDLASS_ROUTERS"
+"""A folder into which `pip install --target` has put sglang-router and vllm-router."""
+DEADLINES = PhaseDeadlines(connect_s=0.5, pause_s=0.5, prepare_s=0.5)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    handlers: Mapping[str, Callable[[web.Request], Any]], port: int = 0
+) -> AsyncIterator[str]:
+    """The URL of a real server with these routes, of any method."""
+    app = web.Application()
+    app.add_routes([web.route("*", path, handler) for path, handler in handlers.items()])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def feeding(rig: FakeFleet, *routers: RouterConfig) -> AsyncIterator[RouterFeed]:
+    feed = RouterFeed(rig.coordinator, routers)
+    feed.start()
+    try:
+        yield feed
+    finally:
+        await feed.close()
+
+
+class Hook:
+    """Keeps what it is told; answers as it is told to."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.tokens: set[str] = set()
+        self.came = asyncio.Event()
+        self.num_asked = 0
+        self.status = 200
+
+    async def serve(self, request: web.Request) -> web.Response:
+        self.num_asked += 1
+        self.tokens.add(request.headers.get("Authorization", ""))
+        if self.status == 200:
+            self.told.append(await request.json())
+        self.came.set()
+        location = {"Location": "/elsewhere"} if self.status == 307 else {}
+        return web.Response(status=self.status, headers=location)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WITHIN_S):
+            while not holds():
+                self.came.clear()
+                await self.came.wait()
+
+    def knows(self, version: int, **routable: bool) -> bool:
+        if not self.told:
+            return False
+        newest = self.told[-1]
+        found = {each["name"]: each["routable"] for each in newest["engines"]}
+        return bool(newest["published_version"] == version and found == routable)
+
+
+async def test_a_webhook_is_told_who_was_left_out_and_why_and_nothing_in_the_middle_of_a_round() -> (
+    None
+):
+    hook, is_stuck = Hook(), False
+
+    def stuck(command: Command) -> None:
+        if is_stuck and isinstance(command, Pause):
+            raise RuntimeError("its scheduler is gone")
+
+    async with (
+        serving({"/fleet": hook.serve}) as url,
+        FakeFleet(ControlConfig(deadlines=DEADLINES)) as rig,
+    ):
+        with temporary_values({"WINDLASS_ROUTER_TOKEN": "router secret"}):
+            config = RouterConfig(url=f"{url}/fleet", kind=RouterKind.WEBHOOK)
+            async with feeding(rig, config):
+                await rig.start({"a": 1})
+                await rig.add_engine("b", on_command=stuck)
+                for version in range(4):
+                    await rig.publish(version)
+                    await hook.until(lambda: hook.knows(version, a=True, b=True))  # noqa: B023
+                assert all(each["routable"] for told in hook.told for each in told["engines"])
+                newest = {"version": 3, "routable": True, "reason": ""}
+                assert hook.told[-1]["engines"][1] == {"name": "b", "url": "http://b", **newest}
+                is_stuck = True
+                report = await rig.publish(4)
+                assert (report.outcome, report.engines) == (RoundOutcome.PUBLISHED, ("a",))
+                await hook.until(lambda: hook.knows(4, a=True, b=False))
+                assert "its scheduler is gone" in hook.told[-1]["engines"][1]["reason"]
+                await asyncio.to_thread(rig.channels["a/0"].close)
+                await hook.until(lambda: hook.knows(4, a=False, b=False))
+                assert hook.told[-1]["engines"][0]["reason"] == "is not connected"
+        assert hook.tokens == {"Bearer router secret"}
+
+
+@pytest.mark.parametrize("status", [500, 307, 0], ids=["error", "redirect", "silent"])
+async def test_a_router_that_fails_is_tried_a_few_times_and_holds_up_nobody(
+    status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook, elsewhere, released = Hook(), Hook(), asyncio.Event()
+    hook.status = status or 200
+
+    async def answer(request: web.Request) -> web.Response:
+        if not status and not released.is_set():
+            hook.num_asked += 1
+            hook.came.set()
+            await released.wait()
+        return await hook.serve(request)
+
+    async with (
+        serving({"/fleet": answer, "/elsewhere": elsewhere.serve}) as url,
+        FakeFleet() as rig,
+    ):
+        config = RouterConfig(
+            url=f"{url}/fleet", kind=RouterKind.WEBHOOK, deadline_s=0.2, num_tries=3
+        )
+        async with feeding(rig, config):
+            await rig.start({"a": 1})
+            async with asyncio.timeout(WITHIN_S):
+                for version in range(3):
+                    await rig.publish(version)
+                while "does not know the fleet after 3 tries" not in caplog.text:
+                    hook.came.clear()
+                    await asyncio.wait([asyncio.ensure_future(hook.came.wait())], timeout=0.2)
+            hook.status = 200
+            released.set()
+            await rig.publish(3)
+            await hook.until(lambda: hook.knows(3, a=True))
+        assert not elsewhere.num_asked
+
+
+def test_an_address_that_is_none_is_refused_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for url in ("ftp://router", "http://user:secret@router", "http://router?a=b"):
+        config = ControlConfig(routers=(RouterConfig(url=url),))
+        with pytest.raises(ConfigError, match="RouterConfig: url must be http"):
+            Controller(token="t", config=config)
+    with pytest.raises(ConfigError, match="kind"):
+        RouterConfig(url="http://router", kind="nginx")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="num_tries"):
+        RouterConfig(url="http://router", num_tries=0)
+    monkeypatch.setenv("WINDLASS_TOKEN", "t")
+    code = main(["serve", "--webhook", "ftp://router"])
+    assert code != 0
+    assert "RouterConfig: url must be http" in capsys.readouterr().err
+
+
+# --- the real ones -------------------------------------------------------------------------------
+
+
+def _engine(name: str, asked: set[str]) -> dict[str, Callable[[web.Request], Any]]:
+    """What a router asks of an engine, and one route that says who answered."""
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/generate":
+            asked.add(name)
+        return web.json_response(
+            {"model_path": "m", "served_model_name": "m", "is_generation": True, "text": name}
+        )
+
+    return {"/{path:.*}": answer}
+
+
+@pytest.fixture(params=["sglang_router", "vllm_router"])
+def router(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """The package of a router, and the folder where it is."""
+    package: str = request.param
+    folder = os.environ.get(ROUTERS_VARIABLE, "")
+    if not folder or not Path(folder, package).is_dir():
+        pytest.skip(f"needs {package} in the folder that {ROUTERS_VARIABLE} names")
+    return package, folder
+
+
+@pytest.fixture
+async def router_url(router: tuple[str, str], tmp_path: Path) -> AsyncIterator[str]:
+    package, folder = router
+    port = free_port()
+    with (tmp_path / "log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", f"{package}.launch_router", "--host", "127.0.0.1"),
+            *("--port", str(port), "--prometheus-port", str(free_port())),
+            *("--policy", "round_robin"),
+            env={**os.environ, "PYTHONPATH": folder},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_real_routers_send_requests_to_routable_engines_alone(router_url: str) -> None:
+    is_stuck = False
+
+    def stuck(command: Command) -> None:
+        if is_stuck and isinstance(command, Pause):
+            raise RuntimeError("stuck")
+
+    answered: set[str] = set()
+    async with (
+        serving(_engine("a", answered)) as url_a,
+        serving(_engine("b", answered)) as url_b,
+        FakeFleet(ControlConfig(deadlines=DEADLINES)) as rig,
+        aiohttp.ClientSession() as http,
+        feeding(rig, RouterConfig(url=router_url, num_tries=40)),
+    ):
+        # The name of a scripted engine is where it is said to listen.
+        a, b = (url.removeprefix("http://") for url in (url_a, url_b))
+        await rig.start({a: 1})
+        await rig.add_engine(b, on_command=stuck)
+
+        async def until_it_sends_to(*wanted: str) -> None:
+            async with asyncio.timeout(WITHIN_S):
+                while True:
+                    answered.clear()
+                    for _ in range(6):
+                        with contextlib.suppress(aiohttp.ClientError):
+                            question = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
+                            async with http.post(f"{router_url}/generate", json=question) as got:
+                                await got.read()
+                    if answered == set(wanted):
+                        return
+                    await asyncio.sleep(0.2)
+
+        await rig.publish(0)
+        await until_it_sends_to("a", "b")
+        is_stuck = True
+        await rig.publish(1)
+        await until_it_sends_to("a")
+        is_stuck = False
+        report = await rig.publish(2)
+        assert set(report.engines) == {a, b}
+        await until_it_sends_to("a", "b")

@@ -1,0 +1,24 @@
+"""What `pip install` would tell other packages of this checkout: entry points, for a path without an installation."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def write_entry_points(folder: Path) -> Path:
+    """Write a `dist-info` with the entry points of pyproject.toml; `folder` then goes on PYTHONPATH, beside `src`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    name, version = project["name"], project["version"]
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    lines = [
+        line
+        for group, places in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{entry} = {place}" for entry, place in places.items()))
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return folder
