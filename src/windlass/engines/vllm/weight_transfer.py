@@ -145,6 +145,7 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             checkpoint=str(folder),
             world_size=info.world_size,
             loaded=load.load_format != "dummy",
+            serves_own_weights=True,
         )
         captured = capture_rank(
             self.worker, self._engine_rank, settings, HeldLoop, has_own_scheduler=False
