@@ -223,6 +223,7 @@ class EngineRank:
         captured = self.captured
         return CapturedLayout(
             unplaced=captured.unplaced,
+            unread=captured.unread,
             constants=captured.constants,
             repacked=captured.repacked,
             recomputed=captured.recomputed,
