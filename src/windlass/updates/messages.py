@@ -499,6 +499,20 @@ class RoundOutcome(StrEnum):
     FAILED = "failed"
 
 
+class BindCost(msgspec.Struct, frozen=True):
+    """What it cost to connect one rank.
+
+    Attributes:
+        register_s: seconds in which it registered memory before it connected (`Hello.registered`).
+        plan_s: seconds of planning, for all ranks of that binding together.
+        bind_s: seconds from the command by which it was bound to its answer.
+    """
+
+    register_s: float
+    plan_s: float
+    bind_s: float
+
+
 class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=True):
     """Sent to every trainer rank when its announced version is published or given up.
 
@@ -516,6 +530,8 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
             for the update.
         transports: name -> links that took it, where bytes travel by one-sided writes; `/v1/status` says
             of each link what it took, and why.
+        bound: rank -> what it cost to connect it, of those that were bound since the last update: all of
+            them in the first one, nobody where the fleet has not changed.
     """
 
     version: int
@@ -528,6 +544,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
     digest_ok: bool = True
     attempt: int = 0
     transports: dict[str, int] = {}
+    bound: dict[str, BindCost] = {}
 
     def measure(self, measure: Measure) -> float:
         """A figure of the round; 0 where it was not measured."""

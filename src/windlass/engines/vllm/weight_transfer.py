@@ -13,6 +13,7 @@ first, from the worker that has it: see `report_cannot_join`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -124,6 +125,10 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 raise
 
     def _join(self, info: InitInfo, rank: int) -> None:
+        with contextlib.suppress(
+            RuntimeError
+        ):  # there is none, unless a trainer died in the middle
+            self.worker.finish_weight_update()
         parallel = self.worker.parallel_config
         if parallel.pipeline_parallel_size > 1 or parallel.world_size != info.world_size:
             raise ConfigError(
