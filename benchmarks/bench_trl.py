@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from plain_vllm import serving_plain
 from trl_fleet import make_model, server_flags, start

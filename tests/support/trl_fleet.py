@@ -50,7 +50,7 @@ def make_model(folder: Path, *, hidden: int = 64, layers: int = 2) -> Path:
     if not VENV.exists():
         pytest.skip(f"no {VENV}: make test-integrations installs TRL")
     sizes = (str(hidden), str(layers))
-    subprocess.run(command("make", str(folder), *sizes), env=environment(), check=True, timeout=120)
+    subprocess.run(command("make", str(folder), *sizes), env=environment(), check=True, timeout=300)
     return folder
 
 

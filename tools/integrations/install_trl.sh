@@ -7,7 +7,7 @@ venv=$1 base=$2 vllm=$3
 python3 -m venv "$venv"
 site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 site "$base" >"$(site "$venv")/base.pth"
-site "$vllm" >"$(site "$venv")/vllm.pth" # after the first: transformers is BASE's
 "$base/bin/python" -m pip freeze --exclude-editable | grep -v ' @ ' >"$venv/constraints.txt"
 "$venv/bin/pip" install --quiet --disable-pip-version-check -c "$venv/constraints.txt" trl==1.16.0 datasets
+site "$vllm" >"$(site "$venv")/vllm.pth" # after the other: transformers is BASE's
 touch "$venv/.installed-trl"
