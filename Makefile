@@ -19,7 +19,7 @@ help:
 	@echo "make test-all                                               that and everything below"
 	@echo "make test-long [ARGS=tests/updates/test_chaos.py]           generated faults, kills, relays, whole jobs"
 	@echo "make test-megatron | test-engines | test-truth              Megatron-core, live vLLM and SGLang: installed first"
-	@echo "make test-integrations                                      engines that the user starts in their own way"
+	@echo "make test-integrations [ARGS='-k trl']                      engines and frameworks that the user starts in their own way"
 	@echo "make test-security                                          what SECURITY.md and docs/attacks.md promise"
 	@echo "make fuzz [ARGS='--seconds 60']                             every decoder of peer bytes, by coverage"
 	@echo "make test-hosts | test-clusters | test-rdma                 several hosts (root), Slurm and Ray, verbs in a guest"
@@ -62,7 +62,7 @@ unit: setup
 engine: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
 	WINDLASS_ENGINES=one $(BIN)/pytest -m engines tests/engines/test_live_servers.py -k fresh_one
-	WINDLASS_ENGINES=one $(BIN)/pytest -m engines tests/integrations/test_vllm_plugin.py -k "fresh_one or dies"
+	WINDLASS_ENGINES=one $(BIN)/pytest -m engines tests/integrations/test_vllm_plugin.py -k fresh_one
 
 test: lint types imports unit engine
 
@@ -91,8 +91,12 @@ test-engines: engines
 	$(BIN)/python tools/render_capabilities.py
 
 # Engines and frameworks that the user starts in their own way, with Windlass installed beside them.
+# WINDLASS_TRL_VENV and WINDLASS_VERL_VENV name environments that are there already.
 test-integrations: engines
-	$(BIN)/pytest -m engines tests/integrations $(ARGS)
+	test -n "$(WINDLASS_VERL_VENV)" || bash tools/engines/install.sh verl .venv-verl $(VENV)
+	test -n "$(WINDLASS_TRL_VENV)" || bash tools/integrations/install_trl.sh .venv-trl $(VENV) $(or $(WINDLASS_VLLM_VENV),.venv-vllm)
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target build/routers sglang-router==0.3.2 vllm-router==0.1.17
+	WINDLASS_ROUTERS=build/routers $(BIN)/pytest -m engines tests/integrations tests/rollout/test_routers.py $(ARGS)
 
 # The part of test-engines, and of test-megatron, that shows what an update promises with the settings that users run:
 # prefix caches on, overlapped gathers. Answers of updated servers, in every pause mode, are those of fresh
@@ -135,4 +139,4 @@ bench: setup
 	$(BIN)/windlass bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-trl .venv-verl build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -10,7 +10,12 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 
+import hypothesis
 import pytest
+
+# An example takes as long as a machine that is busy makes it take.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in the background of a shell; what tests start and interrupt would ignore it as well.

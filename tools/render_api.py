@@ -23,6 +23,7 @@ PACKAGES = (
     "windlass.transports",
     "windlass.jobs",
     "windlass.integrations.vllm",
+    "windlass.integrations.trl",
     "windlass.layout",
     "windlass.planning",
     "windlass.cli",

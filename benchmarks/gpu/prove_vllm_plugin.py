@@ -47,6 +47,7 @@ from live_engine.surroundings import ENVIRONMENT
 from harness import Row, median_p95, parser, report
 from tools.entry_points import write_entry_points
 from windlass.engines.http import EngineHttp
+from windlass.engines.launch import _reach
 from windlass.net.addresses import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -170,6 +171,7 @@ def serving(
     try:
         if not known.wait(START_S) or not serves:
             raise RuntimeError(f"{backend}: no server\n{log.read_text()[-5000:]}")
+        _reach("127.0.0.1", port)  # it says so before it listens
         yield Served(f"http://127.0.0.1:{port}")
     finally:
         process.terminate()

@@ -11,7 +11,7 @@ Controller side:
         await controller.wait_for_fleet(num_trainers=2, engines=("engine-a",), deadline_s=60)
 
 All public names are in `docs/api.md`: here what most users need, and in `windlass.trainers`, `windlass.rollout`,
-`windlass.engines`, `windlass.transports`, `windlass.jobs`, `windlass.integrations.vllm`, `windlass.layout`,
+`windlass.engines`, `windlass.transports`, `windlass.jobs`, `windlass.integrations.vllm`, `windlass.integrations.trl`, `windlass.layout`,
 `windlass.planning`, `windlass.cli` and `windlass.testing` what a part of them needs. Every other module is internal.
 """
 

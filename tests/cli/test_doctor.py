@@ -153,3 +153,18 @@ def test_a_machine_with_gpus_is_offered_mooncake_for_their_memory(
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (wanted,) = declared["optional-dependencies"][extra]
     assert "non-cuda" not in wanted
+
+
+def test_a_framework_that_is_not_there_is_the_exit_status(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """verl is not in the environment of these tests; test_verl.py looks into one that has it."""
+    assert main(["doctor", "--framework", "verl", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    found = {finding["name"]: finding for finding in report[sys.executable]}
+    assert found["verl"]["status"] == "fails"
+    assert found["verl"]["remedy"]
+    assert found["torch"]["status"] == "works"
+    with pytest.raises(SystemExit):
+        main(["doctor", "--framework", "nosuch"])
+    assert "choose from" in capsys.readouterr().err

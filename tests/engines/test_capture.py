@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from windlass.engines.capture.boxes import boxes_of
 from windlass.engines.capture.capture import EXACT_NUMEL, Captured, capture
 from windlass.engines.capture.codes import CheckpointSpec, checkpoint_specs
-from windlass.errors import TransferFailed, UnsupportedLayout
+from windlass.errors import ConfigError, TransferFailed, UnsupportedLayout
 from windlass.layout.dtypes import DType
 from windlass.memory.torch_dtypes import torch_dtype
 
@@ -140,6 +140,7 @@ def test_delivery_by_the_captured_layout_equals_the_engines_own_loader(
     padding = ("embed",) if (rank, size) == (3, 4) else ()  # rows 12 to 15 of 10
     assert captured.constants == (*padding, "rotary")
     assert "unknown_to_the_engine" in captured.unplaced
+    assert captured.unread == ("unknown_to_the_engine",)
     sources = [shard.tensor for shard in captured.manifest.shards()]
     assert sources.count("q") == 1, "a view of a parameter is not received twice"
     assert sources.count("o") == 1, "a column shard is one box"
@@ -291,6 +292,79 @@ def test_a_checkpoint_is_described_by_its_headers(tmp_path: Path) -> None:
     save_file({"q": torch.zeros(2, dtype=torch.int8)}, tmp_path / "m.safetensors")
     with pytest.raises(UnsupportedLayout, match=r"'q'.*got I8"):
         checkpoint_specs(tmp_path)
+
+
+def test_the_index_decides_which_files_count(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    def names() -> list[str]:
+        return [spec.name for spec in checkpoint_specs(tmp_path)]
+
+    for file, name in (("consolidated", "tok"), ("model-1", "a"), ("model-2", "b")):
+        save_file({name: torch.zeros(2)}, tmp_path / f"{file}.safetensors")
+    assert names() == ["a", "b", "tok"]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')
+    assert names() == ["a", "b"]
+    (tmp_path / "model-2.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model-2\.safetensors must be there"):
+        names()
+    index.write_text('{"weight_map": [1]}')
+    with pytest.raises(ConfigError, match=r"must have a `weight_map` of names to files"):
+        names()
+
+
+def test_masks_of_a_checkpoint_are_left_out_unless_it_is_quantised(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    mask = torch.tril(torch.ones(2, 2, dtype=torch.bool))
+    save_file({"h.0.attn.bias": mask, "w": torch.zeros(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert [spec.name for spec in checkpoint_specs(tmp_path)] == ["w"]
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    with pytest.raises(UnsupportedLayout, match=r"'h\.0\.attn\.bias'.*got BOOL"):
+        checkpoint_specs(tmp_path)
+
+
+class Passing(torch.nn.Module):
+    """Serves `w`. What becomes of the other tensors is the test's."""
+
+    def __init__(self, other: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(4))
+        self.other = other
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "w":
+                self.w.data.copy_(tensor)
+            else:
+                self.other(tensor)
+
+
+HIDDEN_COPIES: list[object] = []
+
+
+@pytest.mark.parametrize(
+    ("other", "is_unread"),
+    [
+        (lambda _: None, True),
+        (lambda tensor: (*tensor.shape, tensor.numel(), tensor.dtype), True),
+        (lambda tensor: HIDDEN_COPIES.append(tensor.clone()), False),
+        (lambda tensor: HIDDEN_COPIES.append(tensor.numpy()), False),
+        (lambda tensor: HIDDEN_COPIES.append(tensor), False),
+        (lambda tensor: HIDDEN_COPIES.append(torch.cat([tensor, tensor])), False),
+    ],
+    ids=["nothing", "shape", "copy", "numpy", "itself", "in_a_list"],
+)
+def test_what_a_loader_passes_by_is_told_from_what_it_hides(
+    other: Callable[[torch.Tensor], object], is_unread: bool
+) -> None:
+    engine = Passing(other)
+    specs = [CheckpointSpec(name, (4,), DType.FLOAT32) for name in ("mtp.0.w", "w")]
+    captured = capture(engine, specs, engine.load, worker="engine/0")
+    assert captured.unplaced == ("mtp.0.w",)
+    assert captured.unread == (captured.unplaced if is_unread else ())
 
 
 LOW_RANK, MAX_RANK, ROWS = 4, 8, 12

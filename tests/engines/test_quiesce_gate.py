@@ -119,3 +119,14 @@ def test_a_loop_that_was_reached_before_the_call_failed_is_at_rest(loop: Loop) -
     loop.gate.wait("1.1", DEADLINE_S)
     loop.gate.fail("1.1", PeerUnreachable("the connection ended"))
     loop.gate.wait("1.1", DEADLINE_S)
+
+
+def test_a_pause_that_begins_and_ends_before_the_loop_wakes_lets_it_go(loop: Loop) -> None:
+    """As on a busy machine: what the loop waits for has come and gone when it looks."""
+    thread = loop.block("asked by the trainer", deadline_s=5 * DEADLINE_S)
+    loop.gate.wait("asked by the trainer", DEADLINE_S)
+    with loop.gate._changed:  # it cannot look meanwhile
+        loop.gate.ask("1.1")
+        loop.gate.end()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()

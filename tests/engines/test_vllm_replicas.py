@@ -21,13 +21,17 @@ from windlass.engines.vllm.spec import VllmServer
 from windlass.errors import ConfigError, PeerTimeout
 
 
-def server(unplaced: Mapping[int, list[str]]) -> AbstractContextManager[str]:
+def server(
+    unplaced: Mapping[int, list[str]], unread: Mapping[int, list[str]] = {}
+) -> AbstractContextManager[str]:
     """Its ranks report where they are told to."""
 
     def answer(_path: str, asked: bytes) -> tuple[int, bytes]:
         _, folder = json.loads(asked)["args"]
         for rank, names in unplaced.items():
-            layout = CapturedLayout(unplaced=tuple(names), buffer_nbytes=0)
+            layout = CapturedLayout(
+                unplaced=tuple(names), unread=tuple(unread.get(rank, ())), buffer_nbytes=0
+            )
             carry_out(folder, rank, lambda _, layout=layout: msgspec.json.encode(layout))  # type: ignore[misc]
         return 200, b"{}"
 
@@ -49,7 +53,21 @@ def test_a_tensor_that_only_another_replica_has_is_found_there() -> None:
 def test_a_tensor_that_no_rank_of_any_replica_has_is_refused() -> None:
     with (
         server({0: ["x", "y"], 1: ["y"]}) as url,
-        pytest.raises(ConfigError, match=r"got none of \['y'\]"),
+        pytest.raises(ConfigError, match=r"its loader reads must be .* got none of 'y'$"),
+    ):
+        join_fleet(VllmServer(), settings(url, 2), Secrets())
+
+
+def test_a_tensor_that_every_loader_passes_by_is_said_and_refuses_nobody(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ["mtp.0.w", "mtp.1.w", "lm_head.weight"]
+    with server({0: names, 1: ["x", *names]}, {0: names, 1: names}) as url:
+        join_fleet(VllmServer(), settings(url, 2), Secrets())
+    assert "passes by 'lm_head.weight', 2 of 'mtp.*.w' of the checkpoint" in capsys.readouterr().err
+    with (
+        server({0: names, 1: names}, {0: names, 1: names[1:]}) as url,
+        pytest.raises(ConfigError, match=r"its loader reads must be .* got none of 'mtp\.0\.w'$"),
     ):
         join_fleet(VllmServer(), settings(url, 2), Secrets())
 

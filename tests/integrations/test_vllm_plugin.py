@@ -113,28 +113,31 @@ def test_an_updated_server_is_a_fresh_one(tp: int, tmp_path: Path) -> None:
 
 
 def test_a_version_that_is_not_published_leaves_the_old_weights(tmp_path: Path) -> None:
+    """The first one, whose trainer dies; and one that is refused. The next trainer joins the same server."""
     source = checkpoint(1, tmp_path / "source")
     with serving_plain(source, tmp_path / "live.log") as server:
-        with syncing(
-            tmp_path / "trainers", 2, source=str(source), servers=[server.url], mode="staged"
-        ) as trainers:
-            trainers.answers()
-            trainers.send(1, tmp_path / "1")
-            answered, held = ask(server), server.checksums()
-            for sent in trainers.send(1, tmp_path / "again"):
-                assert "RoundAborted" in sent.error
-                assert "stale version" in sent.error
-            assert (ask(server), server.checksums(), server.is_paused()) == (answered, held, False)
-            # The other rank dies when its bytes are asked for; it has answered nothing.
-            pid = trainers.processes[1].pid
-            order = Order(version=2, checkpoint=str(tmp_path / "2"), kill=[pid], kill_in="write")
-            trainers.begin(order)
+        settings = {"source": str(source), "servers": [server.url], "mode": "staged"}
+        answered, held = ask(server), server.checksums()
+        with syncing(tmp_path / "dying", 2, **settings) as trainers:
+            assert [joined.error for joined in trainers.answers()] == ["", ""]
+            killed = [trainers.processes[1].pid]
+            trainers.begin(
+                Order(version=1, checkpoint=str(tmp_path / "1"), kill=killed, kill_in="write")
+            )
             began_s = time.monotonic()
-            sent = trainers.answer(0)
-            assert "RoundAborted" in sent.error
+            assert "RoundAborted" in trainers.answer(0).error
             assert time.monotonic() - began_s < TOLD_S
             trainers.abandon()
         assert (ask(server), server.checksums(), server.is_paused()) == (answered, held, False)
+        with syncing(tmp_path / "trainers", 2, **settings) as trainers:
+            assert [joined.error for joined in trainers.answers()] == ["", ""]
+            expect(trainers.send(1, tmp_path / "2"), 1, [server.url])
+            updated, answered = server.checksums(), ask(server)
+            assert updated != held
+            for sent in trainers.send(1, tmp_path / "again"):
+                assert "RoundAborted" in sent.error
+                assert "stale version" in sent.error
+        assert (ask(server), server.checksums(), server.is_paused()) == (answered, updated, False)
 
 
 @pytest.mark.parametrize("mode", ["in_place"] if ONE else ["in_place", "staged"])

@@ -177,7 +177,9 @@ class Job:
             use_remove_padding=False,
             override_config={"attn_implementation": "eager"},
         )
-        rollout_config = RolloutConfig(name="vllm", checkpoint_engine=config)
+        rollout_config = RolloutConfig(
+            name="vllm", tensor_model_parallel_size=1, checkpoint_engine=config
+        )
         trainer = TrainingWorkerConfig(
             model_type="language_model",
             model_config=model,

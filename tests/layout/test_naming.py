@@ -7,6 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from windlass.errors import ConfigError, ManifestError, UnsupportedLayout
+from windlass.layout.naming.patterns import NUMBER, renaming, said
 from windlass.layout.naming.place import Coords, Geometry, Placed, place
 from windlass.layout.naming.rules import Cut, Rule
 from windlass.layout.naming.tables import FAMILIES
@@ -115,3 +116,41 @@ def test_shapes_that_contradict_the_model_are_refused() -> None:
         place(FAMILIES.find("llama"), name, (20, 6), GEOMETRY, Coords())
     with pytest.raises(ConfigError, match=r"must be one of .*llama"):
         FAMILIES.find("gpt2")
+
+
+def test_many_names_are_said_by_pattern() -> None:
+    names = [f"model.layers.{i}.mlp.experts.{e}.w1" for i in range(4) for e in range(12)]
+    assert said([*names, "lm_head.weight"]) == (
+        "'lm_head.weight', 48 of 'model.layers.*.mlp.experts.*.w1'"
+    )
+    assert said(f"{letter}.{i}" for letter in "abcdefgh" for i in range(2)).endswith("and 4 more")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "held"),
+    [
+        ("model.layers.{}.block_sparse_moe.gate.weight", "model.layers.{}.mlp.gate.weight"),
+        ("embed_out.weight", "lm_head.weight"),
+        ("model.language_model.layers.{}.up.weight", "model.layers.{}.up.weight"),
+        ("layers.{}.up.weight", "model.layers.{}.up.weight"),
+        ("transformer.h.{}.up.weight", "h.{}.up.weight"),
+        ("model.layers.{}.norm", "model.layers.{}.layer_norm"),
+    ],
+)
+def test_the_line_that_joins_two_sides_does(wanted: str, held: str) -> None:
+    missing = {wanted.format(layer): (4, layer + 1) for layer in range(3)}
+    there = {held.format(layer): (4, layer + 1) for layer in range(3)} | {"other": (9,)}
+    words = renaming(missing, there)
+    assert repr(NUMBER.sub("*", next(iter(there)))) in words
+    line = words.partition("`name_map=")[2].partition("`")[0]
+    name_map = eval(line)
+    assert {name_map(name) for name in there} >= missing.keys(), line
+    assert name_map("other") == "other"
+
+
+def test_nothing_is_proposed_where_nothing_is_alike() -> None:
+    assert renaming({"a.weight": (4,)}, {"a.weights": (5,)}) == ""
+    assert renaming({"model.norm.weight": (4,)}, {}) == ""
+    several = renaming({"m.0.w1": (4,), "m.1.w1": (4,)}, {"m.0.w2": (4,)})
+    assert "'m.0.w2' for 'm.0.w1'" in several
+    assert "name_map" not in several, "it would not give both"

@@ -197,8 +197,8 @@ def _engine(name: str, asked: set[str]) -> dict[str, Callable[[web.Request], Any
 def router(request: pytest.FixtureRequest) -> tuple[str, str]:
     """The package of a router, and the folder where it is."""
     package: str = request.param
-    folder = os.environ.get(ROUTERS_VARIABLE, "")
-    if not folder or not Path(folder, package).is_dir():
+    folder = str(Path(os.environ.get(ROUTERS_VARIABLE, "")).resolve())
+    if not Path(folder, package).is_dir():
         pytest.skip(f"needs {package} in the folder that {ROUTERS_VARIABLE} names")
     return package, folder
 
@@ -223,6 +223,7 @@ async def router_url(router: tuple[str, str], tmp_path: Path) -> AsyncIterator[s
         await process.wait()
 
 
+@pytest.mark.engines
 async def test_real_routers_send_requests_to_routable_engines_alone(router_url: str) -> None:
     is_stuck = False
 

@@ -28,7 +28,7 @@ from windlass.rollout import messages as rollout
 from windlass.rollout.journal import Entry as RolloutEntry
 from windlass.rollout.journal import PersistedState, Started
 from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_index
-from windlass.transfer.relay_wire import LENGTH, ChunkLanded, End, Open, decode_frame, encode_frame
+from windlass.transfer.relay import LENGTH, ChunkLanded, End, Open, decode_frame, encode_frame
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.nixl.peer import NixlKey, decode_keys, encode_keys
 from windlass.updates.journal import Journal, JournalEntry, JournalKind

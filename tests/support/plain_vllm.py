@@ -22,6 +22,7 @@ from sync_rank import Order, Sent
 
 from tools.entry_points import write_entry_points
 from windlass.engines.http import EngineHttp
+from windlass.engines.launch import _reach
 from windlass.net.addresses import free_port
 
 MODEL = "model"
@@ -143,6 +144,7 @@ def serving_plain(
     try:
         assert ready.wait(START_S), log.read_text()[-4000:]
         assert not ended.is_set(), log.read_text()[-4000:]
+        _reach("127.0.0.1", port)  # it says so before it listens
         yield PlainServer(process, f"http://127.0.0.1:{port}", log)
     finally:
         process.terminate()

@@ -98,6 +98,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "num_nextn_predict_layers": 0,
     },
+    # Checkpoints have other names for modules, and one matrix per expert under names of their own.
+    "mixtral": {
+        "model_type": "mixtral",
+        **_COMMON,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    # The output matrix is `embed_out` in a checkpoint.
+    "neox": {
+        "model_type": "gpt_neox",
+        **_COMMON,
+        "hidden_act": "gelu",
+        "use_parallel_residual": True,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 256,
+        "n_embd": 256,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
     # Its norms are weight + 1, which SGLang's loader adds.
     "offset": {
         "model_type": "gemma",

@@ -23,9 +23,8 @@ from windlass.planning.planner import plan_transfer
 from windlass.planning.program import LinkProgram
 from windlass.planning.relay import RelayGroup
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.bindings import BindingsRefused, DestinationBinding, LinkStatus
+from windlass.transfer.bindings import BindingsRefused, DestinationBinding, LinkStatus, RelayAddress
 from windlass.transfer.receiver import Receiver
-from windlass.transfer.relay_wire import RelayAddress
 from windlass.transfer.sender import Sender
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 

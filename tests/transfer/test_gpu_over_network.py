@@ -40,7 +40,7 @@ from windlass.transfer.backends import receiver_for
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding, LinkStatus
 from windlass.transfer.receiver import Receiver
-from windlass.transfer.relay_node import RelayNode
+from windlass.transfer.relay import RelayNode
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, WriteBatch
 from windlass.transports.memory import MemoryFabric, MemoryTransport

@@ -33,8 +33,7 @@ from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding, LinkStatus
 from windlass.transfer.receiver import Receiver
-from windlass.transfer.relay_connection import RelaySender
-from windlass.transfer.relay_node import RelayNode, RelayResult
+from windlass.transfer.relay import RelayNode, RelayResult, RelaySender
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.transports.memory import MemoryFabric, MemoryTransport
@@ -340,7 +339,7 @@ def test_an_engine_that_cannot_go_on_says_who_may_still_write_it(
     def refuse(*_: object) -> None:
         raise MemoryError("none left")
 
-    monkeypatch.setattr("windlass.transfer.relay_node.RelayRound.on_chunk", refuse)
+    monkeypatch.setattr("windlass.transfer.relay.RelayRound.on_chunk", refuse)
     links, parts = chain.run()
     assert links["engine-a/0"] is LinkStatus.OK
     assert set(parts) == set(ENGINES)

@@ -243,6 +243,8 @@ def test_parameters_of_one_allocation_of_a_gpu_are_registered_once() -> None:
     with pytest.raises(RegionError, match="register: 0x40 must be in memory of GPU 0"):
         memory.cover([ParameterMemory(64, 64)])
     assert transport.registered == {(segments[0], 4096 + 256)}
+    memory.cover(())  # nothing, as if nothing had been covered before: what was refused was not
+    assert transport.registered == set()
     transport.close()
 
 

@@ -151,7 +151,8 @@ async def test_an_engine_that_is_started_again_is_bound_alone(
 ) -> None:
     async with FakeFleet(ControlConfig(mode=mode)) as rig:
         await rig.start({"a": 1, "b": 2, "c": 1})
-        await rig.publish(0)
+        everybody = {"a/0", "b/0", "b/1", "c/0", "trainer/0", "trainer/1"}
+        assert (await rig.publish(0)).bound.keys() == everybody
         check_served(rig, 0, {"a", "b", "c"})
         for rank in range(2):
             await asyncio.to_thread(rig.channels.pop(f"b/{rank}").close)
@@ -172,9 +173,12 @@ async def test_an_engine_that_is_started_again_is_bound_alone(
             assert [n for c in told if isinstance(c, ChangeLinks) for n in c.gone] == ["b/0", "b/1"]
         assert rig.coordinator.epoch > before
         asked.clear()
-        await rig.publish(1)
+        report = await rig.publish(1)
         check_served(rig, 1, {"a", "b", "c"})
         assert not asked
+        assert report.bound.keys() == {"b/0", "b/1", "trainer/0", "trainer/1"}
+        assert all(min(cost.plan_s, cost.bind_s) > 0 for cost in report.bound.values())
+        assert not (await rig.publish(2)).bound
 
 
 async def test_of_an_engine_that_left_only_trainers_are_told(asked: Asked) -> None:

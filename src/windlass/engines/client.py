@@ -54,6 +54,8 @@ class EngineClient:
         world_size: ranks of the engine.
         url: where the engine serves requests; given by rank 0.
         can_send: whether other engines may be brought up, or relayed to, from this one.
+        serves_own_weights: whether the engine answers before the first version, with weights that it
+            came with; if not, it stays paused until one is published.
         connect_deadline_s: how long to wait for the controller.
         intercept: stands between channel and agent, for tests that inject faults.
 
@@ -77,6 +79,7 @@ class EngineClient:
         world_size: int = 1,
         url: str = "",
         can_send: bool = True,
+        serves_own_weights: bool = False,
         connect_deadline_s: float = 60.0,
         intercept: Callable[[EngineAgent], CommandHandler] | None = None,
     ) -> None:
@@ -99,6 +102,7 @@ class EngineClient:
                 hooks,
                 self._sender if can_send else None,
                 host=own_address(controller),
+                serves_own_weights=serves_own_weights,
             )
             undo.callback(agent.close)
             encoded, incarnation = manifest.encode(), os.urandom(8).hex()

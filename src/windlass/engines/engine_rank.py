@@ -223,6 +223,7 @@ class EngineRank:
         captured = self.captured
         return CapturedLayout(
             unplaced=captured.unplaced,
+            unread=captured.unread,
             constants=captured.constants,
             repacked=captured.repacked,
             recomputed=captured.recomputed,
@@ -270,6 +271,7 @@ class EngineRank:
             token=token,
             world_size=settings.world_size,
             url=settings.url if rank == 0 else "",
+            serves_own_weights=settings.serves_own_weights,
             connect_deadline_s=CONNECT_DEADLINE_S,
         )
         self._has_joined = True

@@ -15,6 +15,8 @@ from windlass.net.sockets import open_connection
 __all__ = ["EngineHttp", "NoSuchRoute"]
 
 API_DEADLINE_S = 60.0
+LONGEST_ANSWER = 8192
+"""Bytes of a refusal that are told: its reason may come after a long beginning."""
 
 
 class NoSuchRoute(PeerUnreachable):
@@ -73,7 +75,11 @@ class EngineHttp:
         finally:
             connection.close()
         if response.status == http.client.NOT_FOUND:
-            raise NoSuchRoute(f"{what}: {response.status} {answer[:500]!r}")
+            raise NoSuchRoute(
+                f"{what}: {response.status} {answer[:LONGEST_ANSWER].decode(errors='replace')}"
+            )
         if response.status != http.client.OK:
-            raise PeerUnreachable(f"{what}: {response.status} {answer[:500]!r}")
+            raise PeerUnreachable(
+                f"{what}: {response.status} {answer[:LONGEST_ANSWER].decode(errors='replace')}"
+            )
         return answer

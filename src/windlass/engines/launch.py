@@ -43,6 +43,7 @@ from windlass.envs import (
     secret_value,
 )
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
+from windlass.layout.naming.patterns import said
 from windlass.net.addresses import check_url, own_address, published_host, url_of
 from windlass.updates.client import report_cannot_join
 
@@ -178,7 +179,7 @@ def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) 
     """
     captured = _order(server, RankStep.CAPTURE, settings, secrets)
     ranks = [msgspec.json.decode(each, type=CapturedLayout) for each in captured]
-    check_placed(settings.name, [rank.unplaced for rank in ranks])
+    check_placed(settings.name, ranks)
     report_buffers(settings.name, ranks)
     _order(server, RankStep.JOIN, settings, secrets)
 
@@ -190,10 +191,14 @@ def _order(
     with RankReports(settings.world_size, secrets) as reports:
         try:
             server.order(secrets.server(settings.url), step, settings, reports.folder)
-        except PeerUnreachable:
+        except PeerUnreachable as error:
             # A server may end with the rank that failed, and its answer tells nothing of why.
-            with contextlib.suppress(PeerTimeout):
+            try:
                 reports.gather(REPORTED_S)
+            except PeerTimeout:
+                raise error from None
+            except PeerUnreachable as reason:
+                raise reason from None
             raise
         return reports.gather(REPORTED_S if server.answers_for_all else settings.join_deadline_s)
 
@@ -494,20 +499,25 @@ def _signal(group: int, number: int) -> None:
         return
 
 
-def check_placed(engine: str, unplaced_by_rank: Sequence[Sequence[str]]) -> None:
-    """Raise if a checkpoint tensor has left no trace on any rank.
+def check_placed(engine: str, ranks: Sequence[CapturedLayout]) -> None:
+    """Raise if a checkpoint tensor was read and has left no trace on any rank.
 
-    One that did not is either not wanted by the engine, or lies where capture cannot see it (a
-    kernel's private copy), and then updates would silently miss it.
+    It lies where capture cannot see it (a kernel's private copy), and updates would silently miss it. What
+    the loaders of all ranks pass by, the engine does not serve: it is said on stderr.
 
     Raises:
         ConfigError: names what is nowhere.
     """
-    nowhere = set(unplaced_by_rank[0]).intersection(*unplaced_by_rank[1:])
-    if nowhere:
+    nowhere = set(ranks[0].unplaced).intersection(*(rank.unplaced for rank in ranks[1:]))
+    unread = nowhere.intersection(*(rank.unread for rank in ranks))
+    if hidden := nowhere - unread:
         raise ConfigError(
-            f"engine {engine}: checkpoint tensors must be found in the memory of a rank, "
-            f"got none of {sorted(nowhere)}"
+            f"engine {engine}: checkpoint tensors that its loader reads must be found in the memory of a "
+            f"rank, got none of {said(hidden)}"
+        )
+    if unread:
+        sys.stderr.write(
+            f"engine {engine}: its loader passes by {said(unread)} of the checkpoint, and updates do too\n"
         )
 
 

@@ -15,7 +15,7 @@ from windlass.engines.spec import options_of
 from windlass.errors import ConfigError
 from windlass.layout.quantization import BLOCK, CAPABILITIES, Scheme
 
-__all__ = ["require_followed"]
+__all__ = ["is_declared", "require_followed"]
 
 _OPTIONS = ("--quantization", "-q")
 _ONLINE = "weights that the engine quantises while it loads are computed, not copied"
@@ -90,6 +90,15 @@ def require_followed(folder: Path, rest: Sequence[str]) -> bool:
     if reason:
         raise ConfigError(f"checkpoint: {folder}: scheme {scheme} is not supported: {reason}")
     return True
+
+
+def is_declared(folder: Path) -> bool:
+    """Whether a checkpoint says that it is quantised, or does not say what it is.
+
+    Raises:
+        ConfigError: its configuration cannot be read.
+    """
+    return not (folder / "config.json").exists() or _declared(folder) is not None
 
 
 def _declared(folder: Path) -> _Quantisation | None:

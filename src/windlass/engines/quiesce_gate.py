@@ -22,6 +22,7 @@ class QuiesceGate:
         self._changed = threading.Condition()
         self._reached = self._asked = self._ended = ""
         self._blocked = False
+        self._num_asked = 0
         self._failed: tuple[str, WindlassError] | None = None
 
     def quiesced(self, pause_id: str) -> None:
@@ -49,7 +50,11 @@ class QuiesceGate:
             self._reached = self._asked or pause_id
             self._changed.notify_all()
             until_asked_s = deadline_s if longest_s is None else min(deadline_s, longest_s)
-            self._changed.wait_for(lambda: self._asked or pause_id == self._ended, until_asked_s)
+            before = self._num_asked  # a pause may have begun and ended when this thread wakes
+            self._changed.wait_for(
+                lambda: self._asked or self._num_asked > before or pause_id == self._ended,
+                until_asked_s,
+            )
             self._changed.wait_for(lambda: not self._asked, longest_s)
             self._blocked = False
 
@@ -57,6 +62,7 @@ class QuiesceGate:
         """Called by the agent before it waits; whether the loop is blocked already."""
         with self._changed:
             self._asked = pause_id
+            self._num_asked += 1
             if self._blocked:
                 self._reached = pause_id
             self._changed.notify_all()

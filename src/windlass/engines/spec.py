@@ -147,6 +147,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         loaded: whether the engine started with the weights of `checkpoint`; if not, nothing can be
             compared with them.
         world_size: ranks of this engine.
+        serves_own_weights: whether it answers with the weights of its start before the first version.
         join_deadline_s: for all ranks to capture their layouts, and again for all to join.
     """
 
@@ -158,6 +159,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     loaded: bool = True
     adapter: str = ""
+    serves_own_weights: bool = False
     join_deadline_s: float = 600.0
 
     def reference(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]] | None:
@@ -171,12 +173,14 @@ class CapturedLayout(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank found when it captured its layout: names of tensors.
 
     Attributes:
-        unplaced: of the checkpoint, that left no trace on this rank.
+        unplaced: of the checkpoint, that left no trace on this rank. unread: those of them that the
+            loader passed by.
         constants, repacked, recomputed: see `windlass.engines.capture.description.Captured`.
         buffer_nbytes: of buffers that stay, because these tensors are received there.
     """
 
     unplaced: tuple[str, ...]
+    unread: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     repacked: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from windlass.config import UpdateMode
+from windlass.config import UpdateMode, take_name
 from windlass.errors import ConfigError
 from windlass.integrations.bucket_stream import (
     BucketReceiver,
@@ -78,7 +78,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         settings = StreamSettings(
             bucket_nbytes=bucket_size,
             transport=parse_transport(transport),
-            mode=UpdateMode(mode),
+            mode=take_name("checkpoint_engine.engine_kwargs.windlass.mode", mode, UpdateMode),
             gpu=_gpu_of(device),
             deadline_s=deadline_s,
         )

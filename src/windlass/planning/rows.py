@@ -15,6 +15,7 @@ import numpy.typing as npt
 from windlass.errors import IncompleteCoverage, ManifestError
 from windlass.layout.columns import column
 from windlass.layout.manifest import Int32Array, ShardManifest, ShardTable
+from windlass.layout.naming.patterns import renaming, said
 from windlass.layout.quantization import require_supported
 from windlass.planning.plan import DTYPES, Transform
 
@@ -164,6 +165,7 @@ def gather_rows(manifests: Sequence[ShardManifest], names: TensorNames) -> RowTa
     if len(set(workers)) != len(workers):
         twice = next(worker for worker in workers if workers.count(worker) > 1)
         raise ManifestError(f"worker {twice!r} must have one manifest per side, got several")
+    _refuse_missing(manifests, names)
     rows = ShardTable.join(manifest.table for manifest in manifests).columns()
     name, dtype = np.zeros(len(rows["tensor"]), np.int32), np.zeros(len(rows["tensor"]), np.uint8)
     rank, transform = np.zeros_like(name), np.zeros_like(dtype)
@@ -172,15 +174,34 @@ def gather_rows(manifests: Sequence[ShardManifest], names: TensorNames) -> RowTa
         start, stop = stop, stop + len(manifest.table)
         at, table = slice(start, stop), manifest.table
         name[at], rank[at] = names.ids(manifest)[table.tensor], index
-        missing = names.class_of[name[at]] < 0
-        if missing.any():
-            tensor = names.names[int(name[at][int(missing.argmax())])]
-            raise IncompleteCoverage(f"tensor {tensor!r} of {manifest.worker} has no source at all")
         dtypes = np.array([_DTYPE_INDEX[p.dtype] for p in manifest.parameters], np.uint8)
         dtype[at] = dtypes[table.parameter]
         transform[at] = _transforms(manifest, names)[table.tensor]
     rows["tensor"] = names.class_of[name]
     return RowTable(**rows, name=name, rank=rank, dtype=dtype, transform=transform)
+
+
+def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> None:
+    """Raise if shards are of tensors without a class: all are named, by pattern, with what is there instead."""
+    missing: set[str] = set()
+    workers: list[str] = []
+    for manifest in manifests:
+        name = names.ids(manifest)[np.unique(manifest.table.tensor)]
+        if (nowhere := name[names.class_of[name] < 0]).size:
+            missing.update(names.names[index] for index in nowhere.tolist())
+            workers.append(manifest.worker)
+    if not missing:
+        return
+    needed = {
+        name for each in manifests for name in (*each.aliases, *(t.name for t in each.tensors))
+    }
+    shapes = dict(zip(names.names, names.shapes, strict=True))
+    there = {name: shape for name, shape in shapes.items() if name not in needed}
+    others = f" and {len(workers) - 1} more" if len(workers) > 1 else ""
+    raise IncompleteCoverage(
+        f"{said(missing)} of {workers[0]}{others} {'has' if len(missing) == 1 else 'have'} no source at all"
+        f"{renaming({name: shapes[name] for name in missing}, there)}"
+    )
 
 
 def _transforms(manifest: ShardManifest, names: TensorNames) -> npt.NDArray[np.uint8]:

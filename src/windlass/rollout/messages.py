@@ -109,7 +109,7 @@ class OutcomeStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """How an engine samples, with SGLang's names.
 
     Attributes:
@@ -191,7 +191,7 @@ class Work(msgspec.Struct, frozen=True, gc=False, kw_only=True):
             raise ConfigError(f"rollout: deadline_s must be > 0, got {self.deadline_s}")
 
 
-class RolloutTask(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+class RolloutTask(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """One attempt, as handed to a worker.
 
     Attributes:
@@ -216,7 +216,7 @@ class RolloutTask(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     max_staleness: int | None = None
 
 
-class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """How one attempt ended. The prompt stays with the controller and is not sent back.
 
     Attributes:

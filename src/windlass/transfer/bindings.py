@@ -130,3 +130,12 @@ class LinkOutcome(msgspec.Struct, frozen=True):
     nbytes: int
     digest: str
     error: str = ""
+
+
+class RelayAddress(msgspec.Struct, frozen=True):
+    """Where an engine rank of a relay listens, bound before it is published, and its secret."""
+
+    worker: str
+    host: str
+    port: int
+    token: str

@@ -74,7 +74,8 @@ class RegisteredMemory:
         self._by_owner = sorted((region.address, region.nbytes) for region in by_owner)
         self._registered: dict[MemoryRegion, Span | None] = {}
         """And the allocation that each is of."""
-        self._covered: tuple[ParameterMemory, ...] = ()
+        self._covered: tuple[ParameterMemory, ...] | None = ()
+        """None where covering has failed half way."""
 
     @property
     def regions(self) -> tuple[MemoryRegion, ...]:
@@ -94,7 +95,7 @@ class RegisteredMemory:
         if now == self._covered:
             return 0.0
         began = time.perf_counter()
-        self._covered = ()
+        self._covered = None
         wanted = self._wanted(now)
         ordered = list(wanted)
         for region, around in list(self._registered.items()):

@@ -59,11 +59,16 @@ from windlass.transfer.bind import (
     check_digest_kind,
     check_part,
 )
-from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
+from windlass.transfer.bindings import (
+    DestinationBinding,
+    GroupOffer,
+    LinkOutcome,
+    LinkStatus,
+    RelayAddress,
+)
 from windlass.transfer.packer import PackedLink, Packer, Peer, packed_capacity
 from windlass.transfer.registration import RegisteredMemory
-from windlass.transfer.relay_wire import RelayAddress
-from windlass.transfer.relay_write import GroupWrite
+from windlass.transfer.relay import GroupWrite
 from windlass.transfer.replica import CopyTimes, Replica, replica_memory
 from windlass.transfer.source import LocatedParameters, addresses_of
 from windlass.transfer.stored_links import StoredLinks

@@ -6,6 +6,7 @@ Nothing is paused here. Runs when the fleet has changed, before the next round n
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from windlass.transports.base import TransportOffer
 from windlass.transports.choice import LinkChoice, choose_transport, unreachable_reason
 from windlass.updates.fleet import Group, Identity
 from windlass.updates.messages import (
+    BindCost,
     Bound,
     ChangeLinks,
     ConnectEngine,
@@ -84,6 +86,7 @@ class Binding:
         replicated: what several of the trainers hold; None where engines are the source.
         bound_in: trainer -> epoch of the command that it was bound by last.
         ended: links that trainers still have and that are no part of it any more.
+        costs: rank -> what it cost, of those that were asked when it was made.
     """
 
     signature: frozenset[Identity]
@@ -95,6 +98,7 @@ class Binding:
     replicated: Replicated | None = None
     bound_in: Mapping[str, int] = field(default_factory=dict)
     ended: frozenset[Link] = frozenset()
+    costs: Mapping[str, BindCost] = field(default_factory=dict)
 
     @property
     def sent_nbytes(self) -> int:
@@ -156,6 +160,7 @@ class Binding:
             transports={**self.transports, **new.transports},
             bound_in={**self.bound_in, **new.bound_in},
             ended=frozenset(),
+            costs=new.costs,
         )
 
 
@@ -346,16 +351,23 @@ class _Binder:
         self._epoch, self._kept = round_id.epoch, kept
 
     async def bind(self) -> Binding:
+        began = time.perf_counter()
         try:
             binding, to_engines, to_trainers = await asyncio.to_thread(self._compile)
+            plan_s = time.perf_counter() - began
             bound = await self._bind_engines(to_engines)
         except EnginesUnbound as unbound:
             unbound.kept = self._kept  # no trainer was asked
             raise
         offers = await self._bind_sources(self._addressed(to_trainers, bound), binding)
+        costs = {
+            w: BindCost(self._sessions[w].agent.hello.registered.seconds, plan_s, bind_s)
+            for w, bind_s in self._caller.took_s.items()
+        }
         await self._form_groups(offers)
         await self._bind_relay(bound)
-        binding = replace(binding, bound_in=dict.fromkeys(to_trainers, self._epoch))
+        bound_in = dict.fromkeys(to_trainers, self._epoch)
+        binding = replace(binding, bound_in=bound_in, costs=costs)
         return binding if self._kept is None else self._kept.joined(binding)
 
     def _compile(

@@ -64,6 +64,7 @@ from windlass.updates.messages import (
     MAX_REASON_LENGTH,
     AgentFrame,
     Announce,
+    BindCost,
     CannotJoin,
     Hello,
     Refused,
@@ -156,6 +157,7 @@ class Coordinator:
         self._requests = PublishRequests()
         self._copied: asyncio.Event | None = None
         self._binding: Binding | None = None
+        self._bind_costs: dict[str, BindCost] = {}
         self._catch_ups = CatchUps(self, self._fleet, config, planner)
         self._resume_retries = ResumeRetries(self, self._sessions, config.deadlines)
         self._comparisons = Comparisons(config.compare_share)
@@ -548,6 +550,7 @@ class Coordinator:
             self._binding = error.kept
             await self._part_with(error)
             return await self._ensure_bound()
+        self._bind_costs |= self._binding.costs
         return self._binding
 
     async def _bind(
@@ -721,7 +724,9 @@ class Coordinator:
         moved = {rank.trainer for rank in ranks} - binding.signature
         if moved or len(ranks) != len(binding.trainers):
             return _failed(version, f"trainer ranks came or went since they announced: {moved}")
+        costs, self._bind_costs = self._bind_costs, {}
         report = await self._run_round(version, self._lineage, binding)
+        report = msgspec.structs.replace(report, bound=costs)
         if report.outcome is RoundOutcome.PUBLISHED:
             self._published_by = binding.identities_of(binding.trainers)
         return report

@@ -18,7 +18,7 @@ from windlass.transfer.base import (
 )
 from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
-from windlass.transfer.relay_node import RelayNode
+from windlass.transfer.relay import RelayNode
 from windlass.transfer.sender import Sender
 from windlass.updates.messages import (
     Abort,
@@ -124,6 +124,8 @@ class EngineAgent:
         hooks: the engine.
         sender: reads the live weights, for engines that join later; None keeps them here.
         host: own address, that other ranks can reach, for backends with groups.
+        serves_own_weights: whether the engine answers before the first version, with weights that it
+            came with: it goes on with them where that version is not published.
     """
 
     def __init__(
@@ -133,7 +135,9 @@ class EngineAgent:
         sender: Sender | None = None,
         *,
         host: str = "127.0.0.1",
+        serves_own_weights: bool = False,
     ) -> None:
+        self._serves_own_weights = serves_own_weights
         self._one_sided, self._host = receiver, host
         self._source = None if sender is None else TrainerAgent(sender, host=host)
         self._backend: UpdateBackend = P2pBackend()
@@ -376,7 +380,8 @@ class EngineAgent:
         Whoever hears of it (`Done.not_resumed`, or the next welcome) tells it again.
         """
         self._not_resumed = ""
-        if self.mixed_weights or self._served_version < 0:
+        has_weights = self._served_version >= 0 or self._serves_own_weights
+        if self.mixed_weights or not has_weights:
             return
         end = time.monotonic() + deadline_s
         try:

@@ -27,8 +27,13 @@ from windlass.net.messages import Reply as Reply
 from windlass.net.messages import RoundId as RoundId
 from windlass.net.messages import encode as encode
 from windlass.planning.relay import RelayGroup
-from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, WireTensor
-from windlass.transfer.relay_wire import RelayAddress
+from windlass.transfer.bindings import (
+    DestinationBinding,
+    GroupOffer,
+    LinkOutcome,
+    RelayAddress,
+    WireTensor,
+)
 from windlass.transports.base import TransportOffer
 from windlass.updates.measures import Measure
 
@@ -494,6 +499,20 @@ class RoundOutcome(StrEnum):
     FAILED = "failed"
 
 
+class BindCost(msgspec.Struct, frozen=True):
+    """What it cost to connect one rank.
+
+    Attributes:
+        register_s: seconds in which it registered memory before it connected (`Hello.registered`).
+        plan_s: seconds of planning, for all ranks of that binding together.
+        bind_s: seconds from the command by which it was bound to its answer.
+    """
+
+    register_s: float
+    plan_s: float
+    bind_s: float
+
+
 class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=True):
     """Sent to every trainer rank when its announced version is published or given up.
 
@@ -511,6 +530,8 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
             for the update.
         transports: name -> links that took it, where bytes travel by one-sided writes; `/v1/status` says
             of each link what it took, and why.
+        bound: rank -> what it cost to connect it, of those that were bound since the last update: all of
+            them in the first one, nobody where the fleet has not changed.
     """
 
     version: int
@@ -523,6 +544,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
     digest_ok: bool = True
     attempt: int = 0
     transports: dict[str, int] = {}
+    bound: dict[str, BindCost] = {}
 
     def measure(self, measure: Measure) -> float:
         """A figure of the round; 0 where it was not measured."""

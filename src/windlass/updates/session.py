@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from typing import final
 from urllib.parse import urlsplit
@@ -95,12 +96,16 @@ class RankCaller:
         sessions: by worker name; a process that takes over a name later is not called.
         round_id: that the calls belong to: an answer counts only from who was asked, in it.
         first_seq: of the first call, above those of others who send commands of this round.
+
+    Attributes:
+        took_s: rank -> seconds until its last call was answered.
     """
 
     def __init__(
         self, sessions: Mapping[str, AgentSession], round_id: RoundId, first_seq: int = 1
     ) -> None:
         self._sessions, self._round_id, self._seq = dict(sessions), round_id, first_seq
+        self.took_s: dict[str, float] = {}
 
     async def call(
         self, commands: Mapping[str, Command], deadline_s: float
@@ -119,9 +124,12 @@ class RankCaller:
         session = self._sessions.get(worker)
         if session is None:
             return PeerUnreachable(f"{worker}: not connected")
+        began = time.perf_counter()
         try:
             async with asyncio.timeout(deadline_s):
-                return await (await session.call(key, command))
+                answer = await (await session.call(key, command))
+            self.took_s[worker] = time.perf_counter() - began
+            return answer  # noqa: TRY300
         except TimeoutError:
             return PeerTimeout(f"{worker}: no answer within {deadline_s} s")
         except PeerUnreachable as error:

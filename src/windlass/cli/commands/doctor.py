@@ -15,6 +15,7 @@ from rich.text import Text
 
 from windlass.cli import Command
 from windlass.cli.checks import Finding, Status, check_flags, run_checks
+from windlass.cli.frameworks import FRAMEWORKS, check_framework
 
 _STYLES = {Status.WORKS: "green", Status.LIMITED: "yellow", Status.FAILS: "red"}
 _ELSEWHERE_DEADLINE_S = 180.0
@@ -41,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine-flags", action="append", default=[], metavar="'ENGINE OPTIONS'",
         help="also say whether updates survive these options: 'vllm --enable-sleep-mode'",
     )  # fmt: skip
+    parser.add_argument(
+        "--framework", choices=sorted(FRAMEWORKS),
+        help="also say whether this framework, here or where --engine-python says, finds Windlass; exit with 1 if not",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
@@ -48,9 +53,11 @@ def run(args: argparse.Namespace) -> int:
     """Print every finding; 1 when a required one is not there."""
     flags = tuple(check_flags(command, args.checkpoint) for command in args.engine_flags)
     here = run_checks(args.checkpoint)
+    if args.framework and not args.engine_python:
+        here += check_framework(args.framework)
     report: Report = {sys.executable: here + flags}
     for path in args.engine_python:
-        report[path] = _look_elsewhere(path)
+        report[path] = _look_elsewhere(path, args.framework)
     if args.json:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
     else:
@@ -61,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         for name in missing:
             why = "does not work" if name in known else f"must be one of {known}"
             print(f"windlass doctor: --require {name}: {why}", file=sys.stderr)
-    return 1 if missing else 0
+    return 1 if missing or not _finds_windlass(args.framework, report) else 0
 
 
 def _print(report: Mapping[str, Sequence[Finding]]) -> None:
@@ -76,9 +83,10 @@ def _print(report: Mapping[str, Sequence[Finding]]) -> None:
         Console(markup=False).print(table)
 
 
-def _look_elsewhere(path: str) -> tuple[Finding, ...]:
+def _look_elsewhere(path: str, framework: str | None) -> tuple[Finding, ...]:
     """The same checks, made by another interpreter."""
     command = [path, "-m", "windlass.cli.main", "doctor", "--json"]
+    command += ["--framework", framework] if framework else []
     try:
         done = subprocess.run(
             command,
@@ -93,7 +101,7 @@ def _look_elsewhere(path: str) -> tuple[Finding, ...]:
         found = f"no answer within {_ELSEWHERE_DEADLINE_S:.0f} s"
         return (Finding("interpreter", Status.FAILS, found),)
     lines = done.stdout.splitlines()
-    if done.returncode != 0 or not lines:
+    if not lines or (done.returncode != 0 and not framework):
         said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         return (
             Finding(
@@ -111,6 +119,14 @@ def _look_elsewhere(path: str) -> tuple[Finding, ...]:
 def _missing(report: Mapping[str, Sequence[Finding]], required: list[str]) -> list[str]:
     works = {f.name for there in report.values() for f in there if f.status is Status.WORKS}
     return [name for name in required if name not in works]
+
+
+def _finds_windlass(framework: str | None, report: Report) -> bool:
+    """Whether one of these environments has the framework, and can import what that loads."""
+    if framework is None:
+        return True
+    good = {f.name for there in report.values() for f in there if f.status is not Status.FAILS}
+    return {framework, FRAMEWORKS[framework].module} <= good
 
 
 COMMAND = Command(

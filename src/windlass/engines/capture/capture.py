@@ -24,6 +24,7 @@ from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
 from windlass.engines.capture.description import Captured, Repack, Seen, describe
 from windlass.engines.capture.element_ids import ElementIds, Exact, Rows, rows_of, scaled
 from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, held_by
+from windlass.engines.capture.reading import Reading
 from windlass.engines.capture.recompute import Recompute, plan_recompute
 from windlass.engines.capture.snapshot import Snapshot, undone_if_it_fails
 from windlass.engines.rank_reports import RefusedByOtherRank
@@ -215,7 +216,8 @@ def _observe(loads: _Loads, exact_numel: int, scattered: frozenset[str]) -> Seen
     prints = {name: fingerprint(h.memory()) for name, h in held.items()}
     places = {name: h.address for name, h in held.items()}
     numbers = _read_digits(loads, held, exact_numel, scattered)
-    load(codes.random(1))
+    with (reading := Reading()):
+        load(reading.over(codes.random(1)))
     held = loads.held()
     constants = [n for n, h in held.items() if prints.get(n) == fingerprint(h.memory())]
     changing = [name for name in held if name not in constants]
@@ -249,6 +251,7 @@ def _observe(loads: _Loads, exact_numel: int, scattered: frozenset[str]) -> Seen
         constants=tuple(n for n in constants if n not in hidden),
         unproven=unproven,
         computed=frozenset(n for n in changing if n not in right and n not in unproven) | hidden,
+        read=reading.read(spec.name for spec in codes.specs),
     )
 
 

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
+from windlass.engines.quantised import is_declared
 from windlass.errors import ConfigError, UnsupportedLayout
 from windlass.layout.dtypes import SAFETENSORS_NAMES, DType
 from windlass.layout.quantization import QuantizedTensor, scale_shape
@@ -31,6 +33,7 @@ __all__ = [
     "bits_of",
     "checkpoint_specs",
     "checkpoint_tensors",
+    "chunk_on",
     "quantized_tensors",
 ]
 
@@ -43,19 +46,27 @@ FLOAT8_DIGIT_BITS = 4
 LOUDNESS = 16.0
 """Of values that must show in a maximum over others too."""
 
-CHUNK = 1 << 26
-"""Elements that are compared at a time: numbers take 8 bytes each."""
 
-BATCH = 1 << 22
-"""Elements of a load that are made at a time: enough to keep a GPU busy, few enough for its cache."""
+def chunk_on(device: torch.device) -> int:
+    """Elements that are compared at a time: their numbers, of 8 bytes each, stay in a core's cache."""
+    return 1 << 16 if device.type == "cpu" else 1 << 26
 
-# splitmix64 (Steele, Lea and Flood, 2014), as signed numbers
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+def batch_on(device: torch.device) -> int:
+    """Elements of a load that are made at a time: enough to keep a GPU busy, few enough for its cache, or a core's."""
+    return 1 << 16 if device.type == "cpu" else 1 << 22
+
+
+# Of MurmurHash3 (Appleby, 2011), as signed numbers: 32 bits, which processors multiply many of at once.
+_MIX_1 = 0x85EBCA6B - (1 << 32)
+_MIX_2 = 0xC2B2AE35 - (1 << 32)
+_HIGH = 0x9E3779B1 - (1 << 32)
+"""For the high half of a number."""
 
 _EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
 _SAFETENSORS = {SAFETENSORS_NAMES[dtype]: dtype for dtype in _EXACT}
+_INTEGERS_STORED = ("BOOL", "U8", "I8", "I16", "I32", "I64")
+INDEX = "model.safetensors.index.json"
 SCALE_SUFFIX = "_scale_inv"
 """What the name of a float8 matrix gets to name its scales."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -80,27 +91,53 @@ class CheckpointSpec:
 
 
 def checkpoint_specs(folder: Path) -> tuple[CheckpointSpec, ...]:
-    """Return what the safetensors files of a checkpoint hold, from their headers alone; ordered by name.
+    """Return what a checkpoint holds, from the headers of its files alone; ordered by name.
 
     Files are ordered by type first, which parts scales from their weights. vLLM keeps what it has
     of every layer until the layer is complete, and counts all of it at each tensor: tensors of one
     layer must come together.
 
+    Integers (masks, positions) are left out, which no training changes and engines make themselves; what
+    an engine needs of them it keeps. Not of a quantised checkpoint, where they are weights.
+
     Raises:
-        ConfigError: no safetensors files there, or one that is none.
+        ConfigError: no safetensors files there, or one that is none; or its index names others.
         UnsupportedLayout: a tensor of a type that codes cannot travel in (packed integers, say).
     """
     found: dict[str, CheckpointSpec] = {}
+    quantised = is_declared(folder)
     with _opened(folder) as stored:
         for name in sorted(stored):
             entry = stored[name].get_slice(name)
-            if (dtype := entry.get_dtype()) not in _SAFETENSORS:
+            if (dtype := entry.get_dtype()) in _SAFETENSORS:
+                found[name] = CheckpointSpec(name, tuple(entry.get_shape()), _SAFETENSORS[dtype])
+            elif quantised or dtype not in _INTEGERS_STORED:
                 raise UnsupportedLayout(
                     f"checkpoint: tensor {name!r}: dtype must be one of {list(_SAFETENSORS)} to be "
                     f"followed through the loader, got {dtype}"
                 )
-            found[name] = CheckpointSpec(name, tuple(entry.get_shape()), _SAFETENSORS[dtype])
     return tuple(found.values())
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that count, as for engines: those of the index, or all.
+
+    Beside them may lie the same weights in another form (`consolidated.safetensors`).
+    """
+    index = folder / INDEX
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        named = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"checkpoint: {index} must have a `weight_map` of names to files: {error}"
+        ) from error
+    return sorted({folder / file for file in named.values()})
 
 
 @contextmanager
@@ -108,7 +145,7 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
     """Open a folder; yield the safetensors file of every tensor in it, by the tensor's name."""
     from safetensors import SafetensorError, safe_open
 
-    files = sorted(folder.glob("*.safetensors"))
+    files = _files(folder)
     if not files:
         raise ConfigError(f"checkpoint: {folder} must hold safetensors files, found none")
     with ExitStack() as stack:
@@ -116,6 +153,8 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
         for file in files:
             try:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
+            except FileNotFoundError as error:
+                raise ConfigError(f"checkpoint: {file} must be there: {INDEX} names it") from error
             except SafetensorError as error:
                 raise ConfigError(f"checkpoint: {file} is no safetensors file: {error}") from error
             stored |= dict.fromkeys(opened.keys(), opened)
@@ -250,14 +289,15 @@ class Codes:
 
         A model has thousands of tensors (experts), so that values are made for many at once.
         """
+        most = batch_on(self.device)
         for batch in self._batches(range(len(self.specs)) if specs is None else specs, chosen):
             spec = self.specs[batch[0]]
             first, last = int(self.starts[batch[0]]), int(self.starts[batch[-1] + 1])
             dtype, is_chosen = torch_dtype(spec.dtype), spec.name in chosen
             if len(batch) == 1:
                 tensor = torch.empty(spec.numel, dtype=dtype, device=self.device)
-                for begin in range(first, last, BATCH):
-                    numbers = torch.arange(begin, min(last, begin + BATCH), device=self.device)
+                for begin in range(first, last, most):
+                    numbers = torch.arange(begin, min(last, begin + most), device=self.device)
                     part = tensor[begin - first : begin - first + len(numbers)]
                     part.copy_(values(numbers, spec.dtype, is_chosen))
                 yield spec.name, tensor.reshape(spec.shape)
@@ -270,9 +310,9 @@ class Codes:
                 yield self.specs[index].name, part.clone().reshape(self.specs[index].shape)
 
     def _batches(self, specs: Iterable[int], chosen: frozenset[str]) -> Iterator[list[int]]:
-        """Indices of tensors that follow each other and are made alike, of `BATCH` elements in all."""
+        """Indices of tensors that follow each other and are made alike, of `batch_on` elements in all."""
         batch: list[int] = []
-        numel = 0
+        numel, most = 0, batch_on(self.device)
         for index in specs:
             spec = self.specs[index]
             if batch:
@@ -280,7 +320,7 @@ class Codes:
                 alike = spec.dtype is first.dtype and (spec.name in chosen) == (
                     first.name in chosen
                 )
-                if index != batch[-1] + 1 or not alike or numel + spec.numel > BATCH:
+                if index != batch[-1] + 1 or not alike or numel + spec.numel > most:
                     yield batch
                     batch, numel = [], 0
             batch.append(index)
@@ -295,8 +335,8 @@ def bits_of(memory: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """Wrap a number as 64 signed bits hold it."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+    """Wrap a number as 32 signed bits hold it."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def _loud(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
@@ -306,8 +346,8 @@ def _loud(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
 
 
 def _ordinary(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
-    """Make a value of `dtype` for each number, the same on every device: 24 bits of splitmix64."""
-    bits = _bits24(numbers, _signed(seed * _MIX_1))
+    """Make a value of `dtype` for each number, the same on every device: 24 bits of a hash."""
+    bits = _bits24(numbers, _signed((seed + 1) * _HIGH))
     if dtype is DType.FLOAT8_E4M3:
         pattern = bits.remainder_(254)
         pattern += pattern >= 127  # 127 and 255 are no numbers
@@ -316,8 +356,9 @@ def _ordinary(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
 
 
 def _bits24(numbers: torch.Tensor, seed: int) -> torch.Tensor:
-    """(n,) int64 of the caller's own."""
-    state = (numbers + 1).mul_(_GOLDEN).add_(seed)
-    state.bitwise_xor_(state >> 30).mul_(_MIX_1)
-    state.bitwise_xor_(state >> 27).mul_(_MIX_2)
-    return state.bitwise_xor_(state >> 31).bitwise_right_shift_(20).bitwise_and_(0xFFFFFF)
+    """(n,) int32 of the caller's own."""
+    halves = numbers.contiguous().view(torch.int32).view(-1, 2)
+    state = (halves[:, 1] * _HIGH).bitwise_xor_(halves[:, 0]).add_(seed)
+    state.bitwise_xor_(state >> 16).mul_(_MIX_1)
+    state.bitwise_xor_(state >> 13).mul_(_MIX_2)
+    return state.bitwise_xor_(state >> 16).bitwise_right_shift_(4).bitwise_and_(0xFFFFFF)

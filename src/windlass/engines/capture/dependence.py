@@ -8,19 +8,16 @@ per two loads, all layers at once. A last load changes everything else: nothing 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import final
 
 from windlass.engines.capture.codes import Codes, Load
 from windlass.errors import UnsupportedLayout
+from windlass.layout.naming.patterns import NUMBER, patterns_of
 
 __all__ = ["sources_of"]
 
 _SEED = 2
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A part of a dotted name."""
-
 ElementIds = tuple[int, ...]
 
 
@@ -55,9 +52,7 @@ class _Search:
     ) -> None:
         self._codes, self._load, self._prints, self._base = codes, load, prints, base
         self._all = frozenset(spec.name for spec in codes.specs)
-        self._kinds: dict[str, list[str]] = {}
-        for spec in codes.specs:
-            self._kinds.setdefault(_NUMBER.sub("*", spec.name), []).append(spec.name)
+        self._kinds = patterns_of(spec.name for spec in codes.specs)
 
     def sources(self) -> frozenset[str]:
         """See `sources_of`."""
@@ -119,4 +114,4 @@ class _Search:
 
 
 def _numbers(name: str) -> ElementIds:
-    return tuple(int(number) for number in _NUMBER.findall(name))
+    return tuple(int(number) for number in NUMBER.findall(name))

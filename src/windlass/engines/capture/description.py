@@ -132,6 +132,7 @@ class Captured:
         constants: tensors that no checkpoint changes (rotary caches, scales of 1).
         unplaced: checkpoint tensors that left no trace on this rank (other ranks' experts, or a
             copy that the engine hides from its model).
+        unread: those of `unplaced` at whose elements the loader did not look.
         recompute: what the engine's own loader has to do after every update, if anything.
         roundings: to be applied after every update, before the repacks.
     """
@@ -141,6 +142,7 @@ class Captured:
     repacks: tuple[Repack, ...]
     constants: tuple[str, ...]
     unplaced: tuple[str, ...]
+    unread: tuple[str, ...] = ()
     recompute: Recompute | None = None
     roundings: tuple[Rounding, ...] = ()
 
@@ -189,6 +191,7 @@ class Seen:
     Attributes:
         unproven: their rows mislead: they are to be read place by place.
         computed: no copy of checkpoint elements; not in `numbers`.
+        read: checkpoint tensors at whose elements the loader looked.
         found: boxes, by name, that were found already.
     """
 
@@ -198,6 +201,7 @@ class Seen:
     constants: tuple[str, ...]
     unproven: frozenset[str]
     computed: frozenset[str]
+    read: frozenset[str]
     found: dict[str, Parts | None] = field(default_factory=dict)
 
     def boxes_of(self, name: str, codes: Codes) -> Parts | None:
@@ -256,13 +260,15 @@ def describe(
     for quantized in quantized_tensors(codes.specs):
         if quantized.weight in placed and quantized.scale in placed:
             builder.add_quantized(quantized)
+    unplaced = [s.name for s in codes.specs if s.name not in placed and s.numel]
     return Captured(
         manifest=builder.build(),
         addresses=tuple(addresses),
         roundings=tuple(roundings),
         repacks=tuple(repacks),
         constants=seen.constants,
-        unplaced=tuple(s.name for s in codes.specs if s.name not in placed and s.numel),
+        unplaced=tuple(unplaced),
+        unread=tuple(name for name in unplaced if name not in seen.read),
         recompute=recompute,
     )
 

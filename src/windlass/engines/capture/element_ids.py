@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from windlass.engines.capture.boxes import Line, PlacedBox, TooManyBoxes, boxes_of, boxes_of_lines
-from windlass.engines.capture.codes import CHUNK, CheckpointSpec, Codes
+from windlass.engines.capture.codes import CheckpointSpec, Codes, chunk_on
 from windlass.engines.capture.memory import Holding
 
 __all__ = ["ElementIds", "Exact", "Parts", "Rows", "parts_of", "rows_of", "scaled"]
@@ -88,8 +88,9 @@ class Exact:
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """See `ElementIds.chunks`."""
-        for begin in range(0, len(self._numbers), CHUNK):
-            yield begin, self._numbers[begin : begin + CHUNK]
+        step = chunk_on(self._numbers.device)
+        for begin in range(0, len(self._numbers), step):
+            yield begin, self._numbers[begin : begin + step]
 
     def is_consistent(self) -> bool:
         """See `ElementIds.is_consistent`."""
@@ -193,7 +194,7 @@ class Rows:
         """See `ElementIds.chunks`."""
         groups, rows, width = self._shape
         patterns = self._patterns()
-        step = max(1, CHUNK // width)
+        step = max(1, chunk_on(self._heads.device) // width)
         for group in range(groups):
             pattern = patterns[group]
             for row in range(0, rows, step):

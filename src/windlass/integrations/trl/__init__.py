@@ -1,0 +1,15 @@
+"""TRL's `AsyncGRPOTrainer` with plain vLLM servers: `weight_transfer=WeightTransfer([...])`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from windlass.lazy import public
+
+if TYPE_CHECKING:
+    from windlass.integrations.trl.weight_transfer import WeightTransfer as WeightTransfer
+
+if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+    __all__, __getattr__, __dir__ = public(
+        __name__, {"windlass.integrations.trl.weight_transfer": "WeightTransfer"}
+    )

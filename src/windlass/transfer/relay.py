@@ -1,0 +1,939 @@
+"""A relay: engines that pass on to the next ones what they were written.
+
+One-sided writes leave no trace in the process that they go to, so after a chunk has been written its writer says so, over
+one TCP connection per round. The first frame names the round and carries the secret of the receiving engine; the
+receiver answers with one byte if it takes part, and nothing is written before that. The connection
+ends with `End`, after which nothing more will be written, or with the end of the process behind it.
+
+The trainer writes the roots of a group: each root gets the chunks of its stripes. The plan names one member of each group; the
+links to the others have the same ops, the same packed bytes and the same digest. A trainer can write any member directly:
+so it completes the links that the relay left incomplete.
+
+At an engine a chunk counts once its bytes in this rank's memory have the digest that the trainer computed; only
+then is it written to the next engines, by one-sided writes from where it lies. Only writers that the
+listener has let in write here, and the round's answer is given when each of them has ended: so it settles
+whether bytes may still land.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import assert_never, final
+
+import msgspec
+import numpy as np
+
+from windlass.errors import DECODE_ERRORS, PeerUnreachable, PlanError, ProtocolError, TransferError
+from windlass.memory.ops import OWN_WORK_S, ChunkDigests, MemoryOps, UInt64Array
+from windlass.net.clock import Deadline
+from windlass.net.messages import RoundId
+from windlass.planning.program import LinkProgram
+from windlass.planning.relay import RelayGroup, children_of, depths_of
+from windlass.transfer.base import is_unknown, submit
+from windlass.transfer.bind import check_binding
+from windlass.transfer.bindings import DestinationBinding, RelayAddress
+from windlass.transfer.packer import PackedLink, batches_to
+from windlass.transfer.payload import Payload, payload_of
+from windlass.transfer.receiver import Receiver
+from windlass.transports.base import OneSidedTransport
+
+_log = logging.getLogger(__name__)
+
+
+# --- frames --------------------------------------------------------------------------------------
+
+MAX_FRAME_NBYTES = 4096
+ACCEPTED = b"\x01"
+LENGTH = struct.Struct(">I")
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """First frame: who writes, in which (epoch, round)."""
+
+    token: str
+    upstream: str
+    epoch: int
+    round: int
+
+
+class ChunkLanded(msgspec.Struct, frozen=True, tag="chunk"):
+    """A chunk of the link from `source` is in place; `digest` is the source's own."""
+
+    source: str
+    chunk: int
+    digest: str
+
+
+class StripeEnd(msgspec.Struct, frozen=True, tag="stripe_end"):
+    """Chunks of this stripe that are missing by now will not come from here."""
+
+    stripe: int
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """No more will be written in this round; `unknown`: some bytes may still land all the same."""
+
+    unknown: bool = False
+
+
+Frame = Open | ChunkLanded | StripeEnd | End
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """Encode a frame, with its length in front."""
+    body = _encoder.encode(frame)
+    return LENGTH.pack(len(body)) + body
+
+
+def decode_frame(body: bytes) -> Frame:
+    """Decode what follows the length.
+
+    Raises:
+        ProtocolError: it is no frame.
+    """
+    try:
+        frame: Frame = _decoder.decode(body)
+    except DECODE_ERRORS as error:
+        raise ProtocolError(f"relay: frame of {len(body)} bytes: {error}") from error
+    return frame
+
+
+# --- both ends of a connection -------------------------------------------------------------------
+
+MAX_CONNECTIONS = 4096
+ACCEPT_AGAIN_S = 0.1
+OPEN_S = 10.0
+"""For the first frame of a connection: whoever has no token holds it for no longer."""
+CLOSE_S = 10.0
+
+
+@final
+class RelaySender:
+    """The writer's end of one connection.
+
+    Raises:
+        PeerUnreachable: nobody listens there, or it does not take part in this round.
+    """
+
+    def __init__(
+        self, address: RelayAddress, upstream: str, round_id: RoundId, deadline: Deadline
+    ) -> None:
+        self._peer = address.worker
+        self._lock = threading.Lock()
+        self._deadline = deadline
+        try:
+            self._socket = socket.create_connection(
+                (address.host, address.port), timeout=self._left_s()
+            )
+        except OSError as error:
+            raise PeerUnreachable(f"relay: {self._peer} does not listen: {error}") from error
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.send(Open(address.token, upstream, *round_id))
+            answer = self._socket.recv(1)
+        except OSError as error:
+            self.close()
+            raise PeerUnreachable(f"relay: {self._peer} did not answer: {error}") from error
+        except PeerUnreachable:
+            self.close()
+            raise
+        if answer != ACCEPTED:
+            self.close()
+            raise PeerUnreachable(f"relay: {self._peer} takes no part in round {round_id}")
+
+    def send(self, frame: Frame) -> None:
+        """Send one frame. Thread-safe.
+
+        Raises:
+            PeerUnreachable: the connection is gone or the deadline has passed.
+        """
+        try:
+            with self._lock:
+                self._socket.settimeout(self._left_s())
+                self._socket.sendall(encode_frame(frame))
+        except OSError as error:
+            raise PeerUnreachable(f"relay: {self._peer} is gone: {error}") from error
+
+    def end(self, *, unknown: bool) -> None:
+        """Say that nothing more will be written, and close."""
+        try:
+            self.send(End(unknown))
+        except PeerUnreachable:
+            pass  # the end of the connection says the same, but for `unknown`, which is reported
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._socket.close()
+
+    def _left_s(self) -> float:
+        return max(self._deadline.remaining_s, 0.01)
+
+
+async def _read_frame(stream: asyncio.StreamReader) -> Frame:
+    """Read the next frame.
+
+    Raises:
+        ProtocolError: it is longer than 4096 bytes or is none.
+        OSError, EOFError: the connection has ended.
+    """
+    (nbytes,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
+    if nbytes > MAX_FRAME_NBYTES:
+        raise ProtocolError(f"relay: a frame has at most {MAX_FRAME_NBYTES} bytes, got {nbytes}")
+    return decode_frame(await stream.readexactly(nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """A connection ended without `End`: what the kernel of its peer holds may still come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The round is over for this rank."""
+
+
+RelayEvents = queue.SimpleQueue[
+    tuple[str, ChunkLanded | StripeEnd | End | Disconnected | Interrupted]
+]
+"""Upstreams, and what each of them has written or said; see `RelayReceiver`."""
+
+
+@dataclass(slots=True)
+class _Round:
+    events: RelayEvents = field(default_factory=queue.SimpleQueue)
+    joined: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
+    closed: bool = False
+
+
+@final
+class RelayReceiver:
+    """Listens from construction to `close`. Thread-safe.
+
+    A writer is let in for the newest round or a later one that has not been closed, and only with
+    the right secret. Whoever was let in is followed by `End` or `Disconnected` in the events of its round.
+
+    Args:
+        worker: this rank. host: address to bind; the port is chosen by the system.
+    """
+
+    def __init__(self, worker: str, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        self._listener.setblocking(False)
+        self._address = RelayAddress(
+            worker, host, int(self._listener.getsockname()[1]), secrets.token_hex(16)
+        )
+        self._lock = threading.Lock()
+        self._rounds: dict[RoundId, _Round] = {}
+        self._oldest = RoundId(0, 0)
+        self._loop = asyncio.new_event_loop()
+        self._serving = self._loop.create_task(self._serve())
+        self._thread = threading.Thread(target=self._run, name="windlass-relay", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> RelayAddress:
+        """What writers need."""
+        return self._address
+
+    def begin(self, round_id: RoundId) -> RelayEvents:
+        """Return the events of a round, also of those who came before this call; older rounds are over."""
+        with self._lock:
+            self._oldest = max(self._oldest, round_id)
+            self._rounds = {p: r for p, r in self._rounds.items() if p >= round_id}
+            return self._rounds.setdefault(round_id, _Round()).events
+
+    def joined(self, round_id: RoundId) -> frozenset[str]:
+        """Return who was let into the round so far."""
+        with self._lock:
+            of_round = self._rounds.get(round_id)
+            return frozenset(of_round.joined if of_round is not None else ())
+
+    def end(self, round_id: RoundId) -> frozenset[str]:
+        """Let nobody into the round any more; return who was let in."""
+        with self._lock:
+            of_round = self._rounds.setdefault(round_id, _Round())
+            of_round.closed = True
+            return frozenset(of_round.joined)
+
+    def refuse(self, round_id: RoundId, upstream: str) -> None:
+        """Let `upstream`, which will not come or must not, not into the round: that is its `End` there."""
+        with self._lock:
+            if round_id < self._oldest:
+                return
+            of_round = self._rounds.setdefault(round_id, _Round())
+            of_round.refused.add(upstream)
+            if upstream not in of_round.joined:
+                of_round.events.put((upstream, End()))
+
+    def interrupt(self, round_id: RoundId) -> None:
+        """Wake whoever reads the events of the round."""
+        with self._lock:
+            if round_id >= self._oldest:
+                self._rounds.setdefault(round_id, _Round()).events.put(("", Interrupted()))
+
+    def close(self) -> None:
+        """Close every connection and end the thread. Idempotent."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._serving.cancel)
+        self._thread.join(CLOSE_S)
+
+    # --- in the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        cancelled = contextlib.suppress(asyncio.CancelledError)
+        with self._listener, contextlib.closing(self._loop), cancelled:
+            self._loop.run_until_complete(self._serving)
+
+    async def _serve(self) -> None:
+        async with asyncio.TaskGroup() as connections:
+            num_open = asyncio.Semaphore(MAX_CONNECTIONS)
+            while True:
+                await num_open.acquire()
+                try:
+                    accepted, _ = await self._loop.sock_accept(self._listener)
+                except OSError:
+                    # Too many open files: the listener stays readable, and must not be asked without end.
+                    num_open.release()
+                    await asyncio.sleep(ACCEPT_AGAIN_S)
+                    continue
+                connection = connections.create_task(self._read(accepted))
+                connection.add_done_callback(lambda _: num_open.release())
+
+    async def _read(self, accepted: socket.socket) -> None:
+        with accepted, contextlib.suppress(OSError, EOFError, ProtocolError):
+            stream, writer = await asyncio.open_connection(sock=accepted)
+            try:
+                async with asyncio.timeout(OPEN_S):
+                    opened = await _read_frame(stream)
+                if isinstance(opened, Open) and (events := self._let_in(opened)) is not None:
+                    last: End | Disconnected = Disconnected()
+                    try:
+                        writer.write(ACCEPTED)
+                        last = await self._follow(stream, opened.upstream, events)
+                    finally:  # the process behind it has ended, or gave up: it is past its last write
+                        events.put((opened.upstream, last))
+            finally:
+                writer.close()
+                await writer.wait_closed()
+
+    @staticmethod
+    async def _follow(stream: asyncio.StreamReader, upstream: str, events: RelayEvents) -> End:
+        while True:
+            frame = await _read_frame(stream)
+            if isinstance(frame, End):
+                return frame
+            if isinstance(frame, Open):
+                raise ProtocolError("relay: a connection is opened once")
+            events.put((upstream, frame))
+
+    def _let_in(self, frame: Open) -> RelayEvents | None:
+        if not hmac.compare_digest(frame.token.encode(), self._address.token.encode()):
+            return None
+        round_id = RoundId(frame.epoch, frame.round)
+        with self._lock:
+            if round_id < self._oldest:
+                return None
+            of_round = self._rounds.setdefault(round_id, _Round())
+            if of_round.closed or frame.upstream in of_round.refused | of_round.joined:
+                return None
+            of_round.joined.add(frame.upstream)
+            return of_round.events
+
+
+# --- who writes chunks: a trainer, or an engine that passes them on ------------------------------
+
+WRITES_AT_ONCE = 4
+"""Chunks on their way to one engine: the next one is written while the last is acknowledged."""
+
+
+@final
+class ChunkWriter:
+    """Chunks on their way to one engine in one round, each announced once it is in place.
+
+    It has threads of its own, and connects in one of them. After the first error it writes no more.
+
+    Args:
+        transport: writes.
+        worker: this rank.
+        binding: of the engine. address: where it listens.
+        round_id: of the relay.
+        deadline: for all of it.
+
+    Attributes:
+        errors: what went wrong, in the order of time.
+        unreached: the engine did not let this rank in; nothing was written to it.
+        last_s: when the last chunk was in place, by `time.perf_counter`; 0 for none.
+    """
+
+    def __init__(
+        self,
+        transport: OneSidedTransport,
+        worker: str,
+        binding: DestinationBinding,
+        address: RelayAddress,
+        round_id: RoundId,
+        deadline: Deadline,
+    ) -> None:
+        self.errors: list[BaseException] = []
+        self.unreached, self.last_s = False, 0.0
+        self._transport, self._binding, self._deadline = transport, binding, deadline
+        self._sender: RelaySender | None = None
+        self._pool = ThreadPoolExecutor(WRITES_AT_ONCE, "windlass-relay-write")
+        self._jobs: list[Future[int]] = []
+        self._submit(partial(self._open, address, worker, round_id))
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether bytes may still land."""
+        return any(is_unknown(error) for error in self.errors)
+
+    def write(
+        self, payload: Payload, local: UInt64Array, remote: UInt64Array, landed: ChunkLanded
+    ) -> None:
+        """Have a chunk written from (n,) `local` to (n,) `remote`."""
+        self._submit(partial(self._write, payload, local, remote, landed))
+
+    def end_stripe(self, stripe: int) -> None:
+        """Say that nothing more comes of a stripe, once everything before is written."""
+        self._submit_last(partial(self._end_stripe, stripe))
+
+    def end(self) -> None:
+        """Say that nothing more comes, once everything before is written."""
+        self._submit_last(self._end)
+
+    def close(self) -> int:
+        """Wait for all; returns the bytes written."""
+        self._pool.shutdown(wait=True)
+        failed = [error for job in self._jobs if (error := job.exception()) is not None]
+        for error in failed:
+            _log.error("relaying to %s failed", self._binding.worker, exc_info=error)
+        self.errors += failed
+        if self._sender is not None:
+            self._sender.close()
+        return sum(job.result() for job in self._jobs if job.exception() is None)
+
+    def _submit(self, job: Callable[[], int]) -> None:
+        """Jobs begin in this order."""
+        self._jobs.append(submit(self._pool, job))
+
+    def _submit_last(self, job: Callable[[], int]) -> None:
+        earlier = tuple(self._jobs)
+
+        def after() -> int:
+            wait(earlier)  # they have threads of their own: they began before this one
+            return job()
+
+        self._submit(after)
+
+    def _open(self, address: RelayAddress, worker: str, round_id: RoundId) -> int:
+        try:
+            self._sender = RelaySender(address, worker, round_id, self._deadline)
+        except TransferError as error:
+            self.errors.append(error)
+            self.unreached = True
+        return 0
+
+    def _write(
+        self, payload: Payload, local: UInt64Array, remote: UInt64Array, landed: ChunkLanded
+    ) -> int:
+        if self._jobs[0].exception() is not None or self.errors or self._sender is None:
+            return 0
+        try:
+            payload.write(
+                self._transport, self._binding, landed.chunk, local, remote, self._deadline
+            )
+            self._sender.send(landed)
+        except TransferError as error:
+            self.errors.append(error)  # the peer finds the link incomplete in the end
+            return 0
+        except BaseException as error:  # whatever it is, bytes may still land there
+            self.errors.append(error)
+            raise
+        self.last_s = time.perf_counter()
+        return payload.chunk_nbytes(landed.chunk)
+
+    def _end_stripe(self, stripe: int) -> int:
+        if self._sender is not None and not self.errors:
+            try:
+                self._sender.send(StripeEnd(stripe))
+            except TransferError as error:
+                self.errors.append(error)  # the end of the connection says more
+        return 0
+
+    def _end(self) -> int:
+        if self._sender is not None:
+            lost = any(job.exception() is not None for job in self._jobs if job.done())
+            self._sender.end(unknown=self.is_unknown or lost)
+        return 0
+
+
+@final
+class GroupWrite:
+    """One group whose roots a trainer rank writes; every member can be written directly as well.
+
+    Args:
+        group: who is in it.
+        program: of the link to its first member.
+        bindings: of every member. addresses: of every root.
+
+    Attributes:
+        leader: the first member, for which the plan was made.
+        roots: members that trainers write.
+        digest: of the link to any member; empty while nothing is packed.
+
+    Raises:
+        PlanError: a member has no binding, or a root no address.
+        RegionError: a write would leave the published regions.
+    """
+
+    def __init__(
+        self,
+        group: RelayGroup,
+        program: LinkProgram,
+        bindings: Mapping[str, DestinationBinding],
+        addresses: Mapping[str, RelayAddress],
+    ) -> None:
+        for member in group.members:
+            if member not in bindings:
+                raise PlanError(f"relay: {member} has no binding")
+            check_binding(program, bindings[member])
+        for root in group.roots():
+            if root not in addresses:
+                raise PlanError(f"relay: root {root} has no address")
+        self.leader, self.roots = group.members[0], frozenset(group.roots())
+        self.digest = ""
+        self._group, self._program, self._addresses = group, program, addresses
+        self._payload = payload_of(program, group.chunk_nbytes)
+        self._local: UInt64Array = np.zeros(0, np.uint64)
+        self._hashes: ChunkDigests | None = None
+        self._chunks: tuple[str, ...] = ()
+
+    def copies(self) -> dict[str, LinkProgram]:
+        """Return the links to the other members."""
+        return {name: replace(self._program, peer=name) for name in self._group.members[1:]}
+
+    def keep(
+        self, memory: MemoryOps, sources: UInt64Array, packed: Mapping[int, int], digest: str
+    ) -> None:
+        """Hash the chunks of a link that has been packed.
+
+        Args:
+            memory: that the parameters are in, and what is packed.
+            sources: where the parameters lie.
+            packed: op -> address of its packed payload.
+            digest: of the link.
+
+        Raises:
+            TransferFailed: a GPU without room for its tables.
+            TransferOutcomeUnknown: kernels do not end.
+        """
+        payload = self._payload
+        parameter = np.where(payload.packed, 0, payload.src_parameter)
+        at = np.array([packed.get(op, 0) for op in range(len(self._program.ops))], np.uint64)
+        base = np.where(payload.packed, at[payload.op], sources[parameter])
+        local = base + payload.src_offset.astype(np.uint64)
+        if self._hashes is None or not np.array_equal(self._local, local):
+            self.close()
+            self._hashes = payload.digests(memory, local)
+        self._local = local
+        self._chunks = tuple(self._hashes.take(range(payload.num_chunks), OWN_WORK_S))
+        self.digest = digest
+
+    def forget(self) -> None:
+        """What was packed is there no more."""
+        self.digest = ""
+
+    def close(self) -> None:
+        """Free what was prepared. Idempotent."""
+        self.forget()
+        hashes, self._hashes = self._hashes, None
+        if hashes is not None:
+            hashes.close()
+
+    def packed_link(self, binding: DestinationBinding) -> PackedLink | None:
+        """Return all that one member gets, for direct writes; None where it is not packed."""
+        if not self.digest:
+            return None
+        remote, nbytes = self._payload.at(binding), self._payload.nbytes.astype(np.uint64)
+        return PackedLink(tuple(batches_to(binding, self._local, remote, nbytes)), self.digest)
+
+    def write_root(
+        self,
+        transport: OneSidedTransport,
+        worker: str,
+        binding: DestinationBinding,
+        round_id: RoundId,
+        deadline: Deadline,
+    ) -> int:
+        """Write the chunks of a root's stripes, a few at a time; returns bytes.
+
+        What is not packed is not written: the root is told that nothing comes.
+
+        Args:
+            transport: writes.
+            worker: this rank.
+            binding: of the root.
+            round_id: of the relay.
+            deadline: for all of it.
+
+        Raises:
+            TransferError: the root was not reached, or a write failed.
+            TransferOutcomeUnknown: bytes may still land.
+        """
+        digests, roots = self._chunks if self.digest else (), self._group.roots()
+        address, remote = self._addresses[binding.worker], self._payload.at(binding)
+        writer = ChunkWriter(transport, worker, binding, address, round_id, deadline)
+        for chunk, digest in enumerate(digests):
+            if roots[chunk % len(roots)] == binding.worker:
+                landed = ChunkLanded(worker, chunk, digest)
+                writer.write(self._payload, self._local, remote, landed)
+        writer.end()
+        nbytes = writer.close()
+        for error in sorted(writer.errors, key=is_unknown, reverse=True):
+            raise error
+        return nbytes
+
+
+# --- an engine rank that takes part --------------------------------------------------------------
+
+
+TIMEOUT_SPREAD = 0.25
+"""Of the time for a relay: between the timeouts of the first and the last rank of a stripe."""
+
+
+@dataclass(frozen=True, slots=True)
+class RelayResult:
+    """How the relay went at one rank.
+
+    Attributes:
+        missing: sources whose link is not complete here.
+        unknown_from: upstreams whose bytes may still land here.
+        unknown_to: engines in which bytes of this rank may still land.
+        unreached: engines that did not let this rank in; nothing was written to them.
+        disconnected: upstreams that ended without saying so: over TCP their kernels may still hold bytes,
+            so a fence is due before what lies here is trusted.
+        nbytes: passed on. wire_s: from the first chunk here to the last one passed on.
+    """
+
+    missing: tuple[str, ...]
+    unknown_from: tuple[str, ...]
+    unknown_to: tuple[str, ...]
+    unreached: tuple[str, ...]
+    disconnected: tuple[str, ...]
+    nbytes: int
+    wire_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BoundGroup:
+    """What this rank does in every round of a binding.
+
+    Attributes:
+        payloads: source -> what its link delivers.
+        local: source -> where the pieces lie here. digests: source -> of the chunks there.
+        upstream: per stripe the member that writes it; empty for the stripes that trainers write.
+        children: per stripe whom it is passed on to.
+        timeout_shares: per stripe how much of the time for the relay to wait: those in front give up first,
+            so that who merely waits for a rank that stands still is not taken for one.
+        bindings, addresses: of the children.
+        remote: child -> source -> where the pieces lie there.
+    """
+
+    payloads: Mapping[str, Payload]
+    local: Mapping[str, UInt64Array]
+    digests: Mapping[str, ChunkDigests]
+    upstream: tuple[str, ...]
+    children: tuple[tuple[str, ...], ...]
+    timeout_shares: tuple[float, ...]
+    bindings: Mapping[str, DestinationBinding]
+    addresses: Mapping[str, RelayAddress]
+    remote: Mapping[str, Mapping[str, UInt64Array]]
+
+    def close(self) -> None:
+        """Free what was prepared. Idempotent."""
+        for digests in self.digests.values():
+            digests.close()
+
+
+@final
+class RelayRound:
+    """What is still to come, and what was passed on."""
+
+    def __init__(
+        self, receiver: Receiver, bound: BoundGroup, round_id: RoundId, deadline: Deadline
+    ) -> None:
+        self._bound = bound
+        num_stripes = len(bound.upstream)
+        self._left: dict[str, set[tuple[str, int]]] = {}
+        for source, payload in bound.payloads.items():
+            for chunk in range(payload.num_chunks):
+                writer = bound.upstream[chunk % num_stripes] or source
+                self._left.setdefault(writer, set()).add((source, chunk))
+        self._stripes_of: dict[str, set[int]] = {}
+        for writer, keys in self._left.items():
+            self._stripes_of[writer] = {chunk % num_stripes for _, chunk in keys}
+        self._deadlines = {
+            writer: Deadline.after(
+                deadline.seconds * max(bound.timeout_shares[i] for i in stripes), "relay"
+            )
+            for writer, stripes in self._stripes_of.items()
+        }
+        self._missing: set[str] = set()
+        self._unknown: set[str] = set()
+        self._disconnected: set[str] = set()
+        self._first_s = self._last_s = 0.0
+        self._nbytes = 0
+        self._children = {
+            name: ChunkWriter(
+                receiver.transport,
+                receiver.manifest.worker,
+                bound.bindings[name],
+                bound.addresses[name],
+                round_id,
+                deadline,
+            )
+            for name in bound.remote
+        }
+
+    @property
+    def waits(self) -> bool:
+        """Whether chunks can still come."""
+        return bool(self._left)
+
+    def on_chunk(self, upstream: str, landed: ChunkLanded) -> None:
+        """Verify a chunk and have it passed on."""
+        key = landed.source, landed.chunk
+        left = self._left.get(upstream)
+        if left is None or key not in left:
+            return
+        self._first_s = self._first_s or time.perf_counter()
+        (digest,) = self._bound.digests[landed.source].take([landed.chunk], OWN_WORK_S)
+        self._last_s = time.perf_counter()
+        left.discard(key)  # until here it counts as missing, whatever stops this
+        if not left:
+            del self._left[upstream]
+        if digest != landed.digest:
+            self._missing.add(landed.source)
+            return
+        stripe = landed.chunk % len(self._bound.upstream)
+        payload, local = self._bound.payloads[landed.source], self._bound.local[landed.source]
+        for name in self._bound.children[stripe]:
+            remote = self._bound.remote[name][landed.source]
+            self._children[name].write(payload, local, remote, landed)
+
+    @property
+    def timeout_s(self) -> float:
+        """How long to wait for the next event."""
+        return min(self._deadlines[writer].remaining_s for writer in self._left)
+
+    def expire(self, joined: Collection[str]) -> None:
+        """Wait no longer for those whose time is up; who was let in may be writing still."""
+        for writer in [w for w in self._left if not self._deadlines[w].remaining_s]:
+            self.on_end(writer, unknown=writer in joined)
+
+    def on_stripe_end(self, upstream: str, stripe: int) -> None:
+        """An upstream brings nothing more of one stripe; nor will this rank."""
+        num_stripes = len(self._bound.upstream)
+        left = self._left.get(upstream, set())
+        gone = {key for key in left if key[1] % num_stripes == stripe}
+        if not gone:
+            return
+        self._missing |= {source for source, _ in gone}
+        left -= gone
+        if not left:
+            del self._left[upstream]
+        for name in self._bound.children[stripe]:
+            self._children[name].end_stripe(stripe)
+
+    def on_disconnect(self, upstream: str) -> None:
+        """An upstream writes nothing more, and has not said so."""
+        if upstream in self._left:
+            self._disconnected.add(upstream)
+        self.on_end(upstream, unknown=False)
+
+    def on_end(self, upstream: str, *, unknown: bool) -> None:
+        """An upstream writes nothing more."""
+        for stripe in self._stripes_of.get(upstream, ()):
+            self.on_stripe_end(upstream, stripe)
+        if unknown:
+            self._unknown.add(upstream)
+
+    def finish(self, joined: Collection[str]) -> None:
+        """Tell the children that nothing more comes, once everything is written."""
+        # Who was let in and has not ended by now may be writing still.
+        self._unknown |= set(self._left) & set(joined)
+        self._missing |= {source for left in self._left.values() for source, _ in left}
+        for child in self._children.values():
+            child.end()
+        self._nbytes = sum(child.close() for child in self._children.values())
+
+    def result(self) -> RelayResult:
+        """After `finish`."""
+        children = self._children.items()
+        last_s = max((self._last_s, *(child.last_s for child in self._children.values())))
+        return RelayResult(
+            missing=tuple(sorted(self._missing)),
+            unknown_from=tuple(sorted(self._unknown)),
+            unknown_to=tuple(name for name, child in children if child.is_unknown),
+            unreached=tuple(name for name, child in children if child.unreached),
+            disconnected=tuple(sorted(self._disconnected)),
+            nbytes=self._nbytes,
+            wire_s=last_s - self._first_s,
+        )
+
+
+@final
+class RelayNode:
+    """One engine rank. `run` is called by the agent's command thread, the rest by any.
+
+    Args:
+        receiver: whose memory is written, verified and read; its transport writes.
+        host: own address, that upstreams can reach.
+    """
+
+    def __init__(self, receiver: Receiver, host: str) -> None:
+        self._receiver, self._host = receiver, host
+        self._lock = threading.Lock()
+        self._listener: RelayReceiver | None = None
+        self._bound: BoundGroup | None = None
+        self._running: RoundId | None = None
+
+    def open(self) -> RelayAddress:
+        """Listen, once; the same address every time."""
+        with self._lock:
+            if self._listener is None:
+                self._listener = RelayReceiver(self._receiver.manifest.worker, self._host)
+            return self._listener.address
+
+    def connect(
+        self,
+        group: RelayGroup,
+        bindings: Sequence[DestinationBinding],
+        addresses: Sequence[RelayAddress],
+    ) -> None:
+        """Bind a group; the receiver is connected already, with the same plan for every member.
+
+        Raises:
+            PlanError: a child has no binding or no address, or this rank is not in the group.
+            RegionError: a write would leave the published regions.
+        """
+        worker = self._receiver.manifest.worker
+        if worker not in group.members:
+            raise PlanError(f"relay: {worker} is not one of the group's members")
+        destination = self._receiver.destination
+        programs = destination.programs
+        children = children_of(group, worker)
+        bound = {binding.worker: binding for binding in bindings}
+        known = {address.worker: address for address in addresses}
+        names = dict.fromkeys(name for stripe in children for name in stripe)
+        for child in names:
+            if child not in bound or child not in known:
+                raise PlanError(f"relay: {child} has no binding or no address")
+            for program in programs.values():
+                check_binding(program, bound[child])
+        payloads = {
+            source: payload_of(program, group.chunk_nbytes) for source, program in programs.items()
+        }
+        targets = np.array(destination.addresses, np.uint64)
+        staging = destination.staging_address
+        local = {s: p.at_destination(targets, staging) for s, p in payloads.items()}
+        index = group.members.index(worker)
+        self._unbind()
+        self._bound = BoundGroup(
+            payloads=payloads,
+            local=local,
+            digests={s: p.digests(destination.memory, local[s]) for s, p in payloads.items()},
+            upstream=tuple("" if p[index] < 0 else group.members[p[index]] for p in group.stripes),
+            children=children,
+            timeout_shares=tuple(
+                1 - TIMEOUT_SPREAD * (1 - depths[index] / max(depths))
+                for depths in depths_of(group)
+            ),
+            bindings=bound,
+            addresses=known,
+            remote={n: {s: p.at(bound[n]) for s, p in payloads.items()} for n in names},
+        )
+
+    def run(self, round_id: RoundId, deadline_s: float) -> RelayResult:
+        """Take part in a round until every link is complete here or cannot become so.
+
+        Raises:
+            PlanError: no group is bound.
+        """
+        bound, listener = self._bound, self._listener
+        if bound is None or listener is None:
+            raise PlanError("relay: no group is bound; connect first")
+        deadline = Deadline.after(deadline_s, "relay")
+        events = listener.begin(round_id)
+        self._running = round_id
+        round_ = RelayRound(self._receiver, bound, round_id, deadline)
+        try:
+            while round_.waits:
+                try:
+                    upstream, event = events.get(timeout=max(round_.timeout_s, 0.001))
+                except queue.Empty:
+                    round_.expire(listener.joined(round_id))
+                    continue
+                match event:
+                    case ChunkLanded():
+                        round_.on_chunk(upstream, event)
+                    case StripeEnd():
+                        round_.on_stripe_end(upstream, event.stripe)
+                    case End():
+                        round_.on_end(upstream, unknown=event.unknown)
+                    case Disconnected():
+                        round_.on_disconnect(upstream)
+                    case Interrupted():
+                        break
+                    case _:
+                        assert_never(event)
+        # The boundary of a round: what is known of writes from here and to here must be told.
+        except Exception:  # noqa: BLE001
+            _log.exception("%s: the relay stops here", self._receiver.manifest.worker)
+        finally:
+            self._running = None
+            round_.finish(listener.end(round_id))
+        return round_.result()
+
+    def refuse(self, round_id: RoundId, upstream: str) -> None:
+        """`upstream` will not come any more in the round at `round_id`, or must not."""
+        if self._listener is not None:
+            self._listener.refuse(round_id, upstream)
+
+    def interrupt(self, round_id: RoundId | None = None) -> None:
+        """End a running `run`, or the one of `round_id` as soon as it begins."""
+        round_id = self._running if round_id is None else round_id
+        if self._listener is not None and round_id is not None:
+            self._listener.interrupt(round_id)
+
+    def close(self) -> None:
+        """Stop listening, and free what was prepared; `run` is over. Idempotent."""
+        with self._lock:
+            self._unbind()
+            if self._listener is not None:
+                self._listener.close()
+                self._listener = None
+
+    def _unbind(self) -> None:
+        bound, self._bound = self._bound, None
+        if bound is not None:
+            bound.close()

@@ -1,0 +1,92 @@
+"""An engine whose loop its trainer holds: the loop goes on when the round is over, however it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from windlass.config import PauseMode
+from windlass.engines.capture.capture import Captured
+from windlass.engines.engine_rank import RankHooks
+from windlass.engines.held_loop import HeldLoop
+from windlass.engines.quiesce_gate import QuiesceGate
+from windlass.errors import PeerTimeout
+from windlass.layout.manifest import Role
+from windlass.transfer.dtensor import describe_module, parameter_addresses
+from windlass.transfer.receiver import Receiver
+from windlass.transports.registry import create_transport, parse_transport
+from windlass.updates.engine_agent import EngineAgent
+from windlass.updates.messages import Abort, Pause
+
+SECONDS = 10.0
+
+
+@contextmanager
+def engine(*, serves_own_weights: bool) -> Iterator[tuple[EngineAgent, QuiesceGate]]:
+    """An agent over real memory, that has been bound to nothing yet, and the gate of its loop."""
+    module = torch.nn.Linear(4, 4)
+    manifest = describe_module(module, "engine/0", Role.ENGINE)
+    addresses = parameter_addresses(module)
+    transport = create_transport(parse_transport("cma"))
+    regions = [
+        transport.register(address, spec.nbytes)
+        for address, spec in zip(addresses, manifest.parameters, strict=True)
+    ]
+    receiver, gate = Receiver(transport, manifest, addresses, regions), QuiesceGate()
+    captured = Captured(manifest, tuple(addresses), (), (), ())
+    hooks = RankHooks(captured, gate, HeldLoop())
+    agent = EngineAgent(receiver, hooks, serves_own_weights=serves_own_weights)
+    try:
+        yield agent, gate
+    finally:
+        gate.end()
+        agent.close()
+        transport.close()
+
+
+@contextmanager
+def loop(gate: QuiesceGate, deadline_s: float = SECONDS) -> Iterator[threading.Thread]:
+    """The engine's loop, in the trainer's call."""
+    thread = threading.Thread(target=gate.block, args=("version 1", deadline_s))
+    thread.start()
+    yield thread
+    gate.end()
+    thread.join(SECONDS)
+
+
+@pytest.mark.parametrize("serves_own_weights", [True, False])
+def test_a_first_version_that_is_not_published_leaves_the_weights_of_the_start(
+    serves_own_weights: bool,
+) -> None:
+    with engine(serves_own_weights=serves_own_weights) as (agent, gate), loop(gate) as held:
+        agent.handle(Pause(PauseMode.IN_PLACE, SECONDS), epoch=1, round_number=1)
+        assert held.is_alive()
+        agent.handle(Abort("", mixed_weights=False), epoch=1, round_number=1)
+        held.join(SECONDS if serves_own_weights else 0.3)
+        assert held.is_alive() is not serves_own_weights
+
+
+def test_weights_that_may_be_mixed_are_not_served() -> None:
+    with engine(serves_own_weights=True) as (agent, gate), loop(gate) as held:
+        agent.handle(Pause(PauseMode.IN_PLACE, SECONDS), epoch=1, round_number=1)
+        agent.handle(Abort("", mixed_weights=True), epoch=1, round_number=1)
+        held.join(0.3)
+        assert held.is_alive()
+
+
+def test_a_loop_that_nobody_holds_is_told_by_its_deadline() -> None:
+    with (
+        engine(serves_own_weights=True) as (agent, _),
+        pytest.raises(PeerTimeout, match=r"not quiesced after 0\.2 s"),
+    ):
+        agent.handle(Pause(PauseMode.IN_PLACE, 0.2), epoch=1, round_number=1)
+
+
+def test_a_loop_that_no_round_asks_for_goes_on_after_its_deadline() -> None:
+    with engine(serves_own_weights=True) as (_, gate), loop(gate, deadline_s=0.2) as held:
+        held.join(SECONDS)
+        assert not held.is_alive()

@@ -1,0 +1,87 @@
+"""Models whose checkpoints are not what their modules are: renamed, fused, with more than an engine reads.
+
+The trainer is given the model and nothing else; the engine then holds what its own loader makes of what
+`save_pretrained` writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from servers import CONFIGS, TOKEN, Layout, build, save, serving
+
+import windlass
+from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(1200),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+MASKS = {
+    f"h.{layer}.attn.{name}": value
+    for layer in range(2)
+    for name, value in (
+        ("bias", torch.tril(torch.ones(1, 1, 256, 256, dtype=torch.uint8))),
+        ("masked_bias", torch.tensor(-1e4)),
+    )
+}
+"""That older checkpoints of GPT-2 hold."""
+VOCAB, HIDDEN = (int(str(CONFIGS["tied"][name])) for name in ("vocab_size", "hidden_size"))
+REDUNDANT = {
+    "lm_head.weight": torch.full((VOCAB, HIDDEN), 0.5).bfloat16(),
+    "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32),
+}
+
+
+def with_more(folder: Path, more: dict[str, torch.Tensor]) -> Path:
+    """A checkpoint with further tensors."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    prefix = "transformer." if any(name.startswith("transformer.") for name in tensors) else ""
+    named = {prefix * name.startswith("h.") + name: tensor for name, tensor in more.items()}
+    save_file({**tensors, **named}, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "more"),
+    [
+        ("vllm", "mixtral", {}),
+        ("sglang", "mixtral", {}),
+        ("vllm", "neox", {}),
+        ("vllm", "gpt2", MASKS),
+        ("vllm", "tied", REDUNDANT),
+        ("sglang", "tied", REDUNDANT),
+    ],
+)
+async def test_a_model_needs_no_names_of_its_own(
+    engine: str, kind: str, more: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    own = save(kind, 1, tmp_path / "own")
+    if more:
+        with_more(own, more)
+    config = ControlConfig(
+        mode=UpdateMode.IN_PLACE,
+        pause_mode=PauseMode.ABORT,
+        deadlines=PhaseDeadlines(pause_s=120),
+    )
+    model = build(kind, 3)
+    model.save_pretrained(tmp_path / "3")
+    with serving(engine, own, tmp_path / "live.log", layout=Layout(1)) as server:
+        async with windlass.Controller(token=TOKEN, config=config) as controller:
+            await asyncio.to_thread(server.join, controller.url, "cma")
+
+            def update() -> None:
+                with windlass.connect_trainer(
+                    model, controller=controller.url, token=TOKEN
+                ) as client:
+                    assert client.publish(1).digest_ok
+
+            await asyncio.to_thread(update)
+            assert server.digests() == server.digests_of_fresh_load(tmp_path / "3")
