@@ -147,4 +147,7 @@ def check_answer(server: Server, checkpoint: Path, version: int) -> None:
     ).eval()
     with torch.no_grad():
         logits = model(torch.tensor([[*PROMPT, *sample.tokens[:-1]]])).logits[0, len(PROMPT) - 1 :]
-    assert sample.tokens == logits.argmax(-1).tolist()
+    # Kernels round bfloat16 in their own ways: a token may be another one of those that are nearly best.
+    chosen = logits.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0].float()
+    best = logits.max(-1).values.float()
+    assert torch.all(best - chosen <= 2**-6 * best.abs()), (sample.tokens, best, chosen)
