@@ -34,7 +34,8 @@ class FsdpEngine(TrainEngine):
         backend: of torch.distributed. seed: before `model` is called.
         max_grad_norm: gradients are clipped to it; 0 for never.
         publish_to_fleet: whether to connect to the controller's fleet.
-        transport, replica: see `connect_trainer`, and `TrainController.publish` for what a replica does.
+        transport: see `connect_trainer`.
+        replica: see `connect_trainer`, and `TrainController.publish` for what a replica does.
     """
 
     def __init__(
