@@ -1,8 +1,8 @@
 """AReaL: FSDP2 ranks write their shards straight into the vLLM servers that it rolls out with.
 
-    from windlass.integrations import areal
+    from windlass.integrations.areal import install
 
-    areal.install()  # before `PPOTrainer(...)`; the rest of the script stays
+    install()  # before `PPOTrainer(...)`; the rest of the script stays
 
 Read at AReaL 1.0.4 (inclusionAI/AReaL): `FSDPEngine.connect_engine` and `update_weights`
 (`areal/engine/fsdp_engine.py`), which its trainer calls in every rank or has its controller call on every worker
@@ -23,7 +23,14 @@ from typing import Any, NoReturn, final
 
 import areal.engine
 import areal.trainer.rl_trainer
-from areal.api import InferenceEngine, ModelRequest, ModelResponse, Scheduler, WeightUpdateMeta
+from areal.api import (
+    InferenceEngine,
+    ModelRequest,
+    ModelResponse,
+    ParamSpec,
+    Scheduler,
+    WeightUpdateMeta,
+)
 from areal.api.cli_args import InferenceEngineConfig, PPOActorConfig, TrainEngineConfig, get_py_cmd
 from areal.api.io_struct import HttpGenerationResult, HttpRequest
 from areal.engine import fsdp_engine, vllm_remote
@@ -270,13 +277,20 @@ class _Servers(RemoteInfEngine):  # type: ignore[misc]
         response.output_versions = stamps.versions
         return response
 
-    def init_weights_update_group(self, *_: object, **__: object) -> NoReturn:
+    def init_weights_update_group(
+        self, meta: WeightUpdateMeta, xccl_group_ranks: list[int] | None = None
+    ) -> NoReturn:
+        del meta, xccl_group_ranks
         _refuse_trainer()
 
-    def update_weights_from_distributed(self, *_: object, **__: object) -> NoReturn:
+    def update_weights_from_distributed(
+        self, meta: WeightUpdateMeta, param_specs: list[ParamSpec]
+    ) -> NoReturn:
+        del meta, param_specs
         _refuse_trainer()
 
-    def update_weights_from_disk(self, *_: object, **__: object) -> NoReturn:
+    def update_weights_from_disk(self, meta: WeightUpdateMeta) -> NoReturn:
+        del meta
         _refuse_trainer()
 
 
