@@ -59,8 +59,8 @@ def cluster(
 
         ray = Cluster()
         try:
-            for _ in range(2):
-                ray.add_node(num_cpus=8, num_gpus=GPUS_PER_NODE)
+            for node in ("node0", "node1"):
+                ray.add_node(num_cpus=8, num_gpus=GPUS_PER_NODE, env_vars={"RAY_NODE": node})
             yield ray.address
         finally:
             ray.shutdown()
@@ -140,7 +140,7 @@ async def test_ranks_over_two_nodes_find_each_other_and_have_gpus_of_their_own(
     assert {rank["WORLD_SIZE"] for rank in ranks} == {"4"}
     assert {(rank["LOCAL_RANK"], rank["LOCAL_WORLD_SIZE"]) for rank in ranks} == {("0", "1")}
     assert len({(rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in ranks}) == 1
-    nodes = [rank["RAY_NODE_ID"] or rank["SLURMD_NODENAME"] for rank in ranks]
+    nodes = [rank["RAY_NODE"] or rank["SLURMD_NODENAME"] for rank in ranks]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
     gpus = [rank["CUDA_VISIBLE_DEVICES"] for rank in ranks]
     assert all(len(gpu.split(",")) == 1 for gpu in gpus)

@@ -11,7 +11,7 @@ from windlass.jobs import Samples, TrainContext, run_train_worker
 
 NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME", "SLURM_JOB_ID", "RAY_NODE_ID"),
+    *("CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME", "SLURM_JOB_ID", "RAY_NODE"),
 )
 
 
