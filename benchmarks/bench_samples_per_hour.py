@@ -290,6 +290,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[s
         print(f"{way}: {json.dumps(found[way])}", flush=True)
         if options.logs and (place / "logs").exists():
             shutil.copytree(place / "logs", options.logs / way, dirs_exist_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
+        write(options, found)
     return found
 
 
@@ -305,7 +307,6 @@ def main() -> int:
     os.environ["WINDLASS_VLLM_OWN_VERSIONS"] = "1"
     with tempfile.TemporaryDirectory() as name:
         found = asyncio.run(measure(options, Path(name)))
-    write(options, found)
     return 1 if any(each.get("failed") or each["problems"] for each in found.values()) else 0
 
 

@@ -56,7 +56,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         seconds: between the two. samples_per_hour: that were trained on. tokens_per_s: of these.
         mean_staleness: versions that the oldest token of a sample was behind.
-        paused_share: of the time, in updates, in which engines stood still.
+        paused_share: of the time, in pauses of the slowest engine, from the command on: steps that are under
+            way then are part of it.
         idle_share: in which trainers waited for answers. step_share: in which they trained.
     """
 
