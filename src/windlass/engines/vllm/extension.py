@@ -30,8 +30,6 @@ from windlass.engines.vllm.rank import (
 from windlass.engines.vllm.token_versions import stamps_tokens
 from windlass.errors import ConfigError
 
-__all__ = ["VllmApi", "WindlassExtension"]
-
 multiply_by_parameters()  # vLLM imports this module in a worker before it loads the model
 
 _MODES: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.IN_PLACE: "keep"}
@@ -72,7 +70,6 @@ class VllmApi:
         return mode is PauseMode.IN_PLACE and self._can_block
 
     def block(self, pause_id: str, deadline_s: float) -> None:
-        """See `EngineApi.block`."""
         body = {"method": "windlass_block", "args": [pause_id, str(deadline_s)]}
         self._is_blocking = True
         try:
@@ -81,12 +78,10 @@ class VllmApi:
             self._is_blocking = False
 
     def quiesce(self, pause_id: str, deadline_s: float) -> None:
-        """See `EngineApi.quiesce`."""
         body = {"method": "windlass_quiesce", "args": [pause_id], "timeout": deadline_s}
         self._server.post("/collective_rpc", body, deadline_s)
 
     def resume(self, deadline_s: float) -> None:
-        """See `EngineApi.resume`."""
         self._server.post("/resume", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
