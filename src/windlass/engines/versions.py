@@ -16,17 +16,6 @@ from pathlib import Path
 
 from windlass.errors import ConfigError
 
-__all__ = [
-    "EngineReleases",
-    "Feature",
-    "Verdict",
-    "check_installed",
-    "device_of",
-    "has",
-    "installed_version",
-    "judge",
-]
-
 Release = tuple[int, ...]
 
 

@@ -31,18 +31,6 @@ from windlass.engines.vllm.core_calls import take_orders
 from windlass.engines.vllm.token_versions import noting, stamps_tokens
 from windlass.errors import ConfigError
 
-__all__ = [
-    "BACKEND",
-    "OUTSIDE",
-    "PAUSING_CALLS",
-    "SCHEDULER",
-    "Namespace",
-    "Salted",
-    "drop_encoder_outputs",
-    "is_backend_of",
-    "keep_caches_apart",
-]
-
 BACKEND = "windlass"
 """For `--weight-transfer-config`."""
 

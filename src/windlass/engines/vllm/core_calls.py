@@ -13,8 +13,6 @@ from typing import Any, final
 
 from windlass.errors import PeerTimeout, PeerUnreachable
 
-__all__ = ["CoreCalls", "core_calls", "take_orders"]
-
 _ORDER = object()
 """In the place of vLLM's kind of a client's request."""
 

@@ -31,8 +31,6 @@ from windlass.engines.vllm.rank import (
 from windlass.engines.vllm.token_versions import stamps_tokens
 from windlass.errors import ConfigError
 
-__all__ = ["VllmApi", "WindlassExtension"]
-
 multiply_by_parameters()  # vLLM imports this module in a worker before it loads the model
 
 _MODES: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.IN_PLACE: "keep"}
@@ -77,7 +75,6 @@ class VllmApi:
         return mode is PauseMode.IN_PLACE and self._can_block
 
     def block(self, pause_id: str, deadline_s: float) -> None:
-        """See `EngineApi.block`."""
         self._is_blocking = True
         try:
             self._call("windlass_block", [pause_id, str(deadline_s)], None)
@@ -85,11 +82,9 @@ class VllmApi:
             self._is_blocking = False
 
     def quiesce(self, pause_id: str, deadline_s: float) -> None:
-        """See `EngineApi.quiesce`."""
         self._call("windlass_quiesce", [pause_id], deadline_s)
 
     def resume(self, deadline_s: float) -> None:
-        """See `EngineApi.resume`."""
         self._server.post("/resume", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
