@@ -168,8 +168,8 @@ def transaction() -> Drawing:
         ("APPLY", "unpack, flip"),
         ("PUBLISH", "stamp, resume"),
     )
-    for number, phase in enumerate(phases):
-        drawing.box(20 + 156 * number, 40, 132, phase)
+    for number, lines in enumerate(phases):
+        drawing.box(20 + 156 * number, 40, 132, lines)
         if number:
             drawing.arrow(f"M{156 * number - 4} 63h22")
     drawing.text(
