@@ -17,7 +17,8 @@ import http.client
 import resource
 import socket
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from types import SimpleNamespace
 from typing import Self, final
 from urllib.parse import urlsplit
@@ -79,14 +80,31 @@ async def send_frame(
     async with turn:
         for part in _parts_of(data):
             left_s = deadline_s if end is None else min(deadline_s, max(end - loop.time(), 0.0))
-            with _Cutter(websocket, left_s, on_cut) as cutter:
-                try:
-                    await websocket.send_bytes(part)
-                except (ConnectionError, aiohttp.ClientError):
-                    if not cutter.has_cut:
-                        raise
+            cutter = _Cutter(websocket, left_s, on_cut)
+            try:
+                await _within(cutter, websocket.send_bytes(part))
+            except (ConnectionError, aiohttp.ClientError):
+                if not cutter.has_cut:
+                    raise
             if cutter.has_cut:
                 raise ConnectionError(f"the peer does not read: waited {left_s:g} s")
+
+
+@types.coroutine
+def _within(
+    cutter: _Cutter, sending: Coroutine[object, object, None]
+) -> Generator[object, object, None]:
+    """Await a send, with a timer only if it has to wait for room, which a small frame seldom has."""
+    with contextlib.suppress(StopIteration):
+        waits_for = sending.send(None)
+        with cutter:
+            while True:
+                try:
+                    resumed_with = yield waits_for
+                except BaseException as error:  # noqa: BLE001  # whatever it is, the send is told
+                    waits_for = sending.throw(error)
+                else:
+                    waits_for = sending.send(resumed_with)
 
 
 def _parts_of(data: bytes) -> Iterator[bytes]:
