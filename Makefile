@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup demo lint types imports unit engine test test-all test-long test-megatron engines test-engines test-integrations \
-  test-truth test-security fuzz test-clusters test-hosts test-rdma bench clean
+  test-truth test-security fuzz test-clusters test-hosts test-rdma figures docs bench clean
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -23,6 +23,8 @@ help:
 	@echo "make test-security                                          what SECURITY.md and docs/attacks.md promise"
 	@echo "make fuzz [ARGS='--seconds 60']                             every decoder of peer bytes, by coverage"
 	@echo "make test-hosts | test-clusters | test-rdma                 several hosts (root), Slurm and Ray, verbs in a guest"
+	@echo "make figures                                                figures and tables of the documentation, drawn again"
+	@echo "make docs                                                   the documentation as a site, in build/site"
 	@echo "make bench [ARGS='planner update']                            benchmarks, into benchmarks/results/local"
 
 setup: $(STAMP)
@@ -91,10 +93,11 @@ test-engines: engines
 	$(BIN)/python tools/render_capabilities.py
 
 # Engines and frameworks that the user starts in their own way, with Windlass installed beside them.
-# WINDLASS_TRL_VENV and WINDLASS_VERL_VENV name environments that are there already.
+# WINDLASS_TRL_VENV, WINDLASS_VERL_VENV and WINDLASS_AREAL_VENV name environments that are there already.
 test-integrations: engines
 	test -n "$(WINDLASS_VERL_VENV)" || bash tools/engines/install.sh verl .venv-verl $(VENV)
 	test -n "$(WINDLASS_TRL_VENV)" || bash tools/integrations/install_trl.sh .venv-trl $(VENV) $(or $(WINDLASS_VLLM_VENV),.venv-vllm)
+	test -n "$(WINDLASS_AREAL_VENV)" || bash tools/integrations/install_areal.sh .venv-areal $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target build/routers sglang-router==0.3.2 vllm-router==0.1.17
 	WINDLASS_ROUTERS=build/routers $(BIN)/pytest -m engines tests/integrations tests/rollout/test_routers.py $(ARGS)
 
@@ -135,8 +138,19 @@ test-rdma: setup
 
 test-all: test test-long test-megatron test-hosts test-clusters test-engines test-integrations test-rdma
 
+# What tools make of sources and committed results: figures, the list of public names, the matrix of engines.
+# Tests say when one of them is out of date.
+figures: setup
+	$(BIN)/python -m tools.figures
+	$(BIN)/python tools/render_api.py
+	$(BIN)/python tools/render_capabilities.py
+
+# The site, strictly: a link to nothing is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
 bench: setup
 	$(BIN)/windlass bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-trl .venv-verl build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-trl .venv-verl .venv-areal build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -11,17 +11,6 @@ from collections.abc import Iterator, Mapping
 
 from windlass.errors import ConfigError
 
-__all__ = [
-    "check_token",
-    "control_token",
-    "environment_value",
-    "has_certificate",
-    "inherited_environment",
-    "secret_value",
-    "set_defaults",
-    "temporary_values",
-]
-
 TOKEN_VARIABLE = "WINDLASS_TOKEN"  # noqa: S105 - the name of the variable
 TOKEN_FILE_VARIABLE = "WINDLASS_TOKEN_FILE"  # noqa: S105 - as above
 ENGINE_TOKEN_VARIABLE = "WINDLASS_ENGINE_TOKEN"  # noqa: S105 - as above
@@ -142,6 +131,11 @@ def inherited_environment(*, with_tokens: bool = False) -> dict[str, str]:
 def set_defaults(values: Mapping[str, str]) -> dict[str, str]:
     """Set variables that are not set yet; returns the values now in force."""
     return {name: os.environ.setdefault(name, value) for name, value in values.items()}
+
+
+def set_values(values: Mapping[str, str]) -> None:
+    """Set variables for as long as this process runs."""
+    os.environ.update(values)
 
 
 def environment_value(name: str) -> str:

@@ -16,6 +16,7 @@ from tools import render_api
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
+OF_FRAMEWORKS = ("windlass.integrations.trl", "windlass.integrations.areal")
 PACKAGES = pytest.mark.parametrize("package", render_api.PACKAGES)
 
 
@@ -24,8 +25,8 @@ def test_every_public_name_is_there_and_an_unknown_one_is_not(package: str) -> N
     module = importlib.import_module(package)
     assert set(module.__all__) <= set(dir(module))
     for name, home in render_api.public_names(package).items():
-        # Megatron: seconds, and warnings of its own; TRL is in an environment of its own.
-        if "megatron" not in home and not home.startswith("windlass.integrations.trl"):
+        # Megatron: seconds, and warnings of its own; TRL and AReaL are in environments of their own.
+        if "megatron" not in home and not home.startswith(OF_FRAMEWORKS):
             value = getattr(module, name)
             assert value is vars(importlib.import_module(home))[name]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -49,7 +50,7 @@ def test_importing_the_packages_imports_no_web_server_and_no_framework() -> None
 
 def test_every_public_name_is_documented_and_the_page_is_what_the_docstrings_give() -> None:
     assert render_api.PAGE.read_text() == render_api.page(), "run tools/render_api.py"
-    shown = set(re.findall(r"^### `(\w+)`$", render_api.PAGE.read_text(), re.MULTILINE))
+    shown = set(re.findall(r"^\| `(\w+)` \|", render_api.PAGE.read_text(), re.MULTILINE))
     assert set(render_api.public_names("windlass")) <= shown
 
 

@@ -23,8 +23,6 @@ from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint
 from windlass.errors import UnsupportedLayout, WindlassError
 from windlass.memory.torch_dtypes import torch_dtype
 
-__all__ = ["Recompute", "Surroundings", "plan_recompute"]
-
 _SEEDS = (2, 3)
 _TRIALS = 3
 _MARKS = {

@@ -27,19 +27,9 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from windlass.engines.vllm.core_calls import take_orders
+from windlass.engines.vllm.token_versions import noting, stamps_tokens
 from windlass.errors import ConfigError
-
-__all__ = [
-    "BACKEND",
-    "OUTSIDE",
-    "PAUSING_CALLS",
-    "SCHEDULER",
-    "Namespace",
-    "Salted",
-    "drop_encoder_outputs",
-    "is_backend_of",
-    "keep_caches_apart",
-]
 
 BACKEND = "windlass"
 """For `--weight-transfer-config`."""
@@ -109,6 +99,8 @@ class Namespace:
 def _scheduler(**made_with: Any) -> object:
     """Make vLLM's own scheduler, in a core whose caches are kept apart. Called by an EngineCore.
 
+    It notes versions of tokens where vLLM does not: see `windlass.engines.vllm.token_versions`.
+
     Raises:
         ConfigError: a model for which vLLM has a scheduler of its own.
     """
@@ -120,7 +112,7 @@ def _scheduler(**made_with: Any) -> object:
         raise ConfigError("vLLM: updates of models that generate by diffusion have not been shown")
     keep_caches_apart()
     made = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
-    return made(**made_with)
+    return (noting(made) if stamps_tokens() else made)(**made_with)
 
 
 def is_backend_of(config: Any) -> bool:
@@ -163,6 +155,8 @@ def keep_caches_apart() -> None:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
+        if method == _LOADS:
+            take_orders(core)
         of_backend = method in (_HOLDS, _INITIALISES) and is_backend_of(core.vllm_config)
         if method in PAUSING_CALLS or method == _LOADS or of_backend:
             drop_encoder_outputs(core)

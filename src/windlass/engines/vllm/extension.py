@@ -6,7 +6,6 @@ vLLM makes this a base class of its worker, so `self` is the worker. The methods
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import cast
 
@@ -16,10 +15,11 @@ import torch
 from windlass.config import PauseMode
 from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.engine_rank import EngineRank
-from windlass.engines.http import EngineHttp, NoSuchRoute
+from windlass.engines.http import EngineHttp
 from windlass.engines.rank_reports import Secrets, carry_out
 from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.engines.vllm.adapter import LoraWorker, Slot, keep_adapter
+from windlass.engines.vllm.core_calls import CoreCalls, core_calls
 from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
 from windlass.engines.vllm.rank import (
     ParallelConfig,
@@ -28,9 +28,8 @@ from windlass.engines.vllm.rank import (
     capture_rank,
     number_of,
 )
+from windlass.engines.vllm.token_versions import stamps_tokens
 from windlass.errors import ConfigError
-
-__all__ = ["VllmApi", "WindlassExtension"]
 
 multiply_by_parameters()  # vLLM imports this module in a worker before it loads the model
 
@@ -43,10 +42,16 @@ class VllmApi:
     Args:
         server: in front of the ranks.
         can_block: whether the loop of every rank may be blocked between two steps; see `_can_block`.
+        stamps: see `stamps_tokens`.
+        core: in this process, if the engine has no other; its ranks are called there, else by `/collective_rpc`.
     """
 
-    def __init__(self, server: EngineHttp, *, can_block: bool) -> None:
-        self._server, self._can_block = server, can_block
+    def __init__(
+        self, server: EngineHttp, *, can_block: bool, stamps: bool, core: CoreCalls | None = None
+    ) -> None:
+        self._server, self._can_block, self._stamps = server, can_block, stamps
+        self._core = core
+        self._is_blocking = False
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         """`abort` ends what is running; `in_place` keeps requests and their blocks.
@@ -66,23 +71,32 @@ class VllmApi:
         return mode is PauseMode.IN_PLACE and self._can_block
 
     def block(self, pause_id: str, deadline_s: float) -> None:
-        """See `EngineApi.block`."""
-        body = {"method": "windlass_block", "args": [pause_id, str(deadline_s)]}
-        self._server.post("/collective_rpc", body, None)
+        self._is_blocking = True
+        try:
+            self._call("windlass_block", [pause_id, str(deadline_s)], None)
+        finally:
+            self._is_blocking = False
 
     def quiesce(self, pause_id: str, deadline_s: float) -> None:
-        """See `EngineApi.quiesce`."""
-        body = {"method": "windlass_quiesce", "args": [pause_id], "timeout": deadline_s}
-        self._server.post("/collective_rpc", body, deadline_s)
+        self._call("windlass_quiesce", [pause_id], deadline_s)
 
     def resume(self, deadline_s: float) -> None:
-        """See `EngineApi.resume`."""
         self._server.post("/resume", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """See `EngineApi.set_version`; releases without the route (0.24) stamp nothing."""
-        with contextlib.suppress(NoSuchRoute):
+        """See `EngineApi.set_version`; what Windlass notes, a blocked loop tells the core when it is let go."""
+        if not self._stamps:
             self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s)
+        elif not self._is_blocking:
+            self._call("windlass_set_version", [version], deadline_s)
+
+    def _call(self, method: str, args: list[object], deadline_s: float | None) -> None:
+        if self._core is not None:
+            self._core.call(method, args, deadline_s)
+            return
+        timeout = {} if deadline_s is None else {"timeout": deadline_s}
+        body = {"method": method, "args": args, **timeout}
+        self._server.post("/collective_rpc", body, deadline_s)
 
 
 class WindlassExtension:
@@ -110,9 +124,15 @@ class WindlassExtension:
             worker,
             self._windlass_engine_rank(),
             settings,
-            lambda: VllmApi(
-                secrets.server(settings.url), can_block=_can_block(worker.parallel_config)
-            ),
+            lambda: self._windlass_api(settings, secrets.server(settings.url)),
+        )
+
+    def _windlass_api(self, settings: AgentSettings, server: EngineHttp) -> VllmApi:
+        return VllmApi(
+            server,
+            can_block=_can_block(cast("Worker", self).parallel_config),
+            stamps=stamps_tokens(),
+            core=core_calls() if settings.world_size == 1 else None,
         )
 
     def windlass_join(self, encoded: str, folder: str) -> None:
@@ -143,8 +163,11 @@ class WindlassExtension:
         self._windlass_keep()
         self._windlass_engine_rank().gate.quiesced(pause_id)
 
-    def windlass_block(self, pause_id: str, deadline_s: str, namespace: str = "") -> None:
+    def windlass_block(self, pause_id: str, deadline_s: str, namespace: str = "") -> int | None:
         """Called in the main loop between two steps; it stays until the pause ends.
+
+        Returns:
+            The version that this rank serves from now on; None for none of any fleet.
 
         Args:
             pause_id: see `windlass_quiesce`.
@@ -159,6 +182,12 @@ class WindlassExtension:
             torch.cuda.synchronize()
         self._windlass_keep()
         self._windlass_engine_rank().gate.block(pause_id, float(deadline_s))
+        version = self._windlass_engine_rank().served_version
+        return version if version >= 0 else None
+
+    def windlass_set_version(self, version: int) -> int:
+        """Called in the main loop while it is paused; the core reads what is returned."""
+        return version
 
     def windlass_digests(self) -> dict[str, str]:
         """Return a fingerprint of every tensor that the model of this rank holds, and its adapter."""
@@ -188,10 +217,8 @@ def _can_block(parallel: ParallelConfig) -> bool:
     """Whether the loop of a rank may be blocked between two steps while weights change.
 
     Not where a step is spread over stages, or is one of several replicas (experts): another rank
-    may be in mid-step then, and waits for this one. Not where tokens are stamped (0.32): the
-    version is set by the core's loop, which is waiting for the ranks that are blocked.
+    may be in mid-step then, and waits for this one. Not where vLLM stamps tokens (0.32): it sets the
+    version in the core's loop, which is waiting for the ranks that are blocked.
     """
-    from vllm.v1.engine.core import EngineCore
-
     shared = parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1
-    return not shared and "set_weight_version" not in vars(EngineCore)
+    return not shared and stamps_tokens()

@@ -10,11 +10,15 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
+import msgspec
+
 from windlass.controller import Controller
+from windlass.engines.spec import ENGINES
 from windlass.errors import WindlassError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.recipe import Recipe, Task
@@ -46,6 +50,61 @@ def reward(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> float:
     return credit / max(len(output_ids), 1)
 
 
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast a job went, from its first version to its last.
+
+    Attributes:
+        seconds: between the two. samples_per_hour: that were trained on. tokens_per_s: of these.
+        mean_staleness: versions that the oldest token of a sample was behind.
+        paused_share: of the time, in pauses of the slowest engine, from the command on: steps that are under
+            way then are part of it.
+        idle_share: in which trainers waited for answers. step_share: in which they trained.
+    """
+
+    seconds: float
+    samples_per_hour: float
+    tokens_per_s: float
+    mean_staleness: float
+    paused_share: float
+    idle_share: float
+    step_share: float
+
+
+@final
+class PaceClock:
+    """Notes when updates end and steps begin; updates and steps take turns."""
+
+    def __init__(self) -> None:
+        self._updates: list[tuple[float, float, float]] = []
+        self._waited_s = 0.0
+        self._num_samples = self._num_tokens = self._num_versions = 0
+
+    def updated(self, update_s: float, pause_s: float) -> None:
+        """A version has just been published. The first one begins the job."""
+        self._updates.append((time.monotonic(), update_s, pause_s))
+
+    def stepping(self, samples: Sequence[TrainingSample], version: int) -> None:
+        """A step begins, while `version` is served, with samples that have just come."""
+        self._waited_s += time.monotonic() - self._updates[-1][0]
+        self._num_samples += len(samples)
+        self._num_tokens += sum(len(sample.output_ids) for sample in samples)
+        self._num_versions += sum(version - min(sample.versions) for sample in samples)
+
+    def pace(self) -> Pace:
+        """Return how fast it went; at least one step must have been published."""
+        seconds, later = self._updates[-1][0] - self._updates[0][0], self._updates[1:]
+        updating_s = sum(update_s for _, update_s, _ in later)
+        return Pace(
+            seconds=seconds,
+            samples_per_hour=3600 * self._num_samples / seconds,
+            tokens_per_s=self._num_tokens / seconds,
+            mean_staleness=self._num_versions / self._num_samples,
+            paused_share=sum(pause_s for _, _, pause_s in later) / seconds,
+            idle_share=self._waited_s / seconds,
+            step_share=(seconds - self._waited_s - updating_s) / seconds,
+        )
+
+
 @final
 class RepeatOperand(Recipe):
     """Asks, scores, keeps what was trained on and how updates went, and may kill an engine.
@@ -57,7 +116,7 @@ class RepeatOperand(Recipe):
     Attributes:
         served: what was trained on. rewards_by_step: their mean.
         staleness: how many samples were so many versions old when they were trained on.
-        updates: every round, as it ended. events: one line each.
+        updates: every round, as it ended. events: one line each. clock: of the job's pace.
         show: called in the controller's loop after every update and event.
     """
 
@@ -68,6 +127,7 @@ class RepeatOperand(Recipe):
         self.updates: list[UpdateReport] = []
         self.events: list[str] = []
         self.show: Callable[[Controller], None] = lambda _: None
+        self.clock = PaceClock()
         self._seed, self._kill_engine_at = seed, kill_engine_at
         self._kill: asyncio.Task[None] | None = None
 
@@ -90,6 +150,7 @@ class RepeatOperand(Recipe):
         Its peers hold other dtypes: it can catch up by an update of the trainers only.
         """
         config, version = self._config, self._controller.coordinator.published_version
+        self.clock.stepping(samples, version)
         self.served += samples
         self.rewards_by_step.append(sum(s.reward for s in samples) / len(samples))
         self.staleness.update(version - min(s.versions) for s in samples)
@@ -107,6 +168,7 @@ class RepeatOperand(Recipe):
             self._note("every engine is here for the last version")
 
     def _on_update(self, report: UpdateReport) -> None:
+        self.clock.updated(report.update_s, report.pause_s)
         self.updates.append(report)
         for name, reason in report.left_out.items():
             self._note(f"version {report.version} went on without {name}: {reason}")
@@ -119,7 +181,10 @@ class RepeatOperand(Recipe):
             self._kill = asyncio.create_task(self._kill_engine(victim))
 
     async def _kill_engine(self, name: str) -> None:
-        await self._scheduler.signal(name, signal.SIGKILL)
+        engine = self._config.engines[-1]
+        # The launcher of a server of somebody else's is not the engine; told to end, it kills all of that.
+        is_engine = ENGINES.find(engine.kind).server is None
+        await self._scheduler.signal(name, signal.SIGKILL if is_engine else signal.SIGTERM)
         await self._scheduler.wait(name)
 
     def _note(self, event: str) -> None:

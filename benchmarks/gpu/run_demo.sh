@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Asynchronous GRPO with an unmodified vLLM on all GPUs that are visible, in both modes of updates: trainers, engines, a rollout
+# controller and workers. On one GPU they share it. Needs vLLM 0.24, transformers and torch 2.11 with CUDA on PYTHONPATH or
+# installed, besides what Windlass needs. Ends by itself; run_demo.json, .txt and .logs are in the folder whatever happens.
+#   run_demo.sh RESULT_FOLDER [options of windlass demo]
+# MODES="in_place staged" DEADLINE_S=165 (of one run)
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+OUT=${1:?usage: run_demo.sh RESULT_FOLDER [options of windlass demo]}
+shift
+mkdir -p "$OUT"
+. benchmarks/gpu/gpu_environment.sh
+WORK=$(mktemp -d)
+failed=0
+for MODE in ${MODES:-in_place staged}; do
+  timeout -s INT -k 20 "${DEADLINE_S:-165}" python3 -m windlass.cli.main demo --device cuda --engine vllm --mode "$MODE" \
+    --plain --output "$WORK/$MODE" --json "$WORK/$MODE.json" "$@" 2>&1 | tee -a "$OUT/run_demo.txt"
+  STATUS=${PIPESTATUS[0]}
+  [ "$STATUS" = 0 ] || failed=1
+  echo "$STATUS" > "$WORK/$MODE.status"
+  for LOG in "$WORK/$MODE"/logs/*.log; do
+    echo "===== $MODE $(basename "$LOG")"
+    tail -c 20000 "$LOG"
+  done >> "$OUT/run_demo.logs" 2>/dev/null
+  rm -rf "$WORK/$MODE/versions"
+done
+python3 - "$OUT" "$WORK" "$@" <<'PYTHON'
+import datetime, importlib.metadata, json, pathlib, subprocess, sys
+out, work = map(pathlib.Path, sys.argv[1:3])
+names = ("torch", "vllm", "transformers")
+found = {
+    "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    "gpus": subprocess.run(
+        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False
+    ).stdout.splitlines(),
+    "versions": {n: importlib.metadata.version(n) for n in names},
+    "options": sys.argv[3:],
+    "runs": {},
+}
+for status in sorted(work.glob("*.status")):
+    told = status.with_suffix(".json")
+    run = json.loads(told.read_text()) if told.exists() else {}
+    found["runs"][status.stem] = {"status": int(status.read_text()), **run}
+(out / "run_demo.json").write_text(json.dumps(found, indent=1) + "\n")
+PYTHON
+exit $failed
