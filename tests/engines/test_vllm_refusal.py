@@ -40,7 +40,7 @@ class Worker(WindlassExtension):
             data_parallel_index=0,
             world_size=WORLD_SIZE,
         )
-        self.vllm_config = SimpleNamespace()
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace())
 
     def reload_weights(
         self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]], is_checkpoint_format: bool
