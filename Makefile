@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup demo lint types imports unit engine test test-all test-long test-megatron engines test-engines test-integrations \
-  test-truth test-security fuzz test-clusters test-hosts test-rdma bench clean
+  test-truth test-security fuzz test-clusters test-hosts test-rdma docs bench clean
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-security                                          what SECURITY.md and docs/attacks.md promise"
 	@echo "make fuzz [ARGS='--seconds 60']                             every decoder of peer bytes, by coverage"
 	@echo "make test-hosts | test-clusters | test-rdma                 several hosts (root), Slurm and Ray, verbs in a guest"
+	@echo "make docs                                                   the documentation as a site, in build/site"
 	@echo "make bench [ARGS='planner update']                            benchmarks, into benchmarks/results/local"
 
 setup: $(STAMP)
@@ -134,6 +135,10 @@ test-rdma: setup
 	  bash tools/rdma/guest_network.sh bash tools/rdma/guest_tests.sh $(VENV) $(RDMA_TESTS)
 
 test-all: test test-long test-megatron test-hosts test-clusters test-engines test-integrations test-rdma
+
+# The site, strictly: a link to nothing is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 bench: setup
 	$(BIN)/windlass bench $(ARGS)

@@ -1,4 +1,5 @@
-"""docs/api.md from the docstrings of every public name. Reads sources and imports nothing of them.
+"""docs/api.md, the list of every public name, from its docstrings; and, for the site, the pages that show
+them in full. Reads sources and imports nothing of them.
 
 python tools/render_api.py [--check]
 """
@@ -32,8 +33,9 @@ PACKAGES = (
 INTRODUCTION = """# Public names
 
 Everything that a script imports comes from one of these packages; every other module is internal. Names are imported when they
-are first used: `import windlass` loads neither numpy nor a web server. `help(NAME)` has arguments, units, ownership
-and errors in full. This page is made by `python tools/render_api.py` from the docstrings, and a test compares it with them.
+are first used: `import windlass` loads neither numpy nor a web server. The site of the documentation (`make docs`) shows arguments,
+units, ownership and errors in full, and so does `help(NAME)`. This page is made by `python tools/render_api.py` from the
+docstrings, and a test compares it with them.
 """
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign | ast.AnnAssign
@@ -89,107 +91,37 @@ def paragraph(text: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-def call(node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = False) -> str:
-    """Arguments and result, as they are written."""
-    arguments = ast.arguments(**{field: getattr(node.args, field) for field in node.args._fields})
-    if bound and not any(ast.unparse(each) == "staticmethod" for each in node.decorator_list):
-        arguments.args = arguments.args[1:]
-    returned = (
-        "" if node.name == "__init__" or not node.returns else f" -> {ast.unparse(node.returns)}"
-    )
-    return f"({ast.unparse(arguments)}){returned}"
-
-
-def fields(module: str, node: ast.ClassDef) -> list[str]:
-    """Of a dataclass or struct, with those of its bases."""
-    found: list[str] = []
-    imported = {
-        alias.asname or alias.name: each.module
-        for each in ast.walk(tree_of(module))
-        if isinstance(each, ast.ImportFrom) and (each.module or "").startswith("windlass")
-        for alias in each.names
-    }
-    for base in map(ast.unparse, node.bases):
-        home = imported.get(base) or module
-        try:
-            above, _ = definition(home, base)
-        except KeyError:
-            continue
-        if isinstance(above, ast.ClassDef):
-            found += fields(home, above)
-    for each in node.body:
-        if not isinstance(each, ast.AnnAssign) or ast.unparse(each.target).startswith("_"):
-            continue
-        if not ast.unparse(each.annotation).startswith("ClassVar"):
-            found.append(ast.unparse(each))
-    return found
-
-
-def entry(module: str, name: str) -> list[str]:
-    """One name: how it is written, its first paragraph, and what can be called on it."""
-    node, text = definition(module, name)
-    if not text:
-        raise ValueError(f"{module}.{name} has no docstring")
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        return [f"### `{name}`", "", paragraph(text), ""]
-    if not isinstance(node, ast.ClassDef):
-        prefix = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
-        return [
-            f"### `{name}`",
-            "",
-            "```text",
-            f"{prefix}{name}{call(node)}",
-            "```",
-            "",
-            paragraph(text),
-            "",
-        ]
-    methods = {
-        each.name: each
-        for each in node.body
-        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    bases = [base for base in map(ast.unparse, node.bases) if not base.startswith("msgspec.")]
-    if any(base.endswith("Enum") for base in bases):
-        values = [ast.unparse(each) for each in node.body if isinstance(each, ast.Assign)]
-        written = f"{name}: {', '.join(values)}"
-    elif "__init__" in methods:
-        written = name + call(methods["__init__"], bound=True)
-    elif found := fields(module, node):
-        written = f"{name}({', '.join(found)})"
-    else:
-        written = f"class {name}({', '.join(bases)})" if bases else f"class {name}"
-    lines = [f"### `{name}`", "", "```text", written, "```", "", paragraph(text), ""]
-    for called, method in methods.items():
-        if called.startswith(("_", "test_")):
-            continue
-        shown = (
-            called
-            if any(ast.unparse(d) == "property" for d in method.decorator_list)
-            else (called + call(method, bound=True))
-        )
-        said = paragraph(ast.get_docstring(method) or "")
-        lines.append(f"- `{shown}`" + (f": {said}" if said else ""))
-    return [*lines, ""] if lines[-1] else lines
-
-
 def page() -> str:
-    """All of it."""
+    """The list: packages, and one line for every name."""
     lines = [INTRODUCTION]
     shown: dict[tuple[str, str], str] = {}
     for package in PACKAGES:
         said = paragraph((ast.get_docstring(tree_of(package)) or "").removeprefix("Windlass: "))
         lines += [f"## {package}", "", said[:1].upper() + said[1:], ""]
         known: list[str] = []
+        rows: list[str] = []
         for name, module in public_names(package).items():
             if (module, name) in shown:
                 known.append(f"`{name}` ({shown[module, name]})")
-            else:
-                shown[module, name] = package
-                lines += entry(module, name)
+                continue
+            shown[module, name] = package
+            _, text = definition(module, name)
+            if not text:
+                raise ValueError(f"{module}.{name} has no docstring")
+            rows.append(f"| `{name}` | {paragraph(text).replace('|', chr(92) + '|')} |")
+        if rows:
+            lines += ["| name | what it is |", "|---|---|", *rows, ""]
         if known:
             lines += [f"Also here: {', '.join(known)}.", ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def reference(package: str) -> str:
+    """A page of the site with the whole docstring of each name that the package is the first to make public."""
+    before = PACKAGES[: PACKAGES.index(package)]
+    seen = {(m, n) for each in before for n, m in public_names(each).items()}
+    names = [f"::: {m}.{n}" for n, m in public_names(package).items() if (m, n) not in seen]
+    return "\n\n".join([f"# {package}", *names]) + "\n"
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ __all__ = [
     "inherited_environment",
     "secret_value",
     "set_defaults",
+    "set_values",
     "temporary_values",
 ]
 
@@ -142,6 +143,11 @@ def inherited_environment(*, with_tokens: bool = False) -> dict[str, str]:
 def set_defaults(values: Mapping[str, str]) -> dict[str, str]:
     """Set variables that are not set yet; returns the values now in force."""
     return {name: os.environ.setdefault(name, value) for name, value in values.items()}
+
+
+def set_values(values: Mapping[str, str]) -> None:
+    """Set variables for as long as this process runs."""
+    os.environ.update(values)
 
 
 def environment_value(name: str) -> str:

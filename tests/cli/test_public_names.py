@@ -49,7 +49,7 @@ def test_importing_the_packages_imports_no_web_server_and_no_framework() -> None
 
 def test_every_public_name_is_documented_and_the_page_is_what_the_docstrings_give() -> None:
     assert render_api.PAGE.read_text() == render_api.page(), "run tools/render_api.py"
-    shown = set(re.findall(r"^### `(\w+)`$", render_api.PAGE.read_text(), re.MULTILINE))
+    shown = set(re.findall(r"^\| `(\w+)` \|", render_api.PAGE.read_text(), re.MULTILINE))
     assert set(render_api.public_names("windlass")) <= shown
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,20 @@ def test_attach_has_a_running_server_join_another_controller(
         world_size=2,
     )
     assert capfd.readouterr().out == '{"name":"a","url":"http://h:1"}\n'
+
+
+@pytest.mark.parametrize(("given", "expected_s"), [([], 5600.0), (["--join-deadline-s", "7"], 7.0)])
+def test_ranks_have_time_to_join_by_the_size_of_their_checkpoint(
+    tmp_path: Path, given: list[str], expected_s: float
+) -> None:
+    for shard in range(2):
+        with (tmp_path / f"{shard}.safetensors").open("wb") as file:
+            file.truncate(250 * 10**9)
+    words = ["--name", "a", "--model", str(tmp_path), "--attach", "http://h:1", *given]
+    joined: list[AgentSettings] = []
+    args = arguments("program", None).parse_args([*words, "--controller", "http://c"])
+    attach_running(args, joined.append, "")
+    assert joined[0].join_deadline_s == expected_s
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from windlass.engines.vllm.generate_route import GenerateRoute
+from windlass.engines.vllm.generate_route import CompletionsRoute, GenerateRoute
 from windlass.rollout.generate import AttemptError, generate
 from windlass.rollout.messages import EngineTarget, RolloutTask, SamplingParams
 
@@ -46,7 +46,12 @@ class Vllm:
         await send({"type": "http.response.body", "body": self.body[5:]})
 
 
-async def ask(app: Vllm, body: bytes, path: str = "/generate") -> tuple[int, bytes]:
+async def ask(
+    app: Vllm,
+    body: bytes,
+    path: str = "/generate",
+    route: type[CompletionsRoute] | type[GenerateRoute] = GenerateRoute,
+) -> tuple[int, bytes]:
     parts = [
         {"type": "http.request", "body": body[:4], "more_body": True},
         {"type": "http.request", "body": body[4:], "more_body": False},
@@ -65,7 +70,7 @@ async def ask(app: Vllm, body: bytes, path: str = "/generate") -> tuple[int, byt
         "path": path,
         "headers": [(b"content-length", str(len(body)).encode())],
     }
-    await GenerateRoute(app)(scope, receive, send)
+    await route(app)(scope, receive, send)
     return sent[0]["status"], b"".join(m["body"] for m in sent[1:])
 
 
@@ -87,6 +92,54 @@ async def test_a_request_reaches_vllm_in_its_own_words_and_comes_back_in_those_o
         [-3.5, 7, None],
         [-4.5, 9, None],
     ]
+
+
+COMPLETION = {
+    "index": 0,
+    "text": "",
+    "finish_reason": "length",
+    "token_ids": [4, 7, 9],
+    "logprobs": {
+        "tokens": ["token_id:4", "token_id:7", "token_id:9"],
+        "token_logprobs": [-2.0, -3.5, -4.5],
+        "top_logprobs": [],
+        "text_offset": [0, 0, 0],
+    },
+}
+"""As 0.24 and 0.32 answer it."""
+NOTED = {"weight_versions": [{"version": 3, "start": 0, "end": 3}]}
+
+
+async def test_completions_are_asked_for_token_ids_and_answer_with_the_versions_that_were_noted() -> (
+    None
+):
+    app = Vllm(200, {"choices": [COMPLETION], "kv_transfer_params": NOTED, "id": "cmpl-1"})
+    sampling = {"max_new_tokens": 3, "top_k": -1, "stop_token_ids": [2], "ignore_eos": True}
+    request = {"rid": "r-1", "input_ids": [1, 2], "sampling_params": sampling, "lora_path": "tuned"}
+    status, body = await ask(app, json.dumps(request).encode(), route=CompletionsRoute)
+    (path, asked), answer = app.asked[0], json.loads(body)
+    assert (status, path) == (200, "/v1/completions")
+    assert (asked["prompt"], asked["return_token_ids"], asked["logprobs"]) == ([1, 2], True, 0)
+    assert (asked["max_tokens"], asked["ignore_eos"]) == (3, True)
+    assert (asked["model"], asked["request_id"]) == ("tuned", "r-1")
+    assert answer["output_ids"] == [4, 7, 9]
+    assert answer["meta_info"]["weight_versions"] == NOTED["weight_versions"]
+    assert [entry[:2] for entry in answer["meta_info"]["output_token_logprobs"]] == [
+        [-2.0, 4],
+        [-3.5, 7],
+        [-4.5, 9],
+    ]
+
+
+async def test_tokens_of_an_aborted_completion_are_not_told_because_nobody_says_their_versions() -> (
+    None
+):
+    aborted = {**COMPLETION, "finish_reason": "abort"}
+    app = Vllm(200, {"choices": [aborted], "kv_transfer_params": None})
+    _, body = await ask(app, b'{"input_ids": [1]}', route=CompletionsRoute)
+    answer = json.loads(body)
+    assert answer["output_ids"] == answer["meta_info"]["output_token_logprobs"] == []
+    assert answer["meta_info"]["finish_reason"] == {"type": "abort"}
 
 
 async def test_an_error_of_vllm_passes_through() -> None:

@@ -130,7 +130,7 @@ async def test_an_engine_whose_server_hangs_is_published_and_rests_until_it_answ
 
 
 APIS: dict[str, Callable[[str], EngineApi]] = {
-    "vllm": lambda url: VllmApi(EngineHttp(url), can_block=False),
+    "vllm": lambda url: VllmApi(EngineHttp(url), can_block=False, stamps=False),
     "sglang": lambda url: SglangApi(EngineHttp(url), 1, QuiesceGate(), blocks=False),
 }
 

@@ -343,7 +343,9 @@ def test_no_engine_starts_with_an_option_that_updates_cannot_survive(
 
 def test_vllm_is_not_asked_to_retract(shown: Record) -> None:
     with pytest.raises(ConfigError, match="pause_mode must be one of"):
-        VllmApi(EngineHttp("http://127.0.0.1:1"), can_block=False).pause(PauseMode.RETRACT, 1.0)
+        VllmApi(EngineHttp("http://127.0.0.1:1"), can_block=False, stamps=False).pause(
+            PauseMode.RETRACT, 1.0
+        )
     shown(refusal("vllm", "pause_mode retract", "vLLM has abort and keep (in_place) only"))
 
 

@@ -84,7 +84,8 @@ def test_a_replica_of_which_nothing_was_heard_is_named() -> None:
 
 def test_in_place_is_done_by_a_route_where_no_rank_may_be_held() -> None:
     free, bound = (
-        VllmApi(EngineHttp("http://h"), can_block=can_block) for can_block in (True, False)
+        VllmApi(EngineHttp("http://h"), can_block=can_block, stamps=False)
+        for can_block in (True, False)
     )
     assert free.blocks(PauseMode.IN_PLACE)
     assert not free.blocks(PauseMode.ABORT)

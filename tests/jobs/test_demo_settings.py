@@ -14,7 +14,7 @@ from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.checker import TornReport
 from windlass.jobs.demo.recipe import RepeatOperand
 from windlass.jobs.demo.run import find_problems, make_directory, prepare_server
-from windlass.jobs.launch import JobSummary
+from windlass.jobs.launch import JobSummary, check_job
 from windlass.updates.measures import Measure
 from windlass.updates.messages import RoundOutcome, UpdateReport
 
@@ -29,13 +29,64 @@ def config(*options: str) -> LaunchConfig:
 def test_a_real_engine_takes_one_sided_writes_into_its_own_memory_only(
     wrong: tuple[str, str],
 ) -> None:
-    with pytest.raises(ConfigError, match="--engine vllm goes with --backend p2p"):
+    with pytest.raises(ConfigError, match="--engine vllm --device cpu goes with --backend p2p"):
         config("--engine", "vllm", *wrong)
 
 
-def test_the_only_real_engine_must_not_be_killed() -> None:
-    with pytest.raises(ConfigError, match="kill_engine_at needs two engines, got 1 sglang"):
-        config("--engine", "sglang", "--kill-engine-at", "2")
+def test_a_real_engine_that_is_killed_has_a_second_one_beside_it() -> None:
+    job = config("--engine", "sglang", "--kill-engine-at", "2")
+    assert [(e.name, e.max_restarts) for e in job.engines] == [("engine-a", 1), ("engine-b", 1)]
+    assert job.engines[0].port != job.engines[1].port
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, gpus: str, *options: str) -> LaunchConfig:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setenv("WINDLASS_VLLM_VENV", "/venv")
+    job = config("--engine", "vllm", "--device", "cuda", *options)
+    check_job(job)
+    return job
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "ranks", "places"),
+    [
+        ("0", (), 1, ["trainer-0"]),
+        ("0", ("--kill-engine-at", "2"), 1, ["trainer-0", "trainer-0"]),
+        ("2,3", (), 1, [1]),
+        ("2,3", ("--kill-engine-at", "2"), 2, ["trainer-0", "trainer-1"]),
+        ("0,1,2,3", ("--kill-engine-at", "2"), 2, [1, 1]),
+    ],
+)
+def test_engines_have_gpus_of_their_own_where_there_are_enough(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: str,
+    options: tuple[str, ...],
+    ranks: int,
+    places: list[object],
+) -> None:
+    job = on_gpus(monkeypatch, gpus, *options)
+    assert (job.trainer.world_size, job.trainer.num_gpus) == (ranks, 1)
+    assert [engine.num_gpus or engine.colocate_with for engine in job.engines] == places
+    assert job.transport == "cuda_ipc"
+    assert job.trainer.arguments[3] == "cuda"
+    assert "--kv-cache-memory-bytes" in job.engines[0].arguments
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "message"),
+    [
+        ("", (), "needs a GPU, none is visible"),
+        ("0", ("--transport", "cma"), r"--transport one of \['cuda_ipc'\], got 'p2p' and 'cma'"),
+        ("0", ("--engine", "sglang"), r"goes with --engine \['vllm'\], got 'sglang'"),
+        ("0", ("--engine", "embedded"), "--device must be cpu with --engine embedded"),
+        ("0", ("--model", "/nowhere.json"), "--model must be a file, got '/nowhere.json'"),
+    ],
+)
+def test_what_cannot_be_on_a_gpu_is_refused(
+    monkeypatch: pytest.MonkeyPatch, gpus: str, options: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        on_gpus(monkeypatch, gpus, *options)
 
 
 def test_an_engine_that_is_not_installed_is_named_before_anything_starts(
@@ -74,7 +125,7 @@ def test_options_change_the_job_of_the_shipped_file(tmp_path: Path) -> None:
     assert job.update.mode == "staged"
     assert job.update.backend.folder == str(tmp_path / "weights")  # type: ignore[union-attr]
     assert [engine.arguments[-2:] for engine in job.engines] == [("--seed", "7")] * 2
-    assert job.trainer.arguments[1:] == (str(tmp_path / "versions"), "7")
+    assert job.trainer.arguments[1:] == (str(tmp_path / "versions"), "7", "cpu")
 
 
 def update(version: int, *engines: str, **changed: object) -> UpdateReport:

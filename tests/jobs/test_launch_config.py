@@ -90,6 +90,21 @@ def test_a_replica_is_named_beside_the_transport_and_needs_p2p(tmp_path: Path) -
         ),
         ('type = "p2p"', 'type = "pigeon"', r"update\.backend\.type: Invalid value 'pigeon'"),
         ('kind = "local"', 'kind = "pbs"', r"scheduler.*: Invalid value 'pbs'"),
+        (
+            'kind = "local"',
+            'kind = "slurm"\noptions = ["--partition", "gpu"]',
+            r"scheduler\.options must be one option a string, as --time=2:00:00, got 'gpu'",
+        ),
+        (
+            'kind = "local"',
+            'kind = "slurm"\n[scheduler.processes."engine-*"]\nsrun_options = ["-N2"]',
+            r"scheduler\.srun_options must leave to the scheduler .*, got '-N2'",
+        ),
+        (
+            "world_size = 2",
+            "world_size = 2\nnum_nodes = 3",
+            r"trainer\.world_size must be a multiple of num_nodes, got 2 and 3",
+        ),
         ('kind = "local"', 'kind = "local"\noptions = []', r"unknown field `options`"),
         ('name = "engine-a"', 'name = "a/b"', r"name must not be empty or contain '/', got 'a/b'"),
         (
@@ -165,6 +180,30 @@ def with_arguments(*words: str) -> tuple[str, str]:
                 ),
             ),
             r"num_gpus must not be given with colocate_with, got 1",
+        ),
+        (
+            (
+                GPUS,
+                ON_GPUS,
+                (
+                    'name = "engine-a"',
+                    'name = "engine-a"\ntensor_parallel_size = 2\ncolocate_with = "trainer-1"',
+                ),
+            ),
+            r"must name a rank with at least 2 GPUs from its own on, .*, got 'trainer-1' with 1 on its",
+        ),
+        (
+            (("world_size = 2", "world_size = 2\nnum_nodes = 2"),),
+            r"trainer\.num_nodes must be 1 where the scheduler has this host alone, got 2",
+        ),
+        (
+            (
+                (
+                    LOCAL,
+                    'kind = "slurm"\nhost = "127.0.0.1"\n[scheduler.processes."engin"]\ngpu_type="a"',
+                ),
+            ),
+            r"scheduler\.processes must fit a process of the job \(trainer-0, .*worker-0\), got 'engin'",
         ),
         (
             (SLURM, ('transport = "cma"', 'transport = "auto"')),

@@ -727,12 +727,15 @@ def hello(name: str = "w", *, version: int = PROTOCOL_VERSION) -> WorkerHello:
     return WorkerHello(protocol_version=version, name=name, incarnation="i", max_concurrent=1)
 
 
-async def test_a_closed_controller_tells_workers_to_come_back_not_to_end(rig: Rig) -> None:
+async def test_a_closed_controller_tells_workers_to_come_back_not_to_end(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     await rig.start()
     await rig.controller.close()
     refused = await first_answer(rig, hello())
     assert isinstance(refused, Refused)
     assert not refused.final
+    assert not caplog.records, "the end of a job is no reason for a warning"
 
 
 @pytest.mark.parametrize(

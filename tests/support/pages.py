@@ -14,8 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
-        *(ROOT / "docs").glob("*.md"),
-        *(ROOT / "docs/integrations").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
         ROOT / "benchmarks/README.md",
     ]
 )

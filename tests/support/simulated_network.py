@@ -288,7 +288,8 @@ class _Transport(asyncio.Transport):
         self._closing = True
         if item is None and isinstance(self._protocol, asyncio.Protocol):
             self._protocol.eof_received()
-        self._lose(item)
+        # As asyncio's transports do: whoever waits for what came just before runs first.
+        self._network.loop.call_soon(self._lose, item)
 
     def arrival_s(self, delay_s: float, now_s: float, *, overtaken: bool) -> float:
         """When what is sent now arrives: never before what was sent earlier."""

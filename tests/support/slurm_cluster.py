@@ -1,4 +1,8 @@
-"""A real one-node Slurm cluster in a temporary directory."""
+"""A real Slurm cluster in a temporary directory: several nodes of this machine, GPUs that are only device files.
+
+Every node is a slurmd of its own name and port (`slurmd -N`). A GPU is another /dev/null, which gres.conf names: Slurm
+counts it, gives it to one job, and says in CUDA_VISIBLE_DEVICES which one, as it does with a real one.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +19,7 @@ from pathlib import Path
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 NUM_CPUS = 8
+NODE_MIB = 4096
 
 
 def missing_reason() -> str:
@@ -33,17 +39,36 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def slurm_cluster(root: Path) -> Iterator[Path]:
-    """Start munged, slurmctld and slurmd; yields the path of slurm.conf."""
+def slurm_cluster(root: Path, *, num_nodes: int = 1, gpus_per_node: int = 0) -> Iterator[Path]:
+    """Start munged, slurmctld and slurmds; yields the path of slurm.conf.
+
+    Args:
+        root: where everything lies.
+        num_nodes: they are called node0, node1, and so on, each with `NUM_CPUS` cores.
+        gpus_per_node: device files.
+    """
+    nodes = [f"node{number}" for number in range(num_nodes)]
     host = socket.gethostname().split(".")[0]
     root.chmod(0o755)
     key = root / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    ports = free_ports(2)
+    ports = free_ports(1 + num_nodes)
     conf = root / "slurm.conf"
-    for name in ("state", "spool"):
+    for name in ("state", *(f"spool-{node}" for node in nodes)):
         (root / name).mkdir()
+    gres = ""
+    if gpus_per_node:
+        gres = f"Gres=gpu:{gpus_per_node}"
+        for number in range(gpus_per_node):
+            os.mknod(root / f"gpu{number}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+        files = f"{root}/gpu[0-{gpus_per_node - 1}]"
+        (root / "gres.conf").write_text(f"NodeName={','.join(nodes)} Name=gpu File={files}\n")
+    lines = "\n".join(
+        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={NUM_CPUS} "
+        f"RealMemory={NODE_MIB} Feature={node}feature {gres} State=UNKNOWN"
+        for node, port in zip(nodes, ports[1:], strict=True)
+    )
     conf.write_text(
         f"""ClusterName=windlass
 SlurmctldHost={host}(127.0.0.1)
@@ -53,13 +78,13 @@ AuthType=auth/munge
 AuthInfo=socket={root}/munge.sock
 CredType=cred/munge
 SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
+GresTypes=gpu
 StateSaveLocation={root}/state
-SlurmdSpoolDir={root}/spool
+SlurmdSpoolDir={root}/spool-%n
 SlurmctldPidFile={root}/slurmctld.pid
-SlurmdPidFile={root}/slurmd.pid
+SlurmdPidFile={root}/slurmd-%n.pid
 SlurmctldLogFile={root}/slurmctld.log
-SlurmdLogFile={root}/slurmd.log
+SlurmdLogFile={root}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
@@ -72,7 +97,7 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 JobAcctGatherType=jobacct_gather/none
 KillWait=1
-NodeName={host} NodeAddr=127.0.0.1 CPUs={NUM_CPUS} State=UNKNOWN
+{lines}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
 """
     )
@@ -87,14 +112,15 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
         # --foreground says when it listens only in its log; the detached form returns when it does.
         del munged[1]
         subprocess.run(munged, env=environment, check=True, timeout=20)
-        for daemon in (["slurmctld", "-D", "-i"], ["slurmd", "-D", "-N", host]):
-            with (root / f"{daemon[0]}.out").open("wb") as log:
+        daemons = [["slurmctld", "-D", "-i"], *(["slurmd", "-D", "-N", node] for node in nodes)]
+        for daemon in daemons:
+            with (root / f"{daemon[0]}-{daemon[-1]}.out").open("wb") as log:
                 started.append(
                     subprocess.Popen(
                         daemon, env=environment, stdout=log, stderr=log, start_new_session=True
                     )
                 )
-        _wait_for_node(environment, host)
+        _wait_for_nodes(environment, num_nodes)
         yield conf
         _wait_for_idle(environment)
     finally:
@@ -116,12 +142,12 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
             )
 
 
-def _wait_for_node(environment: dict[str, str], host: str) -> None:
-    """A job that ends proves controller, node and credentials at once; srun itself waits."""
+def _wait_for_nodes(environment: dict[str, str], num_nodes: int) -> None:
+    """A job that ends proves controller, nodes and credentials at once; srun itself waits."""
     last = ""
     for _ in range(20):
         done = subprocess.run(
-            ["srun", "-N1", "-w", host, "true"],
+            ["srun", f"--nodes={num_nodes}", "true"],
             env=environment,
             timeout=20,
             capture_output=True,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -211,6 +212,37 @@ def test_an_engine_that_shrinks_its_segments_does_not_end_a_trainer_that_has_map
         assert trainer.ask() == "written"
         assert trainer.end() == 0
         assert engine.end() == 0
+
+
+ENDING = """
+import os
+import msgspec
+from windlass.transfer.arena import Arena
+from windlass.transports.shm import ShmTransport
+
+transport = ShmTransport()
+arena = Arena(transport, 4096)
+rest = os.memfd_create("rest")  # closed after the segment, and not at once
+os.posix_fallocate(rest, 0, 256 << 20)
+print(msgspec.json.encode(arena.region.remote).decode(), flush=True)
+input()
+"""
+
+
+def test_a_peer_that_is_ending_is_unreachable_although_it_has_closed_its_segments() -> None:
+    with contextlib.closing(ShmTransport()) as sender, Arena(sender, 4096) as source:
+        for _ in range(3):
+            with started(ENDING) as peer:
+                batch = one_piece(
+                    source, 0, msgspec.json.decode(peer.said(), type=RemoteRegion), 0, 16
+                )
+                sender.write(batch, deadline_s=5.0)
+                peer.process.kill()
+                has_ended = False
+                while not has_ended:
+                    has_ended = peer.process.poll() is not None
+                    with contextlib.suppress(PeerUnreachable):
+                        sender.write(batch, deadline_s=5.0)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,23 @@ def test_what_was_found_once_does_not_come_back(what: str) -> None:
     assert not result.violation, result.trace[-20:]
 
 
+def test_an_upgrade_and_the_loss_of_its_connection_that_wake_an_agent_together_are_told_apart() -> (
+    None
+):
+    # Of the simulation itself: asyncio's transports report a loss after whoever waits has run.
+    schedule = (
+        '{"seed":3166,"mode":"in_place","duration_s":6.6388,"events":['
+        '{"at_s":0.2129,"kind":"wire","who":"trainer/0","other":"c/0","fault":"short","count":4},'
+        '{"at_s":1.5623,"kind":"reset","who":"b/1","other":"controller","amount":0.724},'
+        '{"at_s":5.3936,"kind":"kill","who":"worker/1","amount":0.447},'
+        '{"at_s":5.4342,"kind":"kill","who":"controller","amount":0.074},'
+        '{"at_s":5.5834,"kind":"stall","who":"a/0","amount":6.77},'
+        '{"at_s":6.1388,"kind":"kill","who":"controller","amount":0.039}]}'
+    )
+    result = run_schedule(msgspec.json.decode(schedule, type=Schedule))
+    assert not result.violation, result.trace[-20:]
+
+
 @pytest.mark.parametrize("seed", SMOKE_SEEDS)
 def test_invariants_hold_under_a_generated_schedule(seed: int) -> None:
     result = run_seed(seed)

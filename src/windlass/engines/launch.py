@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import final
 
@@ -67,6 +68,7 @@ __all__ = [
 ]
 
 REACH_DEADLINE_S = 30.0
+JOIN_S, JOIN_BYTES_PER_S = 600.0, 100_000_000
 REPORTED_S = 2.0
 """For what ranks have reported already."""
 LOG_DEADLINE_S = 5.0
@@ -212,7 +214,7 @@ def _own_words(args: argparse.Namespace) -> list[str]:
     for name in ("tp", "pp", "dp"):
         if vars(args)[name] < 1:
             raise ConfigError(f"--{name} must be 1 or more, got {vars(args)[name]}")
-    if not 0 < args.join_deadline_s < float("inf"):
+    if args.join_deadline_s is not None and not 0 < args.join_deadline_s < float("inf"):
         raise ConfigError(
             f"--join-deadline-s must be finite and above 0, got {args.join_deadline_s}"
         )
@@ -251,8 +253,8 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--join-deadline-s",
         type=float,
-        default=600.0,
-        help="for the engine's ranks to capture their layouts, and again to join the fleet",
+        help="for the engine's ranks to capture their layouts, and again to join the fleet; by default "
+        f"{JOIN_S:.0f}, and one more per {JOIN_BYTES_PER_S // 10**6} MB of the checkpoint",
     )
     parser.add_argument(
         "--attach",
@@ -359,8 +361,14 @@ def _settings(args: argparse.Namespace, url: str, *, loaded: bool = True) -> Age
         world_size=num_engine_ranks(args),
         loaded=loaded or adapter is not None,  # an adapter is always read from its folder
         adapter="" if adapter is None else adapter.name,
-        join_deadline_s=args.join_deadline_s,
+        join_deadline_s=args.join_deadline_s or _join_deadline_s(Path(args.model)),
     )
+
+
+def _join_deadline_s(checkpoint: Path) -> float:
+    """What ranks have time for that read a checkpoint from a slow disk, however large it is."""
+    nbytes = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    return JOIN_S + nbytes / JOIN_BYTES_PER_S
 
 
 def place(args: argparse.Namespace) -> None:

@@ -286,6 +286,7 @@ class EngineSpec:
         needs_port: whether its server cannot choose a port by itself.
         cpu_arguments: options with which it serves a small model on a machine without a GPU.
         cpu_environment: variables for the same.
+        gpu_arguments: options with which it serves a small model on a GPU that it shares with others.
     """
 
     name: str
@@ -297,6 +298,7 @@ class EngineSpec:
     needs_port: bool = False
     cpu_arguments: tuple[str, ...] = ()
     cpu_environment: Mapping[str, str] = field(default_factory=dict)
+    gpu_arguments: tuple[str, ...] = ()
 
     def command(self, options: EngineOptions) -> tuple[str, ...]:
         """Return the command line of a process that serves, and whose ranks join the fleet.

@@ -50,6 +50,7 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         script: calls `run_train_worker`. arguments: of the script.
         world_size: ranks. num_cpus, num_gpus: reserved per rank.
+        num_nodes: that the ranks are spread over, the same number on each; granted together.
         python: interpreter; this one when empty.
         environment: added to every rank's.
         step_deadline_s: of one optimiser step. publish_deadline_s: of one weight update.
@@ -60,6 +61,7 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
     script: str
     arguments: tuple[str, ...] = ()
     world_size: int = 1
+    num_nodes: int = 1
     num_cpus: int = 1
     num_gpus: int = 0
     python: str = ""
@@ -70,8 +72,13 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
     resume_from: str = ""
 
     def __post_init__(self) -> None:
-        least = {"world_size": 1, "save_every": 0}
+        least = {"world_size": 1, "num_nodes": 1, "num_cpus": 1, "num_gpus": 0, "save_every": 0}
         check_numbers(self, least, ("step_deadline_s", "publish_deadline_s"), where="trainer.")
+        if self.world_size % self.num_nodes:
+            raise ConfigError(
+                f"trainer.world_size must be a multiple of num_nodes, got {self.world_size} and "
+                f"{self.num_nodes}"
+            )
 
 
 class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,8 +92,8 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
         arguments: passed on. python: interpreter; this one when empty.
         environment: added to its own. num_cpus: reserved.
         num_gpus: reserved; when it is not given, one per rank if the trainers have GPUs, else none.
-        colocate_with: a process whose reservation (node, cores, GPUs) this one shares, `trainer-0` for
-            example; it reserves nothing of its own then.
+        colocate_with: a rank, `trainer-0` for example, whose node and cores this engine shares, and the
+            GPUs from that rank's on, one per rank of its own; it reserves nothing then.
         max_restarts: how often it is started again after a death; the job fails after that.
     """
 

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from windlass.config import ReplicaPlace, take_name
@@ -31,10 +32,12 @@ class FsdpEngine(TrainEngine):
         optimizer: from the sharded module. loss: from the module and this rank's groups; a
             scalar that depends on the module, since every rank must enter its collectives.
         units: submodules to shard on their own, usually decoder layers.
-        backend: of torch.distributed. seed: before `model` is called.
+        backend: of torch.distributed, "cpu:gloo,cuda:nccl" on GPUs. seed: before `model` is called.
+        device: where the model is moved before it is sharded; "cuda" is the first GPU that this rank sees.
         max_grad_norm: gradients are clipped to it; 0 for never.
         publish_to_fleet: whether to connect to the controller's fleet.
-        transport, replica: see `connect_trainer`, and `TrainController.publish` for what a replica does.
+        transport: see `connect_trainer`.
+        replica: see `connect_trainer`, and `TrainController.publish` for what a replica does.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class FsdpEngine(TrainEngine):
         loss: Callable[[torch.nn.Module, Samples], torch.Tensor],
         units: Callable[[torch.nn.Module], Sequence[torch.nn.Module]] | None = None,
         backend: str = "gloo",
+        device: str = "cpu",
         seed: int = 0,
         max_grad_norm: float = 1.0,
         publish_to_fleet: bool = True,
@@ -52,7 +56,7 @@ class FsdpEngine(TrainEngine):
         replica: ReplicaPlace = ReplicaPlace.OFF,
     ) -> None:
         self._build, self._build_optimizer, self._loss = model, optimizer, loss
-        self._units = units
+        self._units, self._device = units, torch.device(device)
         self._backend, self._seed, self._max_grad_norm = backend, seed, max_grad_norm
         self._publish_to_fleet, self._transport = publish_to_fleet, transport
         self._replica = take_name("replica", replica, ReplicaPlace)
@@ -83,11 +87,14 @@ class FsdpEngine(TrainEngine):
             world_size=context.world_size,
             timeout=timeout,
         )
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device.index or 0)
         torch.manual_seed(self._seed)
-        model = self._build()
+        model = self._build().to(self._device)
+        mesh = init_device_mesh(self._device.type, (context.world_size,))
         for unit in self._units(model) if self._units is not None else ():
-            fully_shard(unit)
-        fully_shard(model)
+            fully_shard(unit, mesh=mesh)
+        fully_shard(model, mesh=mesh)
         self._model, self._optimizer = model, self._build_optimizer(model)
         if self._publish_to_fleet:
             self._client = connect_trainer(

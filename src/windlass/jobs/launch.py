@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import itertools
 import secrets
 import signal
@@ -27,11 +28,12 @@ from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.schedulers.configs import (
     LocalSchedulerConfig,
     RaySchedulerConfig,
+    SchedulerConfig,
     SlurmSchedulerConfig,
     create_scheduler,
 )
 from windlass.jobs.schedulers.local import visible_gpus
-from windlass.jobs.train_controller import TrainController, rank_names
+from windlass.jobs.train_controller import RankPlace, TrainController, rank_names, rank_place
 from windlass.net.access import Access, role_environment
 from windlass.net.addresses import is_loopback
 from windlass.net.logs import LOG_VARIABLES
@@ -448,6 +450,7 @@ def _trainers(
         environment=trainer.environment,
         num_cpus=trainer.num_cpus,
         num_gpus=trainer.num_gpus,
+        num_nodes=trainer.num_nodes,
     )
 
 
@@ -456,7 +459,8 @@ def check_job(config: LaunchConfig) -> None:
 
     Raises:
         ConfigError: an engine's options; processes on several hosts with an address or a transport of
-            one host; GPUs that do not add up; an engine beside a process that there is not.
+            one host, or several nodes of a host; GPUs that do not add up; an engine beside a process that
+            there is not; options of Slurm for processes that there are not.
     """
     trainer = config.trainer
     ranks = rank_names(RANKS, trainer.world_size)
@@ -468,6 +472,7 @@ def check_job(config: LaunchConfig) -> None:
             raise ConfigError(
                 f"{where}: colocate_with must be one of {list(ranks)}, got {engine.colocate_with!r}"
             )
+        _check_shared_gpus(config, engine, num_ranks)
         if engine.colocate_with and engine.num_gpus:
             raise ConfigError(
                 f"{where}: num_gpus must not be given with colocate_with, got {engine.num_gpus}"
@@ -479,6 +484,7 @@ def check_job(config: LaunchConfig) -> None:
             )
         num_gpus += _num_gpus(config, engine, num_ranks)
     _check_hosts(config)
+    _check_scheduler(config)
     if isinstance(config.scheduler, LocalSchedulerConfig):
         gpus = visible_gpus() if config.scheduler.gpus is None else config.scheduler.gpus
         if num_gpus > len(gpus):
@@ -511,13 +517,65 @@ def _num_gpus(config: LaunchConfig, engine: EngineSection, num_ranks: int) -> in
     return num_ranks if config.trainer.num_gpus else 0
 
 
+def _place_beside(config: LaunchConfig, engine: EngineSection, num_ranks: int) -> RankPlace:
+    """Return where an engine is that shares what the ranks reserve: the GPUs from its rank's on."""
+    trainer = config.trainer
+    if not engine.colocate_with:
+        return RankPlace(0, ())
+    rank = rank_names(RANKS, trainer.world_size).index(engine.colocate_with)
+    place = rank_place(rank, trainer.world_size // trainer.num_nodes, trainer.num_gpus)
+    return RankPlace(place.node, tuple(place.gpus[0] + n for n in range(num_ranks) if place.gpus))
+
+
+def _check_shared_gpus(config: LaunchConfig, engine: EngineSection, num_ranks: int) -> None:
+    """Refuse an engine beside a rank where fewer GPUs follow than it has ranks."""
+    trainer = config.trainer
+    gpus = _place_beside(config, engine, num_ranks).gpus
+    on_node = trainer.num_gpus * (trainer.world_size // trainer.num_nodes)
+    if gpus and gpus[-1] >= on_node:
+        raise ConfigError(
+            f"engines {engine.name!r}: colocate_with must name a rank with at least {num_ranks} GPUs from its "
+            f"own on, one for each rank of the engine, got {engine.colocate_with!r} with "
+            f"{on_node - gpus[0]} on its node"
+        )
+
+
+def _check_scheduler(config: LaunchConfig) -> None:
+    """Refuse nodes that the scheduler has not, and options of processes that the job has not."""
+    scheduler, trainer = config.scheduler, config.trainer
+    if _is_this_host(scheduler) and trainer.num_nodes > 1:
+        raise ConfigError(
+            "trainer.num_nodes must be 1 where the scheduler has this host alone, "
+            f"got {trainer.num_nodes}"
+        )
+    if isinstance(scheduler, SlurmSchedulerConfig):
+        names = [
+            *rank_names(RANKS, trainer.world_size),
+            *(engine.name for engine in config.engines),
+            *map(_worker_name, range(config.rollout.num_workers)),
+        ]
+        for pattern in scheduler.processes:
+            if not fnmatch.filter(names, pattern):
+                raise ConfigError(
+                    f"scheduler.processes must fit a process of the job ({', '.join(names)}), "
+                    f"got {pattern!r}"
+                )
+
+
+def _is_this_host(scheduler: SchedulerConfig) -> bool:
+    """Whether all that it starts runs here."""
+    return isinstance(scheduler, LocalSchedulerConfig) or (
+        isinstance(scheduler, RaySchedulerConfig) and not scheduler.address
+    )
+
+
 def _check_hosts(config: LaunchConfig) -> None:
     """Refuse what works on one host only, where the scheduler's processes may be on others."""
     match config.scheduler:
-        case LocalSchedulerConfig() | RaySchedulerConfig(address=""):
+        case LocalSchedulerConfig():
             return
         case SlurmSchedulerConfig(host=host) | RaySchedulerConfig(address=host):
-            if is_loopback(host.rpartition(":")[0] or host):
+            if _is_this_host(config.scheduler) or is_loopback(host.rpartition(":")[0] or host):
                 return
     controller = config.controller
     reached = controller.advertise_host or controller.host
@@ -540,8 +598,12 @@ def _processes(config: LaunchConfig, url: str, token: str) -> list[tuple[Process
     return engines + [(_worker(config, n, url, token), MAX_WORKER_RESTARTS) for n in workers]
 
 
+def _worker_name(number: int) -> str:
+    return f"worker-{number}"
+
+
 def _worker(config: LaunchConfig, number: int, url: str, token: str) -> ProcessSpec:
-    script, name = config.rollout.worker_script, f"worker-{number}"
+    script, name = config.rollout.worker_script, _worker_name(number)
     program = (script,) if script else ("-m", "windlass.rollout.worker")
     return ProcessSpec(
         name=name,
@@ -568,11 +630,15 @@ def _options(config: LaunchConfig, engine: EngineSection, url: str) -> EngineOpt
 
 def _engine(config: LaunchConfig, engine: EngineSection, url: str, token: str) -> ProcessSpec:
     spec = ENGINES.find(engine.kind)
+    num_ranks = _num_ranks(config, engine)
+    place = _place_beside(config, engine, num_ranks)
     return ProcessSpec(
         name=engine.name,
         command=spec.command(_options(config, engine, url)),
         environment={**engine.environment, **role_environment(token, Access.ENGINE)},
         num_cpus=engine.num_cpus,
-        num_gpus=_num_gpus(config, engine, _num_ranks(config, engine)),
+        num_gpus=_num_gpus(config, engine, num_ranks),
         colocate_with=engine.colocate_with,
+        node=place.node,
+        gpus=place.gpus,
     )

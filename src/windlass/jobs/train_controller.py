@@ -73,6 +73,20 @@ def rank_names(name: str, world_size: int) -> list[str]:
     return [f"{name}-{rank}" for rank in range(world_size)]
 
 
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank is in the reservation of all: its node, and its GPUs there."""
+
+    node: int
+    gpus: tuple[int, ...]
+
+
+def rank_place(rank: int, ranks_per_node: int, num_gpus: int) -> RankPlace:
+    """Return the place of a rank that has `num_gpus` GPUs."""
+    node, local = divmod(rank, ranks_per_node)
+    return RankPlace(node, tuple(range(local * num_gpus, (local + 1) * num_gpus)))
+
+
 @dataclass(slots=True)
 class _Rank:
     """A rank; its session goes on over every connection that its process makes."""
@@ -104,9 +118,11 @@ class TrainController:
         name: ranks are called NAME-0, NAME-1, ...; letters, digits, "_", "." and "-".
         coordinator: `Controller.coordinator` of the server that this is mounted on, for `publish`.
         environment: added to every rank's. num_cpus, num_gpus: reserved per rank.
+        num_nodes: nodes that the ranks are spread over, the same number on each, in rank order. They
+            are one reservation, which the first rank holds.
 
     Raises:
-        ConfigError: world_size < 1, or a name of other characters.
+        ConfigError: world_size < 1, no multiple of num_nodes, or a name of other characters.
     """
 
     def __init__(
@@ -121,15 +137,21 @@ class TrainController:
         environment: Mapping[str, str] | None = None,
         num_cpus: int = 1,
         num_gpus: int = 0,
+        num_nodes: int = 1,
     ) -> None:
         if world_size < 1:
             raise ConfigError(f"TrainController: world_size must be >= 1, got {world_size}")
+        if num_nodes < 1 or world_size % num_nodes:
+            raise ConfigError(
+                f"TrainController: world_size must be a multiple of num_nodes, got {world_size} "
+                f"and {num_nodes}"
+            )
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
             raise ConfigError(f"TrainController: name must be of A-Z a-z 0-9 _ . -, got {name!r}")
         self._scheduler, self._token, self._name = scheduler, token, name
         self._command = tuple(command)
         self._environment = dict(environment or {})
-        self._num_cpus, self._num_gpus = num_cpus, num_gpus
+        self._num_cpus, self._num_gpus, self._num_nodes = num_cpus, num_gpus, num_nodes
         self._coordinator = coordinator
         self._under_way: CalledUpdate | None = None
         self._is_served = False
@@ -168,7 +190,9 @@ class TrainController:
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
         job = secrets.token_hex(8)
+        per_node = len(self._ranks) // self._num_nodes
         for index, rank in enumerate(self._ranks):
+            place = rank_place(index, per_node, self._num_gpus)
             environment = {
                 **self._environment,
                 **role_environment(self._token, Access.TRAINER),
@@ -177,15 +201,20 @@ class TrainController:
                 "WINDLASS_JOB": job,
                 "RANK": str(index),
                 "WORLD_SIZE": str(len(self._ranks)),
-                # Every rank sees the GPUs of its own reservation only, and counts them from 0.
-                **({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if self._num_gpus else {}),
+                # A rank that has GPUs sees its own alone, and counts them from 0.
+                "LOCAL_RANK": "0" if self._num_gpus else str(index % per_node),
+                "LOCAL_WORLD_SIZE": "1" if self._num_gpus else str(per_node),
             }
             spec = ProcessSpec(
                 name=rank.name,
                 command=self._command,
                 environment=environment,
-                num_cpus=self._num_cpus,
-                num_gpus=self._num_gpus,
+                num_nodes=self._num_nodes,
+                num_cpus=self._num_cpus * per_node,
+                num_gpus=self._num_gpus * per_node,
+                colocate_with=self._ranks[0].name if index else "",
+                node=place.node,
+                gpus=place.gpus,
             )
             await self._scheduler.start(spec)
             rank.watch = asyncio.create_task(self._watch(rank))

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple, final
 
 import msgspec
 
-from windlass.envs import control_token, environment_value
+from windlass.envs import control_token, environment_value, set_values
 from windlass.errors import ConfigError
 from windlass.net.addresses import own_address
 from windlass.net.logs import configure_logging, log_fields
@@ -152,6 +152,10 @@ CONTROLLER_FRAMES: Codec[ControllerFrame] = Codec(
 @dataclass(frozen=True, slots=True)
 class TrainContext:
     """What an engine is told when it is set up.
+
+    The environment says the same as `torchrun`'s does: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, and
+    MASTER_ADDR and MASTER_PORT of the store, so that `torch.distributed.init_process_group` needs no
+    argument.
 
     Attributes:
         rank, world_size: in the job. store_host, store_port: of a `torch.distributed.TCPStore`
@@ -359,6 +363,15 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
                     controller=self._url,
                     token=self._token,
                     deadline_s=deadline_s,
+                )
+                set_values(
+                    {
+                        "MASTER_ADDR": host,
+                        "MASTER_PORT": str(port),
+                        # torch: the store is there already, and is joined. Its prefix is of an attempt.
+                        "TORCHELASTIC_USE_AGENT_STORE": "True",
+                        "TORCHELASTIC_RESTART_COUNT": "0",
+                    }
                 )
                 index, size = engine.setup(context)
                 return Done(data_parallel_rank=index, data_parallel_size=size)

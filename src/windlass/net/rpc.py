@@ -244,12 +244,12 @@ async def serve(
             reason = f"connection broke: {socket.exception()}"
         # Not by its silence: TimeoutError is what a heartbeat raises, and one that did not read was cut off.
         ended = not (session.was_cut or isinstance(socket.exception(), TimeoutError))
-    except (Garbled, MustWait) as error:
+    except MustWait as error:  # whose owner says so to a person, where it is not in order
         reason = str(error)
-        await _refuse(socket, reason, final=False)
+        await _refuse(socket, reason, final=False, level=logging.INFO)
     except ProtocolError as error:
         reason = str(error)
-        await _refuse(socket, reason)
+        await _refuse(socket, reason, final=not isinstance(error, Garbled))
     except PlanError as error:
         reason = f"{type(error).__name__}: {error}"
         await _refuse(socket, reason)
@@ -287,8 +287,10 @@ def _decode(parts: PartJoiner, codec: Codec[T], message: WSMessage, what: str) -
         raise Garbled(f"{what}: {error}") from error
 
 
-async def _refuse(socket: web.WebSocketResponse, reason: str, *, final: bool = True) -> None:
-    _log.warning("refused: %s", reason)
+async def _refuse(
+    socket: web.WebSocketResponse, reason: str, *, final: bool = True, level: int = logging.WARNING
+) -> None:
+    _log.log(level, "refused: %s", reason)
     try:
         await send_frame(socket, encode(Refused(reason, final)))
     except ConnectionError:

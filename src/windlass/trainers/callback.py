@@ -76,7 +76,8 @@ class RolloutCallback:
         client: for `update_weights`; not closed.
         check_weights: called by `pause_generation` first, to refuse weights that are not whole:
             `functools.partial(windlass.trainers.megatron.check_whole, model)`.
-        stage, num_stages: which of how many leaders this one is, its pipeline stage for example.
+        stage: which of the leaders this one is, its pipeline stage for example.
+        num_stages: how many leaders there are.
             Engines then take the calls of all leaders in the order (call, stage), whichever
             arrives first, and the update ends when all leaders have called
             `continue_generation`. All leaders declare this or none.

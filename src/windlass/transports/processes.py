@@ -37,7 +37,7 @@ def host_identity() -> str:
 
 
 def process_start_time(pid: int) -> str:
-    """Clock ticks since boot at which the process started; empty when there is none.
+    """Clock ticks since boot at which the process started; empty when there is none, or it is ending.
 
     Raises:
         TransferFailed: this process has no descriptor or memory left to find out.
@@ -49,7 +49,8 @@ def process_start_time(pid: int) -> str:
     except OSError as error:
         raise TransferFailed(f"whether pid {pid} lives cannot be read: {error}") from error
     fields = stat.rpartition(")")[2].split()
-    return "" if fields[0] in {"Z", "X"} else fields[19]
+    # A process that ends gives back its memory (size 0), and only then its descriptors.
+    return "" if fields[0] in {"Z", "X"} or fields[20] == "0" else fields[19]
 
 
 def own_endpoint(transport: str) -> PeerEndpoint:

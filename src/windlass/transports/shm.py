@@ -273,8 +273,11 @@ class _PeerSegments:
             found = self._mapped.get((path, target))
             if found is None or found.is_released:
                 self._forget_released()  # the only moment at which mappings can pile up
-                check_alive(region.endpoint)
-                found = self._mapped[path, target] = _open(path, target)
+                try:
+                    found = self._mapped[path, target] = _open(path, target)
+                except RegionError:
+                    check_alive(region.endpoint)  # whose end has closed it
+                    raise
         if offset + region.nbytes > len(found.mapping):
             raise RegionError(
                 f"shm: segment at {path} must have {offset + region.nbytes} bytes, has "

@@ -327,7 +327,8 @@ class Coordinator:
             return None
         try:
             session = await self._admit(hello, socket)
-        except MustWait:
+        except MustWait as error:
+            _log.warning("refused for now: %s", error)
             raise
         except (ProtocolError, PlanError) as error:
             # A second process under the name of one that is there keeps nobody waiting.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,18 +17,21 @@ from windlass.config import DiskBackend, P2pBackend, UpdateMode, XcclBackend
 from windlass.engines.spec import ENGINES
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
-from windlass.jobs.config import EngineSection, LaunchConfig, load_config
+from windlass.jobs.config import EngineSection, LaunchConfig, TrainerSection, load_config
 from windlass.jobs.schedulers.configs import (
     LocalSchedulerConfig,
     RaySchedulerConfig,
     SchedulerConfig,
     SlurmSchedulerConfig,
 )
+from windlass.jobs.schedulers.local import visible_gpus
 from windlass.net.addresses import free_port
 from windlass.net.logs import configure_logging
 
 FOLDER = Path(jobs.__file__).parent / "demo"
-SERVER_TRANSPORTS = ("cma", "mooncake")
+MODELS = {"cpu": "model.json", "cuda": "model_gpu.json"}
+SERVER_TRANSPORTS = {"cpu": ("cma", "mooncake"), "cuda": ("cuda_ipc",)}
+"""The first one is the default."""
 SCHEDULERS: Mapping[str, SchedulerConfig] = {
     "local": LocalSchedulerConfig(),
     "slurm": SlurmSchedulerConfig(host="127.0.0.1"),
@@ -39,8 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options; the defaults end in under four minutes on two cores."""
     parser.add_argument("--steps", type=int, default=40, help="optimiser steps (default 40)")
     parser.add_argument("--engine", default="embedded", choices=ENGINES.names())
+    parser.add_argument(
+        "--device", default="cpu", choices=[*MODELS],
+        help="where trainers and engines compute; cuda takes all GPUs that are visible (default cpu)",
+    )  # fmt: skip
     parser.add_argument("--backend", default="p2p", choices=["p2p", "xccl", "disk"])
-    parser.add_argument("--transport", default="cma", choices=["cma", "shm", "mooncake"])
+    parser.add_argument(
+        "--model", type=Path, metavar="FILE",
+        help="configuration of a causal LM of transformers, of 13 tokens at least "
+        "(default: a tiny Qwen3, larger with --device cuda)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--transport", choices=["cma", "shm", "mooncake", "cuda_ipc"],
+        help="default: cma, or cuda_ipc with --device cuda",
+    )  # fmt: skip
     parser.add_argument("--mode", default="in_place", choices=[m.value for m in UpdateMode])
     parser.add_argument(
         "--kill-engine-at", type=int, default=0, metavar="N",
@@ -77,14 +94,31 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
         args.output.resolve(),
         msgspec.structs.replace,
     )
-    engines, rollout, seed = job.engines, job.rollout, str(args.seed)
-    if ENGINES.find(args.engine).server is None:
-        engines = tuple(replace(e, arguments=(*e.arguments, "--seed", seed)) for e in engines)
+    engines, rollout, trainer, seed = job.engines, job.rollout, job.trainer, str(args.seed)
+    transport = args.transport or SERVER_TRANSPORTS[args.device][0]
+    model = str((args.model or FOLDER / MODELS[args.device]).absolute())
+    if not Path(model).is_file():
+        raise ConfigError(f"demo: --model must be a file, got {model!r}")
+    spec = ENGINES.find(args.engine)
+    if spec.server is None:
+        if args.device != "cpu":
+            raise ConfigError(
+                f"demo: --device must be cpu with --engine {args.engine}, got {args.device!r}"
+            )
+        engines = tuple(
+            replace(e, model=model, arguments=(*e.arguments, "--seed", seed)) for e in engines
+        )
         restarts = 1 if args.kill_engine_at else 0
         engines = (*engines[:-1], replace(engines[-1], max_restarts=restarts))
     else:
-        # Steps of a size that it answers in seconds on two cores.
-        engines, rollout = (_server(args, folder),), replace(rollout, groups_per_step=16)
+        _check_server_options(args, transport)
+        names = ["engine-a", "engine-b"][: 2 if args.kill_engine_at else 1]
+        engines = tuple(_server(args, folder, name) for name in names)
+        if args.device == "cpu":
+            # Steps of a size that it answers in seconds on two cores.
+            rollout = replace(rollout, groups_per_step=16)
+        else:
+            trainer, engines = _on_gpus(trainer, engines)
     backends = {
         "p2p": P2pBackend(),
         "xccl": XcclBackend(),
@@ -94,10 +128,11 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
         job,
         steps=args.steps,
         output_dir=str(folder),
-        transport=args.transport,
+        transport=transport,
         scheduler=SCHEDULERS[args.scheduler],
         trainer=replace(
-            job.trainer, arguments=(str(FOLDER / "model.json"), str(folder / "versions"), seed)
+            trainer,
+            arguments=(model, str(folder / "versions"), seed, args.device),
         ),
         engines=engines,
         rollout=rollout,
@@ -111,30 +146,67 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
     return config
 
 
-def _server(args: argparse.Namespace, folder: Path) -> EngineSection:
-    """One unmodified server in an environment of its own, which has its own torch."""
-    kind, spec = args.engine, ENGINES.find(args.engine)
-    if args.backend != "p2p" or args.transport not in SERVER_TRANSPORTS:
+def _check_server_options(args: argparse.Namespace, transport: str) -> None:
+    transports = SERVER_TRANSPORTS[args.device]
+    if args.backend != "p2p" or transport not in transports:
         raise ConfigError(
-            f"demo: --engine {kind} goes with --backend p2p and --transport one of "
-            f"{list(SERVER_TRANSPORTS)}, got {args.backend!r} and {args.transport!r}"
+            f"demo: --engine {args.engine} --device {args.device} goes with --backend p2p and "
+            f"--transport one of {list(transports)}, got {args.backend!r} and {transport!r}"
         )
-    if args.kill_engine_at:
-        raise ConfigError(f"demo: kill_engine_at needs two engines, got 1 {kind}")
-    venv = environment_value(f"WINDLASS_{kind.upper()}_VENV") or f".venv-{kind}"
+    if args.device == "cuda" and not ENGINES.find(args.engine).gpu_arguments:
+        able = [name for name in ENGINES.names() if ENGINES.find(name).gpu_arguments]
+        raise ConfigError(f"demo: --device cuda goes with --engine {able}, got {args.engine!r}")
+
+
+def _server(args: argparse.Namespace, folder: Path, name: str) -> EngineSection:
+    """One unmodified server: in an environment of its own, or in this one where it is installed here."""
+    kind, spec = args.engine, ENGINES.find(args.engine)
+    on_gpu = args.device == "cuda"
+    venv = environment_value(f"WINDLASS_{kind.upper()}_VENV")
+    is_here = not venv and importlib.util.find_spec(kind) is not None
+    python = Path(venv or f".venv-{kind}") / "bin" / "python"
     return EngineSection(
-        name="engine-a",
+        name=name,
         kind=kind,
         model=str(folder / "start"),
         port=free_port(),
-        arguments=("--dtype", "bfloat16", *spec.cpu_arguments),
-        python=str((Path(venv) / "bin" / "python").absolute()),
+        arguments=(
+            *("--dtype", "bfloat16"),
+            *(spec.gpu_arguments if on_gpu else spec.cpu_arguments),
+        ),
+        python=sys.executable if is_here else str(python.absolute()),
         environment={
-            **spec.cpu_environment,
-            "PYTHONPATH": str(folder / "package"),
+            **({} if on_gpu else spec.cpu_environment),
+            **({} if is_here else {"PYTHONPATH": str(folder / "package")}),
             "TOKENIZERS_PARALLELISM": "false",
         },
-        max_restarts=0,
+        max_restarts=1 if args.kill_engine_at else 0,
+    )
+
+
+def _on_gpus(
+    trainer: TrainerSection, engines: tuple[EngineSection, ...]
+) -> tuple[TrainerSection, tuple[EngineSection, ...]]:
+    """Give every engine a GPU of its own and the ranks the others; if there are none, they share.
+
+    Raises:
+        ConfigError: no GPU is visible.
+    """
+    num_gpus, replace = len(visible_gpus()), msgspec.structs.replace
+    if not num_gpus:
+        raise ConfigError("demo: --device cuda needs a GPU, none is visible")
+    num_left = num_gpus - len(engines)
+    if num_left > 0:
+        return (
+            replace(trainer, world_size=num_left, num_gpus=1),
+            tuple(replace(engine, num_gpus=1) for engine in engines),
+        )
+    return (
+        replace(trainer, world_size=num_gpus, num_gpus=1),
+        tuple(
+            replace(engine, colocate_with=f"trainer-{number % num_gpus}")
+            for number, engine in enumerate(engines)
+        ),
     )
 
 

@@ -27,6 +27,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from windlass.engines.vllm.token_versions import noting, stamps_tokens
 from windlass.errors import ConfigError
 
 __all__ = [
@@ -109,6 +110,8 @@ class Namespace:
 def _scheduler(**made_with: Any) -> object:
     """Make vLLM's own scheduler, in a core whose caches are kept apart. Called by an EngineCore.
 
+    It notes versions of tokens where vLLM does not: see `windlass.engines.vllm.token_versions`.
+
     Raises:
         ConfigError: a model for which vLLM has a scheduler of its own.
     """
@@ -120,7 +123,7 @@ def _scheduler(**made_with: Any) -> object:
         raise ConfigError("vLLM: updates of models that generate by diffusion have not been shown")
     keep_caches_apart()
     made = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
-    return made(**made_with)
+    return (noting(made) if stamps_tokens() else made)(**made_with)
 
 
 def is_backend_of(config: Any) -> bool:
@@ -175,9 +178,9 @@ def keep_caches_apart() -> None:
         return found
 
     def entering(look_up: Callable[..., Any]) -> Callable[..., Any]:
-        def looked_up(manager: Any, request: Any, *given: Any, **limits: Any) -> Any:  # 0.33 has one
+        def looked_up(manager: Any, request: Any, *limits: Any) -> Any:  # 0.33 has one
             namespace.enter(request)
-            return look_up(manager, request, *given, **limits)
+            return look_up(manager, request, *limits)
 
         return looked_up
 

@@ -6,7 +6,6 @@ vLLM makes this a base class of its worker, so `self` is the worker. The methods
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import cast
 
@@ -16,7 +15,7 @@ import torch
 from windlass.config import PauseMode
 from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.engine_rank import EngineRank
-from windlass.engines.http import EngineHttp, NoSuchRoute
+from windlass.engines.http import EngineHttp
 from windlass.engines.rank_reports import Secrets, carry_out
 from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.engines.vllm.adapter import LoraWorker, Slot, keep_adapter
@@ -28,6 +27,7 @@ from windlass.engines.vllm.rank import (
     capture_rank,
     number_of,
 )
+from windlass.engines.vllm.token_versions import stamps_tokens
 from windlass.errors import ConfigError
 
 __all__ = ["VllmApi", "WindlassExtension"]
@@ -43,10 +43,16 @@ class VllmApi:
     Args:
         server: in front of the ranks.
         can_block: whether the loop of every rank may be blocked between two steps; see `_can_block`.
+        stamps: see `stamps_tokens`.
+
+    Attributes:
+        version: that was set last and that Windlass notes, which a loop returns when it is let go; else None.
     """
 
-    def __init__(self, server: EngineHttp, *, can_block: bool) -> None:
-        self._server, self._can_block = server, can_block
+    def __init__(self, server: EngineHttp, *, can_block: bool, stamps: bool) -> None:
+        self.version: int | None = None
+        self._server, self._can_block, self._stamps = server, can_block, stamps
+        self._is_blocking = False
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         """`abort` ends what is running; `in_place` keeps requests and their blocks.
@@ -68,7 +74,11 @@ class VllmApi:
     def block(self, pause_id: str, deadline_s: float) -> None:
         """See `EngineApi.block`."""
         body = {"method": "windlass_block", "args": [pause_id, str(deadline_s)]}
-        self._server.post("/collective_rpc", body, None)
+        self._is_blocking = True
+        try:
+            self._server.post("/collective_rpc", body, None)
+        finally:
+            self._is_blocking = False
 
     def quiesce(self, pause_id: str, deadline_s: float) -> None:
         """See `EngineApi.quiesce`."""
@@ -80,15 +90,22 @@ class VllmApi:
         self._server.post("/resume", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """See `EngineApi.set_version`; releases without the route (0.24) stamp nothing."""
-        with contextlib.suppress(NoSuchRoute):
+        """See `EngineApi.set_version`; a loop that is blocked brings it to the core when it is let go."""
+        if not self._stamps:
             self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s)
+            return
+        self.version = version
+        if not self._is_blocking:
+            body = {"method": "windlass_set_version", "args": [version], "timeout": deadline_s}
+            self._server.post("/collective_rpc", body, deadline_s)
 
 
 class WindlassExtension:
     """Methods of every worker. vLLM refuses clashes of names."""
 
     windlass_engine_rank: EngineRank
+    windlass_api: VllmApi | None = None
+    """Of rank 0 alone."""
 
     def windlass_capture(self, encoded: str, folder: str) -> None:
         """Capture the layout; comes before `windlass_join`. A layout that is refused changes nothing.
@@ -110,10 +127,13 @@ class WindlassExtension:
             worker,
             self._windlass_engine_rank(),
             settings,
-            lambda: VllmApi(
-                secrets.server(settings.url), can_block=_can_block(worker.parallel_config)
-            ),
+            lambda: self._windlass_make_api(secrets.server(settings.url)),
         )
+
+    def _windlass_make_api(self, server: EngineHttp) -> VllmApi:
+        parallel = cast("Worker", self).parallel_config
+        self.windlass_api = VllmApi(server, can_block=_can_block(parallel), stamps=stamps_tokens())
+        return self.windlass_api
 
     def windlass_join(self, encoded: str, folder: str) -> None:
         """Join the fleet, once what all ranks have captured was found good; as `windlass_capture`."""
@@ -143,8 +163,11 @@ class WindlassExtension:
         self._windlass_keep()
         self._windlass_engine_rank().gate.quiesced(pause_id)
 
-    def windlass_block(self, pause_id: str, deadline_s: str, namespace: str = "") -> None:
+    def windlass_block(self, pause_id: str, deadline_s: str, namespace: str = "") -> int | None:
         """Called in the main loop between two steps; it stays until the pause ends.
+
+        Returns:
+            See `VllmApi.version`; None on other ranks than rank 0.
 
         Args:
             pause_id: see `windlass_quiesce`.
@@ -159,6 +182,11 @@ class WindlassExtension:
             torch.cuda.synchronize()
         self._windlass_keep()
         self._windlass_engine_rank().gate.block(pause_id, float(deadline_s))
+        return None if self.windlass_api is None else self.windlass_api.version
+
+    def windlass_set_version(self, version: int) -> int:
+        """Called in the main loop while it is paused; the core reads what is returned."""
+        return version
 
     def windlass_digests(self) -> dict[str, str]:
         """Return a fingerprint of every tensor that the model of this rank holds, and its adapter."""
@@ -188,10 +216,8 @@ def _can_block(parallel: ParallelConfig) -> bool:
     """Whether the loop of a rank may be blocked between two steps while weights change.
 
     Not where a step is spread over stages, or is one of several replicas (experts): another rank
-    may be in mid-step then, and waits for this one. Not where tokens are stamped (0.32): the
-    version is set by the core's loop, which is waiting for the ranks that are blocked.
+    may be in mid-step then, and waits for this one. Not where vLLM stamps tokens (0.32): it sets the
+    version in the core's loop, which is waiting for the ranks that are blocked.
     """
-    from vllm.v1.engine.core import EngineCore
-
     shared = parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1
-    return not shared and "set_weight_version" not in vars(EngineCore)
+    return not shared and stamps_tokens()

@@ -1,12 +1,16 @@
-"""`POST /generate` as SGLang has it, in front of vLLM's own `/inference/v1/generate`.
+"""`POST /generate` as SGLang has it, in front of vLLM's own routes.
 
 `--middleware windlass.engines.vllm.generate_route.GenerateRoute` puts it into vLLM's API server, so
-that rollout workers speak one dialect with every engine. Weight versions per token are vLLM's own.
+that rollout workers speak one dialect with every engine: in front of `/inference/v1/generate`, where weight
+versions per token are vLLM's own. `CompletionsRoute` is for servers in which Windlass notes versions
+(`windlass.engines.vllm.token_versions`): in front of `/v1/completions`, which every release has.
 """
 
 from __future__ import annotations
 
-from typing import Any, final
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, final
 
 import msgspec
 
@@ -14,12 +18,12 @@ from windlass.engines.private_routes import App, Message, Receive, Send, answer
 from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.rollout.messages import SamplingParams
 
-__all__ = ["GenerateRoute"]
+__all__ = ["CompletionsRoute", "GenerateRoute"]
 
 PATH = "/generate"
-INNER_PATH = "/inference/v1/generate"
 OK = 200
 UNPROCESSABLE = 422
+ABORT = "abort"
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -50,16 +54,45 @@ class _Response(msgspec.Struct, frozen=True):
     choices: list[_Choice]
 
 
-@final
-class GenerateRoute:
+class _CompletionLogprobs(msgspec.Struct, frozen=True):
+    token_logprobs: list[float] = []
+
+
+class _Completion(msgspec.Struct, frozen=True):
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _CompletionLogprobs | None = None
+
+
+class _Noted(msgspec.Struct, frozen=True):
+    weight_versions: list[dict[str, Any]] | None = None
+
+
+class _Completions(msgspec.Struct, frozen=True):
+    choices: list[_Completion]
+    kv_transfer_params: _Noted | None = None
+
+
+class _Route(ABC):
     """ASGI middleware. Everything but `POST /generate` passes through.
 
     Args:
         app: vLLM's.
     """
 
+    path: ClassVar[str]
+    """The route of vLLM that answers."""
+
     def __init__(self, app: App) -> None:
         self._app = app
+
+    @abstractmethod
+    def to_inner(self, request: _Request) -> dict[str, object]:
+        """Return what that route is asked."""
+
+    @abstractmethod
+    def to_outer(self, body: bytes) -> dict[str, object]:
+        """Return what it answers, in the words of `/generate`."""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -68,17 +101,18 @@ class GenerateRoute:
             await self._app(scope, receive, send)
             return
         try:
-            body = _to_inner(msgspec.json.decode(await _body(receive), type=_Request))
+            request = msgspec.json.decode(await _body(receive), type=_Request)
+            body = msgspec.json.encode(self.to_inner(request))
         except (ConfigError, *DECODE_ERRORS) as error:
             await answer(send, UNPROCESSABLE, str(error).encode())
             return
         headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
-        inner = {**scope, "path": INNER_PATH, "raw_path": INNER_PATH.encode(), "headers": headers}
+        inner = {**scope, "path": self.path, "raw_path": self.path.encode(), "headers": headers}
         collected = _Collected()
         await self._app(inner, _replay(body, receive), collected.send)
         if collected.status == OK:
-            await answer(send, OK, _to_outer(msgspec.json.decode(collected.body, type=_Response)))
+            await answer(send, OK, msgspec.json.encode(self.to_outer(collected.body)))
         else:
             await answer(send, collected.status, collected.body)
 
@@ -116,36 +150,83 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _to_inner(request: _Request) -> bytes:
+def _sampling(request: _Request) -> dict[str, object]:
+    """What both routes call alike."""
     sampling = request.sampling_params
-    body: dict[str, object] = {
-        "token_ids": request.input_ids,
-        "sampling_params": {
-            "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop_token_ids": sampling.stop_token_ids,
-            "ignore_eos": sampling.ignore_eos,
-            "logprobs": 0,  # of the sampled token alone
-            "detokenize": False,
-        },
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": sampling.stop_token_ids,
+        "ignore_eos": sampling.ignore_eos,
+        "logprobs": 0,  # of the sampled token alone
     }
-    if request.lora_path:
-        body["model"] = request.lora_path
-    if request.rid:
-        body["request_id"] = request.rid
-    return msgspec.json.encode(body)
 
 
-def _to_outer(response: _Response) -> bytes:
-    choice = response.choices[0]
-    tokens = choice.token_ids or []
-    content = choice.logprobs.content if choice.logprobs is not None else None
+def _named(request: _Request) -> dict[str, object]:
+    """Return the adapter and the name of a request, where it has them."""
+    return {
+        **({"model": request.lora_path} if request.lora_path else {}),
+        **({"request_id": request.rid} if request.rid else {}),
+    }
+
+
+def _answer(
+    reason: str, tokens: Sequence[int], logprobs: Sequence[tuple[float, int]], versions: object
+) -> dict[str, object]:
     meta = {
-        "finish_reason": {"type": choice.finish_reason or "stop"},
+        "finish_reason": {"type": reason},
         "completion_tokens": len(tokens),
-        "output_token_logprobs": [[c.logprob, c.token_id, None] for c in content or []],
-        "weight_versions": choice.weight_versions,
+        "output_token_logprobs": [[logprob, token, None] for logprob, token in logprobs],
+        "weight_versions": versions,
     }
-    return msgspec.json.encode({"output_ids": tokens, "meta_info": meta})
+    return {"output_ids": tokens, "meta_info": meta}
+
+
+@final
+class GenerateRoute(_Route):
+    """`/generate` by `/inference/v1/generate`."""
+
+    path = "/inference/v1/generate"
+
+    def to_inner(self, request: _Request) -> dict[str, object]:
+        """See `_Route.to_inner`."""
+        sampling = {**_sampling(request), "detokenize": False}
+        return {"token_ids": request.input_ids, "sampling_params": sampling, **_named(request)}
+
+    def to_outer(self, body: bytes) -> dict[str, object]:
+        """See `_Route.to_outer`."""
+        choice = msgspec.json.decode(body, type=_Response).choices[0]
+        content = choice.logprobs.content if choice.logprobs is not None else None
+        logprobs = [(each.logprob, each.token_id) for each in content or []]
+        reason = choice.finish_reason or "stop"
+        return _answer(reason, choice.token_ids or [], logprobs, choice.weight_versions)
+
+
+@final
+class CompletionsRoute(_Route):
+    """`/generate` by `/v1/completions`.
+
+    An answer that was aborted has no tokens: vLLM ends it without the versions of those that it had, so
+    the worker asks for them again.
+    """
+
+    path = "/v1/completions"
+
+    def to_inner(self, request: _Request) -> dict[str, object]:
+        """See `_Route.to_inner`."""
+        tokens = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        return {"prompt": request.input_ids, **tokens, **_sampling(request), **_named(request)}
+
+    def to_outer(self, body: bytes) -> dict[str, object]:
+        """See `_Route.to_outer`."""
+        found = msgspec.json.decode(body, type=_Completions)
+        choice, noted = found.choices[0], found.kv_transfer_params
+        reason = choice.finish_reason or "stop"
+        tokens = choice.token_ids or []
+        versions = noted.weight_versions if noted is not None else None
+        if reason == ABORT and versions is None:
+            return _answer(reason, [], [], None)
+        logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
+        return _answer(reason, tokens, [*zip(logprobs, tokens, strict=False)], versions)

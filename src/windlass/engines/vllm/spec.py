@@ -26,13 +26,14 @@ from windlass.engines.spec import (
 )
 from windlass.engines.versions import EngineReleases, Feature
 from windlass.engines.vllm.caches import OUTSIDE, SCHEDULER
+from windlass.engines.vllm.token_versions import OWN_VERSIONS
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 
 __all__ = ["ENGINE", "RELEASES", "RULES", "VllmServer", "adapter_options", "refuse_unsafe_config"]
 
 EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
-ROUTE = "windlass.engines.vllm.generate_route.GenerateRoute"
+ROUTES = "windlass.engines.vllm.generate_route"
 PRIVATE = "windlass.engines.private_routes.PrivateRoutes"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Of slots, as vLLM makes them; adapters of lower rank are padded."""
@@ -72,13 +73,14 @@ RELEASES = EngineReleases(
             "`/update_weight_version`, weight version per token",
             since=(0, 32),
             missing_in=(0, 24),
-            without="answers carry no version",
+            without="Windlass notes the versions of tokens, and only what answers `/generate` says them",
         ),
         Feature(
             "`--enable-scale-out`: `/inference/v1/generate` with token ids beside logprobs",
             since=(0, 32),
             missing_in=(0, 24),
-            without="`/generate` is not answered, which rollout workers ask",
+            without="`/generate`, which rollout workers ask, is answered by `/v1/completions`; an answer "
+            "that an abort pause ends is generated again from its prompt",
         ),
     ),
 )
@@ -221,13 +223,14 @@ def adapter_options(
 
 
 def _generate_options() -> tuple[str, ...]:
-    """SGLang's `/generate`, where this release has the route behind it as an option of its own."""
+    """SGLang's `/generate`: before the route of releases that say versions, or before completions."""
     package = importlib.util.find_spec("vllm")  # looks for it without an import
     if package is None or package.origin is None:
         raise ConfigError(f"vLLM must be installed in the environment of {sys.executable}")
-    if not (Path(package.origin).parent / "entrypoints" / "scale_out").exists():
-        return ()
-    return ("--enable-scale-out", "--middleware", ROUTE)
+    scales_out = (Path(package.origin).parent / "entrypoints" / "scale_out").exists()
+    if not scales_out or environment_value(OWN_VERSIONS):
+        return ("--middleware", f"{ROUTES}.CompletionsRoute")
+    return ("--enable-scale-out", "--middleware", f"{ROUTES}.GenerateRoute")
 
 
 def refuse_unsafe_config(config: object, *, adapter: bool, has_own_scheduler: bool = True) -> None:
@@ -274,4 +277,10 @@ ENGINE = EngineSpec(
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
     },
+    gpu_arguments=(
+        *("--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "64"),
+        *("--max-num-seqs", "256", "--max-num-batched-tokens", "4096"),
+        # Without the second one vLLM measures free memory, and ends where others take some meanwhile.
+        *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30)),
+    ),
 )

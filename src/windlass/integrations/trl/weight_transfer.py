@@ -47,7 +47,12 @@ class WeightTransfer:
 
     Args:
         servers: URLs of the servers, in one order on every rank.
-        config, transport, stacked, pause, api_key, deadline_s: see `WeightSync`.
+        config: see `WeightSync`, as for all that follow.
+        transport: name of the transport, or its configuration in JSON.
+        stacked: how stacked tensors of the model are named in a checkpoint.
+        pause: one of `PAUSE_MODES`, or None.
+        api_key: what the servers were started to ask for; empty for nothing.
+        deadline_s: for all servers to join, and then for every version.
 
     Raises:
         ConfigError: no server, or one of them twice.
@@ -124,7 +129,7 @@ class WeightTransfer:
         """Have every server serve the tensors that TRL hands over. They must not change before this returns.
 
         Raises:
-            See `WeightSync` and `WeightSync.send_weights`.
+            WindlassError: any error of `WeightSync` and of `WeightSync.send_weights`.
         """
         for name, tensor in iterator:
             _place(self._whole, name, tensor)

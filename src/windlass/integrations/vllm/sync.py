@@ -81,7 +81,8 @@ class WeightSync:
         servers: URLs, in one order on every rank.
         config: of updates: mode, deadlines; its `pause_mode` is not used, see `pause`.
         transport: name of the transport, or its configuration in JSON.
-        name_map, stacked: see `connect_trainer`.
+        name_map: see `connect_trainer`.
+        stacked: see `connect_trainer`.
         pause: one of `PAUSE_MODES`: what `/pause` is asked before a version and `/resume` follows; None
             where the caller pauses and resumes, or nobody: requests then stop between two steps and
             go on where they are, and tokens of a step or two may be stamped with the version before.

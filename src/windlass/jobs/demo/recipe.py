@@ -10,11 +10,15 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
+import msgspec
+
 from windlass.controller import Controller
+from windlass.engines.spec import ENGINES
 from windlass.errors import WindlassError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.recipe import Recipe, Task
@@ -46,6 +50,25 @@ def reward(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> float:
     return credit / max(len(output_ids), 1)
 
 
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast a job went, from its first version to its last.
+
+    Attributes:
+        seconds: between the two. samples_per_hour: that were trained on. tokens_per_s: of these.
+        mean_staleness: versions that the oldest token of a sample was behind.
+        paused_share: of the time, in updates, in which engines stood still.
+        idle_share: in which trainers waited for answers. step_share: in which they trained.
+    """
+
+    seconds: float
+    samples_per_hour: float
+    tokens_per_s: float
+    mean_staleness: float
+    paused_share: float
+    idle_share: float
+    step_share: float
+
+
 @final
 class RepeatOperand(Recipe):
     """Asks, scores, keeps what was trained on and how updates went, and may kill an engine.
@@ -68,6 +91,8 @@ class RepeatOperand(Recipe):
         self.updates: list[UpdateReport] = []
         self.events: list[str] = []
         self.show: Callable[[Controller], None] = lambda _: None
+        self._waits_s: list[tuple[float, float]] = []
+        self._ended_s: list[float] = []
         self._seed, self._kill_engine_at = seed, kill_engine_at
         self._kill: asyncio.Task[None] | None = None
 
@@ -90,6 +115,7 @@ class RepeatOperand(Recipe):
         Its peers hold other dtypes: it can catch up by an update of the trainers only.
         """
         config, version = self._config, self._controller.coordinator.published_version
+        self._waits_s.append((self._ended_s[-1], time.monotonic()))
         self.served += samples
         self.rewards_by_step.append(sum(s.reward for s in samples) / len(samples))
         self.staleness.update(version - min(s.versions) for s in samples)
@@ -106,7 +132,25 @@ class RepeatOperand(Recipe):
             )
             self._note("every engine is here for the last version")
 
+    def pace(self) -> Pace:
+        """Return how fast it went; at least one step must have been published."""
+        began_s, ended_s = self._ended_s[0], self._ended_s[-1]
+        seconds, updates = ended_s - began_s, self.updates[1:]
+        waited_s = sum(until - since for since, until in self._waits_s)
+        num_tokens = sum(len(sample.output_ids) for sample in self.served)
+        num_versions = sum(age * n for age, n in self.staleness.items())
+        return Pace(
+            seconds=seconds,
+            samples_per_hour=3600 * len(self.served) / seconds,
+            tokens_per_s=num_tokens / seconds,
+            mean_staleness=num_versions / len(self.served),
+            paused_share=sum(update.pause_s for update in updates) / seconds,
+            idle_share=waited_s / seconds,
+            step_share=(seconds - waited_s - sum(u.update_s for u in updates)) / seconds,
+        )
+
     def _on_update(self, report: UpdateReport) -> None:
+        self._ended_s.append(time.monotonic())
         self.updates.append(report)
         for name, reason in report.left_out.items():
             self._note(f"version {report.version} went on without {name}: {reason}")
@@ -119,7 +163,10 @@ class RepeatOperand(Recipe):
             self._kill = asyncio.create_task(self._kill_engine(victim))
 
     async def _kill_engine(self, name: str) -> None:
-        await self._scheduler.signal(name, signal.SIGKILL)
+        engine = self._config.engines[-1]
+        # The launcher of a server of somebody else's is not the engine; told to end, it kills all of that.
+        is_engine = ENGINES.find(engine.kind).server is None
+        await self._scheduler.signal(name, signal.SIGKILL if is_engine else signal.SIGTERM)
         await self._scheduler.wait(name)
 
     def _note(self, event: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import shutil
 import time
 from pathlib import Path
@@ -21,8 +22,6 @@ from windlass.jobs.demo.view import DemoView, save_plot
 from windlass.jobs.launch import JobSummary, run_job
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.updates.messages import RoundOutcome
-
-MODEL = Path(__file__).with_name("model.json")
 
 
 def make_directory(config: LaunchConfig) -> None:
@@ -61,13 +60,15 @@ def prepare_server(config: LaunchConfig) -> None:
             f"demo: WINDLASS_{server.kind.upper()}_VENV must name an environment with {server.kind}, "
             f"got no {server.python} (`make engines` installs one for CPUs)"
         )
-    torch.manual_seed(int(config.trainer.arguments[-1]) + 1)
-    model = build_model(MODEL).to(torch.bfloat16)
+    model_config, _, seed, _ = config.trainer.arguments
+    torch.manual_seed(int(seed) + 1)
+    model = build_model(Path(model_config)).to(torch.bfloat16)
     model.save_pretrained(server.model)  # type: ignore[operator]
-    # The package alone, without what is installed beside it.
-    link = Path(server.environment["PYTHONPATH"]) / "windlass"
-    link.parent.mkdir(parents=True)
-    link.symlink_to(Path(windlass.__file__).parent, target_is_directory=True)
+    if path := server.environment.get("PYTHONPATH"):
+        # The package alone, without what is installed beside it.
+        link = Path(path) / "windlass"
+        link.parent.mkdir(parents=True)
+        link.symlink_to(Path(windlass.__file__).parent, target_is_directory=True)
 
 
 async def run_demo(
@@ -105,13 +106,16 @@ async def run_demo(
         check_served,
         recipe.served,
         [r.version for r in recipe.updates if r.outcome is RoundOutcome.PUBLISHED],
-        model_config=MODEL,
+        model_config=Path(config.trainer.arguments[0]),
         versions_dir=folder / "versions",
         dtypes={e.name: e.arguments[e.arguments.index("--dtype") + 1] for e in config.engines},
     )
     problems, wall_s = find_problems(config, recipe, job, torn), time.perf_counter() - began_s
-    save_plot(recipe, folder / "demo.png")
+    if importlib.util.find_spec("matplotlib") is not None:
+        save_plot(recipe, folder / "demo.png")
+    pace = recipe.pace()
     content = {
+        "pace": pace,
         "updates": recipe.updates,
         "rewards": recipe.rewards_by_step,
         "rollouts": job.rollouts,
@@ -133,6 +137,11 @@ async def run_demo(
         f"\n{job.version + 1} versions published, reward {rewards[0]:.3f} -> {rewards[-1]:.3f}, "
         f"{torn.torn} torn of {torn.checked} answers "
         f"(a wrong version would have shown in: {shown}), {job.rollouts['lost']} lost, {wall_s:.0f} s",
+    )
+    view.console.print(
+        f"{pace.samples_per_hour:,.0f} samples per hour, {pace.tokens_per_s:,.0f} trained tokens/s, "
+        f"mean staleness {pace.mean_staleness:.2f}, engines paused {100 * pace.paused_share:.2f} % of the "
+        f"time, trainers waited for answers {100 * pace.idle_share:.0f} %"
     )
     view.console.print(f"picture and logs: {folder}/")
     for problem in problems:

@@ -1,6 +1,6 @@
 """The demo's trainer rank: the model, the loss, and a copy of every version for the checker.
 
-Started by the launched job as `trainer.py MODEL_CONFIG VERSIONS_DIR [SEED]`, once per rank.
+Started by the launched job as `trainer.py MODEL_CONFIG VERSIONS_DIR [SEED [DEVICE]]`, once per rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from windlass.jobs.train_worker import run_train_worker
 from windlass.rollout.messages import TrainingSample
 
 CLIP = 0.2
-LEARNING_RATE = 2e-3
+LEARNING_RATE, OF_HIDDEN_SIZE = 2e-3, 128
+"""Wider models take smaller steps (Adam's rate goes with 1 / width: muP, arXiv:2203.03466)."""
 
 
 def build_model(config: Path) -> torch.nn.Module:
@@ -52,13 +53,19 @@ def grpo_loss(model: torch.nn.Module, samples: Sequence[TrainingSample]) -> torc
     The ratio is taken against the logprobs that the engine served, so answers begun under
     an older version are corrected token by token.
     """
-    prompts = torch.tensor([s.prompt_ids for s in samples])
-    outputs = torch.tensor([s.output_ids for s in samples])
-    behaviour = torch.tensor([s.logprobs for s in samples])
-    advantages = torch.tensor(_advantages(samples))[:, None]
+    device = next(model.parameters()).device
+    prompts = torch.tensor([s.prompt_ids for s in samples], device=device)
+    outputs = torch.tensor([s.output_ids for s in samples], device=device)
+    behaviour = torch.tensor([s.logprobs for s in samples], device=device)
+    advantages = torch.tensor(_advantages(samples), device=device)[:, None]
     ratio = (token_logprobs(model, prompts, outputs) - behaviour).exp()
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     return -torch.minimum(ratio * advantages, clipped * advantages).mean()
+
+
+def _learning_rate(model: torch.nn.Module) -> float:
+    width = model.get_parameter("model.embed_tokens.weight").shape[1]
+    return LEARNING_RATE * min(1.0, OF_HIDDEN_SIZE / width)
 
 
 def _advantages(samples: Sequence[TrainingSample]) -> list[float]:
@@ -85,7 +92,7 @@ def _save_version(model: torch.nn.Module, path: Path) -> None:
         save_file(weights, path)
 
 
-def main(config: str, versions_dir: str, seed: str = "0") -> None:
+def main(config: str, versions_dir: str, seed: str = "0", device: str = "cpu") -> None:
     """Serve the job's train controller until it says stop."""
     torch.set_num_threads(1)
     versions = itertools.count()
@@ -99,10 +106,12 @@ def main(config: str, versions_dir: str, seed: str = "0") -> None:
         FsdpEngine(
             model=lambda: build_model(Path(config)),
             optimizer=lambda model: torch.optim.AdamW(
-                model.parameters(), lr=LEARNING_RATE, weight_decay=0.0
+                model.parameters(), lr=_learning_rate(model), weight_decay=0.0
             ),
             loss=loss,
             units=lambda model: list(model.get_submodule("model.layers").children()),
+            backend="gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl",
+            device=device,
             seed=int(seed),
             transport=environment_value("WINDLASS_TRANSPORT"),
         )

@@ -11,6 +11,7 @@ from typing import Protocol, Self
 
 import msgspec
 
+from windlass.config import check_numbers
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 
 _log = logging.getLogger(__name__)
@@ -25,26 +26,47 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         name: unique within the scheduler; log file and messages carry it.
         command: argument list; never passed through a shell.
         environment: variables added to the scheduler's own environment.
-        num_cpus: cores to reserve where the scheduler reserves anything.
-        num_gpus: devices to reserve there.
-        colocate_with: name of a live process whose reservation (node, cores and devices) this
+        num_nodes: nodes to reserve: all of them at once, or none.
+        num_cpus: cores to reserve on each of them, where the scheduler reserves cores.
+        num_gpus: GPUs to reserve on each of them.
+        colocate_with: name of a process, not yet deleted, whose reservation (nodes, cores and GPUs) this
             one shares; empty for a reservation of its own.
+        node: of the reservation's nodes, the one to run on, counted from 0.
+        gpus: of the reservation's GPUs on that node, those to see, counted from 0; all when empty.
     """
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = {}
+    num_nodes: int = 1
     num_cpus: int = 1
     num_gpus: int = 0
     colocate_with: str = ""
+    node: int = 0
+    gpus: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.command:
             raise ConfigError(f"process {self.name!r}: command must not be empty")
-        if self.num_cpus < 1 or self.num_gpus < 0:
+        least = {"num_nodes": 1, "num_cpus": 1, "num_gpus": 0, "node": 0}
+        check_numbers(self, least, (), where=f"process {self.name!r}: ")
+        if not self.colocate_with:
+            self.check_place(self)
+
+    def check_place(self, reserved: ProcessSpec) -> None:
+        """Raise unless the node and the GPUs are among those that `reserved` asks for.
+
+        Raises:
+            ConfigError: names the first that is not.
+        """
+        if self.node >= reserved.num_nodes:
             raise ConfigError(
-                f"process {self.name!r}: num_cpus must be >= 1 and num_gpus >= 0, "
-                f"got {self.num_cpus} and {self.num_gpus}"
+                f"process {self.name!r}: node must be below {reserved.num_nodes}, got {self.node}"
+            )
+        if missing := [gpu for gpu in self.gpus if not 0 <= gpu < reserved.num_gpus]:
+            raise ConfigError(
+                f"process {self.name!r}: gpus must be in [0, {reserved.num_gpus}), which are reserved "
+                f"on its node, got {missing[0]}"
             )
 
 
@@ -80,7 +102,7 @@ class ClusterBackend(Protocol):
         ...
 
     async def reserve(self, spec: ProcessSpec) -> str:
-        """Ask for the spec's cores and devices; returns the reservation's id, granted or queued.
+        """Ask for the spec's nodes, cores and GPUs; returns the reservation's id, granted or queued.
 
         Raises:
             ConfigError: refused.
@@ -128,6 +150,7 @@ class ClusterBackend(Protocol):
 class _Process:
     spec: ProcessSpec
     reservation: str
+    reserved: ProcessSpec  # that of the process which made the reservation
     pid: int = 0
     returncode: int | None = None
     failure: str = ""
@@ -166,8 +189,9 @@ class Scheduler:
         """Create a process; it may be queued when this returns.
 
         Raises:
-            ConfigError: the name is taken by a live process, the program does not exist, the devices
-                are not there, or `colocate_with` names no live process.
+            ConfigError: the name is taken by a live process, the program does not exist, the GPUs
+                are not there, `colocate_with` names no process that is known, or its reservation has no such
+                node or GPU.
         """
         known = self._processes.get(spec.name)
         if known is not None:
@@ -178,7 +202,7 @@ class Scheduler:
             await self.delete(spec.name)
         environment = {**self._environment, **spec.environment}
         wanted = msgspec.structs.replace(spec, environment=environment)
-        process = _Process(wanted, await self._reserve(wanted))
+        process = await self._reserve(wanted)
         self._processes[spec.name] = process
         process.task = asyncio.create_task(self._drive(process))
         if not self._backend.queues:
@@ -190,15 +214,12 @@ class Scheduler:
                 raise ConfigError(process.failure)
         return self.status(spec.name)
 
-    async def _reserve(self, spec: ProcessSpec) -> str:
+    async def _reserve(self, spec: ProcessSpec) -> _Process:
         if not spec.colocate_with:
-            return await self._backend.reserve(spec)
+            return _Process(spec, await self._backend.reserve(spec), spec)
         host = self._process(spec.colocate_with)
-        if host.ended.is_set():
-            raise ConfigError(
-                f"scheduler: {spec.name}: colocate_with {spec.colocate_with!r} has ended"
-            )
-        return host.reservation
+        spec.check_place(host.reserved)
+        return _Process(spec, host.reservation, host.reserved)
 
     async def _drive(self, process: _Process) -> None:
         backend, reservation = self._backend, process.reservation

@@ -10,7 +10,7 @@ import msgspec
 from windlass.jobs.schedulers.base import Scheduler
 from windlass.jobs.schedulers.local import LocalScheduler
 from windlass.jobs.schedulers.ray import ray_scheduler
-from windlass.jobs.schedulers.slurm import slurm_scheduler
+from windlass.jobs.schedulers.slurm import SlurmOptions, slurm_scheduler
 
 
 class LocalSchedulerConfig(
@@ -26,17 +26,18 @@ class LocalSchedulerConfig(
 
 
 class SlurmSchedulerConfig(
-    msgspec.Struct, frozen=True, tag="slurm", tag_field="kind", forbid_unknown_fields=True
+    SlurmOptions, frozen=True, tag="slurm", tag_field="kind", forbid_unknown_fields=True
 ):
     """The Slurm cluster of this host.
 
     Attributes:
-        options: passed on to sbatch: partition, account, time limit.
+        options, srun_options, prefix, gpu_type: of every process, see `SlurmOptions`.
         host: address of this host as the nodes reach it; empty for its host name.
+        processes: what is added for those whose names fit the key: `trainer-*`, `engine-a`, `worker-*`.
     """
 
-    options: tuple[str, ...] = ()
     host: str = ""
+    processes: Mapping[str, SlurmOptions] = {}
 
 
 class RaySchedulerConfig(
@@ -69,7 +70,9 @@ def create_scheduler(
     match config:
         case LocalSchedulerConfig(gpus=gpus):
             return LocalScheduler(log_dir, environment, watched=True, gpus=gpus)
-        case SlurmSchedulerConfig(options=options, host=host):
-            return slurm_scheduler(log_dir, environment, sbatch_options=options, host=host)
+        case SlurmSchedulerConfig(host=host, processes=processes):
+            return slurm_scheduler(
+                log_dir, environment, options=config, processes=processes, host=host
+            )
         case RaySchedulerConfig(address=address, num_cpus=num_cpus):
             return ray_scheduler(environment, address=address, num_cpus=num_cpus)

@@ -86,6 +86,10 @@ class LocalBackend(ClusterBackend):
         return
 
     async def reserve(self, spec: ProcessSpec) -> str:
+        if spec.num_nodes > 1:
+            raise ConfigError(
+                f"process {spec.name!r}: num_nodes must be 1 on this host, got {spec.num_nodes}"
+            )
         taken = {gpu: owner for owner, gpus in self._reserved.items() for gpu in gpus}
         free = [gpu for gpu in self._gpus if gpu not in taken]
         if spec.num_gpus > len(free):
@@ -102,6 +106,9 @@ class LocalBackend(ClusterBackend):
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
         gpus = self._reserved.get(reservation, ())
+        if spec.gpus:
+            of_node = gpus or visible_gpus()
+            gpus = tuple(of_node[gpu] for gpu in spec.gpus)
         environment = {
             **inherited_environment(),
             **spec.environment,

@@ -1,8 +1,8 @@
 """Processes in Ray placement groups.
 
-Ray places and Ray launches; it carries nothing else. A reservation is a placement group of one
-bundle with one launcher actor in it, and a process is a subprocess of that actor, so that
-colocated processes share cores and devices. Waiting for an end is one pending actor call. Ray ends
+Ray places and Ray launches; it carries nothing else. A reservation is a placement group
+with a bundle and a launcher actor for each node, and a process is a subprocess of such an actor, so that
+colocated processes share cores and GPUs. Ray grants a placement group whole or not at all. Waiting for an end is one pending actor call. Ray ends
 the actors of a driver that died, and with the actor ends what it started.
 Ray deserialises with pickle: whoever may submit to the cluster is trusted by it.
 """
@@ -53,7 +53,8 @@ class RayBackend(ClusterBackend):
         self._address, self._num_cpus, self._namespace = address, num_cpus, namespace
         # Ray's handles have no types that mypy knows.
         self._groups: dict[str, Any] = {}
-        self._launchers: dict[str, Any] = {}
+        self._launchers: dict[str, list[Any]] = {}
+        self._nodes: dict[tuple[str, str], int] = {}
         self._opened = False
 
     async def open(self) -> None:
@@ -87,57 +88,64 @@ class RayBackend(ClusterBackend):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = {"CPU": spec.num_cpus} | ({"GPU": spec.num_gpus} if spec.num_gpus else {})
-        group = placement_group([bundle], strategy="STRICT_PACK")
+        strategy = "STRICT_SPREAD" if spec.num_nodes > 1 else "STRICT_PACK"
+        group = placement_group([bundle] * spec.num_nodes, strategy=strategy)
         reservation = str(group.id.hex())
         self._groups[reservation] = group
-        self._launchers[reservation] = (
+        self._launchers[reservation] = [
             ray.remote(LocalBackend)
             .options(
                 num_cpus=spec.num_cpus,
                 num_gpus=spec.num_gpus,
                 max_concurrency=MAX_CALLS,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=group, placement_group_bundle_index=node
+                ),
             )
             .remote(None, watched=True, gpus=())
-        )
+            for node in range(spec.num_nodes)
+        ]
         return reservation
 
     async def granted(self, reservation: str) -> None:
         # How long it may queue is the caller's deadline on `wait_healthy`.
-        await _answer(self._launchers[reservation].granted.remote(reservation), None)
+        for launcher in self._launchers[reservation]:
+            await _answer(launcher.granted.remote(reservation), None)
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
-        pid: int = await _answer(self._launchers[reservation].launch.remote(reservation, spec))
+        self._nodes[reservation, spec.name] = spec.node
+        launcher = self._launcher(reservation, spec.name)
+        pid: int = await _answer(launcher.launch.remote(reservation, spec))
         return pid
 
+    def _launcher(self, reservation: str, name: str) -> Any:
+        return self._launchers[reservation][self._nodes[reservation, name]]
+
     async def wait(self, reservation: str, name: str) -> int:
-        code: int = await _answer(self._launchers[reservation].wait.remote(reservation, name), None)
+        launcher = self._launcher(reservation, name)
+        code: int = await _answer(launcher.wait.remote(reservation, name), None)
         return code
 
     async def signal(self, reservation: str, name: str, signal_number: int) -> None:
-        await _answer(self._launchers[reservation].signal.remote(reservation, name, signal_number))
+        launcher = self._launcher(reservation, name)
+        await _answer(launcher.signal.remote(reservation, name, signal_number))
 
     async def log_tail(self, reservation: str, name: str, num_lines: int) -> str:
-        return str(
-            await _answer(
-                self._launchers[reservation].log_tail.remote(reservation, name, num_lines)
-            )
-        )
+        launcher = self._launcher(reservation, name)
+        return str(await _answer(launcher.log_tail.remote(reservation, name, num_lines)))
 
     async def release(self, reservation: str) -> None:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        group, launcher = (
-            self._groups.pop(reservation, None),
-            self._launchers.pop(reservation, None),
-        )
+        group = self._groups.pop(reservation, None)
         if group is None:
             return
-        # Queued, or gone already: there is nothing of it left to end.
-        with contextlib.suppress(PeerUnreachable, PeerTimeout):
-            await _answer(launcher.close.remote(), 2.0)
-        ray.kill(launcher)
+        launchers = self._launchers.pop(reservation)
+        self._nodes = {key: node for key, node in self._nodes.items() if key[0] != reservation}
+        await asyncio.gather(*map(_close, launchers))
+        for launcher in launchers:
+            ray.kill(launcher)
         remove_placement_group(group)
 
     async def close(self) -> None:
@@ -146,6 +154,12 @@ class RayBackend(ClusterBackend):
 
             self._opened = False
             ray.shutdown()
+
+
+async def _close(launcher: Any) -> None:
+    """End what a launcher has started; one that is queued or gone has nothing left to end."""
+    with contextlib.suppress(PeerUnreachable, PeerTimeout):
+        await _answer(launcher.close.remote(), 2.0)
 
 
 async def _answer(call: Awaitable[Any], deadline_s: float | None = CALL_DEADLINE_S) -> Any:

@@ -1,10 +1,12 @@
 """Processes as Slurm job steps.
 
-A reservation is one `sbatch` job, whose batch script (`parent_watchdog.py`) takes a lease: it connects to
+A reservation is one `sbatch` job of one or several nodes, which Slurm grants together, whose batch script (`parent_watchdog.py`) takes a lease: it connects to
 this process and says a secret. That connection is the grant, so nobody asks again and again, and
 it is what the job lives by: when it ends, however this process died, the script ends, and Slurm
 ends the job with everything in it. Processes are `srun` steps in the job, so that colocated ones
-share node, cores and devices. The `srun` client of a step runs here: its end is the step's end,
+share nodes, cores and GPUs: every step has all the cores and GPUs of its node of the job, and may be told to see
+some of the GPUs alone (by the variable, not by a cgroup, so that CUDA reaches the memory of the
+others). The `srun` client of a step runs here: its end is the step's end,
 at once and with the return code, and its output is the step's, without a shared file system. The
 environment, and with it the token, travels through `srun` and never stands on a command line.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fnmatch
 import inspect
 import re
 import secrets
@@ -25,6 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
+import msgspec
+
 from windlass.envs import inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
 from windlass.jobs.schedulers import parent_watchdog
@@ -33,14 +38,70 @@ from windlass.jobs.schedulers.local import LocalBackend
 
 COMMAND_DEADLINE_S = 30.0
 JOB_ID = re.compile(r"(\d+)(;.*)?$")
+OWNED_OPTION = re.compile(
+    "--(array|cpus-per-task|error|export|gpus|gpus-per-node|gpus-per-socket|gpus-per-task|gres|hold|jobid"
+    "|job-name|nodes|ntasks|ntasks-per-node|output|overlap|parsable|relative|requeue|wait|wrap)(=|$)"
+    "|-[aceGHJNnorW]"
+)
+"""What the scheduler says itself, of a job or of a step."""
+SEE_GPUS = (
+    'CUDA_VISIBLE_DEVICES=$(printf %s "$CUDA_VISIBLE_DEVICES" | cut -d, -f "$1"); '
+    'export CUDA_VISIBLE_DEVICES; shift; exec "$@"'
+)
+"""Slurm sets the variable in the step, after everything that is passed to it."""
 TOOLS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
+
+
+class SlurmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the user of a Slurm cluster says of jobs and steps.
+
+    Attributes:
+        options: of `sbatch`: partition, account, QOS, time limit, constraint, memory.
+        srun_options: of the `srun` of every process: `--container-image` and the like of pyxis.
+        prefix: command that every process is started by: `apptainer exec --nv IMAGE`.
+        gpu_type: of the GPUs, where a cluster has several: `h100` asks for `gpu:h100:8`.
+    """
+
+    options: tuple[str, ...] = ()
+    srun_options: tuple[str, ...] = ()
+    prefix: tuple[str, ...] = ()
+    gpu_type: str = ""
+
+    def __post_init__(self) -> None:
+        for key, options in (("options", self.options), ("srun_options", self.srun_options)):
+            for option in options:
+                _refuse_owned(key, option)
+
+    def followed_by(self, other: SlurmOptions) -> SlurmOptions:
+        """Both, where the other's come last, which Slurm goes by."""
+        return SlurmOptions(
+            self.options + other.options,
+            self.srun_options + other.srun_options,
+            other.prefix or self.prefix,
+            other.gpu_type or self.gpu_type,
+        )
+
+
+def _refuse_owned(key: str, option: str) -> None:
+    """Raise for what is no option, or one that the scheduler gives itself."""
+    rule = ""
+    if not re.match(r"--?[A-Za-z]", option):
+        rule = "be one option a string, as --time=2:00:00"
+    elif OWNED_OPTION.match(option):
+        rule = "leave to the scheduler what follows from the job file's other keys"
+    if rule:
+        raise ConfigError(f"scheduler.{key} must {rule}, got {option!r}")
+
+
+NO_OPTIONS = SlurmOptions()
 
 
 def slurm_scheduler(
     log_dir: Path,
     environment: Mapping[str, str] | None = None,
     *,
-    sbatch_options: tuple[str, ...] = (),
+    options: SlurmOptions = NO_OPTIONS,
+    processes: Mapping[str, SlurmOptions] | None = None,
     host: str = "",
 ) -> Scheduler:
     """A scheduler that submits to the Slurm cluster of this host.
@@ -48,10 +109,11 @@ def slurm_scheduler(
     Args:
         log_dir: where `NAME.log` is written, on this host.
         environment: variables for every process.
-        sbatch_options: passed on: partition, account, time limit.
+        options: of all jobs and steps.
+        processes: added for those whose names fit the key, a pattern as `engine-*`.
         host: of this host, as the nodes reach it; empty for its host name.
     """
-    backend = SlurmBackend(log_dir, sbatch_options=sbatch_options, host=host)
+    backend = SlurmBackend(log_dir, options=options, processes=processes or {}, host=host)
     return Scheduler(backend, environment)
 
 
@@ -60,6 +122,7 @@ class _Job:
     """`is_known`: the lease was taken, or the job ended before that."""
 
     client: asyncio.subprocess.Process
+    num_cpus: int
     lease: asyncio.StreamWriter | None = None
     failure: str = ""
     is_known: asyncio.Event = field(default_factory=asyncio.Event)
@@ -73,11 +136,16 @@ class SlurmBackend(ClusterBackend):
     queues = True
 
     def __init__(
-        self, log_dir: Path, *, sbatch_options: tuple[str, ...] = (), host: str = ""
+        self,
+        log_dir: Path,
+        *,
+        options: SlurmOptions,
+        processes: Mapping[str, SlurmOptions],
+        host: str,
     ) -> None:
         self._clients = LocalBackend(log_dir, watched=True, gpus=())
         self._script = log_dir / "slurm-lease.sh"
-        self._options = sbatch_options
+        self._options, self._processes = options, dict(processes)
         self._host = host or socket.gethostname()
         self._server: asyncio.Server | None = None
         self._address: tuple[str, int] = ("", 0)
@@ -107,11 +175,14 @@ class SlurmBackend(ClusterBackend):
 
     async def reserve(self, spec: ProcessSpec) -> str:
         lease, mark = secrets.token_hex(16), await self._clients.mark()
-        devices = (f"--gres=gpu:{spec.num_gpus}",) if spec.num_gpus else ()
+        options = self._options_of(spec.name)
+        kind = f"gpu:{options.gpu_type}" if options.gpu_type else "gpu"
+        gpus = (f"--gres={kind}:{spec.num_gpus}",) if spec.num_gpus else ()
         client = await asyncio.create_subprocess_exec(
             *("sbatch", "--wait", "--parsable", "--no-requeue", "--output=/dev/null"),
-            *("--nodes=1", "--ntasks=1", f"--job-name={spec.name}", "--export=ALL"),
-            *(f"--cpus-per-task={spec.num_cpus}", *devices, *self._options),
+            *(f"--nodes={spec.num_nodes}", f"--ntasks={spec.num_nodes}", "--ntasks-per-node=1"),
+            *(f"--job-name={spec.name}", "--export=ALL", f"--cpus-per-task={spec.num_cpus}"),
+            *(*gpus, *options.options),
             *(str(self._script), "lease", self._address[0], str(self._address[1])),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -119,7 +190,7 @@ class SlurmBackend(ClusterBackend):
             env={**inherited_environment(), **mark, parent_watchdog.LEASE_VARIABLE: lease},
             start_new_session=True,
         )
-        job = self._unclaimed[lease] = _Job(client)
+        job = self._unclaimed[lease] = _Job(client, spec.num_cpus)
         said: list[str] = []
         reservation = ""
         try:
@@ -163,16 +234,29 @@ class SlurmBackend(ClusterBackend):
             raise PeerUnreachable(job.failure)
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
+        options = self._options_of(spec.name)
+        # `cut` counts from 1.
+        fields = ",".join(str(gpu + 1) for gpu in spec.gpus)
+        sees = ("/bin/sh", "-c", SEE_GPUS, "sh", fields) if spec.gpus else ()
         client = ProcessSpec(
             name=spec.name,
             command=(
                 *("srun", f"--jobid={reservation}", "--overlap", "--nodes=1", "--ntasks=1"),
-                *(f"--cpus-per-task={spec.num_cpus}", f"--job-name={spec.name}"),
-                *("--export=ALL", "--", *spec.command),
+                *(f"--relative={spec.node}", f"--job-name={spec.name}", "--export=ALL"),
+                # Steps that overlap would all be bound to the first cores if they asked for fewer.
+                f"--cpus-per-task={self._jobs[reservation].num_cpus}",
+                *(*options.srun_options, "--", *sees, *options.prefix, *spec.command),
             ),
             environment=spec.environment,
         )
         return await self._clients.launch(reservation, client)
+
+    def _options_of(self, name: str) -> SlurmOptions:
+        found = self._options
+        for pattern, added in self._processes.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                found = found.followed_by(added)
+        return found
 
     async def wait(self, reservation: str, name: str) -> int:
         code = await self._clients.wait(reservation, name)

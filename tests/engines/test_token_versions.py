@@ -1,0 +1,15 @@
+"""Versions of tokens that Windlass notes in vLLM's core; `test_live_rollouts.py` shows it live."""
+
+from __future__ import annotations
+
+from windlass.engines.vllm.token_versions import Span, add_tokens
+
+
+def test_spans_follow_one_another_and_grow_while_the_version_stays() -> None:
+    spans: list[Span] = []
+    for num_tokens, version in ((0, 1), (2, 3), (1, 3), (0, 4), (1, 5)):
+        add_tokens(spans, num_tokens, version)
+    assert spans == [
+        {"version": 3, "start": 0, "end": 3},
+        {"version": 5, "start": 3, "end": 4},
+    ]
