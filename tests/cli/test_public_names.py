@@ -24,8 +24,8 @@ def test_every_public_name_is_there_and_an_unknown_one_is_not(package: str) -> N
     module = importlib.import_module(package)
     assert set(module.__all__) <= set(dir(module))
     for name, home in render_api.public_names(package).items():
-        # Megatron: seconds, and warnings of its own; TRL is in an environment of its own.
-        if "megatron" not in home and not home.startswith("windlass.integrations.trl"):
+        # Megatron: seconds, and warnings of its own; TRL and vLLM are in environments of their own.
+        if not re.search(r"megatron|integrations\.(trl|vllm\.trainer)", home):
             value = getattr(module, name)
             assert value is vars(importlib.import_module(home))[name]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -62,7 +62,7 @@ class Worker(WindlassExtension):
         self.parallel_config = SimpleNamespace(
             pipeline_parallel_size=1, data_parallel_size=1, data_parallel_index=0, world_size=1
         )
-        self.vllm_config = SimpleNamespace()
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace())
 
     def reload_weights(
         self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]], is_checkpoint_format: bool

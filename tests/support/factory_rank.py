@@ -36,7 +36,7 @@ def main() -> None:
 
     from windlass.config import ControlConfig, UpdateMode
     from windlass.errors import ConfigError
-    from windlass.integrations.vllm.trainer import ModuleShards, TrainerInit
+    from windlass.integrations.vllm import ModuleShards, TrainerInit
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         settings.source, dtype=torch.float32

@@ -110,7 +110,7 @@ class WindlassTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             )
         if not isinstance(source, ModuleShards):
             raise ConfigError(
-                "source: must be windlass.integrations.vllm.trainer.ModuleShards(model), of which no tensor is "
+                "source: must be windlass.integrations.vllm.ModuleShards(model), of which no tensor is "
                 f"gathered, got {type(source).__name__}"
             )
         servers = init_info.servers
