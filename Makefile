@@ -92,10 +92,11 @@ test-engines: engines
 	$(BIN)/python tools/render_capabilities.py
 
 # Engines and frameworks that the user starts in their own way, with Windlass installed beside them.
-# WINDLASS_TRL_VENV and WINDLASS_VERL_VENV name environments that are there already.
+# WINDLASS_TRL_VENV, WINDLASS_VERL_VENV and WINDLASS_AREAL_VENV name environments that are there already.
 test-integrations: engines
 	test -n "$(WINDLASS_VERL_VENV)" || bash tools/engines/install.sh verl .venv-verl $(VENV)
 	test -n "$(WINDLASS_TRL_VENV)" || bash tools/integrations/install_trl.sh .venv-trl $(VENV) $(or $(WINDLASS_VLLM_VENV),.venv-vllm)
+	test -n "$(WINDLASS_AREAL_VENV)" || bash tools/integrations/install_areal.sh .venv-areal $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target build/routers sglang-router==0.3.2 vllm-router==0.1.17
 	WINDLASS_ROUTERS=build/routers $(BIN)/pytest -m engines tests/integrations tests/rollout/test_routers.py $(ARGS)
 
@@ -144,4 +145,4 @@ bench: setup
 	$(BIN)/windlass bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-trl .venv-verl build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-trl .venv-verl .venv-areal build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -25,6 +25,7 @@ PACKAGES = (
     "windlass.jobs",
     "windlass.integrations.vllm",
     "windlass.integrations.trl",
+    "windlass.integrations.areal",
     "windlass.layout",
     "windlass.planning",
     "windlass.cli",

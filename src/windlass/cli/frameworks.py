@@ -9,8 +9,6 @@ from importlib import metadata
 
 from windlass.cli.checks import Finding, Status
 
-__all__ = ["FRAMEWORKS", "check_framework"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
@@ -36,6 +34,32 @@ class Framework:
 
 
 FRAMEWORKS: Mapping[str, Framework] = {
+    "areal": Framework(
+        distributions=("areal",),
+        releases="1.0.4",
+        least=(1, 0, 4),
+        below=(1, 1),
+        module="windlass.integrations.areal.engines",
+        needs=("torch",),
+    ),
+    "sglang": Framework(
+        distributions=("sglang",),
+        releases="0.5.11 to 0.5.23",
+        least=(0, 5, 11),
+        below=(0, 6),
+        module="windlass.engines.sglang.plugin",
+        group="sglang.srt.plugins",
+        without="start servers with python -m windlass.engines.sglang",
+        needs=("torch",),
+    ),
+    "trl": Framework(
+        distributions=("trl",),
+        releases="1.16",
+        least=(1, 16),
+        below=(1, 17),
+        module="windlass.integrations.trl.weight_transfer",
+        needs=("accelerate", "torch"),
+    ),
     "verl": Framework(
         distributions=("verl",),
         releases="0.9.1",

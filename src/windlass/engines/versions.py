@@ -15,16 +15,6 @@ from dataclasses import dataclass
 
 from windlass.errors import ConfigError
 
-__all__ = [
-    "EngineReleases",
-    "Feature",
-    "Verdict",
-    "check_installed",
-    "has",
-    "installed_version",
-    "judge",
-]
-
 Release = tuple[int, ...]
 
 

@@ -29,8 +29,6 @@ from windlass.net.sockets import open_connection
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TRAINING_BATCHES, TrainingBatch, TrainingSample
 
-__all__ = ["BatchClient", "BatchQueue", "training_samples"]
-
 MAX_WAIT_S = 3600.0
 ANSWER_MARGIN_S = 2.0
 FIRST_BACKOFF_S = 0.05

@@ -42,8 +42,6 @@ from windlass.updates.messages import (
 )
 from windlass.updates.session import AgentSession, RankCaller, describe, failures_of
 
-__all__ = ["Binding", "EnginesUnbound", "Planner", "bind_fleet", "signature_of"]
-
 JOIN_SHARE = 0.8
 """Of the time for binding: members give up before the coordinator does, and can say why."""
 

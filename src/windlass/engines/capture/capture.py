@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
-from windlass.engines.capture.description import Captured, Repack, Seen, describe
+from windlass.engines.capture.description import Captured, Seen, describe
 from windlass.engines.capture.element_ids import ElementIds, Exact, Rows, rows_of, scaled
 from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, held_by
 from windlass.engines.capture.reading import Reading
@@ -30,8 +30,6 @@ from windlass.engines.capture.snapshot import Snapshot, undone_if_it_fails
 from windlass.engines.rank_reports import RefusedByOtherRank
 from windlass.errors import UnsupportedLayout, WindlassError
 from windlass.layout.naming.patterns import said
-
-__all__ = ["Captured", "Load", "Repack", "all_ranks", "capture", "capture_on_every_rank"]
 
 _Found = TypeVar("_Found")
 EXACT_NUMEL = 1 << 20

@@ -15,8 +15,6 @@ from windlass.engines.capture.codes import Codes, Load
 from windlass.errors import UnsupportedLayout
 from windlass.layout.naming.patterns import NUMBER, patterns_of, said
 
-__all__ = ["sources_of"]
-
 _SEED = 2
 ElementIds = tuple[int, ...]
 
@@ -55,7 +53,6 @@ class _Search:
         self._kinds = patterns_of(spec.name for spec in codes.specs)
 
     def sources(self) -> frozenset[str]:
-        """See `sources_of`."""
         deaf = sorted(self._base.keys() - self._changed(self._all))
         if deaf:
             raise UnsupportedLayout(

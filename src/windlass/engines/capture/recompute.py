@@ -24,8 +24,6 @@ from windlass.errors import UnsupportedLayout, WindlassError
 from windlass.layout.naming.patterns import said
 from windlass.memory.torch_dtypes import torch_dtype
 
-__all__ = ["Recompute", "Surroundings", "plan_recompute"]
-
 _SEEDS = (2, 3)
 _TRIALS = 3
 _MARKS = {

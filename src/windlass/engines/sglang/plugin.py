@@ -51,8 +51,6 @@ from windlass.net.addresses import (
 )
 from windlass.updates.client import report_cannot_join
 
-__all__ = ["load"]
-
 WAIT = "wait"
 _HTTP = "sglang.srt.entrypoints.http_server"
 _OTHER_SERVERS = ("SGLANG_RUST_SERVER", "SGLANG_USE_MODELSCOPE")

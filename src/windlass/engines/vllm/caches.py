@@ -27,20 +27,9 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from windlass.engines.vllm.core_calls import take_orders
 from windlass.engines.vllm.token_versions import noting, stamps_tokens
 from windlass.errors import ConfigError
-
-__all__ = [
-    "BACKEND",
-    "OUTSIDE",
-    "PAUSING_CALLS",
-    "SCHEDULER",
-    "Namespace",
-    "Salted",
-    "drop_encoder_outputs",
-    "is_backend_of",
-    "keep_caches_apart",
-]
 
 BACKEND = "windlass"
 """For `--weight-transfer-config`."""
@@ -166,6 +155,8 @@ def keep_caches_apart() -> None:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
+        if method == _LOADS:
+            take_orders(core)
         of_backend = method in (_HOLDS, _INITIALISES) and is_backend_of(core.vllm_config)
         if method in PAUSING_CALLS or method == _LOADS or of_backend:
             drop_encoder_outputs(core)

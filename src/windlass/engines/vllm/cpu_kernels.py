@@ -15,8 +15,6 @@ import torch
 
 from windlass.errors import UnsupportedLayout
 
-__all__ = ["multiply_by_parameters"]
-
 
 class _Layer(Protocol):
     weight: torch.Tensor

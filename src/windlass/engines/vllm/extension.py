@@ -19,6 +19,7 @@ from windlass.engines.http import EngineHttp
 from windlass.engines.rank_reports import Secrets, carry_out
 from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.engines.vllm.adapter import LoraWorker, Slot, keep_adapter
+from windlass.engines.vllm.core_calls import CoreCalls, core_calls
 from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
 from windlass.engines.vllm.rank import (
     ParallelConfig,
@@ -29,8 +30,6 @@ from windlass.engines.vllm.rank import (
 )
 from windlass.engines.vllm.token_versions import stamps_tokens
 from windlass.errors import ConfigError
-
-__all__ = ["VllmApi", "WindlassExtension"]
 
 multiply_by_parameters()  # vLLM imports this module in a worker before it loads the model
 
@@ -44,14 +43,18 @@ class VllmApi:
         server: in front of the ranks.
         can_block: whether the loop of every rank may be blocked between two steps; see `_can_block`.
         stamps: see `stamps_tokens`.
+        core: in this process, if the engine has no other; its ranks are called there, else by `/collective_rpc`.
 
     Attributes:
         version: that was set last and that Windlass notes, which a loop returns when it is let go; else None.
     """
 
-    def __init__(self, server: EngineHttp, *, can_block: bool, stamps: bool) -> None:
+    def __init__(
+        self, server: EngineHttp, *, can_block: bool, stamps: bool, core: CoreCalls | None = None
+    ) -> None:
         self.version: int | None = None
         self._server, self._can_block, self._stamps = server, can_block, stamps
+        self._core = core
         self._is_blocking = False
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
@@ -72,21 +75,16 @@ class VllmApi:
         return mode is PauseMode.IN_PLACE and self._can_block
 
     def block(self, pause_id: str, deadline_s: float) -> None:
-        """See `EngineApi.block`."""
-        body = {"method": "windlass_block", "args": [pause_id, str(deadline_s)]}
         self._is_blocking = True
         try:
-            self._server.post("/collective_rpc", body, None)
+            self._call("windlass_block", [pause_id, str(deadline_s)], None)
         finally:
             self._is_blocking = False
 
     def quiesce(self, pause_id: str, deadline_s: float) -> None:
-        """See `EngineApi.quiesce`."""
-        body = {"method": "windlass_quiesce", "args": [pause_id], "timeout": deadline_s}
-        self._server.post("/collective_rpc", body, deadline_s)
+        self._call("windlass_quiesce", [pause_id], deadline_s)
 
     def resume(self, deadline_s: float) -> None:
-        """See `EngineApi.resume`."""
         self._server.post("/resume", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
@@ -96,8 +94,15 @@ class VllmApi:
             return
         self.version = version
         if not self._is_blocking:
-            body = {"method": "windlass_set_version", "args": [version], "timeout": deadline_s}
-            self._server.post("/collective_rpc", body, deadline_s)
+            self._call("windlass_set_version", [version], deadline_s)
+
+    def _call(self, method: str, args: list[object], deadline_s: float | None) -> None:
+        if self._core is not None:
+            self._core.call(method, args, deadline_s)
+            return
+        timeout = {} if deadline_s is None else {"timeout": deadline_s}
+        body = {"method": method, "args": args, **timeout}
+        self._server.post("/collective_rpc", body, deadline_s)
 
 
 class WindlassExtension:
@@ -127,12 +132,17 @@ class WindlassExtension:
             worker,
             self._windlass_engine_rank(),
             settings,
-            lambda: self._windlass_make_api(secrets.server(settings.url)),
+            lambda: self._windlass_make_api(settings, secrets.server(settings.url)),
         )
 
-    def _windlass_make_api(self, server: EngineHttp) -> VllmApi:
+    def _windlass_make_api(self, settings: AgentSettings, server: EngineHttp) -> VllmApi:
         parallel = cast("Worker", self).parallel_config
-        self.windlass_api = VllmApi(server, can_block=_can_block(parallel), stamps=stamps_tokens())
+        self.windlass_api = VllmApi(
+            server,
+            can_block=_can_block(parallel),
+            stamps=stamps_tokens(),
+            core=core_calls() if settings.world_size == 1 else None,
+        )
         return self.windlass_api
 
     def windlass_join(self, encoded: str, folder: str) -> None:

@@ -13,19 +13,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from windlass.engines.capture.capture import (
-    Captured,
-    all_ranks,
-    capture,
-    capture_on_every_rank,
-)
+from windlass.engines.capture.capture import all_ranks, capture, capture_on_every_rank
 from windlass.engines.capture.codes import CheckpointSpec, checkpoint_specs
+from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import EngineApi, EngineRank
 from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.engines.vllm.adapter import LoraWorker, capture_adapter
 from windlass.engines.vllm.spec import refuse_unsafe_config
-
-__all__ = ["ParallelConfig", "Worker", "cache_storages", "capture_rank", "number_of"]
 
 
 class _Runner(Protocol):

@@ -21,16 +21,6 @@ from typing import Any, Protocol
 
 from windlass.envs import environment_value
 
-__all__ = [
-    "OWN_VERSIONS",
-    "SPANS",
-    "TELLING_CALLS",
-    "Span",
-    "add_tokens",
-    "noting",
-    "stamps_tokens",
-]
-
 OWN_VERSIONS = "WINDLASS_VLLM_OWN_VERSIONS"
 SPANS = "weight_versions"
 """Key in `kv_transfer_params`: a list of spans, as vLLM 0.32 and SGLang spell them."""

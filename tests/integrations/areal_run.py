@@ -1,0 +1,239 @@
+"""One rank of an AReaL job against plain vLLM servers, on a CPU, in AReaL's own environment.
+
+    torchrun ... areal_run.py train SETTINGS     # JSON, see `Settings`
+    torchrun ... areal_run.py refusals MODEL     # what is not updated, and why
+
+Everything of AReaL is its own: FSDP engine and PPO actor with gloo, optimizer steps, rollout engine and workflow executor,
+checkpoints. The loop of `train` makes the calls of `PPOTrainer.train` (`areal/trainer/rl_trainer.py`) around an
+update.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from areal.api import (
+    FinetuneSpec,
+    ModelAllocation,
+    ModelRequest,
+    RolloutWorkflow,
+    SaveLoadMeta,
+    WeightUpdateMeta,
+)
+from areal.api.cli_args import (
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+)
+from torch.distributed.tensor import DTensor
+
+from windlass.errors import WindlassError
+
+NUM_WORDS = 240
+ASKED_S = 0.5
+"""Until answers have begun and none has ended."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """A job.
+
+    kill: process ids that rank 0 kills when the round of version `kill_at` is writing.
+    """
+
+    model: str
+    out: str
+    servers: list[str]
+    num_versions: int
+    num_tokens: int
+    kill: list[int] = []
+    kill_at: int = -1
+
+
+class Say(RolloutWorkflow):  # type: ignore[misc]  # AReaL is not typed here
+    """One greedy answer, kept with the version of each of its tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.answers: list[dict[str, list[int]]] = []
+        self._settings = GenerationHyperparameters(
+            max_new_tokens=num_tokens, greedy=True, ignore_eos=True
+        )
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
+        """Ask, and give AReaL what it wants of an episode."""
+        request = ModelRequest(input_ids=data["prompt"], gconfig=self._settings)
+        said = await engine.agenerate(request)
+        self.answers.append(
+            {
+                "prompt": data["prompt"],
+                "tokens": said.output_tokens,
+                "versions": said.output_versions,
+            }
+        )
+        ids = torch.tensor([said.input_tokens + said.output_tokens])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}
+
+
+def actor_config(model: str, **options: Any) -> PPOActorConfig:
+    return PPOActorConfig(
+        path=model, experiment_name="areal", trial_name="run", attn_impl="sdpa",
+        backend=f"fsdp:d{os.environ['WORLD_SIZE']}",
+        optimizer=OptimizerConfig(lr=3e-3, warmup_steps_proportion=0.0), **options,
+    )  # fmt: skip
+
+
+def rollout_config(num_servers: int = 1) -> InferenceEngineConfig:
+    return InferenceEngineConfig(
+        backend=f"vllm:d{num_servers}", experiment_name="areal", trial_name="run",
+        consumer_batch_size=64, max_head_offpolicyness=100, request_retries=1, setup_timeout=120,
+    )  # fmt: skip
+
+
+def train(settings: Settings) -> None:
+    import areal.engine
+    import areal.trainer.rl_trainer
+
+    from windlass.integrations.areal import install
+
+    install()
+    rank = int(os.environ["RANK"])
+    actor = areal.engine.FSDPPPOActor(config=actor_config(settings.model))
+    actor.create_process_group()
+    actor.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=800, train_batch_size=8))
+    rollout = areal.trainer.rl_trainer.RemotevLLMEngine(rollout_config(len(settings.servers)))
+    rollout.initialize(addr=settings.servers, train_data_parallel_size=dist.get_world_size())
+    meta = WeightUpdateMeta.from_fsdp_xccl(
+        ModelAllocation.from_str(f"vllm:d{len(settings.servers)}")
+    )
+    actor.connect_engine(rollout, meta)
+    workflow = Say(settings.num_tokens)
+    found: dict[str, Any] = {
+        "num_sharded": sum(isinstance(p, DTensor) for p in actor.model.parameters()),
+        "num_parameters": sum(1 for _ in actor.model.parameters()),
+        "num_gathers": 0, "serving": [], "answers": workflow.answers,
+    }  # fmt: skip
+    num_asked = 0
+    for version in range(1, settings.num_versions + 1):
+        train_step(actor, version)
+        actor.save(SaveLoadMeta(f"{settings.out}/{version}", "hf", False, actor.tokenizer))
+        for k in range(4):
+            prompt = [(17 * version + 31 * k + 7 * j + 100 * rank) % NUM_WORDS for j in range(5)]
+            rollout.submit({"prompt": prompt}, workflow=workflow)
+            num_asked += 1
+        time.sleep(ASKED_S)
+        if version == settings.kill_at and rank == 0:
+            kill_in_write(actor, version, settings.kill)
+        with counting_gathers(found):
+            rollout.pause()
+            found["serving"].append(actor.update_weights(meta.with_version(version)))
+        actor.set_version(version)
+        rollout.set_version(version)
+        rollout.resume()
+    found["num_finished"] = sum(
+        answer is not None for answer in rollout.wait(num_asked, timeout=200, raise_timeout=False)
+    )
+    found["num_asked"] = num_asked
+    Path(settings.out, f"{rank}.json").write_text(json.dumps(found))
+    rollout.destroy()
+    actor.destroy()
+
+
+def train_step(actor: Any, version: int) -> None:
+    """One optimizer step of AReaL's engine, on data that differ by rank."""
+    generator = torch.Generator().manual_seed(1000 * version + actor.rank)
+    ids = torch.randint(0, NUM_WORDS, (4, 12), generator=generator)
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids, dtype=torch.bool),
+        "loss_mask": torch.ones_like(ids),
+    }
+    actor.train()
+
+    def loss(logprobs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return -logprobs.mean()
+
+    said = actor.train_batch(batch, loss, lambda _: torch.tensor(1.0))
+    assert said["update_successful"] == 1.0
+
+
+class counting_gathers:  # noqa: N801 - reads as what it does
+    """`full_tensor` calls, which is how AReaL's own update gathers."""
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        self._found, self._real = found, DTensor.full_tensor
+
+    def __enter__(self) -> None:
+        def counted(tensor: DTensor, **options: Any) -> torch.Tensor:
+            self._found["num_gathers"] += 1
+            return self._real(tensor, **options)
+
+        DTensor.full_tensor = counted  # type: ignore[method-assign, assignment]
+
+    def __exit__(self, *_: object) -> None:
+        DTensor.full_tensor = self._real  # type: ignore[method-assign]
+
+
+def kill_in_write(actor: Any, version: int, pids: list[int]) -> None:
+    """Where the round is known to be: in the loop of the controller that rank 0 hosts."""
+
+    def killed(of: int, phase: object) -> None:
+        if (of, str(phase)) == (version, "write"):
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+    actor._sync._fleet._controller.coordinator.on_phase(killed)
+
+
+def refusals(model: str) -> None:
+    """Print, of rank 0, the error of each."""
+    from areal.engine import RemoteSGLangEngine
+    from areal.infra.controller.rollout_callback import RolloutCallback
+
+    from windlass.integrations import areal as ours
+
+    meta = WeightUpdateMeta.from_fsdp_xccl(ModelAllocation.from_str("vllm:d1"))
+    rollout = ours.RemotevLLMEngine(rollout_config())
+    lora = ours.FSDPPPOActor(actor_config(model, use_lora=True))
+    plain = ours.FSDPPPOActor(actor_config(model))
+    disk = WeightUpdateMeta.from_disk("areal", "run", "/tmp")
+    second = actor_config(model)
+    second._version = "v2"
+    tries = {
+        "lora": lambda: lora.connect_engine(rollout, meta),
+        "disk": lambda: plain.connect_engine(rollout, disk),
+        "sglang": lambda: plain.connect_engine(RemoteSGLangEngine(rollout_config()), meta),
+        "callback": lambda: plain.connect_engine(RolloutCallback("h:1"), meta),
+        "v2": lambda: ours.FSDPPPOActor.as_controller(second, None),
+        "own group": lambda: rollout.init_weights_update_group(meta),
+        "own buckets": lambda: rollout.update_weights_from_distributed(meta, []),
+        "own files": lambda: rollout.update_weights_from_disk(disk),
+    }
+    os.environ["TMS_INIT_ENABLE"] = "1"
+    refused = {"offload": error_of(lambda: plain.connect_engine(rollout, meta))}
+    os.environ["TMS_INIT_ENABLE"] = "0"
+    print(json.dumps(refused | {name: error_of(call) for name, call in tries.items()}))
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except WindlassError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    what, argument = sys.argv[1:]
+    if what == "train":
+        train(msgspec.json.decode(Path(argument).read_bytes(), type=Settings))
+    else:
+        refusals(argument)

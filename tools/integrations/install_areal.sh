@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# install_areal.sh VENV BASE: AReaL in an environment of its own. BASE has torch, transformers, ray and peft; it is put
+# on the path, not copied. AReaL's metadata is not followed: it asks for torch below 2.11 and a GPU's packages.
+set -euo pipefail
+venv=$1 base=$2
+here=$(cd "$(dirname "$0")" && pwd)
+[ -e "$venv/.installed-areal" ] && exit 0
+python3 -m venv "$venv"
+site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+site "$base" >"$(site "$venv")/base.pth"
+pip=("$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps)
+"${pip[@]}" -r "$here/areal-1.0.4.txt"
+"${pip[@]}" areal==1.0.4
+touch "$venv/.installed-areal"
