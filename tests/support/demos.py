@@ -49,7 +49,7 @@ def check_demo(
     assert isinstance(check, dict)
     assert isinstance(pace, dict)
     assert [u["version"] for u in updates] == list(range(steps + 1))
-    assert all(u["digest_ok"] and u["nbytes"] > 0 for u in updates)
+    assert all(u["digest_ok"] and u["measures"]["nbytes"] > 0 for u in updates)
     assert measured["torn"] == 0
     assert check["checked"] > 0
     assert check["control_detected"] > 0.9, "the torn check would not have found anything"

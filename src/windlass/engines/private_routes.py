@@ -27,6 +27,8 @@ import msgspec
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 
+__all__ = ["PrivateRoutes"]  # named on the command line of a server
+
 KEY_HEADER = "x-windlass-key"
 HASH_VARIABLE = "WINDLASS_SERVER_KEY_SHA256"
 OPEN_ROUTES_VARIABLE = "WINDLASS_OPEN_ROUTES"
