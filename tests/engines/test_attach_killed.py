@@ -160,6 +160,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
     engine: Engine = request.param()
     monkeypatch.setattr(extension, "_can_block", lambda _parallel: False)
+    monkeypatch.setattr(extension, "stamps_tokens", lambda: False)
     monkeypatch.setattr(hook, "_rank", hook._Rank())
     monkeypatch.setattr(hook, "own_rank", lambda: 0)
     monkeypatch.setattr(hook, "_has_sessions", lambda: False)

@@ -77,6 +77,7 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reduced]:
     found = Reduced()
     monkeypatch.setattr(dist, "all_reduce", found)
     monkeypatch.setattr(extension, "_can_block", lambda _parallel: False)
+    monkeypatch.setattr(extension, "stamps_tokens", lambda: False)
     world = SimpleNamespace(cpu_group="gloo of the replica")
     loader = "vllm.model_executor.model_loader"
     modules: dict[str, dict[str, object]] = {
