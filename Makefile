@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup demo lint types imports unit engine test test-all test-long test-megatron engines test-engines test-integrations \
-  test-truth test-security fuzz test-clusters test-hosts test-rdma docs bench clean
+  test-truth test-security fuzz test-clusters test-hosts test-rdma figures docs bench clean
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-security                                          what SECURITY.md and docs/attacks.md promise"
 	@echo "make fuzz [ARGS='--seconds 60']                             every decoder of peer bytes, by coverage"
 	@echo "make test-hosts | test-clusters | test-rdma                 several hosts (root), Slurm and Ray, verbs in a guest"
+	@echo "make figures                                                figures and tables of the documentation, drawn again"
 	@echo "make docs                                                   the documentation as a site, in build/site"
 	@echo "make bench [ARGS='planner update']                            benchmarks, into benchmarks/results/local"
 
@@ -136,6 +137,13 @@ test-rdma: setup
 	  bash tools/rdma/guest_network.sh bash tools/rdma/guest_tests.sh $(VENV) $(RDMA_TESTS)
 
 test-all: test test-long test-megatron test-hosts test-clusters test-engines test-integrations test-rdma
+
+# What tools make of sources and committed results: figures, the list of public names, the matrix of engines.
+# Tests say when one of them is out of date.
+figures: setup
+	$(BIN)/python -m tools.figures
+	$(BIN)/python tools/render_api.py
+	$(BIN)/python tools/render_capabilities.py
 
 # The site, strictly: a link to nothing is an error.
 docs: setup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -32,14 +33,27 @@ def run_demo(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     measured: dict[str, object] = json.loads(json_path.read_text())
-    assert (tmp_path / "out" / "demo.png").stat().st_size > 0
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (tmp_path / "out" / "demo.png").stat().st_size > 0
     return measured
 
 
 def check_demo(
-    measured: dict[str, object], steps: int, engines: Sequence[str] = ("engine-a", "engine-b")
+    measured: dict[str, object],
+    steps: int,
+    engines: Sequence[str] = ("engine-a", "engine-b"),
+    *,
+    least_control: float = 0.9,
 ) -> None:
-    """What every demo must show."""
+    """What every demo must show.
+
+    Args:
+        measured: of `run_demo`.
+        steps: that were asked for.
+        engines: that serve the last version.
+        least_control: share of answers for which a wrong version would have been noticed: wide models take
+            small steps, in bfloat16.
+    """
     updates = measured["updates"]
     rollouts = measured["rollouts"]
     check = measured["torn_check"]
@@ -52,7 +66,7 @@ def check_demo(
     assert all(u["digest_ok"] and u["measures"]["nbytes"] > 0 for u in updates)
     assert measured["torn"] == 0
     assert check["checked"] > 0
-    assert check["control_detected"] > 0.9, "the torn check would not have found anything"
+    assert check["control_detected"] > least_control, "the torn check would not have found anything"
     assert rollouts["lost"] == 0
     assert rollouts["submitted"] >= rollouts["completed"] > 0
     assert measured["problems"] == []

@@ -266,6 +266,11 @@ class EngineRank:
         )
         self._has_joined = True
 
+    @property
+    def served_version(self) -> int:
+        """That this rank holds of the fleet that it is in; -1 for none."""
+        return -1 if self._client is None else self._client.agent.served_version
+
     def serves(self, version: int) -> bool:
         """Whether this rank holds a version, or a later one, of the fleet that it is in."""
         return self._client is not None and self._client.agent.served_version >= version

@@ -41,8 +41,8 @@ from windlass.planning.planner import plan_transfer
 from windlass.updates.binding import (
     Binding,
     EnginesUnbound,
+    FleetBinder,
     Planner,
-    bind_fleet,
     signature_of,
 )
 from windlass.updates.changes import Changes, tell
@@ -547,7 +547,7 @@ class Coordinator:
         round_id = self.new_epoch()
         self._has_bound, self._unbindable = True, ""
         self._fleet.bound_since(round_id.epoch)
-        return await bind_fleet(
+        binder = FleetBinder(
             trainers=sources,
             engines=engines,
             sessions=self._sessions,
@@ -558,6 +558,7 @@ class Coordinator:
             deadline_s=self._config.deadlines.connect_s,
             held=held,
         )
+        return await binder.bind()
 
     def new_epoch(self) -> RoundId:
         """A round id above all that were used, of another binding than all before."""
