@@ -1,4 +1,4 @@
-"""Orders in the queue of vLLM's core; `tests/jobs/test_live_demo.py` has live servers carry them out."""
+"""Orders in the queue of vLLM's core; live only on GPUs, by `tests/jobs/test_demo_on_gpu.py`: elsewhere ranks have other processes."""
 
 from __future__ import annotations
 
