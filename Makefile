@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup demo lint types imports unit engine test test-all test-long test-megatron engines test-engines test-integrations \
-  test-truth test-security fuzz test-clusters test-hosts test-rdma docs bench clean
+  test-truth test-security fuzz test-clusters test-hosts test-rdma figures docs test-browser bench clean
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -23,7 +23,9 @@ help:
 	@echo "make test-security                                          what SECURITY.md and docs/attacks.md promise"
 	@echo "make fuzz [ARGS='--seconds 60']                             every decoder of peer bytes, by coverage"
 	@echo "make test-hosts | test-clusters | test-rdma                 several hosts (root), Slurm and Ray, verbs in a guest"
+	@echo "make figures                                                figures and tables of the documentation, drawn again"
 	@echo "make docs                                                   the documentation as a site, in build/site"
+	@echo "make test-browser                                           the controller's page in Chromium, installed first"
 	@echo "make bench [ARGS='planner update']                            benchmarks, into benchmarks/results/local"
 
 setup: $(STAMP)
@@ -137,9 +139,21 @@ test-rdma: setup
 
 test-all: test test-long test-megatron test-hosts test-clusters test-engines test-integrations test-rdma
 
+# What tools make of sources and committed results: figures, the list of public names, the matrix of engines.
+# Tests say when one of them is out of date.
+figures: setup
+	$(BIN)/python -m tools.figures
+	$(BIN)/python tools/render_api.py
+	$(BIN)/python tools/render_capabilities.py
+
 # The site, strictly: a link to nothing is an error.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+# The controller's page in a real Chromium; also part of `make test` where there is one. The pictures in docs/operations.md.
+test-browser: setup
+	command -v chromium >/dev/null || apt-get install -y --no-install-recommends chromium
+	WINDLASS_SCREENSHOT=docs/figures $(BIN)/pytest -k real_browser tests/observability $(ARGS)
 
 bench: setup
 	$(BIN)/windlass bench $(ARGS)

@@ -11,18 +11,6 @@ from collections.abc import Iterator, Mapping
 
 from windlass.errors import ConfigError
 
-__all__ = [
-    "check_token",
-    "control_token",
-    "environment_value",
-    "has_certificate",
-    "inherited_environment",
-    "secret_value",
-    "set_defaults",
-    "set_values",
-    "temporary_values",
-]
-
 TOKEN_VARIABLE = "WINDLASS_TOKEN"  # noqa: S105 - the name of the variable
 TOKEN_FILE_VARIABLE = "WINDLASS_TOKEN_FILE"  # noqa: S105 - as above
 ENGINE_TOKEN_VARIABLE = "WINDLASS_ENGINE_TOKEN"  # noqa: S105 - as above

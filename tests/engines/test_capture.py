@@ -11,8 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.engines.capture.boxes import boxes_of
-from windlass.engines.capture.capture import EXACT_NUMEL, Captured, capture
+from windlass.engines.capture.capture import EXACT_NUMEL, capture
 from windlass.engines.capture.codes import CheckpointSpec, checkpoint_specs
+from windlass.engines.capture.description import Captured
 from windlass.errors import ConfigError, TransferFailed, UnsupportedLayout
 from windlass.layout.dtypes import DType
 from windlass.memory.torch_dtypes import torch_dtype

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 import windlass
 from windlass.config import ControlConfig, PauseMode, UpdateMode
 from windlass.engines import engine_rank
-from windlass.engines.capture.capture import Captured, capture
+from windlass.engines.capture.capture import capture
 from windlass.engines.capture.codes import checkpoint_specs
+from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings

@@ -11,6 +11,7 @@ from windlass.engines.sglang.spec import RELEASES as SGLANG
 from windlass.engines.versions import (
     EngineReleases,
     check_installed,
+    device_of,
     installed_version,
     judge,
 )
@@ -70,6 +71,24 @@ def test_a_release_that_starts_says_what_it_lacks(
         assert part in warning
 
 
+@pytest.mark.parametrize(
+    ("version", "device", "says"),
+    [
+        ("0.32.1", "GPUs", "vLLM 0.32.1 was updated while it served on CPUs, never on GPUs; there 0.24 was"),
+        ("0.32.1", "CPUs", ""),
+        ("0.32.1", "", ""),
+        ("0.24.0", "CPUs", "on GPUs, never on CPUs; there 0.32 was"),
+        ("0.24.0", "GPUs", ""),
+    ],
+)  # fmt: skip
+def test_a_release_that_was_shown_elsewhere_only_says_so(
+    version: str, device: str, says: str
+) -> None:
+    of_device = [w for w in judge(VLLM, version, device).warnings if "never on" in w]
+    assert len(of_device) == bool(says)
+    assert not says or says in of_device[0]
+
+
 @pytest.mark.parametrize("engine", [SGLANG, VLLM], ids=str)
 def test_the_table_does_not_contradict_itself(engine: EngineReleases) -> None:
     assert all(older < newer for older, newer in itertools.pairwise(engine.read))
@@ -83,7 +102,7 @@ def test_the_table_does_not_contradict_itself(engine: EngineReleases) -> None:
 def test_the_release_of_this_environment_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = EngineReleases("Old", "old_engine", ("old-engine",), ((3, 1),), {(3, 1): "x"}, ())
+    old = EngineReleases("Old", "old_engine", ("old-engine",), ((3, 1),), {(3, 1): "CPUs"}, ())
     with pytest.raises(ConfigError, match="Old must be installed in the environment of"):
         check_installed(old)
     (tmp_path / "old_engine").mkdir()
@@ -95,7 +114,10 @@ def test_the_release_of_this_environment_is_judged(
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: old-engine\nVersion: 3.1.4\n")
     assert installed_version(old) == "3.1.4"
-    assert check_installed(old) == ()
+    says = () if device_of(old) == "CPUs" else ("never on GPUs",)
+    assert [part in w for w, part in zip(check_installed(old), says, strict=True)] == [True] * len(
+        says
+    )
     metadata.write_text("Metadata-Version: 2.1\nName: old-engine\nVersion: 3.0\n")
     with pytest.raises(ConfigError, match=r"must be 3\.1 or later, got 3\.0"):
         check_installed(old)

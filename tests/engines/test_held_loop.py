@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from windlass.config import PauseMode
-from windlass.engines.capture.capture import Captured
+from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import RankHooks
 from windlass.engines.held_loop import HeldLoop
 from windlass.engines.quiesce_gate import QuiesceGate

@@ -11,13 +11,14 @@ from safetensors.torch import save_file
 from test_quantized_updates import Rank, by_rows, reference, update, weights
 
 from windlass.config import UpdateMode
-from windlass.engines.capture.capture import EXACT_NUMEL, Captured, capture
+from windlass.engines.capture.capture import EXACT_NUMEL, capture
 from windlass.engines.capture.codes import (
     CheckpointSpec,
     Codes,
     checkpoint_specs,
     checkpoint_tensors,
 )
+from windlass.engines.capture.description import Captured
 from windlass.errors import UnsupportedLayout
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import QuantizedTensor, scale_shape

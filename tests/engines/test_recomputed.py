@@ -18,7 +18,7 @@ from test_quantized_updates import Rank, reference, update
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, UpdateMode
-from windlass.engines.capture.capture import Captured, capture
+from windlass.engines.capture.capture import capture
 from windlass.engines.capture.codes import (
     CheckpointSpec,
     Codes,
@@ -26,6 +26,7 @@ from windlass.engines.capture.codes import (
     checkpoint_tensors,
 )
 from windlass.engines.capture.dependence import sources_of
+from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.spec import AgentSettings
 from windlass.errors import PeerTimeout, UnsupportedLayout, WindlassError

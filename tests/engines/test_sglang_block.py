@@ -15,7 +15,7 @@ import pytest
 from http_answers import answering
 
 from windlass.config import PauseMode
-from windlass.engines.capture.capture import Captured
+from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import RankHooks
 from windlass.engines.http import EngineHttp
 from windlass.engines.quiesce_gate import QuiesceGate

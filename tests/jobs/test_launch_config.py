@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from windlass.cli.main import main
 from windlass.config import DiskBackend, UpdateMode
 from windlass.errors import ConfigError
 from windlass.jobs import load_config
@@ -60,7 +62,7 @@ def test_a_replica_is_named_beside_the_transport_and_needs_p2p(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("steps = 4", "steps = 0", r"job\.toml: job: steps must be >= 1, got 0"),
+        ("steps = 4", "steps = 0", r"job\.toml: line 4: steps must be >= 1, got 0"),
         (
             "world_size = 2",
             'world_size = 2\nresume_from = "/nowhere"',
@@ -103,7 +105,7 @@ def test_a_replica_is_named_beside_the_transport_and_needs_p2p(tmp_path: Path) -
         (
             "world_size = 2",
             "world_size = 2\nnum_nodes = 3",
-            r"trainer\.world_size must be a multiple of num_nodes, got 2 and 3",
+            r"trainer\.num_nodes must divide world_size, got 3 and 2",
         ),
         ('kind = "local"', 'kind = "local"\noptions = []', r"unknown field `options`"),
         ('name = "engine-a"', 'name = "a/b"', r"name must not be empty or contain '/', got 'a/b'"),
@@ -129,6 +131,25 @@ def test_an_error_names_file_key_rule_and_value(
     with pytest.raises(ConfigError, match=says) as raised:
         load_config(write(tmp_path, (old, new)))
     assert str(raised.value).startswith(f"{tmp_path / 'job.toml'}: ")
+
+
+BAD = Path(__file__).with_name("bad_jobs")
+
+
+@pytest.mark.parametrize("path", sorted(BAD.glob("*.toml")), ids=lambda path: path.stem)
+def test_check_says_which_line_of_a_bad_job_to_mend(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first line of each file is what must be said of it; `good.toml` is what they were made from."""
+    says = path.read_text().splitlines()[0].removeprefix("# says: ")
+    status = main(["launch", str(path), "--check"])
+    printed = capsys.readouterr()
+    if path.stem == "good":
+        assert (status, printed.err) == (0, "")
+        assert printed.out.rstrip().endswith(says)
+    else:
+        assert (status, printed.out) == (2, "")
+        assert re.search(rf"{re.escape(str(path))}: {says}", printed.err)
 
 
 def test_a_recipe_must_be_a_recipe_class_of_its_file() -> None:
@@ -165,7 +186,7 @@ def with_arguments(*words: str) -> tuple[str, str]:
         ),
         (
             (GPUS, ON_GPUS, ('name = "engine-a"', 'name = "engine-a"\ntensor_parallel_size = 2')),
-            r"num_gpus: trainers and engines together must ask for at most the 3 GPUs .*, got 4",
+            r"trainer\.num_gpus: trainers and engines together must ask for at most the 3 GPUs .*, got 4",
         ),
         (
             (('name = "engine-a"', 'name = "engine-a"\ncolocate_with = "trainer-2"'),),

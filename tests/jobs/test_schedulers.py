@@ -120,6 +120,28 @@ async def test_a_process_is_created_watched_signalled_listed_and_deleted(
     assert_dead(handles)
 
 
+async def test_whoever_waits_for_a_process_is_told_of_that_one_when_another_has_its_name(
+    tmp_path: Path,
+) -> None:
+    async with LocalScheduler(tmp_path) as scheduler:
+        await scheduler.start(python("again", STAY))
+
+        async def keep() -> None:
+            await scheduler.wait("again")
+            await scheduler.start(python("again", STAY))
+
+        kept = asyncio.create_task(keep())
+        await asyncio.sleep(0)  # the first to wait, so the first to go on
+        waited = asyncio.create_task(scheduler.wait("again"))
+        await asyncio.sleep(0)
+        first = scheduler.status("again").pid
+        await scheduler.signal("again", signal.SIGKILL)
+        ended = await asyncio.wait_for(waited, 10)
+        assert (ended.pid, ended.returncode) == (first, -signal.SIGKILL)
+        await asyncio.wait_for(kept, 10)
+        assert scheduler.status("again").returncode is None
+
+
 async def pidfds(fifo: Path, deadline_s: float = 15) -> list[int]:
     """Handles of the processes that a process names; a reused pid cannot be mistaken for them."""
     async with asyncio.timeout(deadline_s):

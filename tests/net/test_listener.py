@@ -166,9 +166,8 @@ def test_members_beyond_the_descriptors_are_refused_by_name_and_hold_up_no_updat
 async def test_a_connection_that_shows_no_token_in_time_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        listener.Listener.__init__, "__kwdefaults__", {"stranger_s": 0.3, "max_strangers": 4}
-    )
+    monkeypatch.setattr(listener, "STRANGER_S", 0.3)
+    monkeypatch.setattr(listener, "MAX_STRANGERS", 4)
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     await server.start()
     try:
@@ -204,9 +203,8 @@ async def read_to_end(reader: asyncio.StreamReader) -> None:
 async def test_the_oldest_stranger_makes_room_for_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        listener.Listener.__init__, "__kwdefaults__", {"stranger_s": 60.0, "max_strangers": 4}
-    )
+    monkeypatch.setattr(listener, "STRANGER_S", 60.0)
+    monkeypatch.setattr(listener, "MAX_STRANGERS", 4)
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     await server.start()
     try:

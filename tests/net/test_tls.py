@@ -245,11 +245,8 @@ async def test_a_worker_with_a_certificate_alone_draws_a_rollout(authority: Auth
 async def test_strangers_of_a_tls_listener_are_few_and_do_not_last(
     shakes_hands: bool, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        listener.Listener.__init__,
-        "__kwdefaults__",
-        {"tls": None, "stranger_s": 2.0, "max_strangers": 4},
-    )
+    monkeypatch.setattr(listener, "STRANGER_S", 2.0)
+    monkeypatch.setattr(listener, "MAX_STRANGERS", 4)
     with environment(authority.issue()):
         server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
         context = client_context() if shakes_hands else None

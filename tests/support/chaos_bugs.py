@@ -384,7 +384,7 @@ INTRUDER_BUGS = (
     ),
     Bug(
         "what one engine binds ends the binding for all",
-        binding._Binder,
+        binding.FleetBinder,
         "_bind_sources",
         "case NotBound() if result.reasons.keys() <= self._engine_of.keys():",
         "case NotBound() if False:",

@@ -13,7 +13,7 @@ from pathlib import Path
 from windlass.cli.commands.bench import count_gpus
 from windlass.engines.quantised import require_followed
 from windlass.engines.spec import ENGINES, expandable_segments, refuse_options
-from windlass.engines.versions import EngineReleases, installed_version, judge
+from windlass.engines.versions import EngineReleases, device_of, installed_version, judge
 from windlass.errors import ConfigError, WindlassError
 from windlass.transports.base import MemoryType, TransportConfig, TransportOffer
 from windlass.transports.choice import choose_transport
@@ -282,7 +282,7 @@ def _engines() -> list[Finding]:
 
 
 def _engine(engine: EngineReleases, version: str) -> Finding:
-    verdict = judge(engine, version)
+    verdict = judge(engine, version, device_of(engine))
     if verdict.refused:
         remedy = f"install one of {', '.join(f'{engine.name} {r}' for r in engine.proven)}"
         return Finding(engine.name, Status.FAILS, verdict.refused, remedy)

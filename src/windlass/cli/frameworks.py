@@ -9,8 +9,6 @@ from importlib import metadata
 
 from windlass.cli.checks import Finding, Status
 
-__all__ = ["FRAMEWORKS", "check_framework"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:

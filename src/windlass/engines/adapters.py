@@ -17,8 +17,6 @@ from windlass.errors import ConfigError, UnsupportedLayout
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Adapter", "adapter_of", "saved"]
-
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 

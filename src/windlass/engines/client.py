@@ -19,8 +19,6 @@ from windlass.updates.client import AgentChannel, CommandHandler, group_and_rank
 from windlass.updates.engine_agent import EngineAgent, EngineHooks
 from windlass.updates.messages import PROTOCOL_VERSION, Hello, Registered
 
-__all__ = ["EngineClient", "EngineWeights"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineWeights:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol, final
 
 from windlass.config import PauseMode
-from windlass.engines.capture.capture import Captured
+from windlass.engines.capture.description import Captured
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings, CapturedLayout
@@ -24,14 +24,6 @@ from windlass.memory.ops import memory_on
 from windlass.transfer.registration import stretches
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
-
-__all__ = [
-    "EngineApi",
-    "EngineRank",
-    "RankHooks",
-    "allocation_of",
-    "stretches",
-]
 
 logger = logging.getLogger(__name__)
 CONNECT_DEADLINE_S = 60.0
@@ -89,7 +81,6 @@ class RankHooks:
         self._blocked: threading.Thread | None = None
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-        """See `EngineHooks.pause`."""
         blocked = self._gate.ask(pause_id)
         try:
             if not blocked and self._api is not None:
@@ -133,7 +124,6 @@ class RankHooks:
         self._paused = False
 
     def finalise(self) -> None:
-        """See `EngineHooks.finalise`."""
         self._captured.finalise()
 
     def set_version(self, version: int, deadline_s: float) -> None:
@@ -275,6 +265,11 @@ class EngineRank:
             connect_deadline_s=CONNECT_DEADLINE_S,
         )
         self._has_joined = True
+
+    @property
+    def served_version(self) -> int:
+        """That this rank holds of the fleet that it is in; -1 for none."""
+        return -1 if self._client is None else self._client.agent.served_version
 
     def serves(self, version: int) -> bool:
         """Whether this rank holds a version, or a later one, of the fleet that it is in."""

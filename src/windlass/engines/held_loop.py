@@ -6,8 +6,6 @@ from typing import final
 
 from windlass.config import PauseMode
 
-__all__ = ["HeldLoop"]
-
 
 @final
 class HeldLoop:
@@ -23,7 +21,6 @@ class HeldLoop:
         return False
 
     def blocks(self, _mode: PauseMode) -> bool:
-        """See `EngineApi.blocks`."""
         return True
 
     def block(self, _pause_id: str, _deadline_s: float) -> None:

@@ -12,8 +12,6 @@ from windlass.engines.private_routes import KEY_HEADER
 from windlass.errors import PeerTimeout, PeerUnreachable
 from windlass.net.sockets import open_connection
 
-__all__ = ["EngineHttp", "NoSuchRoute"]
-
 API_DEADLINE_S = 60.0
 LONGEST_ANSWER = 8192
 """Bytes of a refusal that are told: its reason may come after a long beginning."""

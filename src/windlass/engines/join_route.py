@@ -17,8 +17,6 @@ from windlass.engines.private_routes import App, Message, Receive, Send, answer
 from windlass.errors import ConfigError, ProtocolError, WindlassError
 from windlass.net.access import Access, AccessGate
 
-__all__ = ["JOIN_PATH", "JoinOrder", "JoinRoute"]
-
 JOIN_PATH = "/windlass/join"
 MAX_BODY_NBYTES = 1 << 16
 _ROLES = (Access.OWNER, Access.ENGINE)

@@ -48,25 +48,6 @@ from windlass.layout.naming.patterns import said
 from windlass.net.addresses import check_url, own_address, published_host, url_of
 from windlass.updates.client import report_cannot_join
 
-__all__ = [
-    "EndSignals",
-    "Join",
-    "arguments",
-    "attach_running",
-    "check_placed",
-    "exit_at_signal",
-    "join_fleet",
-    "launch",
-    "num_engine_ranks",
-    "place",
-    "read_arguments",
-    "refuse_expandable_segments",
-    "refuse_unsafe",
-    "report_buffers",
-    "serve",
-    "starts_with_random_weights",
-]
-
 REACH_DEADLINE_S = 30.0
 JOIN_S, JOIN_BYTES_PER_S = 600.0, 100_000_000
 REPORTED_S = 2.0
@@ -521,7 +502,8 @@ def check_placed(engine: str, ranks: Sequence[CapturedLayout]) -> None:
     if hidden := nowhere - unread:
         raise ConfigError(
             f"engine {engine}: checkpoint tensors that its loader reads must be found in the memory of a "
-            f"rank, got none of {said(hidden)}"
+            f"rank, got none of {said(hidden)}: a kernel may keep a copy of its own (on a CPU with AVX512-BF16 "
+            "or AMX try `--dtype float32`)"
         )
     if unread:
         sys.stderr.write(

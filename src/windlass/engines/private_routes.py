@@ -27,20 +27,7 @@ import msgspec
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 
-__all__ = [
-    "KEY_HEADER",
-    "App",
-    "Message",
-    "PrivateRoutes",
-    "Receive",
-    "Send",
-    "answer",
-    "environment_of",
-    "is_launched",
-    "new_key",
-    "opened_routes",
-    "saved_key",
-]
+__all__ = ["PrivateRoutes"]  # named on the command line of a server
 
 KEY_HEADER = "x-windlass-key"
 HASH_VARIABLE = "WINDLASS_SERVER_KEY_SHA256"

@@ -15,8 +15,6 @@ from windlass.engines.spec import options_of
 from windlass.errors import ConfigError
 from windlass.layout.quantization import BLOCK, CAPABILITIES, Scheme
 
-__all__ = ["is_declared", "require_followed"]
-
 _OPTIONS = ("--quantization", "-q")
 _ONLINE = "weights that the engine quantises while it loads are computed, not copied"
 _METHODS: Mapping[str, Scheme] = {

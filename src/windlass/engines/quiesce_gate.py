@@ -7,8 +7,6 @@ from typing import final
 
 from windlass.errors import PeerTimeout, WindlassError
 
-__all__ = ["QuiesceGate"]
-
 
 @final
 class QuiesceGate:

@@ -29,8 +29,6 @@ from windlass.errors import (
     WindlassError,
 )
 
-__all__ = ["RankReports", "RefusedByOtherRank", "Secrets", "carry_out"]
-
 _log = logging.getLogger(__name__)
 _SOCKET = "sent"
 _SECRETS = "secrets"

@@ -28,22 +28,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = [
-    "ENGINES",
-    "AgentSettings",
-    "CapturedLayout",
-    "EngineOptions",
-    "EngineServer",
-    "EngineSpec",
-    "RankStep",
-    "Rule",
-    "ServerCommand",
-    "expandable_segments",
-    "options_of",
-    "refuse_options",
-    "refuse_settings",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Rule:

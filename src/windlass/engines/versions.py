@@ -12,18 +12,9 @@ import importlib.util
 import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from windlass.errors import ConfigError
-
-__all__ = [
-    "EngineReleases",
-    "Feature",
-    "Verdict",
-    "check_installed",
-    "has",
-    "installed_version",
-    "judge",
-]
 
 Release = tuple[int, ...]
 
@@ -80,12 +71,13 @@ class Verdict:
     warnings: tuple[str, ...] = ()
 
 
-def judge(engine: EngineReleases, version: str) -> Verdict:
+def judge(engine: EngineReleases, version: str, device: str = "") -> Verdict:
     """Return what the table says of a release.
 
     Args:
         engine: of the table.
         version: as its package tells it.
+        device: where it is to run, as `EngineReleases.run` says it; empty if that is not known.
     """
     release = _parsed(version)
     if not any(release):
@@ -109,10 +101,17 @@ def judge(engine: EngineReleases, version: str) -> Verdict:
         for feature in engine.features
         if feature.without and not has(feature, version)
     ]
-    if not any(release[: len(run)] == run for run in engine.run):
+    shown = {where for run, where in engine.run.items() if release[: len(run)] == run}
+    if not shown:
         warnings.append(
             f"{engine.name} {version} was never updated while it served; "
             f"{', '.join(engine.proven)} were"
+        )
+    elif device and device not in shown:
+        others = [_spelt(run) for run, where in engine.run.items() if where == device]
+        warnings.append(
+            f"{engine.name} {version} was updated while it served on {' and '.join(shown)}, never on "
+            f"{device}; there {', '.join(others) or 'none'} was"
         )
     return Verdict(warnings=tuple(warnings))
 
@@ -126,6 +125,22 @@ def has(feature: Feature, version: str) -> bool:
     """
     release = _parsed(version)
     return not any(release) or release >= feature.since or _between(feature, release)
+
+
+def device_of(engine: EngineReleases) -> str:
+    """Return what this environment's engine runs on here, as `EngineReleases.run` says it."""
+    for_cpus = [name for name in engine.distributions if name.endswith("-cpu")]
+    if any(_is_installed(name) for name in for_cpus) or not Path("/dev/nvidiactl").exists():
+        return "CPUs"
+    return "GPUs"
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def installed_version(engine: EngineReleases) -> str:
@@ -150,7 +165,7 @@ def check_installed(engine: EngineReleases) -> tuple[str, ...]:
     version = installed_version(engine)
     if not version:
         raise ConfigError(f"{engine.name} must be installed in the environment of {sys.executable}")
-    verdict = judge(engine, version)
+    verdict = judge(engine, version, device_of(engine))
     if verdict.refused:
         raise ConfigError(verdict.refused)
     return verdict.warnings

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +79,7 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
         check_numbers(self, least, ("step_deadline_s", "publish_deadline_s"), where="trainer.")
         if self.world_size % self.num_nodes:
             raise ConfigError(
-                f"trainer.world_size must be a multiple of num_nodes, got {self.world_size} and "
-                f"{self.num_nodes}"
+                f"trainer.num_nodes must divide world_size, got {self.num_nodes} and {self.world_size}"
             )
 
 
@@ -200,20 +202,86 @@ def load_config(path: Path) -> LaunchConfig:
 
     Raises:
         ConfigError: unreadable, not TOML, a key that is unknown or missing, a value that breaks
-            its rule, a script that does not exist.
+            its rule, a script that does not exist; with the line to mend, see `mend_line`.
     """
+    with mend_line(path):
+        return _read(path)
+
+
+@contextmanager
+def mend_line(path: Path) -> Iterator[None]:
+    """Have a ConfigError of what is inside begin with the file, and the line of the key that it names.
+
+    A key that is not in the file has no line.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        said = str(error).removeprefix("job: ")
+        number = _line_of(path, said)
+        raise ConfigError(f"{path}: {f'line {number}: ' if number else ''}{said}") from error
+
+
+def _line_of(path: Path, said: str) -> int:
+    """Return the line of what an error begins with: a key, or an engine and its key or option; 0 for none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return 0
+    places, begins, table = _places(lines), 0, ""
+    if engine := re.match(r"engines '([^']*)': (.*)", said):
+        said = engine[2]
+        for number, key in places:
+            if re.fullmatch(r"engines\[\d+\]\.name", key) and f'"{engine[1]}"' in lines[number - 1]:
+                begins, table = number, key.removesuffix("name")
+    own = [(number, key) for number, key in places if key.startswith(table)]
+    if begins and (option := re.match(r"(argument )?(--?[a-z][\w/-]*)", said)):
+        after = [number for number, key in places if number > own[-1][0]]
+        end = min(after, default=len(lines) + 1)
+        spellings = [f'"{word}' for word in option[2].split("/")]
+        found = [n for n in range(own[0][0], end) if any(w in lines[n - 1] for w in spellings)]
+        return found[0] if found else begins
+    name = re.match(r"[\w.\[\]]+", said)
+    key = table + (name[0].rstrip(".") if name else "")
+    for number, place in own:
+        if place == key or place.startswith(f"{key}."):
+            return number
+    if begins:
+        return begins
+    # In an inline table, or said without its table.
+    word = re.search(r"(\w+)(?= must| is no)", said)
+    spelt = re.compile(rf"(^|[\s{{,]){re.escape(word[1] if word else key)}\s*=")
+    found = [number for number, line in enumerate(lines, 1) if spelt.search(line)]
+    return found[0] if len(found) == 1 else 0
+
+
+def _places(lines: Sequence[str]) -> list[tuple[int, str]]:
+    """Return number and place of every line that begins a table or a key: `engines[0].name`."""
+    found: list[tuple[int, str]] = []
+    table, counts = "", Counter[str]()
+    for number, line in enumerate(lines, 1):
+        if header := re.match(r"\s*(\[\[?)([^\[\]]+)\]", line):
+            table = header[2].replace('"', "").strip()
+            if header[1] == "[[":
+                counts[table] += 1
+                table = f"{table}[{counts[table] - 1}]"
+            found.append((number, table))
+        elif key := re.match(r'\s*([\w."-]+)\s*=', line):
+            found.append((number, f"{table}.{key[1]}".lstrip(".").replace('"', "")))
+    return found
+
+
+def _read(path: Path) -> LaunchConfig:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(str(error)) from error
     raw = _expand(raw, str(path.resolve().parent))
     try:
         config = msgspec.convert(raw, type=LaunchConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {_explain(str(error), raw)}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    _refuse_unknown(path, "", raw, msgspec.to_builtins(config))
+        raise ConfigError(_explain(error, raw)) from error
+    _refuse_unknown("", raw, msgspec.to_builtins(config))
     worker_script = config.rollout.worker_script
     for key, file in (
         ("recipe.file", config.recipe.file),
@@ -221,10 +289,10 @@ def load_config(path: Path) -> LaunchConfig:
         *([("rollout.worker_script", worker_script)] if worker_script else []),
     ):
         if not Path(file).is_file():
-            raise ConfigError(f"{path}: {key} must be a file, got {file!r}")
+            raise ConfigError(f"{key} must be a file, got {file!r}")
     resume_from = config.trainer.resume_from
     if resume_from and not Path(resume_from).is_dir():
-        raise ConfigError(f"{path}: trainer.resume_from must be a folder, got {resume_from!r}")
+        raise ConfigError(f"trainer.resume_from must be a folder, got {resume_from!r}")
     return config
 
 
@@ -238,25 +306,23 @@ def _expand(value: Any, here: str) -> Any:
     return value
 
 
-def _refuse_unknown(path: Path, where: str, raw: Any, known: Any) -> None:
+def _refuse_unknown(where: str, raw: Any, known: Any) -> None:
     """`known` is what was understood, with every default: a key that is not in it was not."""
     if isinstance(raw, dict) and isinstance(known, dict):
         for key, value in raw.items():
             if key not in known:
-                raise ConfigError(
-                    f"{path}: {where}{key} is no known key, expected one of {sorted(known)}"
-                )
-            _refuse_unknown(path, f"{where}{key}.", value, known[key])
+                raise ConfigError(f"{where}{key} is no known key, expected one of {sorted(known)}")
+            _refuse_unknown(f"{where}{key}.", value, known[key])
     elif isinstance(raw, list) and isinstance(known, (list, tuple)):
         for index, (value, understood) in enumerate(zip(raw, known, strict=True)):
-            _refuse_unknown(path, f"{where.rstrip('.')}[{index}].", value, understood)
+            _refuse_unknown(f"{where.rstrip('.')}[{index}].", value, understood)
 
 
-def _explain(said: str, raw: Mapping[str, Any]) -> str:
-    """The rule and the place that msgspec says; add the value that is there."""
-    rule, _, place = said.partition(" - at `")
+def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
+    """The rule and the place that msgspec says, unless the rule has its place; add the value that is there."""
+    rule, _, place = str(error).partition(" - at `")
     key = place.rstrip("`").removeprefix("$").lstrip(".")
-    if not key:
+    if not key or rule.startswith(re.split(r"[.\[]", key)[0]):
         return rule
     value: Any = raw
     for part in key.replace("[", ".[").split("."):

@@ -489,8 +489,8 @@ def check_job(config: LaunchConfig) -> None:
         gpus = visible_gpus() if config.scheduler.gpus is None else config.scheduler.gpus
         if num_gpus > len(gpus):
             raise ConfigError(
-                f"num_gpus: trainers and engines together must ask for at most the {len(gpus)} GPUs "
-                f"of this host, got {num_gpus}"
+                f"trainer.num_gpus: trainers and engines together must ask for at most the {len(gpus)} "
+                f"GPUs of this host, got {num_gpus}"
             )
 
 

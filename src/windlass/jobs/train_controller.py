@@ -487,7 +487,6 @@ class TrainController:
         first: RankFrame,
         socket: web.WebSocketResponse,  # noqa: ARG002
     ) -> tuple[_Session, Welcome]:
-        """See `rpc.Owner`."""
         if not isinstance(first, Joined):
             raise ProtocolError("train worker: a reply before its Joined")
         if first.protocol_version != PROTOCOL_VERSION:
@@ -509,13 +508,11 @@ class TrainController:
         return rank.session, Welcome()
 
     async def admitted(self, session: _Session) -> None:
-        """See `rpc.Owner`."""
         for rank in self._ranks:
             if rank.session is session:
                 rank.joined.set()
 
     async def received(self, session: _Session, frame: RankFrame) -> None:
-        """See `rpc.Owner`."""
         if isinstance(frame, Joined):
             raise Garbled(f"{session.peer}: Joined may be sent only once")
         session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)

@@ -14,22 +14,6 @@ from windlass.envs import environment_value
 from windlass.errors import ConfigError, PeerUnreachable
 from windlass.net.tls import is_tls_required
 
-__all__ = [
-    "HOST_VARIABLE",
-    "address_towards",
-    "check_url",
-    "free_port",
-    "is_loopback",
-    "is_wildcard",
-    "is_this_host",
-    "join_host_port",
-    "listen",
-    "own_address",
-    "published_host",
-    "split_host_port",
-    "url_of",
-]
-
 HOST_VARIABLE = "WINDLASS_HOST"
 LOOPBACK = "127.0.0.1"
 

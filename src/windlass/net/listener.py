@@ -24,8 +24,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 BACKLOG = 16
 """Connections that the kernel completes and nobody has accepted: accepting is quick."""
 STRANGER_S = 10.0
-"""From a connection to its first request with a token."""
+"""From a connection to its first request with a token; it is closed otherwise."""
 MAX_STRANGERS = 256
+"""Beyond which the oldest makes room for the next."""
 STRANGERS_SHARE = 4
 """Of the descriptors that this process may have open, strangers get one in so many."""
 RESERVED_FILES = 32
@@ -100,9 +101,6 @@ class Listener:
         runner: of the application; set up.
         bound: owned by the listener from here on.
         tls: of the server; None for plain connections.
-        stranger_s: for a connection to be `known`; it is closed otherwise.
-        max_strangers: beyond which the oldest stranger makes room for the next; at most a quarter of
-            the file descriptors that this process may have.
     """
 
     def __init__(
@@ -111,14 +109,12 @@ class Listener:
         bound: socket.socket,
         *,
         tls: ssl.SSLContext | None = None,
-        stranger_s: float = STRANGER_S,
-        max_strangers: int = MAX_STRANGERS,
     ) -> None:
-        self._runner, self._socket, self._tls, self._stranger_s = runner, bound, tls, stranger_s
+        self._runner, self._socket, self._tls = runner, bound, tls
+        self._max_strangers = MAX_STRANGERS
         num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if num_files != resource.RLIM_INFINITY:
-            max_strangers = max(min(max_strangers, num_files // STRANGERS_SHARE), 1)
-        self._max_strangers = max_strangers
+            self._max_strangers = max(min(MAX_STRANGERS, num_files // STRANGERS_SHARE), 1)
         self._strangers: dict[object, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
         self._handshakes: set[asyncio.Task[None]] = set()
         self._server: asyncio.AbstractServer | None = None
@@ -152,7 +148,7 @@ class Listener:
         key = transport.get_extra_info("socket")
         if len(self._strangers) >= self._max_strangers or _takes_reserved(key):
             self._make_room()
-        timer = asyncio.get_running_loop().call_later(self._stranger_s, self._drop, key)
+        timer = asyncio.get_running_loop().call_later(STRANGER_S, self._drop, key)
         self._strangers[key] = transport, timer
         if self._tls is None:
             self._serve(transport, accepted)
@@ -169,7 +165,7 @@ class Listener:
     ) -> None:
         try:
             secured = await asyncio.get_running_loop().start_tls(
-                transport, accepted, tls, server_side=True, ssl_handshake_timeout=self._stranger_s
+                transport, accepted, tls, server_side=True, ssl_handshake_timeout=STRANGER_S
             )
         except OSError as error:  # ssl.SSLError, a lost connection and a TimeoutError are such
             request_log.info("TLS: %s: %s", type(error).__name__, error)

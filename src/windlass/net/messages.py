@@ -8,20 +8,6 @@ import msgspec
 
 from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError
 
-__all__ = [
-    "PROTOCOL_VERSION",
-    "CallId",
-    "Codec",
-    "Envelope",
-    "Garbled",
-    "MustWait",
-    "Refused",
-    "Reply",
-    "RoundId",
-    "check_name",
-    "encode",
-]
-
 PROTOCOL_VERSION = 9
 """Of all that two processes of Windlass say to each other; both must have the same."""
 MAX_NAME_NBYTES = 255

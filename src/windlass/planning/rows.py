@@ -19,8 +19,6 @@ from windlass.layout.naming.patterns import renaming, said
 from windlass.layout.quantization import require_supported
 from windlass.planning.plan import DTYPES, Transform
 
-__all__ = ["RowTable", "TensorNames", "gather_rows", "resolve_names"]
-
 _DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 

@@ -29,9 +29,9 @@ from windlass.net.sockets import open_connection
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TRAINING_BATCHES, TrainingBatch, TrainingSample
 
-__all__ = ["BatchClient", "BatchQueue", "training_samples"]
-
 MAX_WAIT_S = 3600.0
+KEPT_STEPS = 2
+"""That can still be asked for again; older ones are forgotten when a newer one is put."""
 ANSWER_MARGIN_S = 2.0
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
@@ -77,16 +77,9 @@ class BatchQueue:
 
     A group is never split between ranks: rank r of n gets groups r, r + n, r + 2n, ... in
     the order in which they were put.
-
-    Args:
-        keep_steps: steps that can still be asked for again; older ones are forgotten when a
-            newer one is put.
     """
 
-    def __init__(self, *, keep_steps: int = 2) -> None:
-        if keep_steps < 1:
-            raise ConfigError(f"BatchQueue: keep_steps must be >= 1, got {keep_steps}")
-        self._keep_steps = keep_steps
+    def __init__(self) -> None:
         self._batches: OrderedDict[int, tuple[tuple[TrainingSample, ...], ...]] = OrderedDict()
         self._world_size: dict[int, int] = {}
         self._last_step = -1
@@ -112,7 +105,7 @@ class BatchQueue:
         async with self._changed:
             self._batches[step] = batch
             self._last_step = step
-            while len(self._batches) > self._keep_steps:
+            while len(self._batches) > KEPT_STEPS:
                 forgotten, _ = self._batches.popitem(last=False)
                 self._world_size.pop(forgotten, None)
             self._changed.notify_all()

@@ -54,8 +54,6 @@ from windlass.rollout.table import Record, State
 from windlass.rollout.workflows import Workflow, check_workflows, encode_value
 from windlass.updates.changes import Changes
 
-__all__ = ["RolloutController", "mount_rollout_routes"]
-
 logger = logging.getLogger(__name__)
 MAX_DISPATCHES_PER_TURN = 256
 PREFIX_TOKENS = 256

@@ -9,8 +9,6 @@ from typing import Protocol
 from windlass.rollout.messages import EngineTarget
 from windlass.updates.fleet import EngineInfo
 
-__all__ = ["EngineChoice", "EngineDirectory", "StaticEngines"]
-
 REMEMBERED_PREFIXES = 1 << 16
 
 

@@ -12,8 +12,6 @@ import msgspec
 from windlass.errors import DECODE_ERRORS, PeerUnreachable, RolloutError
 from windlass.rollout.messages import OnAbort, Partial, RolloutTask, Turn
 
-__all__ = ["AttemptError", "AttemptResult", "generate"]
-
 MAX_STALLS = 8
 FIRST_STALL_BACKOFF_S = 0.05
 MAX_STALL_BACKOFF_S = 1.0

@@ -14,16 +14,6 @@ from windlass.config import check_numbers, take_names
 from windlass.errors import ConfigError
 from windlass.rollout.messages import OnAbort, Turn
 
-__all__ = [
-    "RolloutConfig",
-    "GroupHandle",
-    "Recovered",
-    "Rollout",
-    "RolloutGroup",
-    "RolloutHandle",
-    "RolloutStats",
-]
-
 ResultT = TypeVar("ResultT")
 
 

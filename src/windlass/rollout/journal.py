@@ -29,17 +29,6 @@ from windlass.rollout.messages import RolloutOutcome, Work
 from windlass.rollout.table import Record
 from windlass.rollout.workflows import encode_value
 
-__all__ = [
-    "Accepted",
-    "Ended",
-    "Entry",
-    "PersistedState",
-    "PersistedTask",
-    "Resubmitted",
-    "RolloutJournal",
-    "VersionReached",
-]
-
 logger = logging.getLogger(__name__)
 WRITE_AGAIN_S = 1.0
 """After a write that failed: nobody tells when a disk has room again."""

@@ -48,8 +48,6 @@ from windlass.rollout.messages import (
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.rollout.table import NOTHING, Deadlines, Group, Record, RolloutTable, State
 
-__all__ = ["Lifecycle"]
-
 logger = logging.getLogger(__name__)
 MAX_BACKOFF_S = 2.0
 WARN_EVERY_S = 10.0

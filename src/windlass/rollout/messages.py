@@ -22,41 +22,6 @@ import msgspec
 from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError
 from windlass.net.messages import MAX_NAME_NBYTES, Codec, Envelope, Refused, Reply
 
-__all__ = [
-    "CONTROLLER_FRAMES",
-    "LOCAL_WORKER",
-    "MAX_ATTEMPTS",
-    "MAX_FRAME_NBYTES",
-    "MAX_OUTCOMES",
-    "MAX_TOKENS",
-    "MAX_VALUE_ITEMS",
-    "MAX_VALUE_NBYTES",
-    "TRAINING_BATCHES",
-    "WORKER_FRAMES",
-    "AttemptKey",
-    "CompletionAck",
-    "CompletionBatch",
-    "EngineTarget",
-    "OnAbort",
-    "OutcomeStatus",
-    "Partial",
-    "RolloutOutcome",
-    "RolloutTask",
-    "SamplingParams",
-    "TaskBatch",
-    "TrainingBatch",
-    "TrainingSample",
-    "Turn",
-    "Work",
-    "WorkerFrame",
-    "WorkerHello",
-    "WorkerLeaving",
-    "WorkerWelcome",
-    "check_value",
-    "decode_outcome",
-    "decode_outcomes",
-]
-
 LOCAL_WORKER = "controller"
 """Name of the worker that is the controller's own event loop."""
 MAX_FRAME_NBYTES = 64 << 20

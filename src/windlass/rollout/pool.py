@@ -41,8 +41,6 @@ from windlass.rollout.messages import (
 )
 from windlass.rollout.workflows import Attempts, Workflow
 
-__all__ = ["LocalWorker", "RemoteWorker", "Worker", "WorkerPool"]
-
 logger = logging.getLogger(__name__)
 MAX_REPLACED = 4096
 """Processes whose name another one has: the newest are known when they come back."""
@@ -375,17 +373,14 @@ class WorkerPool:
         first: WorkerFrame,
         socket: web.WebSocketResponse,  # noqa: ARG002
     ) -> tuple[RemoteWorker, WorkerWelcome]:
-        """See `rpc.Owner`."""
         if not isinstance(first, WorkerHello):
             raise ProtocolError("worker: a frame before its Hello")
         return self.register(first), WorkerWelcome(self._identity)
 
     async def admitted(self, session: RemoteWorker) -> None:  # noqa: ARG002
-        """See `rpc.Owner`."""
         self._on_change()
 
     async def received(self, session: RemoteWorker, frame: WorkerFrame) -> None:
-        """See `rpc.Owner`."""
         match frame:
             case CompletionBatch():
                 outcomes = await decode_outcomes(frame)
@@ -402,7 +397,6 @@ class WorkerPool:
                 raise Garbled(f"{session.peer}: Hello may be sent only once")
 
     async def lost(self, session: RemoteWorker, reason: str, *, ended: bool) -> None:
-        """See `rpc.Owner`."""
         if session.is_connected or self.workers.get(session.hello.name) is not session:
             return
         if session.has_left:

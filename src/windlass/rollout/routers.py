@@ -25,8 +25,6 @@ from windlass.net.sockets import open_http
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.fleet import EngineState
 
-__all__ = ["RouterFeed"]
-
 logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 3.0

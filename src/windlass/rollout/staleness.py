@@ -17,8 +17,6 @@ from enum import StrEnum
 from windlass.config import check_numbers, take_name
 from windlass.errors import ConfigError, RolloutError
 
-__all__ = ["OnStale", "StalenessPolicy"]
-
 _UNBOUNDED = 1 << 40
 
 

@@ -19,8 +19,6 @@ import msgspec
 from windlass.rollout.handles import Rollout
 from windlass.rollout.messages import AttemptKey, Partial, RolloutOutcome, Work
 
-__all__ = ["NOTHING", "Counts", "Deadlines", "Group", "Record", "RolloutTable", "State"]
-
 NOTHING = Partial()
 
 
@@ -95,7 +93,6 @@ class GroupFuture(asyncio.Future[Any]):
         self._task_id, self._give_up = task_id, give_up
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """See `asyncio.Future`."""
         if not super().cancel(msg):
             return False
         self._give_up(self._task_id)

@@ -48,8 +48,6 @@ from windlass.rollout.messages import (
 )
 from windlass.rollout.workflows import Attempts, Workflow, check_workflows
 
-__all__ = ["RolloutWorker", "WorkerSettings", "run_rollout_worker", "run_worker"]
-
 logger = logging.getLogger(__name__)
 REMEMBERED_ATTEMPTS = 1 << 16
 MAX_BATCH_NBYTES = 16 << 20
@@ -151,7 +149,6 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome | CompletionAck]):
     # --- net.rpc_client.Client -----------------------------------------------------------------
 
     def hello(self) -> WorkerHello:
-        """See `Client`."""
         running = [AttemptKey(*key) for key in self._attempts.running]
         kept = [key for key, _ in self._kept.values()]
         return msgspec.structs.replace(
@@ -173,7 +170,6 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome | CompletionAck]):
         logger.error("%d tasks were not taken: %s", len(command.tasks), error)
 
     def on_frame(self, frame: WorkerWelcome | CompletionAck) -> None:
-        """See `Client`."""
         if isinstance(frame, CompletionAck):
             while self._kept and next(iter(self._kept)) <= frame.last:
                 self._kept.popitem(last=False)

@@ -30,8 +30,6 @@ from windlass.rollout.messages import (
     check_value,
 )
 
-__all__ = ["Attempts", "Reject", "Workflow", "WorkflowContext", "check_workflows", "encode_value"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -38,16 +38,6 @@ if TYPE_CHECKING:
 
     from windlass.trainers.fsdp import DescribedTrainer
 
-__all__ = [
-    "PendingUpdate",
-    "TrainerClient",
-    "TrainerWeights",
-    "connect_described",
-    "connect_trainer",
-    "version_number",
-]
-
-
 _log = logging.getLogger(__name__)
 JOB_VARIABLE = "WINDLASS_JOB"
 MARGIN_S = 5.0

@@ -226,7 +226,6 @@ class CollectiveReceiver:
         self._fills: dict[str, tuple[PreparedCopies, ...]] = {}
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
-        """See `ReceiverBackend.connect`."""
         self._leave()
         refuse_transforms(self._destination.manifest.worker, plan)
         self._destination.bind(plan, shadow=mode is UpdateMode.STAGED, staged=False)
@@ -242,7 +241,6 @@ class CollectiveReceiver:
         )
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
-        """See `GroupMember.join`."""
         deadline = Deadline.after(deadline_s, "join")
         worker = self._destination.manifest.worker
         missing = sorted(set(self._destination.programs) - {offer.source for offer in offers})
@@ -287,11 +285,9 @@ class CollectiveReceiver:
             raise TransferFailed("; ".join(failed))
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:  # noqa: ARG002
-        """See `ReceiverBackend.verify`."""
         return self._destination.verify(expected)
 
     def apply(self) -> None:
-        """See `ReceiverBackend.apply`."""
         self._destination.apply()
 
     def close(self) -> None:

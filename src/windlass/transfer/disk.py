@@ -58,7 +58,6 @@ class DiskSender:
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """See `SenderBackend.connect`."""
         self._source.bind(plan, bindings)
         try:
             self._folder.mkdir(OWNERS_FOLDER, parents=True, exist_ok=True)
@@ -118,7 +117,6 @@ class DiskReceiver:
         self._destination = Destination(manifest, addresses)
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
-        """See `ReceiverBackend.connect`."""
         refuse_transforms(self._destination.manifest.worker, plan)
         self._destination.bind(plan, shadow=True, staged=False)
         worker = self._destination.manifest.worker
@@ -154,7 +152,6 @@ class DiskReceiver:
         return tuple(sorted(wrong))
 
     def apply(self) -> None:
-        """See `ReceiverBackend.apply`."""
         self._destination.apply()
 
     def close(self) -> None:

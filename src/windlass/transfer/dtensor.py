@@ -40,21 +40,6 @@ from windlass.memory.torch_dtypes import dtype_of
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.saved_names import is_of_transformers, saved_parts
 
-__all__ = [
-    "HeldTensor",
-    "LiveTensors",
-    "LocalShard",
-    "NameMap",
-    "check_memory",
-    "describe_module",
-    "held_tensors",
-    "local_shard",
-    "local_tensor",
-    "own_tensors",
-    "parameter_addresses",
-    "refuse_freed",
-]
-
 _WRAPPER_MARKS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Of torch.compile and activation checkpointing."""
 

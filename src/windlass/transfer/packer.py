@@ -30,8 +30,6 @@ from windlass.transfer.arena import Arena, ArenaSlot
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import OneSidedTransport, WriteBatch
 
-__all__ = ["PackedLink", "Packer", "Peer", "batches_to", "packed_capacity"]
-
 WRITE_PIECES = 4096
 """Pieces per transport call: bounds a call, not its bytes."""
 

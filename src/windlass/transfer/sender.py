@@ -74,8 +74,6 @@ from windlass.transfer.source import LocatedParameters, addresses_of
 from windlass.transfer.stored_links import StoredLinks
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
 
-__all__ = ["Sender"]
-
 _log = logging.getLogger(__name__)
 
 

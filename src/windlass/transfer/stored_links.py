@@ -30,8 +30,6 @@ from windlass.transfer.write_progress import PartWritten, ProgressNotifier
 from windlass.transports.base import PeerMapper
 from windlass.transports.processes import check_alive
 
-__all__ = ["StoredLinks"]
-
 
 @final
 class StoredLinks:

@@ -42,8 +42,6 @@ from windlass.updates.messages import (
 )
 from windlass.updates.session import AgentSession, RankCaller, describe, failures_of
 
-__all__ = ["Binding", "EnginesUnbound", "Planner", "bind_fleet", "signature_of"]
-
 JOIN_SHARE = 0.8
 """Of the time for binding: members give up before the coordinator does, and can say why."""
 
@@ -283,45 +281,23 @@ def _below(group: RelayGroup, member: str) -> tuple[str, ...]:
 # --- the binding ---------------------------------------------------------------------------
 
 
-async def bind_fleet(
-    *,
-    trainers: Group,
-    engines: Sequence[Group],
-    sessions: Mapping[str, AgentSession],
-    planner: Planner,
-    mode: UpdateMode,
-    backend: UpdateBackend,
-    round_id: RoundId,
-    deadline_s: float,
-    held: Binding | None = None,
-) -> Binding:
-    """Compile the plan and have every rank bind it.
+@final
+class FleetBinder:
+    """Compiles a plan and has every rank bind it, once.
 
     Where `held` is bound already, engines of it whose processes are the same are asked nothing, and
     trainers keep their links to them: only what has changed is planned and bound.
 
-    Raises:
-        PlanError: the manifests cannot be served.
-        ConfigError: no engine has a transport in common with the trainers that reaches it.
-        EnginesUnbound: some engines did not bind; the others would.
-        RoundAborted: a trainer did not bind the plan, or did not answer within `deadline_s`.
+    Args:
+        sessions: of the ranks that are connected now; whoever joins meanwhile is no part of the binding.
+        round_id: of the commands.
+        deadline_s: for every rank to bind.
+        held: what the fleet has bound before.
     """
-    # Taken before the first await: whoever joins meanwhile is no part of this binding.
-    kept = None
-    if held is not None and not find_relay_groups(trainers, engines, backend):
-        kept = held.part_for(trainers, engines) if backend.traits.one_sided else None
-    if kept is not None:
-        engines = [engine for engine in engines if engine.name not in kept.engines]
-    binder = _Binder(
-        trainers, engines, sessions, planner, mode, backend, round_id, deadline_s, kept
-    )
-    return await binder.bind()
 
-
-@final
-class _Binder:
     def __init__(
         self,
+        *,
         trainers: Group,
         engines: Sequence[Group],
         sessions: Mapping[str, AgentSession],
@@ -330,8 +306,13 @@ class _Binder:
         backend: UpdateBackend,
         round_id: RoundId,
         deadline_s: float,
-        kept: Binding | None,
+        held: Binding | None = None,
     ) -> None:
+        kept = None
+        if held is not None and not find_relay_groups(trainers, engines, backend):
+            kept = held.part_for(trainers, engines) if backend.traits.one_sided else None
+        if kept is not None:
+            engines = [engine for engine in engines if engine.name not in kept.engines]
         self._signature = signature_of([trainers, *engines])
         self._trainers, self._sources = trainers.workers, trainers.manifests
         self._engines = {engine.name: engine.workers for engine in engines}
@@ -351,6 +332,14 @@ class _Binder:
         self._epoch, self._kept = round_id.epoch, kept
 
     async def bind(self) -> Binding:
+        """Plan and bind.
+
+        Raises:
+            PlanError: the manifests cannot be served.
+            ConfigError: no engine has a transport in common with the trainers that reaches it.
+            EnginesUnbound: some engines did not bind; the others would.
+            RoundAborted: a trainer did not bind the plan, or did not answer within `deadline_s`.
+        """
         began = time.perf_counter()
         try:
             binding, to_engines, to_trainers = await asyncio.to_thread(self._compile)

@@ -9,8 +9,6 @@ from typing import TypeVarTuple, final
 
 from windlass.errors import PeerTimeout
 
-__all__ = ["Changes", "tell"]
-
 _log = logging.getLogger(__name__)
 _Ts = TypeVarTuple("_Ts")
 

@@ -49,8 +49,6 @@ from windlass.updates.messages import (
     Write,
 )
 
-__all__ = ["WELCOME_SEQ", "AgentChannel", "CommandHandler", "group_and_rank", "report_cannot_join"]
-
 _log = logging.getLogger(__name__)
 
 AGENTS_PATH = "/v1/agents"

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import final
 
-__all__ = ["Comparison", "Comparisons"]
-
 
 @dataclass(frozen=True, slots=True)
 class Comparison:

@@ -33,7 +33,7 @@ from windlass.errors import (
 )
 from windlass.layout.manifest import Role
 from windlass.net.logs import log_fields, printable
-from windlass.net.messages import Garbled
+from windlass.net.messages import Garbled, MustWait
 from windlass.net.rpc import host_of, serve
 from windlass.net.server import ControlServer
 from windlass.planning.plan import TransferPlan
@@ -41,22 +41,14 @@ from windlass.planning.planner import plan_transfer
 from windlass.updates.binding import (
     Binding,
     EnginesUnbound,
+    FleetBinder,
     Planner,
-    bind_fleet,
     signature_of,
 )
 from windlass.updates.changes import Changes, tell
 from windlass.updates.comparisons import Comparisons
 from windlass.updates.driver import RoundDriver, RoundResult
-from windlass.updates.fleet import (
-    PROBE_SEQ,
-    EngineInfo,
-    EngineState,
-    Fleet,
-    Group,
-    Identity,
-    MustWait,
-)
+from windlass.updates.fleet import PROBE_SEQ, EngineInfo, EngineState, Fleet, Group, Identity
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     AGENT_FRAMES,
@@ -93,8 +85,6 @@ from windlass.updates.session import (
     report_to,
     shortened,
 )
-
-__all__ = ["CalledUpdate", "Coordinator", "EngineInfo"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -234,7 +224,6 @@ class Coordinator:
     async def wait_for_fleet(
         self, *, num_trainers: int, engines: Sequence[str], deadline_s: float
     ) -> None:
-        """See `Controller.wait_for_fleet`."""
         missing = partial(self._fleet.missing, num_trainers, engines)
 
         def there() -> bool:
@@ -250,8 +239,6 @@ class Coordinator:
     async def wait_for_version(
         self, version: int, *, engines: Sequence[str] = (), deadline_s: float
     ) -> None:
-        """See `Controller.wait_for_version`."""
-
         def behind() -> list[str]:
             return sorted(set(engines) - {engine.name for engine in self.routable()})
 
@@ -320,7 +307,6 @@ class Coordinator:
     async def admit(
         self, first: AgentFrame, socket: web.WebSocketResponse
     ) -> tuple[AgentSession, Welcome] | None:
-        """See `rpc.Owner`."""
         hello = check_first(first)
         if isinstance(hello, CannotJoin):
             self._failed_to_join(hello)
@@ -439,7 +425,6 @@ class Coordinator:
             self._reserved = max(self._reserved, version)
 
     async def admitted(self, session: AgentSession) -> None:
-        """See `rpc.Owner`."""
         hello = session.agent.hello
         if hello.registered.num_regions:
             _log.info(
@@ -451,7 +436,6 @@ class Coordinator:
         self.settle_soon()
 
     async def received(self, session: AgentSession, frame: AgentFrame) -> None:
-        """See `rpc.Owner`."""
         match frame:
             case Reply():
                 frame = shortened(frame)
@@ -477,7 +461,6 @@ class Coordinator:
                 raise Garbled(f"{session.worker}: Hello may be sent only once")
 
     async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
-        """See `rpc.Owner`."""
         worker = session.worker
         if self._sessions.get(worker) is not session:
             return
@@ -564,7 +547,7 @@ class Coordinator:
         round_id = self.new_epoch()
         self._has_bound, self._unbindable = True, ""
         self._fleet.bound_since(round_id.epoch)
-        return await bind_fleet(
+        binder = FleetBinder(
             trainers=sources,
             engines=engines,
             sessions=self._sessions,
@@ -575,6 +558,7 @@ class Coordinator:
             deadline_s=self._config.deadlines.connect_s,
             held=held,
         )
+        return await binder.bind()
 
     def new_epoch(self) -> RoundId:
         """A round id above all that were used, of another binding than all before."""

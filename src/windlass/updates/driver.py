@@ -42,8 +42,6 @@ from windlass.updates.rounds import (
 )
 from windlass.updates.session import AgentSession
 
-__all__ = ["RoundDriver", "RoundResult"]
-
 _log = logging.getLogger(__name__)
 
 

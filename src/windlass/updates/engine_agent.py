@@ -53,8 +53,6 @@ from windlass.updates.messages import (
 )
 from windlass.updates.trainer_agent import TrainerAgent
 
-__all__ = ["EngineAgent", "EngineHooks"]
-
 _log = logging.getLogger(__name__)
 FENCE_S = 5.0
 GO_ON_S = 20.0

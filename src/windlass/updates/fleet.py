@@ -26,8 +26,6 @@ from windlass.updates.messages import (
     Written,
 )
 
-__all__ = ["PROBE_SEQ", "Agent", "EngineInfo", "Fleet", "Group", "Identity", "MustWait"]
-
 PROBE_SEQ = 1 << 30
 """Of probes: above the number of any command of a round."""
 

@@ -22,8 +22,6 @@ from windlass.net.line_file import LineFile
 from windlass.net.messages import MAX_NAME_NBYTES
 from windlass.updates.messages import MAX_COUNT
 
-__all__ = ["Journal", "JournalEntry", "JournalKind", "JournalSummary"]
-
 _log = logging.getLogger(__name__)
 COMPACT_AFTER = 4096
 """Entries after which the file is written anew; a round takes three."""

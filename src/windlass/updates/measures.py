@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Self
 
-__all__ = ["Measure"]
-
 
 class Measure(StrEnum):
     """A figure of a round, by its name on the wire.

@@ -17,8 +17,6 @@ import msgspec
 from windlass.updates.fleet import Identity
 from windlass.updates.messages import UpdateReport
 
-__all__ = ["KEPT_REPORTS", "PendingPublish", "PublishRequests"]
-
 KEPT_REPORTS = 1024
 """Reports of updates that a coordinator keeps: the newest."""
 

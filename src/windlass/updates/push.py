@@ -48,8 +48,6 @@ from windlass.updates.session import RankCaller, describe, failures_of
 if TYPE_CHECKING:
     from windlass.updates.coordinator import Coordinator
 
-__all__ = ["PushOrder", "PushUpdates"]
-
 REMEMBERED = 4096
 """Answers that are kept for calls that are asked again."""
 MAX_CALL_S = 86400

@@ -44,8 +44,6 @@ from windlass.updates.session import AgentSession
 if TYPE_CHECKING:
     from windlass.updates.coordinator import Coordinator
 
-__all__ = ["MAX_ATTEMPTS", "CatchUps", "ResumeRetries", "find_donor"]
-
 _log = logging.getLogger(__name__)
 KEPT_ATTEMPTS = 1024
 """Of engines, most of which have left for good; one that is forgotten begins anew."""

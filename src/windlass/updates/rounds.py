@@ -71,25 +71,6 @@ from windlass.updates.messages import (
     Written,
 )
 
-__all__ = [
-    "AgentLost",
-    "DeadlinePassed",
-    "EngineOutcome",
-    "EnterPhase",
-    "Event",
-    "Finish",
-    "GiveUp",
-    "Instruction",
-    "LinkLedger",
-    "Phase",
-    "Replied",
-    "RoundMachine",
-    "RoundSpec",
-    "Send",
-    "Sent",
-    "reply_budget_s",
-]
-
 ANSWER_S = 2.0
 
 

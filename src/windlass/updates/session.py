@@ -37,18 +37,6 @@ from windlass.updates.messages import (
     UpdateReport,
 )
 
-__all__ = [
-    "AgentSession",
-    "RankCaller",
-    "check_first",
-    "check_published",
-    "describe",
-    "failures_of",
-    "probe_held",
-    "report_to",
-    "shortened",
-]
-
 _log = logging.getLogger(__name__)
 
 

@@ -37,8 +37,6 @@ from windlass.updates.messages import (
     Written,
 )
 
-__all__ = ["TrainerAgent"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -23,13 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job; 128 + the signal's number when a signal ended it."""
-    from windlass.jobs.config import load_config
+    from windlass.jobs.config import load_config, mend_line
     from windlass.jobs.launch import check_job, run_job
 
     configure_logging("controller")
     config = load_config(args.config)
-    if args.check:
+    with mend_line(args.config):
         check_job(config)
+    if args.check:
         print(f"{args.config}: {config.steps} steps, {len(config.engines)} engines: valid")
         return 0
     summary = asyncio.run(run_job(config, notify=_print))

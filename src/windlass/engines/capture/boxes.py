@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from windlass.layout.box import Box
 
-__all__ = ["Line", "PlacedBox", "TooManyBoxes", "boxes_of", "boxes_of_lines"]
-
 Int64Array = npt.NDArray[np.int64]
 
 

@@ -26,17 +26,6 @@ from windlass.layout.dtypes import SAFETENSORS_NAMES, DType
 from windlass.layout.quantization import QuantizedTensor, scale_shape
 from windlass.memory.torch_dtypes import torch_dtype
 
-__all__ = [
-    "CheckpointSpec",
-    "Codes",
-    "Load",
-    "bits_of",
-    "checkpoint_specs",
-    "checkpoint_tensors",
-    "chunk_on",
-    "quantized_tensors",
-]
-
 DIGIT_BITS = 7
 """Digits travel as 1 .. 128: exact in bfloat16, and no digit is 0."""
 

@@ -21,8 +21,6 @@ from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.packing import copy_cast
 from windlass.memory.torch_dtypes import dtype_of, torch_dtype
 
-__all__ = ["Captured", "Repack", "Rounding", "Seen", "describe"]
-
 MAX_BOXES = 256
 """Boxes of one tensor in one parameter; what is more scattered is received apart and repacked."""
 

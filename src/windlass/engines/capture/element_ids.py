@@ -21,8 +21,6 @@ from windlass.engines.capture.boxes import Line, PlacedBox, TooManyBoxes, boxes_
 from windlass.engines.capture.codes import CheckpointSpec, Codes, chunk_on
 from windlass.engines.capture.memory import Holding
 
-__all__ = ["ElementIds", "Exact", "Parts", "Rows", "parts_of", "rows_of", "scaled"]
-
 Int64Array = npt.NDArray[np.int64]
 Parts = list[tuple[CheckpointSpec, tuple[PlacedBox, ...]]]
 """Per checkpoint tensor, where its boxes lie in one tensor of the engine."""
@@ -83,17 +81,14 @@ class Exact:
         self._numbers = torch.zeros(reach, dtype=torch.int64, device=device)
 
     def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
-        """See `ElementIds.observe`."""
         self._numbers += read_digit(holding.memory(), codes.digit_bits, position, factor)
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """See `ElementIds.chunks`."""
         step = chunk_on(self._numbers.device)
         for begin in range(0, len(self._numbers), step):
             yield begin, self._numbers[begin : begin + step]
 
     def is_consistent(self) -> bool:
-        """See `ElementIds.is_consistent`."""
         return True
 
     def placed(self) -> tuple[Int64Array, Int64Array]:
@@ -103,7 +98,6 @@ class Exact:
         return numbers[places], places
 
     def parts(self, codes: Codes, limit: int) -> Parts:
-        """See `ElementIds.parts`."""
         numbers, places = self.placed()
         return parts_of(codes, numbers, places, limit)
 
@@ -173,7 +167,6 @@ class Rows:
         )
 
     def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
-        """See `ElementIds.observe`."""
         grid = holding.memory().view(self._shape)
         self._heads += read_digit(grid[:, :, 0], codes.digit_bits, position, factor)
         self._samples += read_digit(grid[:, self._at], codes.digit_bits, position, factor)
@@ -191,7 +184,6 @@ class Rows:
         return torch.where((rows >= 0) & (rows[:, :1] >= 0), rows - rows[:, :1], _NOTHING)
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """See `ElementIds.chunks`."""
         groups, rows, width = self._shape
         patterns = self._patterns()
         step = max(1, chunk_on(self._heads.device) // width)
@@ -203,7 +195,6 @@ class Rows:
                 yield (group * rows + row) * width, numbers.reshape(-1)
 
     def parts(self, codes: Codes, limit: int) -> Parts:
-        """See `ElementIds.parts`."""
         groups, rows, width = self._shape
         patterns, which = np.unique(self._patterns().cpu().numpy(), axis=0, return_inverse=True)
         which = which.reshape(-1)

@@ -18,8 +18,6 @@ from typing import final
 
 import torch
 
-__all__ = ["HostCopies"]
-
 CHUNK_NBYTES = 32 << 20
 MAX_THREADS = 8
 

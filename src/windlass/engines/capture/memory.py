@@ -10,17 +10,6 @@ import torch
 
 from windlass.engines.capture.codes import bits_of
 
-__all__ = [
-    "Held",
-    "Holding",
-    "Kind",
-    "distinct",
-    "fingerprint",
-    "fingerprints",
-    "held_by",
-    "tensors_of",
-]
-
 
 class Kind(StrEnum):
     """How a module holds a tensor."""

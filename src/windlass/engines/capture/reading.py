@@ -14,8 +14,6 @@ from typing import Any, final
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Reading"]
-
 _ATTRIBUTES = ("shape", "dtype", "device", "ndim", "nbytes", "itemsize", "is_meta")
 _METHODS = ("size", "dim", "numel", "nelement", "element_size", "stride")
 _TENSOR: Mapping[str, Any] = vars(torch._C.TensorBase)

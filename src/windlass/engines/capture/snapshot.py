@@ -26,8 +26,6 @@ from windlass.engines.capture.codes import Load
 from windlass.engines.capture.host_copies import HostCopies
 from windlass.engines.capture.memory import Holding, Kind, distinct, fingerprint, tensors_of
 
-__all__ = ["Snapshot", "undone_if_it_fails"]
-
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _Container = dict[object, object] | list[object] | set[object] | deque[object]
 _PLAIN = frozenset({dict, OrderedDict, list, set, deque})

@@ -35,8 +35,6 @@ from windlass.transfer.dtensor import (
 )
 from windlass.transports.base import OneSidedTransport
 
-__all__ = ["ForwardRunner", "ModelShard", "load_model"]
-
 TENSOR_PARALLEL_STYLES: dict[str, type[ColwiseParallel | RowwiseParallel]] = {
     "q_proj": ColwiseParallel,
     "k_proj": ColwiseParallel,

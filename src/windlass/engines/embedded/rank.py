@@ -24,8 +24,6 @@ from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
 from windlass.updates.engine_agent import EngineHooks
 
-__all__ = ["run_rank"]
-
 CONNECT_DEADLINE_S = 60.0
 
 

@@ -21,16 +21,6 @@ import torch.distributed as dist
 from windlass.config import PauseMode
 from windlass.errors import ConfigError, PeerTimeout
 
-__all__ = [
-    "IDLE_TIMEOUT",
-    "FinishReason",
-    "Request",
-    "Scheduler",
-    "Step",
-    "StepChannel",
-    "StepKind",
-]
-
 GREEDY = 1e-5
 IDLE_TIMEOUT = timedelta(days=30)
 """An idle rank waits in a broadcast; the death of a rank ends it, not the clock."""

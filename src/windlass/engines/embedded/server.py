@@ -21,8 +21,6 @@ from windlass.net.access import Access
 from windlass.net.server import ControlServer
 from windlass.rollout.messages import SamplingParams
 
-__all__ = ["EngineServer"]
-
 PAUSE_DEADLINE_S = 30.0
 START_DEADLINE_S = 60.0
 MAX_BODY_NBYTES = 1 << 20

@@ -7,8 +7,6 @@ import msgspec
 from windlass.errors import ConfigError
 from windlass.layout.dtypes import DType
 
-__all__ = ["EngineSettings"]
-
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one engine.

@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from windlass.engines.spec import EngineSpec
 
-__all__ = ["ENGINE"]
-
 ENGINE = EngineSpec(name="embedded", title="embedded", module="windlass.engines.embedded")

@@ -19,13 +19,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from windlass.engines.capture.capture import (
-    Captured,
-    all_ranks,
-    capture,
-    capture_on_every_rank,
-)
+from windlass.engines.capture.capture import all_ranks, capture, capture_on_every_rank
 from windlass.engines.capture.codes import checkpoint_specs
+from windlass.engines.capture.description import Captured
 from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.capture.snapshot import Snapshot
 from windlass.engines.engine_rank import EngineRank
@@ -41,8 +37,6 @@ from windlass.engines.sglang.orders import (
 )
 from windlass.envs import environment_value
 from windlass.errors import UnsupportedLayout
-
-__all__ = ["load_again", "own_rank", "run"]
 
 LONGEST_BLOCK_S = 20.0
 """After that the paused loop spins as ever. Orders, which a blocked loop does not hear, wait so long,

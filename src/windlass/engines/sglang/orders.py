@@ -24,19 +24,6 @@ from windlass.engines.sglang.spec import HOOK
 from windlass.engines.spec import AgentSettings
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 
-__all__ = [
-    "Block",
-    "Capture",
-    "Digests",
-    "Join",
-    "Order",
-    "Quiesce",
-    "SglangApi",
-    "order_ranks",
-    "send_order",
-    "session",
-]
-
 DRAIN_S = 30.0
 """For stages to notice that no request is left; they do so after a turn of every micro-batch."""
 
@@ -214,14 +201,12 @@ class SglangApi:
         return self._blocks
 
     def block(self, pause_id: str, deadline_s: float) -> None:
-        """See `EngineApi.block`."""
         with session(self._server, deadline_s) as selector:
             order = Block(pause_id, uuid.uuid4().hex, deadline_s)
             send_order(self._server, order, selector, self._world_size, None)
             self._gate.wait_ended(pause_id)  # the end of a session works on weights
 
     def quiesce(self, pause_id: str, deadline_s: float) -> None:
-        """See `EngineApi.quiesce`."""
         order = Quiesce(pause_id, uuid.uuid4().hex)
         order_ranks(self._server, order, self._world_size, deadline_s)
         if self._num_stages > 1:  # a flush waits until every stage knows that no request is left
@@ -229,7 +214,6 @@ class SglangApi:
             self._server.post(f"/flush_cache?timeout={waits_s}", {}, deadline_s)
 
     def resume(self, deadline_s: float) -> None:
-        """See `EngineApi.resume`."""
         self._server.post("/continue_generation", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:

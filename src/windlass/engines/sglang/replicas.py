@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-__all__ = ["reach_replicas"]
-
 _OF_TENSORS = (None, "direct", "flattened_bucket")
 """Load formats that are no custom weight loader."""
 

@@ -24,8 +24,6 @@ from windlass.engines.spec import (
 from windlass.engines.versions import EngineReleases, Feature, has, installed_version
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerUnreachable
 
-__all__ = ["ENGINE", "HOOK", "RELEASES", "RULES", "SglangServer", "check_server"]
-
 HOOK = "windlass.engines.sglang.hook.run"
 
 REPLICAS = Feature(
@@ -165,7 +163,6 @@ class SglangServer:
     answers_for_all = False
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
-        """See `EngineServer.command`."""
         require_followed(Path(args.model), rest)
         if args.dp > 1 and not has(REPLICAS, version := installed_version(RELEASES)):
             raise ConfigError(
@@ -191,7 +188,6 @@ class SglangServer:
     def order(
         self, server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str
     ) -> None:
-        """See `EngineServer.order`."""
         from windlass.engines.sglang.orders import Capture, Join, order_ranks
 
         if step is RankStep.CAPTURE:

@@ -14,13 +14,12 @@ from typing import Protocol, cast, final
 import torch
 
 from windlass.engines.adapters import adapter_of, saved
-from windlass.engines.capture.capture import Captured, capture
+from windlass.engines.capture.capture import capture
 from windlass.engines.capture.codes import checkpoint_specs
+from windlass.engines.capture.description import Captured
 from windlass.engines.capture.snapshot import Snapshot
 from windlass.engines.spec import AgentSettings
 from windlass.errors import UnsupportedLayout
-
-__all__ = ["LoraWorker", "Slot", "capture_adapter", "keep_adapter"]
 
 
 class LoraWorker(Protocol):

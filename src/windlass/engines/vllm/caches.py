@@ -27,20 +27,9 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from windlass.engines.vllm.core_calls import take_orders
 from windlass.engines.vllm.token_versions import noting, stamps_tokens
 from windlass.errors import ConfigError
-
-__all__ = [
-    "BACKEND",
-    "OUTSIDE",
-    "PAUSING_CALLS",
-    "SCHEDULER",
-    "Namespace",
-    "Salted",
-    "drop_encoder_outputs",
-    "is_backend_of",
-    "keep_caches_apart",
-]
 
 BACKEND = "windlass"
 """For `--weight-transfer-config`."""
@@ -166,6 +155,8 @@ def keep_caches_apart() -> None:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
+        if method == _LOADS:
+            take_orders(core)
         of_backend = method in (_HOLDS, _INITIALISES) and is_backend_of(core.vllm_config)
         if method in PAUSING_CALLS or method == _LOADS or of_backend:
             drop_encoder_outputs(core)
@@ -177,10 +168,10 @@ def keep_caches_apart() -> None:
         found: list[Any] = call(core, method, timeout, args, kwargs)
         return found
 
-    def entering(look_up: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        def looked_up(manager: Any, request: Any) -> Any:
+    def entering(look_up: Callable[..., Any]) -> Callable[..., Any]:
+        def looked_up(manager: Any, request: Any, *limits: Any) -> Any:  # 0.33 has one
             namespace.enter(request)
-            return look_up(manager, request)
+            return look_up(manager, request, *limits)
 
         return looked_up
 

@@ -19,6 +19,7 @@ from windlass.engines.http import EngineHttp
 from windlass.engines.rank_reports import Secrets, carry_out
 from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.engines.vllm.adapter import LoraWorker, Slot, keep_adapter
+from windlass.engines.vllm.core_calls import CoreCalls, core_calls
 from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
 from windlass.engines.vllm.rank import (
     ParallelConfig,
@@ -29,8 +30,6 @@ from windlass.engines.vllm.rank import (
 )
 from windlass.engines.vllm.token_versions import stamps_tokens
 from windlass.errors import ConfigError
-
-__all__ = ["VllmApi", "WindlassExtension"]
 
 multiply_by_parameters()  # vLLM imports this module in a worker before it loads the model
 
@@ -44,14 +43,14 @@ class VllmApi:
         server: in front of the ranks.
         can_block: whether the loop of every rank may be blocked between two steps; see `_can_block`.
         stamps: see `stamps_tokens`.
-
-    Attributes:
-        version: that was set last and that Windlass notes, which a loop returns when it is let go; else None.
+        core: in this process, if the engine has no other; its ranks are called there, else by `/collective_rpc`.
     """
 
-    def __init__(self, server: EngineHttp, *, can_block: bool, stamps: bool) -> None:
-        self.version: int | None = None
+    def __init__(
+        self, server: EngineHttp, *, can_block: bool, stamps: bool, core: CoreCalls | None = None
+    ) -> None:
         self._server, self._can_block, self._stamps = server, can_block, stamps
+        self._core = core
         self._is_blocking = False
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
@@ -72,40 +71,38 @@ class VllmApi:
         return mode is PauseMode.IN_PLACE and self._can_block
 
     def block(self, pause_id: str, deadline_s: float) -> None:
-        """See `EngineApi.block`."""
-        body = {"method": "windlass_block", "args": [pause_id, str(deadline_s)]}
         self._is_blocking = True
         try:
-            self._server.post("/collective_rpc", body, None)
+            self._call("windlass_block", [pause_id, str(deadline_s)], None)
         finally:
             self._is_blocking = False
 
     def quiesce(self, pause_id: str, deadline_s: float) -> None:
-        """See `EngineApi.quiesce`."""
-        body = {"method": "windlass_quiesce", "args": [pause_id], "timeout": deadline_s}
-        self._server.post("/collective_rpc", body, deadline_s)
+        self._call("windlass_quiesce", [pause_id], deadline_s)
 
     def resume(self, deadline_s: float) -> None:
-        """See `EngineApi.resume`."""
         self._server.post("/resume", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """See `EngineApi.set_version`; a loop that is blocked brings it to the core when it is let go."""
+        """See `EngineApi.set_version`; what Windlass notes, a blocked loop tells the core when it is let go."""
         if not self._stamps:
             self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s)
+        elif not self._is_blocking:
+            self._call("windlass_set_version", [version], deadline_s)
+
+    def _call(self, method: str, args: list[object], deadline_s: float | None) -> None:
+        if self._core is not None:
+            self._core.call(method, args, deadline_s)
             return
-        self.version = version
-        if not self._is_blocking:
-            body = {"method": "windlass_set_version", "args": [version], "timeout": deadline_s}
-            self._server.post("/collective_rpc", body, deadline_s)
+        timeout = {} if deadline_s is None else {"timeout": deadline_s}
+        body = {"method": method, "args": args, **timeout}
+        self._server.post("/collective_rpc", body, deadline_s)
 
 
 class WindlassExtension:
     """Methods of every worker. vLLM refuses clashes of names."""
 
     windlass_engine_rank: EngineRank
-    windlass_api: VllmApi | None = None
-    """Of rank 0 alone."""
 
     def windlass_capture(self, encoded: str, folder: str) -> None:
         """Capture the layout; comes before `windlass_join`. A layout that is refused changes nothing.
@@ -127,13 +124,16 @@ class WindlassExtension:
             worker,
             self._windlass_engine_rank(),
             settings,
-            lambda: self._windlass_make_api(secrets.server(settings.url)),
+            lambda: self._windlass_api(settings, secrets.server(settings.url)),
         )
 
-    def _windlass_make_api(self, server: EngineHttp) -> VllmApi:
-        parallel = cast("Worker", self).parallel_config
-        self.windlass_api = VllmApi(server, can_block=_can_block(parallel), stamps=stamps_tokens())
-        return self.windlass_api
+    def _windlass_api(self, settings: AgentSettings, server: EngineHttp) -> VllmApi:
+        return VllmApi(
+            server,
+            can_block=_can_block(cast("Worker", self).parallel_config),
+            stamps=stamps_tokens(),
+            core=core_calls() if settings.world_size == 1 else None,
+        )
 
     def windlass_join(self, encoded: str, folder: str) -> None:
         """Join the fleet, once what all ranks have captured was found good; as `windlass_capture`."""
@@ -167,7 +167,7 @@ class WindlassExtension:
         """Called in the main loop between two steps; it stays until the pause ends.
 
         Returns:
-            See `VllmApi.version`; None on other ranks than rank 0.
+            The version that this rank serves from now on; None for none of any fleet.
 
         Args:
             pause_id: see `windlass_quiesce`.
@@ -182,7 +182,8 @@ class WindlassExtension:
             torch.cuda.synchronize()
         self._windlass_keep()
         self._windlass_engine_rank().gate.block(pause_id, float(deadline_s))
-        return None if self.windlass_api is None else self.windlass_api.version
+        version = self._windlass_engine_rank().served_version
+        return version if version >= 0 else None
 
     def windlass_set_version(self, version: int) -> int:
         """Called in the main loop while it is paused; the core reads what is returned."""

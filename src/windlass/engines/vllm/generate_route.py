@@ -18,8 +18,6 @@ from windlass.engines.private_routes import App, Message, Receive, Send, answer
 from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.rollout.messages import SamplingParams
 
-__all__ = ["CompletionsRoute", "GenerateRoute"]
-
 PATH = "/generate"
 OK = 200
 UNPROCESSABLE = 422
@@ -191,12 +189,10 @@ class GenerateRoute(_Route):
     path = "/inference/v1/generate"
 
     def to_inner(self, request: _Request) -> dict[str, object]:
-        """See `_Route.to_inner`."""
         sampling = {**_sampling(request), "detokenize": False}
         return {"token_ids": request.input_ids, "sampling_params": sampling, **_named(request)}
 
     def to_outer(self, body: bytes) -> dict[str, object]:
-        """See `_Route.to_outer`."""
         choice = msgspec.json.decode(body, type=_Response).choices[0]
         content = choice.logprobs.content if choice.logprobs is not None else None
         logprobs = [(each.logprob, each.token_id) for each in content or []]
@@ -215,12 +211,10 @@ class CompletionsRoute(_Route):
     path = "/v1/completions"
 
     def to_inner(self, request: _Request) -> dict[str, object]:
-        """See `_Route.to_inner`."""
         tokens = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         return {"prompt": request.input_ids, **tokens, **_sampling(request), **_named(request)}
 
     def to_outer(self, body: bytes) -> dict[str, object]:
-        """See `_Route.to_outer`."""
         found = msgspec.json.decode(body, type=_Completions)
         choice, noted = found.choices[0], found.kv_transfer_params
         reason = choice.finish_reason or "stop"

@@ -30,8 +30,6 @@ from windlass.engines.vllm.token_versions import OWN_VERSIONS
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 
-__all__ = ["ENGINE", "RELEASES", "RULES", "VllmServer", "adapter_options", "refuse_unsafe_config"]
-
 EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
 ROUTES = "windlass.engines.vllm.generate_route"
 PRIVATE = "windlass.engines.private_routes.PrivateRoutes"
@@ -149,7 +147,6 @@ class VllmServer:
     answers_for_all = True
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
-        """See `EngineServer.command`."""
         quantised = require_followed(Path(args.model), rest)
         served = adapter_options(adapter_of(args.adapter), rest, pp=args.pp, dp=args.dp)
         # The routes that pause an engine exist in this mode only.
@@ -175,7 +172,6 @@ class VllmServer:
     def order(
         self, server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str
     ) -> None:
-        """See `EngineServer.order`."""
         args = [msgspec.json.encode(settings).decode(), folder]
         deadline_s = settings.join_deadline_s
         body = {"method": f"windlass_{step}", "args": args, "timeout": deadline_s}

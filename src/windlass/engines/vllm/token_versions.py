@@ -5,7 +5,7 @@ its tokens that version held; what was scheduled before a pause and is read afte
 that made it. The spans leave with the last output of a request in `kv_transfer_params`, the one
 place of vLLM's outputs that its server passes on as it is (connectors, which use it, are refused).
 
-The version comes from rank 0's agent: a loop that was blocked for an update returns it, before the core
+The version comes from the agents in the ranks: a loop that was blocked for an update returns it, before the core
 schedules the next step. All of this lives in the EngineCore's process and is called in its loop, but for
 `stamps_tokens`.
 
@@ -20,16 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from windlass.envs import environment_value
-
-__all__ = [
-    "OWN_VERSIONS",
-    "SPANS",
-    "TELLING_CALLS",
-    "Span",
-    "add_tokens",
-    "noting",
-    "stamps_tokens",
-]
 
 OWN_VERSIONS = "WINDLASS_VLLM_OWN_VERSIONS"
 SPANS = "weight_versions"

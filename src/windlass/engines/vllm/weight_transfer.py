@@ -39,8 +39,6 @@ from windlass.engines.vllm.rank import Worker, capture_rank, number_of
 from windlass.errors import ConfigError, WindlassError
 from windlass.updates.client import report_cannot_join
 
-__all__ = ["InitInfo", "UpdateInfo", "WindlassTransferEngine"]
-
 logger = logging.getLogger(__name__)
 LEAVE_S = 1.0
 

@@ -56,7 +56,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         seconds: between the two. samples_per_hour: that were trained on. tokens_per_s: of these.
         mean_staleness: versions that the oldest token of a sample was behind.
-        paused_share: of the time, in updates, in which engines stood still.
+        paused_share: of the time, in pauses of the slowest engine, from the command on: steps that are under
+            way then are part of it.
         idle_share: in which trainers waited for answers. step_share: in which they trained.
     """
 
@@ -70,6 +71,41 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
+class PaceClock:
+    """Notes when updates end and steps begin; updates and steps take turns."""
+
+    def __init__(self) -> None:
+        self._updates: list[tuple[float, float, float]] = []
+        self._waited_s = 0.0
+        self._num_samples = self._num_tokens = self._num_versions = 0
+
+    def updated(self, update_s: float, pause_s: float) -> None:
+        """A version has just been published. The first one begins the job."""
+        self._updates.append((time.monotonic(), update_s, pause_s))
+
+    def stepping(self, samples: Sequence[TrainingSample], version: int) -> None:
+        """A step begins, while `version` is served, with samples that have just come."""
+        self._waited_s += time.monotonic() - self._updates[-1][0]
+        self._num_samples += len(samples)
+        self._num_tokens += sum(len(sample.output_ids) for sample in samples)
+        self._num_versions += sum(version - min(sample.versions) for sample in samples)
+
+    def pace(self) -> Pace:
+        """Return how fast it went; at least one step must have been published."""
+        seconds, later = self._updates[-1][0] - self._updates[0][0], self._updates[1:]
+        updating_s = sum(update_s for _, update_s, _ in later)
+        return Pace(
+            seconds=seconds,
+            samples_per_hour=3600 * self._num_samples / seconds,
+            tokens_per_s=self._num_tokens / seconds,
+            mean_staleness=self._num_versions / self._num_samples,
+            paused_share=sum(pause_s for _, _, pause_s in later) / seconds,
+            idle_share=self._waited_s / seconds,
+            step_share=(seconds - self._waited_s - updating_s) / seconds,
+        )
+
+
+@final
 class RepeatOperand(Recipe):
     """Asks, scores, keeps what was trained on and how updates went, and may kill an engine.
 
@@ -80,7 +116,7 @@ class RepeatOperand(Recipe):
     Attributes:
         served: what was trained on. rewards_by_step: their mean.
         staleness: how many samples were so many versions old when they were trained on.
-        updates: every round, as it ended. events: one line each.
+        updates: every round, as it ended. events: one line each. clock: of the job's pace.
         show: called in the controller's loop after every update and event.
     """
 
@@ -91,8 +127,7 @@ class RepeatOperand(Recipe):
         self.updates: list[UpdateReport] = []
         self.events: list[str] = []
         self.show: Callable[[Controller], None] = lambda _: None
-        self._waits_s: list[tuple[float, float]] = []
-        self._ended_s: list[float] = []
+        self.clock = PaceClock()
         self._seed, self._kill_engine_at = seed, kill_engine_at
         self._kill: asyncio.Task[None] | None = None
 
@@ -115,7 +150,7 @@ class RepeatOperand(Recipe):
         Its peers hold other dtypes: it can catch up by an update of the trainers only.
         """
         config, version = self._config, self._controller.coordinator.published_version
-        self._waits_s.append((self._ended_s[-1], time.monotonic()))
+        self.clock.stepping(samples, version)
         self.served += samples
         self.rewards_by_step.append(sum(s.reward for s in samples) / len(samples))
         self.staleness.update(version - min(s.versions) for s in samples)
@@ -132,25 +167,8 @@ class RepeatOperand(Recipe):
             )
             self._note("every engine is here for the last version")
 
-    def pace(self) -> Pace:
-        """Return how fast it went; at least one step must have been published."""
-        began_s, ended_s = self._ended_s[0], self._ended_s[-1]
-        seconds, updates = ended_s - began_s, self.updates[1:]
-        waited_s = sum(until - since for since, until in self._waits_s)
-        num_tokens = sum(len(sample.output_ids) for sample in self.served)
-        num_versions = sum(age * n for age, n in self.staleness.items())
-        return Pace(
-            seconds=seconds,
-            samples_per_hour=3600 * len(self.served) / seconds,
-            tokens_per_s=num_tokens / seconds,
-            mean_staleness=num_versions / len(self.served),
-            paused_share=sum(update.pause_s for update in updates) / seconds,
-            idle_share=waited_s / seconds,
-            step_share=(seconds - waited_s - sum(u.update_s for u in updates)) / seconds,
-        )
-
     def _on_update(self, report: UpdateReport) -> None:
-        self._ended_s.append(time.monotonic())
+        self.clock.updated(report.update_s, report.pause_s)
         self.updates.append(report)
         for name, reason in report.left_out.items():
             self._note(f"version {report.version} went on without {name}: {reason}")

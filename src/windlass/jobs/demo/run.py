@@ -113,7 +113,7 @@ async def run_demo(
     problems, wall_s = find_problems(config, recipe, job, torn), time.perf_counter() - began_s
     if importlib.util.find_spec("matplotlib") is not None:
         save_plot(recipe, folder / "demo.png")
-    pace = recipe.pace()
+    pace = recipe.clock.pace()
     content = {
         "pace": pace,
         "updates": recipe.updates,

@@ -92,30 +92,36 @@ def _save_version(model: torch.nn.Module, path: Path) -> None:
         save_file(weights, path)
 
 
-def main(config: str, versions_dir: str, seed: str = "0", device: str = "cpu") -> None:
-    """Serve the job's train controller until it says stop."""
+def make_engine(
+    config: Path, versions_dir: Path, seed: int, device: str, *, publish_to_fleet: bool = True
+) -> FsdpEngine:
+    """Make what a rank runs; `publish_to_fleet` is `FsdpEngine`'s."""
     torch.set_num_threads(1)
     versions = itertools.count()
 
     def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
         # A step begins with the weights that the step before it published.
-        _save_version(model, Path(versions_dir) / f"{next(versions)}.safetensors")
+        _save_version(model, versions_dir / f"{next(versions)}.safetensors")
         return grpo_loss(model, [sample for group in groups for sample in group])
 
-    run_train_worker(
-        FsdpEngine(
-            model=lambda: build_model(Path(config)),
-            optimizer=lambda model: torch.optim.AdamW(
-                model.parameters(), lr=_learning_rate(model), weight_decay=0.0
-            ),
-            loss=loss,
-            units=lambda model: list(model.get_submodule("model.layers").children()),
-            backend="gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl",
-            device=device,
-            seed=int(seed),
-            transport=environment_value("WINDLASS_TRANSPORT"),
-        )
+    return FsdpEngine(
+        model=lambda: build_model(config),
+        optimizer=lambda model: torch.optim.AdamW(
+            model.parameters(), lr=_learning_rate(model), weight_decay=0.0
+        ),
+        loss=loss,
+        units=lambda model: list(model.get_submodule("model.layers").children()),
+        backend="gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl",
+        device=device,
+        seed=seed,
+        publish_to_fleet=publish_to_fleet,
+        transport=environment_value("WINDLASS_TRANSPORT") or "auto",
     )
+
+
+def main(config: str, versions_dir: str, seed: str = "0", device: str = "cpu") -> None:
+    """Serve the job's train controller until it says stop."""
+    run_train_worker(make_engine(Path(config), Path(versions_dir), int(seed), device))
 
 
 if __name__ == "__main__":

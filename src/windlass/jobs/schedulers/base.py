@@ -162,6 +162,9 @@ class _Process:
     def is_running(self) -> bool:
         return self.pid > 0 and not self.ended.is_set()
 
+    def status(self) -> ProcessStatus:
+        return ProcessStatus(name=self.spec.name, pid=self.pid, returncode=self.returncode)
+
 
 class Scheduler:
     """Starts and watches processes; roles and ranks are the caller's business.
@@ -259,14 +262,14 @@ class Scheduler:
         return self.status(name)
 
     async def wait(self, name: str) -> ProcessStatus:
-        """Return once the process has ended."""
-        await self._process(name).ended.wait()
-        return self.status(name)
+        """Return once the process has ended; another one of its name may have been started by then."""
+        process = self._process(name)
+        await process.ended.wait()
+        return process.status()
 
     def status(self, name: str) -> ProcessStatus:
         """What is known now."""
-        process = self._process(name)
-        return ProcessStatus(name=name, pid=process.pid, returncode=process.returncode)
+        return self._process(name).status()
 
     def list(self) -> tuple[ProcessStatus, ...]:
         """All processes that were started and not deleted, oldest first."""

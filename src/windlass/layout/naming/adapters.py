@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-__all__ = ["adapter_names"]
-
 _WEIGHTS = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector"
 
 

@@ -6,8 +6,6 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["NUMBER", "patterns_of", "renaming", "said"]
-
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A part of a dotted name."""
 _MOST = 6

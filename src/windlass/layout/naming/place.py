@@ -11,8 +11,6 @@ from windlass.layout.box import Box
 from windlass.layout.manifest import contiguous_strides
 from windlass.layout.naming.rules import Cut, Family, Match
 
-__all__ = ["Coords", "Geometry", "Placed", "PlacedShard", "place"]
-
 _Shape = tuple[int, ...]
 
 

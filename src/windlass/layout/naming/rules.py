@@ -13,8 +13,6 @@ from functools import cache
 
 from windlass.errors import UnsupportedLayout
 
-__all__ = ["Cut", "Family", "Match", "Rule", "compiled"]
-
 
 class Cut(StrEnum):
     """How the rows and columns of a parameter are dealt to tensor-parallel ranks.

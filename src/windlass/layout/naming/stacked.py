@@ -18,8 +18,6 @@ from windlass.layout.manifest import contiguous_strides
 from windlass.layout.naming.place import PlacedShard
 from windlass.layout.naming.rules import compiled
 
-__all__ = ["TORCHTITAN_EXPERTS", "TRANSFORMERS_EXPERTS", "StackedRule", "cut", "unstack"]
-
 
 @dataclass(frozen=True, slots=True)
 class StackedRule:

@@ -9,22 +9,6 @@ from __future__ import annotations
 from windlass.layout.naming.rules import Cut, Family, Rule
 from windlass.plugins import Registry
 
-__all__ = [
-    "DEEPSEEK",
-    "DENSE",
-    "ENDS",
-    "FAMILIES",
-    "GROUPED_QUERY",
-    "LATENT",
-    "NORMS",
-    "SHARED",
-    "SPARSE",
-    "experts",
-    "gated",
-    "layer",
-    "linear",
-]
-
 
 def layer(name: str, *tensors: str, cut: Cut = Cut.WHOLE) -> Rule:
     """A rule for a parameter of one decoder layer."""
