@@ -97,7 +97,7 @@ def actor_config(model: str, ranks: int = 0, **options: Any) -> PPOActorConfig:
 def rollout_config(num_servers: int = 1) -> InferenceEngineConfig:
     return InferenceEngineConfig(
         backend=f"vllm:d{num_servers}", experiment_name="areal", trial_name="run",
-        consumer_batch_size=64, max_head_offpolicyness=100, request_retries=1, setup_timeout=120,
+        consumer_batch_size=64, max_head_offpolicyness=100, request_retries=1, setup_timeout=300,
     )  # fmt: skip
 
 
