@@ -1,8 +1,8 @@
 """Calls of vLLM's EngineCore by the one rank that lives in its process, past the API server.
 
-A server of one rank runs it in the core's process. `/collective_rpc` comes there through the event loop of the API server, which
-stands for hundreds of milliseconds when a batch of rollouts is asked for at once: as often as a trainer ends a step, and just then
-its update is due. An order of the rank goes into the core's own queue, and is carried out between two steps as that call is.
+A server of one rank runs it in the core's process. `/collective_rpc` comes there through the event loop of the API server, behind the
+rollouts that are asked for at once when a trainer ends a step, and just then its update is due. An order of the rank goes into the
+core's own queue, and is carried out between two steps as that call is.
 """
 
 from __future__ import annotations
