@@ -59,7 +59,8 @@ STOP_DEADLINE_S = 5.0
 # Few enough to stay in the cache of the core that decodes and uses them; the loop is free again soon.
 MAX_TASKS_PER_CALL = 64
 MAX_TOKENS_PER_CALL = 1 << 20
-GATHER_S = 0.005
+GATHER_S = 0.01
+"""Between two calls of a worker, unless tasks fill one: each costs both ends two frames, and a rollout takes seconds."""
 
 
 class Worker(ABC):
