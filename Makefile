@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup demo lint types imports unit engine test test-all test-long test-megatron engines test-engines test-integrations \
-  test-truth test-security fuzz test-clusters test-hosts test-rdma figures docs bench clean
+  test-truth test-security fuzz test-clusters test-hosts test-rdma figures docs test-browser bench clean
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-hosts | test-clusters | test-rdma                 several hosts (root), Slurm and Ray, verbs in a guest"
 	@echo "make figures                                                figures and tables of the documentation, drawn again"
 	@echo "make docs                                                   the documentation as a site, in build/site"
+	@echo "make test-browser                                           the controller's page in Chromium, installed first"
 	@echo "make bench [ARGS='planner update']                            benchmarks, into benchmarks/results/local"
 
 setup: $(STAMP)
@@ -120,7 +121,7 @@ fuzz: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]'
 	$(BIN)/python tests/fuzz/fuzz_decoders.py $(ARGS)
 
-# Whole jobs on a one-node Slurm cluster (Debian's packages, root) and on a Ray cluster.
+# Whole jobs, gangs over nodes and GPUs on a Slurm cluster (Debian's packages, root) and on a Ray cluster, of one and of two nodes.
 test-clusters: setup
 	bash tools/install_slurm.sh
 	$(BIN)/pytest -m cluster tests/jobs $(ARGS)
@@ -148,6 +149,11 @@ figures: setup
 # The site, strictly: a link to nothing is an error.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+# The controller's page in a real Chromium; also part of `make test` where there is one. The pictures in docs/operations.md.
+test-browser: setup
+	command -v chromium >/dev/null || apt-get install -y --no-install-recommends chromium
+	WINDLASS_SCREENSHOT=docs/figures $(BIN)/pytest -k real_browser tests/observability $(ARGS)
 
 bench: setup
 	$(BIN)/windlass bench $(ARGS)

@@ -21,6 +21,7 @@ import os
 import platform
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -70,7 +71,12 @@ async def ours(mode: str, options: argparse.Namespace, folder: Path) -> dict[str
         *("--json", str(told), *job_words(options, folder)),
         stdout=asyncio.subprocess.DEVNULL,
     )
-    status = await asyncio.wait_for(process.wait(), DEADLINE_S)
+    try:
+        status = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
+            await process.wait()
     if not told.exists():
         raise RuntimeError(f"windlass demo --mode {mode} ended with {status}")
     found: dict[str, Any] = json.loads(told.read_text())
@@ -105,14 +111,14 @@ Transfer = Callable[[Server, TrainController, Path], Awaitable[float]]
 async def disk(server: Server, trainers: TrainController, folder: Path) -> float:
     await trainers.call("save", str(folder / "model.safetensors"), deadline_s=DEADLINE_S)
     paused = time.monotonic()
-    await server.post("/pause?mode=keep")
+    await server.post("/pause?mode=keep&clear_cache=false")
     await server.rpc("reload_weights", weights_path=str(folder))
     return paused
 
 
 async def ipc(server: Server, trainers: TrainController, _folder: Path) -> float:
     paused = time.monotonic()
-    await server.post("/pause?mode=keep")
+    await server.post("/pause?mode=keep&clear_cache=false")
     await server.post("/start_weight_update")
     await trainers.call("ipc", server.url, deadline_s=DEADLINE_S)
     await server.post("/finish_weight_update")
@@ -284,7 +290,10 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[s
         place = folder / way
         run = partial(ours, way) if way in OURS else partial(theirs, way)
         try:
-            found[way] = await run(options, place)
+            async with asyncio.timeout(options.way_s):
+                found[way] = await run(options, place)
+        except TimeoutError:
+            found[way] = {"failed": f"did not end within {options.way_s:.0f} s"}
         except Exception as error:  # noqa: BLE001 - the other ways are told all the same
             found[way] = {"failed": f"{type(error).__name__}: {error}"[:3000]}
         print(f"{way}: {json.dumps(found[way])}", flush=True)
@@ -301,6 +310,7 @@ def main() -> int:
     made.add_argument("--logs", type=Path, metavar="FOLDER")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument("--steps", type=int, default=30)
+    made.add_argument("--way-s", type=float, default=300.0, help="for one way, its start included")
     made.add_argument("--model", type=Path)
     made.add_argument("--ways", nargs="+", choices=[*OURS, *TRANSFERS], default=[*OURS, "disk"])
     options = made.parse_args()

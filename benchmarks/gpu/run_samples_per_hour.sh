@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Samples per hour of one job on one GPU, with Windlass's updates and with vLLM's own (`disk`, `ipc`), in the same run. Needs what
 # run_demo.sh needs; --ipc-ray-stub FOLDER holds a placeholder of ray, which vLLM's backend imports.
+# WAYS="in_place disk" DEADLINE_S=390
 #   run_samples_per_hour.sh RESULT_FOLDER [--ipc-ray-stub FOLDER] [options of bench_samples_per_hour.py]
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -14,7 +15,7 @@ if [ "${1:-}" = --ipc-ray-stub ]; then
 fi
 LOGS=$(mktemp -d)
 timeout -s INT -k 20 "${DEADLINE_S:-390}" python3 benchmarks/bench_samples_per_hour.py --device cuda --logs "$LOGS" \
-  --ways in_place staged disk ipc --json "$OUT/bench_samples_per_hour.json" "$@" 2>&1 | tee "$OUT/bench_samples_per_hour.txt"
+  --ways ${WAYS:-in_place staged disk ipc} --json "$OUT/bench_samples_per_hour.json" "$@" 2>&1 | tee "$OUT/bench_samples_per_hour.txt"
 STATUS=${PIPESTATUS[0]}
 for LOG in "$LOGS"/*/*.log; do
   echo "===== ${LOG#"$LOGS"/}"

@@ -19,7 +19,7 @@ from windlass.cli import COMMANDS, Command
 from windlass.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
-FRAMEWORKS = {"accelerate", "areal", "trl"}
+FRAMEWORKS = {"accelerate", "areal", "trl", "vllm"}
 """In environments of their own: `make test-integrations` runs what their pages show."""
 PLACEHOLDERS = re.compile(r"\s*\[(?:SUITE \.\.\.|[^\[\]]*options)\]|\.\.\.$")
 

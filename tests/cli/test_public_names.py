@@ -16,7 +16,10 @@ from tools import render_api
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
-OF_FRAMEWORKS = ("windlass.integrations.trl", "windlass.integrations.areal")
+OF_FRAMEWORKS = (
+    *("windlass.integrations.trl", "windlass.integrations.areal"),
+    "windlass.integrations.vllm.trainer",
+)
 PACKAGES = pytest.mark.parametrize("package", render_api.PACKAGES)
 
 
@@ -25,7 +28,7 @@ def test_every_public_name_is_there_and_an_unknown_one_is_not(package: str) -> N
     module = importlib.import_module(package)
     assert set(module.__all__) <= set(dir(module))
     for name, home in render_api.public_names(package).items():
-        # Megatron: seconds, and warnings of its own; TRL and AReaL are in environments of their own.
+        # Megatron: seconds, and warnings of its own; TRL, AReaL and vLLM are in environments of their own.
         if "megatron" not in home and not home.startswith(OF_FRAMEWORKS):
             value = getattr(module, name)
             assert value is vars(importlib.import_module(home))[name]

@@ -62,7 +62,7 @@ class Worker(WindlassExtension):
         self.parallel_config = SimpleNamespace(
             pipeline_parallel_size=1, data_parallel_size=1, data_parallel_index=0, world_size=1
         )
-        self.vllm_config = SimpleNamespace()
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace())
 
     def reload_weights(
         self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]], is_checkpoint_format: bool
@@ -160,6 +160,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
     engine: Engine = request.param()
     monkeypatch.setattr(extension, "_can_block", lambda _parallel: False)
+    monkeypatch.setattr(extension, "stamps_tokens", lambda: False)
     monkeypatch.setattr(hook, "_rank", hook._Rank())
     monkeypatch.setattr(hook, "own_rank", lambda: 0)
     monkeypatch.setattr(hook, "_has_sessions", lambda: False)

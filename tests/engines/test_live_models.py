@@ -23,7 +23,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
-MASKS = {
+More = dict[str, torch.Tensor | str]
+"""Further tensors of a checkpoint, or the names of those that they are copies of."""
+
+MASKS: More = {
     f"h.{layer}.attn.{name}": value
     for layer in range(2)
     for name, value in (
@@ -33,20 +36,34 @@ MASKS = {
 }
 """That older checkpoints of GPT-2 hold."""
 VOCAB, HIDDEN = (int(str(CONFIGS["tied"][name])) for name in ("vocab_size", "hidden_size"))
-REDUNDANT = {
-    "lm_head.weight": torch.full((VOCAB, HIDDEN), 0.5).bfloat16(),
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+OTHER_HEAD: More = {
+    HEAD: torch.full((VOCAB, HIDDEN), 0.5).bfloat16(),
     "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32),
 }
+REDUNDANT_HEAD: More = {HEAD: EMBEDDING}
 
 
-def with_more(folder: Path, more: dict[str, torch.Tensor]) -> Path:
-    """A checkpoint with further tensors."""
+def with_more(folder: Path, more: More) -> Path:
+    """A checkpoint with further tensors, or copies of those that it has."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     prefix = "transformer." if any(name.startswith("transformer.") for name in tensors) else ""
-    named = {prefix * name.startswith("h.") + name: tensor for name, tensor in more.items()}
+    named = {
+        prefix * name.startswith("h.") + name: tensors[tensor].clone()
+        if isinstance(tensor, str)
+        else tensor
+        for name, tensor in more.items()
+    }
     save_file({**tensors, **named}, file, metadata={"format": "pt"})
     return folder
+
+
+def require_tied(held: list[dict[str, str]], fresh: list[dict[str, str]]) -> None:
+    """vLLM (0.32) has a head apart where its first checkpoint had; the trainer's is its embedding."""
+    for live, loaded in zip(held, fresh, strict=True):
+        assert live.pop(HEAD, live[EMBEDDING]) == live[EMBEDDING]
+        loaded.pop(HEAD, None)
 
 
 @pytest.mark.parametrize(
@@ -56,12 +73,15 @@ def with_more(folder: Path, more: dict[str, torch.Tensor]) -> Path:
         ("sglang", "mixtral", {}),
         ("vllm", "neox", {}),
         ("vllm", "gpt2", MASKS),
-        ("vllm", "tied", REDUNDANT),
-        ("sglang", "tied", REDUNDANT),
+        ("vllm", "gpt_oss", {}),
+        ("vllm", "minimax_m2", {}),
+        ("vllm", "tied", OTHER_HEAD),
+        ("vllm", "tied", REDUNDANT_HEAD),
+        ("sglang", "tied", OTHER_HEAD),
     ],
 )
 async def test_a_model_needs_no_names_of_its_own(
-    engine: str, kind: str, more: dict[str, torch.Tensor], tmp_path: Path
+    engine: str, kind: str, more: More, tmp_path: Path
 ) -> None:
     own = save(kind, 1, tmp_path / "own")
     if more:
@@ -84,4 +104,7 @@ async def test_a_model_needs_no_names_of_its_own(
                     assert client.publish(1).digest_ok
 
             await asyncio.to_thread(update)
-            assert server.digests() == server.digests_of_fresh_load(tmp_path / "3")
+            held, fresh = server.digests(), server.digests_of_fresh_load(tmp_path / "3")
+            if kind == "tied":
+                require_tied(held, fresh)
+            assert held == fresh

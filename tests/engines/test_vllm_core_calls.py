@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,10 +23,14 @@ class Core:
         self.called: list[tuple[str, tuple[object, ...], int]] = []
         self.held = threading.Event()
         self.held.set()
-        self.loop = threading.Thread(target=self._run)
+        self.loop, made = threading.Thread(target=self._run), threading.Event()
+        self.made = made
         self.loop.start()
+        assert made.wait(10)
 
     def _run(self) -> None:
+        self.calls = CoreCalls(self)
+        self.made.set()
         while (found := self.input_queue.get()) is not None:
             self.held.wait(10)
             found[1]()
@@ -47,19 +52,30 @@ def core() -> Iterator[Core]:
 
 
 def test_a_call_is_made_in_the_loop_and_returns_when_it_has(core: Core) -> None:
-    CoreCalls(core).call("windlass_set_version", [7], 10.0)
+    core.calls.call("windlass_set_version", [7], 10.0)
     assert core.called == [("windlass_set_version", (7,), core.loop.ident)]
 
 
 def test_what_the_worker_raises_reaches_the_caller_and_not_the_loop(core: Core) -> None:
-    calls = CoreCalls(core)
+    calls = core.calls
     with pytest.raises(PeerUnreachable, match="vLLM's core: refused: ValueError: no namespace"):
         calls.call("refused", [], 10.0)
     calls.call("windlass_set_version", [7], 10.0)
     assert len(core.called) == 1
 
 
+def test_whoever_waits_for_long_is_told_where_the_loop_is(
+    core: Core, caplog: pytest.LogCaptureFixture
+) -> None:
+    core.held.clear()
+    with pytest.raises(PeerTimeout):
+        core.calls.call("windlass_quiesce", ["p"], 0.05)
+    assert "windlass_quiesce waits for vLLM's core, whose loop is in" in caplog.text
+    assert f"{Path(__file__).name}:" in caplog.text
+    assert " _run < " in caplog.text
+
+
 def test_a_loop_that_does_not_come_by_is_waited_for_until_the_deadline(core: Core) -> None:
     core.held.clear()
     with pytest.raises(PeerTimeout, match=r"windlass_quiesce: not within 0\.05 s"):
-        CoreCalls(core).call("windlass_quiesce", ["p"], 0.05)
+        core.calls.call("windlass_quiesce", ["p"], 0.05)

@@ -40,7 +40,7 @@ class Worker(WindlassExtension):
             data_parallel_index=0,
             world_size=WORLD_SIZE,
         )
-        self.vllm_config = SimpleNamespace()
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace())
 
     def reload_weights(
         self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]], is_checkpoint_format: bool
@@ -77,6 +77,7 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reduced]:
     found = Reduced()
     monkeypatch.setattr(dist, "all_reduce", found)
     monkeypatch.setattr(extension, "_can_block", lambda _parallel: False)
+    monkeypatch.setattr(extension, "stamps_tokens", lambda: False)
     world = SimpleNamespace(cpu_group="gloo of the replica")
     loader = "vllm.model_executor.model_loader"
     modules: dict[str, dict[str, object]] = {

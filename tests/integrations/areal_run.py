@@ -2,6 +2,7 @@
 
     torchrun ... areal_run.py train SETTINGS     # JSON, see `Settings`
     torchrun ... areal_run.py refusals MODEL     # what is not updated, and why
+    python areal_run.py ppo SETTINGS             # AReaL's `PPOTrainer` and all that it starts, see `PpoSettings`
 
 Everything of AReaL is its own: FSDP engine and PPO actor with gloo, optimizer steps, rollout engine and workflow executor,
 checkpoints. The loop of `train` makes the calls of `PPOTrainer.train` (`areal/trainer/rl_trainer.py`) around an
@@ -10,6 +11,7 @@ update.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import requests
 import torch
 import torch.distributed as dist
 from areal.api import (
@@ -83,10 +86,10 @@ class Say(RolloutWorkflow):  # type: ignore[misc]  # AReaL is not typed here
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}
 
 
-def actor_config(model: str, **options: Any) -> PPOActorConfig:
+def actor_config(model: str, ranks: int = 0, **options: Any) -> PPOActorConfig:
     return PPOActorConfig(
         path=model, experiment_name="areal", trial_name="run", attn_impl="sdpa",
-        backend=f"fsdp:d{os.environ['WORLD_SIZE']}",
+        backend=f"fsdp:d{ranks or os.environ['WORLD_SIZE']}",
         optimizer=OptimizerConfig(lr=3e-3, warmup_steps_proportion=0.0), **options,
     )  # fmt: skip
 
@@ -94,7 +97,7 @@ def actor_config(model: str, **options: Any) -> PPOActorConfig:
 def rollout_config(num_servers: int = 1) -> InferenceEngineConfig:
     return InferenceEngineConfig(
         backend=f"vllm:d{num_servers}", experiment_name="areal", trial_name="run",
-        consumer_batch_size=64, max_head_offpolicyness=100, request_retries=1, setup_timeout=120,
+        consumer_batch_size=64, max_head_offpolicyness=100, request_retries=1, setup_timeout=300,
     )  # fmt: skip
 
 
@@ -193,6 +196,86 @@ def kill_in_write(actor: Any, version: int, pids: list[int]) -> None:
     actor._sync._fleet._controller.coordinator.on_phase(killed)
 
 
+class PpoSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """A job of AReaL's single controller. vllm_python, variables: for the server that it starts."""
+
+    model: str
+    out: str
+    num_steps: int
+    vllm_python: str
+    variables: dict[str, str]
+
+
+def reward(*said: Any, **_: Any) -> float:
+    """Told prompt, answer, and their tokens: how many of these are even."""
+    tokens: list[int] = said[3]
+    return sum(token % 2 == 0 for token in tokens) / max(1, len(tokens))
+
+
+def ppo(settings: PpoSettings) -> None:
+    """Two actor workers, a rollout worker with a vLLM that it starts, and the trainer, as `PPOTrainer` makes them."""
+    from areal import PPOTrainer
+    from areal.api.cli_args import (
+        ClusterSpecConfig,
+        GRPOConfig,
+        NameResolveConfig,
+        SchedulingSpec,
+        TrainDatasetConfig,
+        vLLMConfig,
+    )
+    from datasets import Dataset
+
+    from windlass.integrations.areal import install
+
+    install()
+    worker = SchedulingSpec(cpu=1, mem=1, gpu=0, cmd="python3 -m areal.infra.rpc.rpc_server")
+    variables = {"WINDLASS_VLLM_PYTHON": settings.vllm_python, **settings.variables}
+    server = dataclasses.replace(worker, env_vars=variables)
+    actor = dataclasses.replace(
+        actor_config(settings.model, ranks=2), ppo_n_minibatches=1, scheduling_spec=(worker,)
+    )
+    rollout = dataclasses.replace(
+        rollout_config(), scheduling_spec=(server,), consumer_batch_size=4
+    )
+    gconfig = GenerationHyperparameters(n_samples=2, max_new_tokens=16, max_tokens=64)
+    config = GRPOConfig(
+        experiment_name="areal", trial_name="run", tokenizer_path=settings.model,
+        cluster=ClusterSpecConfig(
+            fileroot=settings.out, n_nodes=1, n_gpus_per_node=1,
+            name_resolve=NameResolveConfig(nfs_record_root=settings.out),
+        ),
+        actor=actor, rollout=rollout, gconfig=gconfig, total_train_steps=settings.num_steps,
+        train_dataset=TrainDatasetConfig(path="", type="rl", batch_size=4),
+        vllm=vLLMConfig(model=settings.model, max_model_len=128, max_num_seqs=8, enforce_eager=True, block_size=32),
+    )  # fmt: skip
+    config.scheduler.type = "local"
+    config.stats_logger.experiment_name, config.stats_logger.trial_name = "areal", "run"
+    config.stats_logger.fileroot = config.saver.fileroot = config.recover.fileroot = settings.out
+    config.saver.experiment_name = config.recover.experiment_name = "areal"
+    config.saver.trial_name = config.recover.trial_name = "run"
+    rows = [{"messages": [{"role": "user", "content": f"w{k} w{k + 1}"}]} for k in range(16)]
+    with PPOTrainer(config, train_dataset=Dataset.from_list(rows)) as trainer:
+        trainer.train(
+            workflow="areal.workflow.rlvr.RLVRWorkflow",
+            workflow_kwargs={
+                "reward_fn": "areal_run.reward", "gconfig": gconfig, "tokenizer": settings.model,
+            },
+        )  # fmt: skip
+        saved = f"{settings.out}/saved"
+        trainer.actor.save(SaveLoadMeta(saved, "hf", False, trainer.tokenizer))
+        (address,) = trainer.rollout.server_addresses
+        found = {"version": asked(address, "GET", "/weight_info")["weight_version"]}
+        found |= asked(address, "POST", "/weight_checker", {"action": "checksum"})
+    Path(settings.out, "found.json").write_text(json.dumps(found))
+
+
+def asked(address: str, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    response = requests.request(method, f"http://{address}{path}", json=body, timeout=60)
+    response.raise_for_status()
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
 def refusals(model: str) -> None:
     """Print, of rank 0, the error of each."""
     from areal.engine import RemoteSGLangEngine
@@ -235,5 +318,7 @@ if __name__ == "__main__":
     what, argument = sys.argv[1:]
     if what == "train":
         train(msgspec.json.decode(Path(argument).read_bytes(), type=Settings))
+    elif what == "ppo":
+        ppo(msgspec.json.decode(Path(argument).read_bytes(), type=PpoSettings))
     else:
         refusals(argument)

@@ -14,15 +14,18 @@ import pytest
 import torch
 import transformers
 from plain_vllm import PlainServer, checkpoint, serving_plain
-from servers import ROOT
+from servers import _ENVIRONMENT, ROOT, VENVS
 
+from tools.entry_points import write_entry_points
 from windlass.net.addresses import free_port
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
 VENV = Path(os.environ.get("WINDLASS_AREAL_VENV", "") or ROOT / ".venv-areal")
 SCRIPT = ROOT / "tests" / "integrations" / "areal_run.py"
+PATHS = f"{ROOT / 'src'}:{SCRIPT.parent}"
 NUM_RANKS = 2
+NUM_STEPS = 2
 RUN_S = 400.0
 NUM_VERSIONS = 4
 KILL_AT = 4
@@ -90,6 +93,35 @@ def test_fsdp_ranks_update_two_servers_under_rollouts_and_go_on_with_one(tmp_pat
         answers = [answer for found in ranks for answer in found["answers"]]
         require_versions_are_true(answers, [source, *saved(tmp_path)])
         require_fresh(live, saved(tmp_path)[-1], tmp_path / "fresh.log")
+
+
+def test_its_trainer_runs_with_two_changed_lines(tmp_path: Path) -> None:
+    """`PPOTrainer` and its controllers, with workers in processes of their own, and a vLLM that it starts."""
+    source = checkpoint(1, tmp_path / "source")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.eos_token, tokenizer.pad_token = "w248", "w249"
+    tokenizer.save_pretrained(source)
+    variables = {
+        **_ENVIRONMENT["vllm"],
+        "PYTHONPATH": f"{PATHS}:{write_entry_points(tmp_path / 'site')}",
+    }
+    settings = tmp_path / "settings.json"
+    settings.write_text(
+        json.dumps(
+            {
+                "model": str(source), "out": str(tmp_path), "num_steps": NUM_STEPS, "variables": variables,
+                "vllm_python": str(VENVS["vllm"] / "bin/python"),
+            }
+        )
+    )  # fmt: skip
+    run(str(SCRIPT), "ppo", str(settings), log=tmp_path / "log", PYTHONPATH=PATHS)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["version"] == str(NUM_STEPS)
+    with serving_plain(tmp_path / "saved", tmp_path / "fresh.log") as fresh:
+        assert fresh.checksums() == found["checksums"]
+    with serving_plain(source, tmp_path / "untrained.log") as untrained:
+        assert untrained.checksums() != found["checksums"]
 
 
 def saved(folder: Path) -> list[Path]:

@@ -17,6 +17,8 @@ from servers import TOKEN, Server, require_private, save
 from sglang_servers import (
     ENGINE_TOKEN,
     JOIN_S,
+    NUM_TOKENS,
+    PROMPT,
     START_S,
     check_answer,
     command,
@@ -35,6 +37,7 @@ from windlass.config import ControlConfig, PauseMode, UpdateMode
 from windlass.engines.sglang.spec import HOOK
 from windlass.net.access import Access, role_token
 from windlass.net.addresses import free_port
+from windlass.updates.rounds import Phase
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -91,6 +94,7 @@ async def test_a_server_of_the_users_joins_where_it_is_told(
                 server = await asyncio.to_thread(first.enter_context, waiting)
                 require_private(server)
                 await refuse_strangers_and_errors(server)
+                await fail_the_first_version(server, tmp_path)
                 said = await asyncio.to_thread(ask_to_join, server, {"controller": controller.url})
                 assert said == (200, {"name": name, "controller": controller.url})
                 await publish(server, ranks, controller, 1, tmp_path)
@@ -113,6 +117,29 @@ async def test_a_server_of_the_users_joins_where_it_is_told(
             said = await asyncio.to_thread(ask_to_join, server, order)
             assert said == (200, {"name": name, "controller": controller.url})
             await publish(server, ranks, controller, 3, tmp_path)
+
+
+async def fail_the_first_version(server: Server, folder: Path) -> None:
+    """Its trainers die while the engine is paused; it goes on with the weights of its start."""
+    in_place = ControlConfig(mode=UpdateMode.IN_PLACE, pause_mode=PauseMode.IN_PLACE)
+    source = save("dense", 1, folder / "dying")
+    answered, held = server.sample(PROMPT, NUM_TOKENS), server.digests()
+    async with windlass.Controller(token=TOKEN, config=in_place) as controller:
+        status, _ = await asyncio.to_thread(ask_to_join, server, {"controller": controller.url})
+        assert status == 200
+        with training(FSDP, "dense", source, ends_well=False) as ranks:
+
+            def kill_trainers(_version: int, phase: Phase) -> None:
+                if phase is Phase.PREPARE:
+                    for process in ranks.processes:
+                        process.kill()
+
+            controller.coordinator.on_phase(kill_trainers)
+            order = Order(controller.url, "auto", 1, str(folder / "never"))
+            with pytest.raises(AssertionError):  # no rank answers
+                await asyncio.to_thread(ranks.publish, order)
+        assert await asyncio.to_thread(server.sample, PROMPT, NUM_TOKENS) == answered
+        assert await asyncio.to_thread(server.digests) == held
 
 
 async def refuse_strangers_and_errors(server: Server) -> None:

@@ -4,7 +4,8 @@ After every update a server answers, with its prefix caches on, what a fresh ser
 answers, and every tensor that it holds has the checksum that vLLM takes of the fresh one's. Servers that die
 do so in a phase of a round that is known: rank 0 of the trainer hosts the controller, and kills them there.
 
-WINDLASS_ENGINES=one leaves out what is the same with more ranks, and most phases.
+WINDLASS_ENGINES=one leaves out what is the same with more ranks, and most phases; `all` has every phase in
+both modes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plain_vllm import PlainServer, checkpoint, serving_plain, syncing
@@ -23,18 +25,33 @@ from sync_rank import Order, Sent
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
-ONE = os.environ.get("WINDLASS_ENGINES", "") == "one"
-PREFIX = [(7 * place) % 240 for place in range(100)]
+CHOICE = os.environ.get("WINDLASS_ENGINES", "")
+ONE = CHOICE == "one"
+PREFIX = [(7 * place) % 240 for place in range(140)]
 PROMPTS = tuple([*PREFIX, *tail] for tail in ([17, 18], [99, 4, 5]))
-"""The second finds the blocks of the first in the prefix cache."""
+"""The second finds the block of the first in the prefix cache: vLLM's have 128 tokens on CPUs."""
 NUM_TOKENS = 12
 NUM_RUNNING_TOKENS = 120
 BY_CALLER = "by the caller"
 """Who pauses and resumes as frameworks do; `pause=None` of `WeightSync`."""
+BY_FACTORY = "by the caller, of vLLM's own trainer engines"
+"""Which number their versions themselves."""
 TOLD_S = 15.0
 """For whoever waits to hear that a process is dead; deadlines of phases are 60 s and more."""
 
 Answers = list[tuple[list[int], list[float]]]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(1, tmp_path_factory.mktemp("source") / "source")
+
+
+@pytest.fixture(scope="module")
+def one_rank(source: Path) -> Iterator[PlainServer]:
+    """Of all tests, one after the other: it joins the trainers of each, and serves what those before left."""
+    with serving_plain(source, source.with_name("live.log")) as server:
+        yield server
 
 
 def ask(server: PlainServer) -> Answers:
@@ -61,132 +78,173 @@ def running(server: PlainServer) -> Iterator[list[int]]:
         ended.result(120)
 
 
+@contextmanager
+def paused(servers: Sequence[PlainServer]) -> Iterator[None]:
+    """By the caller, as frameworks do; a server that is dead in the end is not resumed."""
+    for server in servers:
+        server.http.post("/pause?mode=keep", {})
+        assert server.is_paused()
+    yield
+    for server in servers:
+        if server.process.poll() is None:
+            assert server.is_paused()
+            server.http.post("/resume", {})
+
+
 def require_fresh(
     server: PlainServer, weights: Path, log: Path, *, tp: int, old: Answers, held: dict[str, str]
 ) -> None:
+    hits = server.num_prefix_hits()
     answered, updated = ask(server), server.checksums()
+    assert server.num_prefix_hits() > hits
     with serving_plain(weights, log, tp=tp) as fresh:
         assert fresh.checksums() == updated != held
         assert ask(fresh) == answered != old
 
 
-@pytest.mark.parametrize("tp", [1] if ONE else [1, 2])
-def test_an_updated_server_is_a_fresh_one(tp: int, tmp_path: Path) -> None:
-    source = checkpoint(1, tmp_path / "source")
-    with serving_plain(source, tmp_path / "live.log", tp=tp) as server:
-        old, held = ask(server), server.checksums()
-        version = 0
-        # The second trainer joins a server that has left the first one's fleet.
-        for num_ranks, mode, pause in (
-            (1, "in_place", "keep"),
-            (2, "staged", BY_CALLER),
-            *(
-                ()
-                if ONE
-                else ((2, "in_place", None), (2, "staged", "wait"), (2, "staged", "abort"))
-            ),
-        ):
-            with syncing(
-                tmp_path / f"trainers-{version}", num_ranks, source=str(source), servers=[server.url],
-                mode=mode, pause=None if pause == BY_CALLER else pause,
-            ) as trainers:  # fmt: skip
-                assert [joined.error for joined in trainers.answers()] == [""] * num_ranks
-                for _ in range(2):
-                    version += 1
-                    with running(server) as lengths:
-                        if pause == BY_CALLER:
-                            server.http.post("/pause?mode=keep", {})
-                            assert server.is_paused()
-                        answers = trainers.send(version, tmp_path / str(version))
-                        if pause == BY_CALLER:
-                            assert server.is_paused()
-                            server.http.post("/resume", {})
-                    for sent in answers:
-                        assert (sent.version, sent.servers) == (version, [server.url]), sent
-                        assert sent.digest_ok
-                    assert lengths if pause == "abort" else {*lengths} == {NUM_RUNNING_TOKENS}
-                    assert server.version() == str(version)
-                    assert not server.is_paused()
-                    ask(server)  # fills its prefix cache
-        weights = tmp_path / str(version)
-        require_fresh(server, weights, tmp_path / "fresh.log", tp=tp, old=old, held=held)
+def test_an_updated_server_is_a_fresh_one(
+    one_rank: PlainServer, source: Path, tmp_path: Path
+) -> None:
+    update_in_every_way(one_rank, source, tmp_path, tp=1)
 
 
-def test_a_version_that_is_not_published_leaves_the_old_weights(tmp_path: Path) -> None:
+@pytest.mark.skipif(ONE, reason="WINDLASS_ENGINES=one: one rank")
+def test_an_updated_server_of_two_ranks_is_a_fresh_one(source: Path, tmp_path: Path) -> None:
+    with serving_plain(source, tmp_path / "live.log", tp=2) as server:
+        update_in_every_way(server, source, tmp_path, tp=2)
+
+
+def update_in_every_way(server: PlainServer, source: Path, tmp_path: Path, *, tp: int) -> None:
+    old, held = ask(server), server.checksums()
+    version = 0
+    # The second trainer joins a server that has left the first one's fleet.
+    for num_ranks, mode, pause in (
+        (1, "in_place", "keep"),
+        (2, "staged", BY_CALLER),
+        (2, "in_place", BY_FACTORY),
+        *(() if ONE else ((2, "in_place", None), (2, "staged", "wait"), (2, "staged", "abort"))),
+    ):
+        by_factory = pause == BY_FACTORY
+        if by_factory:
+            version, pause = 0, BY_CALLER
+        with syncing(
+            tmp_path / f"trainers-{mode}-{pause}-{num_ranks}", num_ranks, by_factory=by_factory,
+            source=str(source), servers=[server.url], mode=mode,
+            pause=None if pause == BY_CALLER else pause,
+        ) as trainers:  # fmt: skip
+            assert [joined.error for joined in trainers.answers()] == [""] * num_ranks
+            for _ in range(2):
+                version += 1
+                with (
+                    running(server) as lengths,
+                    paused([server] if pause == BY_CALLER else []),
+                ):
+                    answers = trainers.send(version, tmp_path / str(version))
+                for sent in answers:
+                    assert (sent.version, sent.servers) == (version, [server.url]), sent
+                    assert sent.digest_ok
+                assert lengths if pause == "abort" else {*lengths} == {NUM_RUNNING_TOKENS}
+                assert server.version() == str(version)
+                assert not server.is_paused()
+                ask(server)  # fills its prefix cache
+    weights = tmp_path / str(version)
+    require_fresh(server, weights, tmp_path / "fresh.log", tp=tp, old=old, held=held)
+
+
+def test_a_version_that_is_not_published_leaves_the_old_weights(
+    one_rank: PlainServer, source: Path, tmp_path: Path
+) -> None:
     """The first one, whose trainer dies; and one that is refused. The next trainer joins the same server."""
-    source = checkpoint(1, tmp_path / "source")
-    with serving_plain(source, tmp_path / "live.log") as server:
-        settings = {"source": str(source), "servers": [server.url], "mode": "staged"}
-        answered, held = ask(server), server.checksums()
-        with syncing(tmp_path / "dying", 2, **settings) as trainers:
-            assert [joined.error for joined in trainers.answers()] == ["", ""]
-            killed = [trainers.processes[1].pid]
-            trainers.begin(
-                Order(version=1, checkpoint=str(tmp_path / "1"), kill=killed, kill_in="write")
-            )
-            began_s = time.monotonic()
-            assert "RoundAborted" in trainers.answer(0).error
-            assert time.monotonic() - began_s < TOLD_S
-            trainers.abandon()
-        assert (ask(server), server.checksums(), server.is_paused()) == (answered, held, False)
-        with syncing(tmp_path / "trainers", 2, **settings) as trainers:
-            assert [joined.error for joined in trainers.answers()] == ["", ""]
-            expect(trainers.send(1, tmp_path / "2"), 1, [server.url])
-            updated, answered = server.checksums(), ask(server)
-            assert updated != held
-            for sent in trainers.send(1, tmp_path / "again"):
-                assert "RoundAborted" in sent.error
-                assert "stale version" in sent.error
-        assert (ask(server), server.checksums(), server.is_paused()) == (answered, updated, False)
+    server = one_rank
+    settings: dict[str, Any] = {
+        "source": str(source),
+        "servers": [server.url],
+        "mode": "staged",
+    }
+    answered, held = ask(server), server.checksums()
+    with syncing(tmp_path / "dying", 2, **settings) as trainers:
+        assert [joined.error for joined in trainers.answers()] == ["", ""]
+        killed = [trainers.processes[1].pid]
+        trainers.begin(
+            Order(version=1, checkpoint=str(tmp_path / "1"), kill=killed, kill_in="write")
+        )
+        began_s = time.monotonic()
+        assert "RoundAborted" in trainers.answer(0).error
+        assert time.monotonic() - began_s < TOLD_S
+        trainers.abandon()
+    assert (ask(server), server.checksums(), server.is_paused()) == (answered, held, False)
+    with syncing(tmp_path / "trainers", 2, **settings) as trainers:
+        assert [joined.error for joined in trainers.answers()] == ["", ""]
+        expect(trainers.send(1, tmp_path / "2"), 1, [server.url])
+        updated, answered = server.checksums(), ask(server)
+        assert updated != held
+        for sent in trainers.send(1, tmp_path / "again"):
+            assert "RoundAborted" in sent.error
+            assert "stale version" in sent.error
+    assert (ask(server), server.checksums(), server.is_paused()) == (answered, updated, False)
 
 
-@pytest.mark.parametrize("mode", ["in_place"] if ONE else ["in_place", "staged"])
-def test_a_server_that_dies_keeps_nobody_and_rejoins(mode: str, tmp_path: Path) -> None:
-    """In every phase; then it is started again at its URL, and is in the next version."""
-    phases = ["prepare", "write", "verify", *["pause"] * (mode == "staged"), "apply", "publish"]
-    if ONE:
-        phases = ["write"]
-    source = checkpoint(1, tmp_path / "source")
-    with serving_plain(source, tmp_path / "stays.log") as stays:
-        old, held = ask(stays), stays.checksums()
-        dies = serving_plain(source, tmp_path / "dies.log")
-        server = dies.__enter__()
-        try:
-            urls = [stays.url, server.url]
-            port = int(server.url.rpartition(":")[2])
-            with syncing(
-                tmp_path / "trainers", 2, source=str(source), servers=urls, mode=mode
-            ) as trainers:
-                assert [joined.error for joined in trainers.answers()] == ["", ""]
-                version = 0
-                for phase in phases:
-                    version += 1
+KILLS: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
+    "one": {("in_place", "keep"): ("write",)},
+    "": {
+        ("in_place", "keep"): ("prepare", "write", "apply"),
+        ("staged", BY_CALLER): ("write", "verify", "pause", "publish"),
+    },
+    "all": {
+        ("in_place", "keep"): ("prepare", "write", "verify", "apply", "publish"),
+        ("staged", BY_CALLER): ("prepare", "write", "verify", "pause", "apply", "publish"),
+    },
+}
+"""Phases in which a server is killed, by mode and by who pauses."""
+
+
+@pytest.mark.parametrize(("mode", "pause"), KILLS[CHOICE])
+def test_a_server_that_dies_keeps_nobody_and_rejoins(
+    mode: str, pause: str, one_rank: PlainServer, source: Path, tmp_path: Path
+) -> None:
+    """In one phase after another; then it is started again at its URL, and is in the next version."""
+    phases = KILLS[CHOICE][mode, pause]
+    stays = one_rank
+    old, held = ask(stays), stays.checksums()
+    dies = serving_plain(source, tmp_path / "dies.log")
+    server = dies.__enter__()
+    try:
+        urls = [stays.url, server.url]
+        port = int(server.url.rpartition(":")[2])
+        with syncing(
+            tmp_path / "trainers", 2, source=str(source), servers=urls, mode=mode,
+            pause=None if pause == BY_CALLER else pause,
+        ) as trainers:  # fmt: skip
+            assert [joined.error for joined in trainers.answers()] == ["", ""]
+            version = 0
+            for phase in phases:
+                version += 1
+                with paused([stays, server] if pause == BY_CALLER else []):
                     expect(trainers.send(version, tmp_path / str(version)), version, urls)
-                    assert stays.checksums() == server.checksums()
-                    assert ask(stays) == ask(server)
-                    version += 1
-                    family = server.family()
+                assert stays.checksums() == server.checksums()
+                assert ask(stays) == ask(server)
+                version += 1
+                family = server.family()
+                with paused([stays, server] if pause == BY_CALLER else []):
                     answers = trainers.send(
                         version, tmp_path / str(version), kill=family, kill_in=phase
                     )
                     server.process.wait(30)
-                    # In its last phase the version may have reached it before.
-                    expect(
-                        answers, version, [stays.url], may=server.url if phase == "publish" else ""
-                    )
-                    assert all(sent.took_s < TOLD_S for sent in answers), answers
-                    assert stays.version() == str(version)
-                    dies.__exit__(None, None, None)
-                    dies = serving_plain(source, tmp_path / "dies.log", port=port)
-                    server = dies.__enter__()
-                version += 1
-                expect(trainers.send(version, tmp_path / str(version)), version, urls)
-                assert stays.checksums() == server.checksums()
-                assert ask(stays) == ask(server)
-            weights = tmp_path / str(version)
-        finally:
-            dies.__exit__(None, None, None)
-        require_fresh(stays, weights, tmp_path / "fresh.log", tp=1, old=old, held=held)
+                # In its last phase the version may have reached it before.
+                expect(answers, version, [stays.url], may=server.url if phase == "publish" else "")
+                assert all(sent.took_s < TOLD_S for sent in answers), answers
+                assert stays.version() == str(version)
+                dies.__exit__(None, None, None)
+                dies = serving_plain(source, tmp_path / "dies.log", port=port)
+                server = dies.__enter__()
+            version += 1
+            expect(trainers.send(version, tmp_path / str(version)), version, urls)
+            assert stays.checksums() == server.checksums()
+            assert ask(stays) == ask(server)
+        weights = tmp_path / str(version)
+    finally:
+        dies.__exit__(None, None, None)
+    require_fresh(stays, weights, tmp_path / "fresh.log", tp=1, old=old, held=held)
 
 
 def expect(answers: Sequence[Sent], version: int, urls: Sequence[str], may: str = "") -> None:
@@ -196,8 +254,9 @@ def expect(answers: Sequence[Sent], version: int, urls: Sequence[str], may: str 
         assert set(urls) <= set(sent.servers) <= {*urls, may}, sent
 
 
-def test_a_server_that_cannot_be_updated_says_why_to_every_rank(tmp_path: Path) -> None:
-    source = checkpoint(1, tmp_path / "source")
+def test_a_server_that_cannot_be_updated_says_why_to_every_rank(
+    source: Path, tmp_path: Path
+) -> None:
     with serving_plain(
         source, tmp_path / "live.log", flags=("--enable-lora", "--max-lora-rank", "8")
     ) as server:

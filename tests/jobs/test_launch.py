@@ -302,6 +302,48 @@ def test_the_example_runs_as_slurm_jobs(tmp_path: Path) -> None:
         check_example(tmp_path, config, SLURM_CONF=str(conf))
 
 
+def several_nodes(tmp_path: Path, address: str, *replacements: tuple[str, str]) -> Path:
+    """The job of docs/cluster.md, started on the host of this address."""
+    text = (EXAMPLE / "slurm.toml").read_text().replace("{here}", str(EXAMPLE))
+    for old, new in (
+        *replacements,
+        ("launch-output", str(tmp_path / "out")),
+        ("10.0.0.1", address),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(bool(missing_reason()), reason=missing_reason())
+def test_the_example_of_several_nodes_runs_on_slurm(tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    with slurm_cluster(tmp_path / "slurm", num_nodes=2, gpus_per_node=4) as conf:
+        check_example(tmp_path, several_nodes(tmp_path, "127.0.0.1"), SLURM_CONF=str(conf))
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+@pytest.mark.filterwarnings("ignore")  # Ray leaves its own sockets and files to the collector
+def test_the_example_of_several_nodes_runs_on_ray(tmp_path: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    text = (EXAMPLE / "slurm.toml").read_text()
+    table = text[text.index("[scheduler]") : text.index("[controller]")]
+    cluster = Cluster()
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=6, num_gpus=4)
+        ray = f'[scheduler]\nkind = "ray"\naddress = "{cluster.address}"\n\n'
+        address = cluster.address.rpartition(":")[0]
+        check_example(tmp_path, several_nodes(tmp_path, address, (table, ray)))
+    finally:
+        cluster.shutdown()
+
+
 @pytest.mark.cluster
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 def test_the_example_runs_in_ray_placement_groups(tmp_path: Path) -> None:

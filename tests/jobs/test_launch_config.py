@@ -36,6 +36,17 @@ def test_the_example_is_valid_and_here_is_its_folder() -> None:
     assert load_recipe(Path(config.recipe.file), config.recipe.name).workflows() == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "num_engines"), [("slurm.toml", 4, 2), ("slurm-32-hosts.toml", 128, 16)]
+)
+def test_the_examples_of_several_nodes_are_valid(
+    name: str, num_ranks: int, num_engines: int
+) -> None:
+    config = load_config(EXAMPLE.with_name(name))
+    check_job(config)
+    assert (config.trainer.world_size, len(config.engines)) == (num_ranks, num_engines)
+
+
 def test_tables_choose_scheduler_backend_and_update_policy(tmp_path: Path) -> None:
     config = load_config(
         write(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import re
 import shutil
@@ -241,6 +242,12 @@ class Browser:
         )
         return str(answer["result"]["value"])
 
+    async def value_of(self, expression: str) -> Any:
+        """What an expression gives, as JSON."""
+        answer = await self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"]["value"]
+
 
 @asynccontextmanager
 async def browser(profile: Path) -> AsyncIterator[Browser]:
@@ -287,3 +294,84 @@ async def test_a_real_browser_shows_rounds_and_staleness_and_follows_them(
         await tab.call("Page.navigate", url="about:blank")
         await tab.call("Page.navigate", url=f"{controller.url}/#token=wrong")
         assert "1,234,567" not in await tab.html_with("wrong token")
+
+
+HOSTILE = "<img src=x onerror=document.title='owned'>"
+CAUGHT_UP = "version 7: caught up"
+
+
+def story(second: str) -> list[UpdateReport]:
+    """A short update, one that leaves an engine out, and a long one that has it again."""
+    fields = {"outcome": RoundOutcome.PUBLISHED, "engines": ("engine-a", second)}
+    times = {"prepare": 0.005, "write": 0.015, "verify": 0.005}
+    short = {"update_s": 0.025, "wire_s": 0.015, "pause_s": 0.02, "nbytes": 6e7}
+    long = {"prepare": 0.3, "write": 0.9, "verify": 0.192}
+    return [
+        UpdateReport(version=5, measures=short, phase_s=times, **fields),  # type: ignore[arg-type]
+        UpdateReport(
+            version=6,
+            outcome=RoundOutcome.PUBLISHED,
+            engines=("engine-a",),
+            left_out={second: f"its digest differs at {second}"},
+            measures=short,
+            phase_s=times,
+        ),
+        UpdateReport(
+            version=7,
+            measures={"update_s": 1.392, "wire_s": 0.9, "pause_s": 1.3, "nbytes": 6e7},
+            phase_s=long,
+            **fields,  # type: ignore[arg-type]
+        ),
+    ]
+
+
+@pytest.mark.parametrize("second", [HOSTILE, "engine-b"])
+@pytest.mark.skipif(not BROWSER, reason="no chromium on PATH: apt-get install chromium")
+async def test_a_real_browser_draws_updates_on_one_scale_and_what_happened_to_engines(
+    tmp_path: Path, second: str
+) -> None:
+    """25 ms are drawn 25/1392 as long as 1392 ms; names of peers stay text; a phone need not scroll sideways.
+
+    With WINDLASS_SCREENSHOT, a folder, it keeps what docs/operations.md shows.
+    """
+    async with (
+        windlass.Controller(token=TOKEN) as running,
+        asyncio.timeout(40),
+        browser(tmp_path / "profile") as tab,
+    ):
+        running.coordinator.reports.extend(story(second))
+        await running.batches.put(0, [[sample(-1), sample(-2), sample(-2)]])
+        await tab.call("Page.navigate", url=f"{running.url}/#token={TOKEN}")
+        page = await tab.html_with("published version -1")
+        widths = await tab.value_of(
+            "[...document.querySelectorAll('.bar')].map(b => [...b.children].reduce("
+            "(w, s) => w + s.getBoundingClientRect().width, 0))"
+        )
+        assert len(widths) == 3
+        assert widths[2] / widths[0] == pytest.approx(25 / 1392, rel=0.05)
+        assert "left out: its digest differs" in page
+        assert CAUGHT_UP in page
+        assert await tab.value_of("document.querySelectorAll('img').length") == 0
+        assert await tab.value_of("document.title") == "Windlass"
+        assert second in await tab.value_of("document.body.innerText")
+        for scheme, background in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 23, 28)")):
+            feature = {"name": "prefers-color-scheme", "value": scheme}
+            await tab.call("Emulation.setEmulatedMedia", features=[feature])
+            shown = await tab.value_of("getComputedStyle(document.body).backgroundColor")
+            assert shown == background
+            if (folder := os.environ.get("WINDLASS_SCREENSHOT")) and (scheme, second) == (
+                "light",
+                "engine-b",
+            ):
+                size = {"width": 1000, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+                await tab.call("Emulation.setDeviceMetricsOverride", **size)
+                taken = await tab.call("Page.captureScreenshot")
+                (Path(folder) / f"page-{scheme}.png").write_bytes(base64.b64decode(taken["data"]))
+        await tab.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=390,
+            height=844,
+            deviceScaleFactor=2,
+            mobile=True,
+        )
+        assert await tab.value_of("document.documentElement.scrollWidth") <= 390

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,6 +85,12 @@ class PlainServer:
     def version(self) -> str:
         """That answers are stamped with."""
         return str(json.loads(self.http.get("/weight_info", HTTP_S))["weight_version"])
+
+    def num_prefix_hits(self) -> float:
+        """Tokens of prompts that its prefix cache had."""
+        metrics = self.http.get("/metrics", HTTP_S).decode()
+        counts = re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (.+)$", metrics, re.MULTILINE)
+        return sum(float(count) for count in counts)
 
     def is_paused(self) -> bool:
         return bool(json.loads(self.http.get("/is_paused", HTTP_S))["is_paused"])
@@ -197,13 +204,16 @@ class Trainers:
 
 
 @contextmanager
-def syncing(folder: Path, num_ranks: int, **settings: Any) -> Iterator[Trainers]:
+def syncing(
+    folder: Path, num_ranks: int, *, by_factory: bool = False, **settings: Any
+) -> Iterator[Trainers]:
     """Trainer ranks that have made a `WeightSync`, or said why not.
 
-    settings: of `sync_rank.Settings`.
+    by_factory: in vLLM's environment, by its `WeightTransferTrainerFactory`. settings: of `sync_rank.Settings`.
     """
     folder.mkdir(parents=True)
-    script = str(Path(__file__).with_name("sync_rank.py"))
+    python = str(VENVS["vllm"] / "bin/python") if by_factory else sys.executable
+    script = str(Path(__file__).with_name("factory_rank.py" if by_factory else "sync_rank.py"))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     logs = tuple(folder / f"{rank}.log" for rank in range(num_ranks))
     processes = []
@@ -214,7 +224,7 @@ def syncing(folder: Path, num_ranks: int, **settings: Any) -> Iterator[Trainers]
                 processes.append(
                     subprocess.Popen(
                         [
-                            *(sys.executable, script, str(rank), str(num_ranks), str(port)),
+                            *(python, script, str(rank), str(num_ranks), str(port)),
                             json.dumps(settings),
                         ],
                         env=env, text=True, stderr=stream,

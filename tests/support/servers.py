@@ -129,6 +129,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "pad_token_id": 0,
     },
+    # Its loader copies experts and sinks to parameters itself, past their weight loaders.
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **_COMMON,
+        "intermediate_size": 128,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 64,
+    },
+    # The weight loaders of its norms are partials.
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        **_COMMON,
+        "intermediate_size": 128,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 16,
+        "scoring_func": "sigmoid",  # as in deepseek_v3's
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+    },
     # State space layers beside attention: A = -exp(A_log), which vLLM's loader computes.
     "recurrent": {
         "model_type": "falcon_h1",

@@ -502,7 +502,8 @@ def check_placed(engine: str, ranks: Sequence[CapturedLayout]) -> None:
     if hidden := nowhere - unread:
         raise ConfigError(
             f"engine {engine}: checkpoint tensors that its loader reads must be found in the memory of a "
-            f"rank, got none of {said(hidden)}"
+            f"rank, got none of {said(hidden)}: a kernel may keep a copy of its own (on a CPU with AVX512-BF16 "
+            "or AMX try `--dtype float32`)"
         )
     if unread:
         sys.stderr.write(

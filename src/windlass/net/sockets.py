@@ -17,7 +17,8 @@ import http.client
 import resource
 import socket
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from types import SimpleNamespace
 from typing import Self, final
 from urllib.parse import urlsplit
@@ -50,7 +51,8 @@ _FIRST, _MIDDLE, _LAST = b"\xc1\x00", b"\xc1\x01", b"\xc1\x02"
 WebSocket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 
 _turns: WeakKeyDictionary[WebSocket, asyncio.Lock] = WeakKeyDictionary()
-"""Frames leave in the order in which they were sent, the parts of each one after another."""
+"""Of connections that have sent a frame in parts: frames leave in the order in which they were sent,
+the parts of each one after another."""
 
 
 async def send_frame(
@@ -71,6 +73,10 @@ async def send_frame(
         ConnectionError: the connection is closed, or was cut.
         aiohttp.ClientError, RuntimeError: as aiohttp says that it is closed.
     """
+    if len(data) <= PART_NBYTES and not (_turns and websocket in _turns):
+        within_s = deadline_s if within_s is None else min(deadline_s, within_s)
+        await _send_part(websocket, data, _Cutter(websocket, within_s, on_cut))
+        return
     loop = asyncio.get_running_loop()
     end = None if within_s is None else loop.time() + within_s
     turn = _turns.get(websocket)
@@ -79,14 +85,34 @@ async def send_frame(
     async with turn:
         for part in _parts_of(data):
             left_s = deadline_s if end is None else min(deadline_s, max(end - loop.time(), 0.0))
-            with _Cutter(websocket, left_s, on_cut) as cutter:
+            await _send_part(websocket, part, _Cutter(websocket, left_s, on_cut))
+
+
+async def _send_part(websocket: WebSocket, part: bytes, cutter: _Cutter) -> None:
+    try:
+        await _within(cutter, websocket.send_bytes(part))
+    except (ConnectionError, aiohttp.ClientError):
+        if not cutter.has_cut:
+            raise
+    if cutter.has_cut:
+        raise ConnectionError(f"the peer does not read: waited {cutter.deadline_s:g} s")
+
+
+@types.coroutine
+def _within(
+    cutter: _Cutter, sending: Coroutine[object, object, None]
+) -> Generator[object, object, None]:
+    """Await a send, with a timer only if it has to wait for room, which a small frame seldom has."""
+    with contextlib.suppress(StopIteration):
+        waits_for = sending.send(None)
+        with cutter:
+            while True:
                 try:
-                    await websocket.send_bytes(part)
-                except (ConnectionError, aiohttp.ClientError):
-                    if not cutter.has_cut:
-                        raise
-            if cutter.has_cut:
-                raise ConnectionError(f"the peer does not read: waited {left_s:g} s")
+                    resumed_with = yield waits_for
+                except BaseException as error:  # noqa: BLE001  # whatever it is, the send is told
+                    waits_for = sending.throw(error)
+                else:
+                    waits_for = sending.send(resumed_with)
 
 
 def _parts_of(data: bytes) -> Iterator[bytes]:
@@ -121,10 +147,10 @@ class PartJoiner:
         Raises:
             ProtocolError: no such part may come now, or the frame is too large.
         """
-        mark, part = data[:2], data[2:]
-        if mark[:1] != _FIRST[:1]:
+        if data[:1] != _FIRST[:1]:
             self._parts.clear()
             return data
+        mark, part = data[:2], data[2:]
         if mark == _FIRST:
             self._parts.clear()
         elif mark not in {_MIDDLE, _LAST} or not self._parts:
@@ -214,17 +240,18 @@ class _Cutter:
     for room, too.
     """
 
-    __slots__ = ("_deadline_s", "_on_cut", "_timer", "_websocket", "has_cut")
+    __slots__ = ("_on_cut", "_timer", "_websocket", "deadline_s", "has_cut")
 
     def __init__(
         self, websocket: WebSocket, deadline_s: float, on_cut: Callable[[], None] | None = None
     ) -> None:
-        self._websocket, self._deadline_s, self._on_cut = websocket, deadline_s, on_cut
+        self._websocket, self._on_cut = websocket, on_cut
+        self.deadline_s = deadline_s
         self._timer: asyncio.TimerHandle | None = None
         self.has_cut = False
 
     def __enter__(self) -> Self:
-        self._timer = asyncio.get_running_loop().call_later(self._deadline_s, self._cut)
+        self._timer = asyncio.get_running_loop().call_later(self.deadline_s, self._cut)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -29,6 +29,7 @@ from windlass.engines.capture.recompute import Recompute, plan_recompute
 from windlass.engines.capture.snapshot import Snapshot, undone_if_it_fails
 from windlass.engines.rank_reports import RefusedByOtherRank
 from windlass.errors import UnsupportedLayout, WindlassError
+from windlass.layout.naming.patterns import said
 
 _Found = TypeVar("_Found")
 EXACT_NUMEL = 1 << 20
@@ -104,7 +105,7 @@ def capture(
     made = [n for n in seen.numbers if n not in now or now[n].reach != seen.holdings[n].reach]
     if made:
         raise UnsupportedLayout(
-            f"{made}: tensors that the engine had not before its loader made them"
+            f"{said(made)}: tensors that the engine had not before its loader made them"
         )
     if part is not None:
         part.fix_addresses()
@@ -194,7 +195,7 @@ def _observed(
         return seen, None
     if not recompute:
         raise UnsupportedLayout(
-            f"{sorted(seen.computed)}: tensors that the engine computes from the checkpoint"
+            f"{said(seen.computed)}: tensors that the engine computes from the checkpoint"
         )
     return seen, plan_recompute(seen.computed, seen.numbers, loads.codes, loads.load, loads.held)
 
@@ -202,7 +203,7 @@ def _observed(
 def _described(seen: Seen, codes: Codes, worker: str, part: Recompute | None) -> Captured:
     described = describe(seen, codes, worker, part)
     if not isinstance(described, Captured):
-        raise UnsupportedLayout(f"{sorted(described)}: tensors that are not described twice alike")
+        raise UnsupportedLayout(f"{said(described)}: tensors that are not described twice alike")
     return described
 
 
@@ -275,7 +276,9 @@ def _require_written(held: Mapping[str, Holding], idle: Mapping[str, torch.Tenso
     """Raise if what was overwritten before a load has not its value again: the loader does not write it."""
     unwritten = [n for n, constant in idle.items() if not _same(held[n].memory(), constant)]
     if unwritten:
-        raise UnsupportedLayout(f"{unwritten}: parameters that the engine's loader does not write")
+        raise UnsupportedLayout(
+            f"{said(unwritten)}: parameters that the engine's loader does not write"
+        )
 
 
 def _require_in_place(changing: Mapping[str, Holding], places: Mapping[str, int]) -> None:
@@ -286,7 +289,7 @@ def _require_in_place(changing: Mapping[str, Holding], places: Mapping[str, int]
         and (holding.kind is not Kind.ATTRIBUTE or holding.tensor.device.type != "cpu")
     ]
     if moved:
-        raise UnsupportedLayout(f"{moved}: tensors that move with every load")
+        raise UnsupportedLayout(f"{said(moved)}: tensors that move with every load")
 
 
 def _is_weight(holding: Holding) -> bool:
@@ -350,6 +353,6 @@ def _require_repeated(held: Mapping[str, Holding], before: Mapping[str, int]) ->
     changed = [n for n, h in held.items() if n in before and fingerprint(h.memory()) != before[n]]
     if changed:
         raise UnsupportedLayout(
-            f"{changed}: loading the engine's own checkpoint again gives other bytes than its start "
+            f"{said(changed)}: loading the engine's own checkpoint again gives other bytes than its start "
             f"gave: the engine does not repeat its post-processing, or was not started from it"
         )

@@ -13,7 +13,7 @@ from typing import final
 
 from windlass.engines.capture.codes import Codes, Load
 from windlass.errors import UnsupportedLayout
-from windlass.layout.naming.patterns import NUMBER, patterns_of
+from windlass.layout.naming.patterns import NUMBER, patterns_of, said
 
 _SEED = 2
 ElementIds = tuple[int, ...]
@@ -56,7 +56,7 @@ class _Search:
         deaf = sorted(self._base.keys() - self._changed(self._all))
         if deaf:
             raise UnsupportedLayout(
-                f"{deaf}: tensors that the engine computes, and not from the checkpoint alone"
+                f"{said(deaf)}: tensors that the engine computes, and not from the checkpoint alone"
             )
         kinds = [tuple(names) for names in self._kinds.values()]
         members = frozenset().union(*self._mattering(kinds, known=True))
@@ -65,7 +65,7 @@ class _Search:
             return found
         if members == found or self._changed(self._all - members):
             raise UnsupportedLayout(
-                f"{sorted(self._base)}: tensors that the engine computes from checkpoint tensors "
+                f"{said(self._base)}: tensors that the engine computes from checkpoint tensors "
                 f"that cannot be told apart"
             )
         return members

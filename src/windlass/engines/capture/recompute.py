@@ -21,6 +21,7 @@ from windlass.engines.capture.dependence import sources_of
 from windlass.engines.capture.element_ids import ElementIds
 from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint
 from windlass.errors import UnsupportedLayout, WindlassError
+from windlass.layout.naming.patterns import said
 from windlass.memory.torch_dtypes import torch_dtype
 
 _SEEDS = (2, 3)
@@ -150,13 +151,13 @@ class Recompute:
             earlier = found
         else:
             raise UnsupportedLayout(
-                f"{list(self.names)}: the engine's loader, which failed before, leaves other bytes "
+                f"{said(self.names)}: the engine's loader, which failed before, leaves other bytes "
                 f"with every load of the same tensors"
             )
         stale = sorted(n for n, p in {**before, **self._constants}.items() if found.get(n) != p)
         if stale:
             raise UnsupportedLayout(
-                f"{stale}: tensors that the engine's loader, which failed before, has changed and "
+                f"{said(stale)}: tensors that the engine's loader, which failed before, has changed and "
                 f"must not"
             )
 
@@ -169,20 +170,22 @@ class Recompute:
             raise
         except Exception as error:
             raise UnsupportedLayout(
-                f"{list(self.names)}: the engine's loader failed: {type(error).__name__}: {error}"
+                f"{said(self.names)}: the engine's loader failed: {type(error).__name__}: {error}"
             ) from error
         held = self._held()
         moved = [n for n, at in self._fixed.items() if n not in held or held[n].address != at]
         if moved:
-            raise UnsupportedLayout(f"{moved}: tensors that the engine's loader has moved")
+            raise UnsupportedLayout(f"{said(moved)}: tensors that the engine's loader has moved")
         unwritten = sorted(n for n, c in marks.clear(held).items() if c != self._unwritten[n])
         if unwritten:
             raise UnsupportedLayout(
-                f"{unwritten}: tensors that the engine's loader has not written"
+                f"{said(unwritten)}: tensors that the engine's loader has not written"
             )
         if len(taken) != len(self.buffers):
             missing = [s.name for s, _ in self.buffers if s.name not in taken]
-            raise UnsupportedLayout(f"{missing}: tensors that the engine's loader has not taken")
+            raise UnsupportedLayout(
+                f"{said(missing)}: tensors that the engine's loader has not taken"
+            )
 
     def _received(self, taken: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for spec, buffer in self.buffers:
@@ -237,7 +240,7 @@ def plan_recompute(
     unsteady = sorted(name for name, value in prints().items() if base.get(name) != value)
     if unsteady:
         raise UnsupportedLayout(
-            f"{unsteady}: tensors that the engine computes, and otherwise each time"
+            f"{said(unsteady)}: tensors that the engine computes, and otherwise each time"
         )
     part = _Part(computed, numbers, codes, load, held)
     sources = sources_of(codes, load, prints, base)
@@ -249,8 +252,8 @@ def plan_recompute(
             bad = part.disturbed(sources)
     if bad:
         raise UnsupportedLayout(
-            f"{sorted(bad)}: tensors that the engine's loader does not leave right when it computes "
-            f"{sorted(computed)} again"
+            f"{said(bad)}: tensors that the engine's loader does not leave right when it computes "
+            f"{said(computed)} again"
         )
     return part.recompute(sources)
 

@@ -250,6 +250,7 @@ class _Member:
                 checkpoint=str(checkpoint),
                 world_size=given.tp_size * given.pp_size * given.dp_size,
                 loaded=given.load_format != "dummy",
+                serves_own_weights=True,
             )
             keys = self.key, given.api_key or "", given.admin_api_key or ""
             join_fleet(SglangServer(), settings, Secrets(order.token or self.token, *keys))

@@ -168,10 +168,10 @@ def keep_caches_apart() -> None:
         found: list[Any] = call(core, method, timeout, args, kwargs)
         return found
 
-    def entering(look_up: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        def looked_up(manager: Any, request: Any) -> Any:
+    def entering(look_up: Callable[..., Any]) -> Callable[..., Any]:
+        def looked_up(manager: Any, request: Any, *limits: Any) -> Any:  # 0.33 has one
             namespace.enter(request)
-            return look_up(manager, request)
+            return look_up(manager, request, *limits)
 
         return looked_up
 

@@ -1,32 +1,41 @@
 """Calls of vLLM's EngineCore by the one rank that lives in its process, past the API server.
 
-A server of one rank runs it in the core's process. `/collective_rpc` comes there through the event loop of the API server, which
-stands for hundreds of milliseconds when a batch of rollouts is asked for at once: as often as a trainer ends a step, and just then
-its update is due. An order of the rank goes into the core's own queue, and is carried out between two steps as that call is.
+A server of one rank runs it in the core's process. `/collective_rpc` comes there through the event loop of the API server, behind the
+rollouts that are asked for at once when a trainer ends a step, and just then its update is due. An order of the rank goes into the
+core's own queue, and is carried out between two steps as that call is.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import functools
+import logging
+import sys
+import threading
+import traceback
+from pathlib import Path
 from typing import Any, final
 
 from windlass.errors import PeerTimeout, PeerUnreachable
 
+_log = logging.getLogger(__name__)
+SLOW_S = 0.1
+"""Longer than a step should take."""
+NUM_FRAMES = 8
 _ORDER = object()
 """In the place of vLLM's kind of a client's request."""
 
 
 @final
 class CoreCalls:
-    """The EngineCore of this process.
+    """The EngineCore of this process. Made in its loop.
 
     Args:
         core: vLLM's `EngineCoreProc`.
     """
 
     def __init__(self, core: Any) -> None:
-        self._core = core
+        self._core, self._loop = core, threading.get_ident()
 
     def call(self, method: str, args: list[object], deadline_s: float | None) -> None:
         """Run a method of the worker in the core's loop, and return when it has. Called in another thread.
@@ -41,8 +50,10 @@ class CoreCalls:
             PeerUnreachable: it raised.
         """
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        taken = threading.Event()
 
         def run() -> None:
+            taken.set()
             try:
                 self._core.collective_rpc(method, args=tuple(args))
                 done.set_result(None)
@@ -51,6 +62,10 @@ class CoreCalls:
                 done.set_exception(error)
 
         self._core.input_queue.put_nowait((_ORDER, run))
+        if not taken.wait(SLOW_S):
+            _log.warning(
+                "%s waits for vLLM's core, whose loop is in %s", method, self._loop_is_in()
+            )
         try:
             error = done.exception(deadline_s)
         except concurrent.futures.TimeoutError:
@@ -59,6 +74,14 @@ class CoreCalls:
             raise PeerUnreachable(
                 f"vLLM's core: {method}: {type(error).__name__}: {error}"
             ) from error
+
+    def _loop_is_in(self) -> str:
+        """Where the loop is now, innermost first."""
+        frame = sys._current_frames().get(self._loop)
+        if frame is None:
+            return "a thread that has ended"
+        frames = traceback.extract_stack(frame)[-NUM_FRAMES:]
+        return " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
 
 
 _cores: list[CoreCalls] = []

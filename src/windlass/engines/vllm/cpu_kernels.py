@@ -56,7 +56,7 @@ def multiply_by_parameters(applies: Callable[[], bool] = lambda: True) -> None:
         if layer.weight.data_ptr() != place:
             raise UnsupportedLayout(
                 "vLLM packs the weights of convolutions on CPUs with AVX512-BF16, and what it reads "
-                "besides would keep old weights: recurrent layers cannot be updated on this machine"
+                "besides would keep old weights: recurrent layers are updated on this machine with `--dtype float32` only"
             )
 
     utils.dispatch_cpu_unquantized_gemm = dispatch

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, final
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from windlass.engines.capture.capture import all_ranks, capture, capture_on_every_rank
-from windlass.engines.capture.codes import checkpoint_specs
+from windlass.engines.capture.codes import CheckpointSpec, checkpoint_specs
 from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import EngineApi, EngineRank
 from windlass.engines.spec import AgentSettings, CapturedLayout
@@ -91,10 +94,12 @@ def capture_rank(
 
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         model = worker.model_runner.get_model()
+        _name_weight_loaders(model)
         with (
             _forgotten_if_it_fails(model),
             _experts_packed_anew(model),
             _no_warnings_of_parts(),
+            _DirectCopies(model),
         ):
             worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
 
@@ -104,7 +109,7 @@ def capture_rank(
             return capture_adapter(cast("LoraWorker", worker), model, settings, rank)
         return capture(
             worker.model_runner.get_model(),
-            checkpoint_specs(Path(settings.checkpoint)),
+            _specs_of(worker, Path(settings.checkpoint)),
             load,
             worker=f"{settings.name}/{rank}",
             reference=settings.reference(),
@@ -120,6 +125,25 @@ def capture_rank(
     return engine_rank.capture(settings, rank, captured, api)
 
 
+_HEAD = "lm_head.weight"
+
+
+def _specs_of(worker: Worker, checkpoint: Path) -> tuple[CheckpointSpec, ...]:
+    """Return what the checkpoint holds and vLLM keeps.
+
+    Where a model is tied and its checkpoint has a head all the same, vLLM (0.32,
+    `model_loader/weight_tying.py`) loads both, and ties them again if they are equal: the head's name is then a
+    second one of the embedding, which loads write twice.
+    """
+    specs = checkpoint_specs(checkpoint)
+    settings = vars(worker.vllm_config.model_config)
+    if not settings.get("word_embeddings_untied_by_checkpoint", False):
+        return specs
+    if any(name.endswith(_HEAD) for name, _ in worker.model_runner.get_model().named_parameters()):
+        return specs
+    return tuple(spec for spec in specs if not spec.name.endswith(_HEAD))
+
+
 def _on_every_rank(mine: bool) -> bool:
     """Whether it is so on all ranks of this server, each of which is in the same call."""
     from vllm.distributed.parallel_state import get_world_group
@@ -127,6 +151,59 @@ def _on_every_rank(mine: bool) -> bool:
     return all_ranks(mine, torch.device("cpu"), get_world_group().cpu_group)
 
 
+def _name_weight_loaders(model: torch.nn.Module) -> None:
+    """Give partials that load weights (of MiniMax-M2, say) the `__name__` that vLLM's reload asks them for."""
+    for parameter in model.parameters():
+        loader = vars(parameter).get("weight_loader")
+        if isinstance(loader, partial):
+            vars(loader).setdefault("__name__", "weight_loader")
+
+
+@final
+class _DirectCopies(TorchFunctionMode):
+    """Entered for a load, hands vLLM's reload what a model copies to its parameters itself.
+
+    While vLLM (0.32, `model_loader/reload/layerwise.py`) loads again, parameters have no memory and their weight
+    loaders keep what they are given. What a model copies past them would be lost (gpt-oss: experts,
+    sinks). A reload that counts what a weight loader copies is let through.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._places: Mapping[int, tuple[torch.nn.Module, str]] = {}
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in (_DATA, torch.Tensor.copy_) and not _get_current_dispatch_mode_stack():
+            target = args[0]
+            if isinstance(target, torch.nn.Parameter) and target.is_meta and not kwargs:
+                if func != _DATA:
+                    self._load(target, args[1])
+                return target
+        return func(*args, **(kwargs or {}))
+
+    def _load(self, target: Any, value: torch.Tensor) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import make_online_process_loader
+        from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+        if id(target) not in self._places:
+            self._places = {
+                id(parameter): (module, name)
+                for module in self._model.modules()
+                for name, parameter in module.named_parameters(recurse=False)
+            }
+        module, name = self._places[id(target)]
+        target.weight_loader = default_weight_loader  # its own asks for an expert's number
+        make_online_process_loader(module, name)(target, value)
+
+
+_DATA = vars(torch._C.TensorBase)["data"].__get__
 _OF_KERNELS = ("moe_kernel", "moe_quant_config")
 """What refers to tensors of experts: the kernel, and where its block scales lie."""
 

@@ -91,7 +91,7 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
         if self._sync is not None and known is not None:
             if _servers_of(known) == servers:
                 return
-            self._sync.shutdown()
+            self._leave()
         self._sync = WeightSync(self.model, servers=servers, pause="abort", deadline_s=DEADLINE_S)
 
     def update_weights(self, meta: WeightUpdateMeta) -> list[str]:
@@ -108,7 +108,7 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
             Addresses of the servers that serve the version.
 
         Raises:
-            ConfigError: `meta` has no version, or a smaller one than the last.
+            RuntimeError: AReaL's: `connect_engine` has not been called. ConfigError: `meta` has no version.
             RoundAborted, PeerUnreachable, PeerTimeout: see `WeightSync.send_weights`.
         """
         self._check_rollout_engine_connected()
@@ -124,10 +124,13 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
 
     def destroy(self) -> None:
         """Leave the servers, which go on with what they have, and do what AReaL does. Idempotent."""
+        self._leave()
+        super().destroy()
+
+    def _leave(self) -> None:
         sync, self._sync = self._sync, None
         if sync is not None:
             sync.shutdown()
-        super().destroy()
 
 
 @final

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from windlass.integrations.vllm.servers import VllmServers as VllmServers
     from windlass.integrations.vllm.sync import SentWeights as SentWeights
     from windlass.integrations.vllm.sync import WeightSync as WeightSync
+    from windlass.integrations.vllm.trainer import ModuleShards as ModuleShards
+    from windlass.integrations.vllm.trainer import TrainerInit as TrainerInit
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
     __all__, __getattr__, __dir__ = public(
@@ -24,5 +26,6 @@ if not TYPE_CHECKING:  # a type checker must go on refusing names that are not t
         {
             "windlass.integrations.vllm.servers": "PAUSE_MODES VllmServers",
             "windlass.integrations.vllm.sync": "SentWeights WeightSync",
+            "windlass.integrations.vllm.trainer": "ModuleShards TrainerInit",
         },
     )

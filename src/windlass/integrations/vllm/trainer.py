@@ -1,0 +1,149 @@
+"""vLLM's trainer-side slot, filled by "windlass": importing this module registers it.
+
+`WeightTransferTrainerFactory` (vLLM 0.32, `vllm/distributed/weight_transfer/factory.py`; 0.24 has none) makes the
+trainer's half of a backend out of an init info, a client and a source. This one hands all of it to `WeightSync`, on
+every trainer rank:
+
+    engine = WeightTransferTrainerFactory.trainer_init(
+        TrainerInit(rank=rank), client=HTTPVLLMWeightSyncClient(url), source=ModuleShards(model)
+    )
+    engine.send_weights()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self, final
+
+import torch
+from vllm.distributed.weight_transfer import (
+    HTTPVLLMWeightSyncClient,
+    ModuleSource,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferTrainerFactory,
+)
+from vllm.distributed.weight_transfer.base import TrainerInitInfo
+
+from windlass.config import ControlConfig
+from windlass.engines.vllm.caches import BACKEND
+from windlass.errors import ConfigError
+from windlass.integrations.hosted import TrainerRanks
+from windlass.integrations.vllm.sync import SentWeights, WeightSync
+
+__all__ = ["ModuleShards", "TrainerInit", "WindlassTrainerEngine"]
+
+
+@final
+class ModuleShards(ModuleSource):  # type: ignore[misc]
+    """The model being trained, of which every rank sends its own shards.
+
+    Iterated by vLLM's own backends it is their `ModuleSource`, which gathers.
+
+    Args:
+        module: see `WeightSync`.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self.module = module
+
+
+@dataclass(kw_only=True)
+class TrainerInit(TrainerInitInfo):  # type: ignore[misc]
+    """What `WeightTransferTrainerFactory.trainer_init` is given for this backend.
+
+    Attributes:
+        rank: of this process among the trainer's, as torch.distributed has it.
+        servers: URLs of all servers, in one order on every rank; empty for the one of an
+            `HTTPVLLMWeightSyncClient`.
+        config, transport, api_key, deadline_s: see `WeightSync`.
+        pause: see `WeightSync`; None by default, since callers of vLLM's trainer engines pause and resume.
+    """
+
+    backend: ClassVar[str] = BACKEND
+
+    servers: Sequence[str] = ()
+    config: ControlConfig | None = None
+    transport: str = "auto"
+    pause: str | None = None
+    api_key: str = ""
+    deadline_s: float = 600.0
+
+
+@final
+class WindlassTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
+    """One trainer rank's. Made by `trainer_init`; every method is collective, as `WeightSync`'s are."""
+
+    init_info_cls = TrainerInit
+
+    def __init__(
+        self, sync: WeightSync, client: VLLMWeightSyncClient, source: ModuleShards
+    ) -> None:
+        super().__init__(client=client, source=source, is_sender=TrainerRanks().rank == 0)
+        self._sync, self._num_sent = sync, 0
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: TrainerInit,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+    ) -> Self:
+        """Have the servers join the fleet of this trainer's ranks. Collective; blocks.
+
+        Args:
+            init_info: see `TrainerInit`.
+            client: an `HTTPVLLMWeightSyncClient` says where the server is. Nothing of it is called.
+            source: a `ModuleShards`.
+
+        Raises:
+            ConfigError: an argument; and as `WeightSync` raises, with its other errors.
+        """
+        rank = TrainerRanks().rank
+        if init_info.rank != rank:
+            raise ConfigError(
+                f"rank: must be {rank}, as torch.distributed has it, got {init_info.rank}"
+            )
+        if not isinstance(source, ModuleShards):
+            raise ConfigError(
+                "source: must be windlass.integrations.vllm.ModuleShards(model), of which no tensor is "
+                f"gathered, got {type(source).__name__}"
+            )
+        servers = init_info.servers
+        if not servers:
+            if not isinstance(client, HTTPVLLMWeightSyncClient):
+                raise ConfigError(
+                    "client: must be an HTTPVLLMWeightSyncClient where `servers` are not given, "
+                    f"got {type(client).__name__}"
+                )
+            servers = (client.base_url,)
+        sync = WeightSync(
+            source.module,
+            servers=servers,
+            config=init_info.config,
+            transport=init_info.transport,
+            pause=init_info.pause,
+            api_key=init_info.api_key,
+            deadline_s=init_info.deadline_s,
+        )
+        return cls(sync, client, source)
+
+    def send_weights(self) -> SentWeights:
+        """Have every server serve the weights as they are now, as version 1, 2 and so on. Collective.
+
+        Raises:
+            WindlassError: see `WeightSync.send_weights`.
+        """
+        self._num_sent += 1
+        return self._sync.send_weights(self._num_sent)
+
+    def shutdown(self) -> None:
+        """See `WeightSync.shutdown`."""
+        self._sync.shutdown()
+
+
+WeightTransferTrainerFactory.register_engine(BACKEND, WindlassTrainerEngine)
