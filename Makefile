@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup demo lint types imports unit engine test test-all test-long test-megatron engines test-engines test-integrations \
-  test-truth test-security fuzz test-clusters test-hosts test-rdma figures docs test-browser bench clean
+  test-truth test-security fuzz test-clusters test-hosts test-rdma figures docs test-browser release-check bench clean
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -26,6 +26,7 @@ help:
 	@echo "make figures                                                figures and tables of the documentation, drawn again"
 	@echo "make docs                                                   the documentation as a site, in build/site"
 	@echo "make test-browser                                           the controller's page in Chromium, installed first"
+	@echo "make release-check                                          wheel, sdist and an empty environment"
 	@echo "make bench [ARGS='planner update']                            benchmarks, into benchmarks/results/local"
 
 setup: $(STAMP)
@@ -154,6 +155,10 @@ docs: setup
 test-browser: setup
 	command -v chromium >/dev/null || apt-get install -y --no-install-recommends chromium
 	WINDLASS_SCREENSHOT=docs/figures $(BIN)/pytest -k real_browser tests/observability $(ARGS)
+
+# Wheel and sdist, an empty environment with the wheel alone, one version everywhere.
+release-check:
+	bash tools/release_check.sh $(PYTHON)
 
 bench: setup
 	$(BIN)/windlass bench $(ARGS)

@@ -138,15 +138,16 @@ def test_every_target_and_file_that_a_page_starts_exists() -> None:
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
+@pytest.mark.parametrize(("name", "extra"), [("doctor", "embedded"), ("demo", "demo")])
 def test_a_package_that_is_missing_is_told_with_the_extra_that_brings_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, extra: str
 ) -> None:
     def missing(_args: argparse.Namespace) -> int:
         raise ModuleNotFoundError("No module named 'torch'", name="torch.distributed")
 
     command = Command("", lambda _parser: None, missing)
-    monkeypatch.setattr("windlass.cli.commands.doctor.COMMAND", command)
-    assert cli.main(["doctor"]) == 2
+    monkeypatch.setattr(f"windlass.cli.commands.{name}.COMMAND", command)
+    assert cli.main([name]) == 2
     assert "needs torch.distributed, " in (said := capsys.readouterr().err)
     assert said.count("\n") == 1
-    assert "windlass[embedded] brings it" in said
+    assert f"windlass[{extra}] brings it" in said

@@ -19,6 +19,8 @@ _EXTRAS = {
     "ray": "ray",
 }
 """Package that a command may need -> the extra that brings it."""
+_OWN_EXTRAS = {"demo": "demo"}
+"""Command that needs an extra of its own -> that extra."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (extra := _EXTRAS.get((error.name or "").partition(".")[0])) is None:
             raise
+        extra = _OWN_EXTRAS.get(chosen, extra)
         print(
             f"windlass {chosen}: needs {error.name}, which is not installed here; the extra "
             f"windlass[{extra}] brings it",
