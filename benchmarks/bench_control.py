@@ -39,6 +39,8 @@ from windlass.net.sockets import open_http
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import (
+    AGENT_FRAMES,
+    CONTROLLER_FRAMES,
     Announce,
     Apply,
     Bound,
@@ -59,8 +61,6 @@ from windlass.updates.messages import (
     Welcome,
     Write,
     Written,
-    decode_agent_frame,
-    decode_controller_frame,
     encode,
 )
 
@@ -112,7 +112,7 @@ class Agents:
         return ports
 
     async def _on_post(self, request: web.Request) -> web.Response:
-        frame = decode_controller_frame(await request.read())
+        frame = CONTROLLER_FRAMES.decode(await request.read())
         assert isinstance(frame, Envelope)
         assert request.headers["Authorization"] == f"Bearer {TOKEN}"
         worker = self.workers[int(request.host.rpartition(":")[2])]
@@ -129,7 +129,7 @@ class Agents:
         async with http.ws_connect(self.url + "/v1/agents") as socket:
             await socket.send_bytes(encode(hello))
             async for message in socket:
-                frame = decode_controller_frame(message.data)
+                frame = CONTROLLER_FRAMES.decode(message.data)
                 if isinstance(frame, Envelope):
                     result = answer(hello.worker, frame.command)
                     await socket.send_bytes(
@@ -157,7 +157,7 @@ class HttpRounds:
         self._seq += 1
         body = encode(Envelope(1, 1, self._seq, command))
         async with self._http.post(self._urls[worker], data=body) as response:
-            frame = decode_agent_frame(await response.read())
+            frame = AGENT_FRAMES.decode(await response.read())
         assert isinstance(frame, Reply)
         return frame.result
 

@@ -20,7 +20,7 @@ from windlass.cli.main import main
 from windlass.errors import AuthenticationError
 from windlass.net.access import ROUTES, Access, AccessGate, role_environment, role_token
 from windlass.rollout import BatchClient
-from windlass.updates.messages import Hello, Refused, Welcome, decode_controller_frame, encode
+from windlass.updates.messages import CONTROLLER_FRAMES, Hello, Refused, Welcome, encode
 
 SECRET = "the owner's"
 METHODS = {"/v1/callback": "POST"}
@@ -106,7 +106,7 @@ async def test_a_token_of_one_side_does_not_join_as_the_other(
         http.ws_connect(f"{rig.server.url}/v1/agents") as socket,
     ):
         await socket.send_bytes(encode(hello))
-        frame = decode_controller_frame(await socket.receive_bytes(timeout=20))
+        frame = CONTROLLER_FRAMES.decode(await socket.receive_bytes(timeout=20))
         if welcome:
             assert isinstance(frame, Welcome)
         else:

@@ -34,6 +34,7 @@ from windlass.transports.memory import MemoryTransport
 from windlass.transports.processes import host_identity
 from windlass.updates.fleet import PROBE_SEQ
 from windlass.updates.messages import (
+    CONTROLLER_FRAMES,
     MAX_COUNT,
     PROTOCOL_VERSION,
     Announce,
@@ -58,7 +59,6 @@ from windlass.updates.messages import (
     Welcome,
     Withdraw,
     Written,
-    decode_controller_frame,
     encode,
 )
 
@@ -72,7 +72,7 @@ NUM_STRANGERS = MAX_STRANGERS + 40
 NUM_CANNOT_JOIN = 60
 FORGING_S = 6.0
 FIRST_ANSWERS: dict[str, Callable[[bytes], object]] = {
-    "/v1/agents": decode_controller_frame,
+    "/v1/agents": CONTROLLER_FRAMES.decode,
     "/v1/workers": rollout.CONTROLLER_FRAMES.decode,
 }
 PEERS_GONE = (aiohttp.ClientError, OSError)
@@ -342,7 +342,7 @@ class Intruder:
         beside: asyncio.Task[Any] | None = None
         try:
             async for message in socket:
-                frame = decode_controller_frame(message.data)
+                frame = CONTROLLER_FRAMES.decode(message.data)
                 match frame:
                     case Refused():
                         self.world.note(f"{self.name} ({self.what}) is refused: {frame.message}")

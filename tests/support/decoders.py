@@ -33,6 +33,8 @@ from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.nixl.peer import NixlKey, decode_keys, encode_keys
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
+    AGENT_FRAMES,
+    CONTROLLER_FRAMES,
     PROTOCOL_VERSION,
     Abort,
     Announce,
@@ -47,8 +49,6 @@ from windlass.updates.messages import (
     Verify,
     Welcome,
     Written,
-    decode_agent_frame,
-    decode_controller_frame,
     encode,
 )
 
@@ -199,7 +199,7 @@ def _with_checksums(data: bytes) -> bytes:
 
 DECODERS = {
     "agent frame": Decoder(
-        decode_agent_frame,
+        AGENT_FRAMES.decode,
         (
             encode(fake_hello(ENGINE, group="a")),
             encode(Announce(3, 1)),
@@ -210,7 +210,7 @@ DECODERS = {
         ),
     ),
     "controller frame": Decoder(
-        decode_controller_frame,
+        CONTROLLER_FRAMES.decode,
         (
             encode(Envelope(1, 2, 3, Verify(4, {"t": "00"}))),
             encode(Envelope(1, 2, 4, Abort("x"))),

@@ -26,9 +26,9 @@ from windlass.transfer.base import ReceiverBackend, SenderBackend
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.updates.messages import (
+    CONTROLLER_FRAMES,
     ConnectEngine,
     Envelope,
-    decode_controller_frame,
     encode,
 )
 
@@ -67,7 +67,7 @@ def test_a_registered_backend_states_its_traits_and_travels_to_both_halves() -> 
     backend = PluginBackend("pigeons", {"lofts": 3})
     assert ControlConfig(backend=backend).backend.traits == TRAITS
     command = ConnectEngine(b"plan", "digest", UpdateMode.STAGED, backend)
-    frame = decode_controller_frame(encode(Envelope(1, 2, 3, command)))
+    frame = CONTROLLER_FRAMES.decode(encode(Envelope(1, 2, 3, command)))
     assert isinstance(frame, Envelope)
     assert frame.command == command
     sender, receiver = cast("Sender", object()), cast("Receiver", object())

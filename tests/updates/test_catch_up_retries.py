@@ -23,6 +23,7 @@ from windlass.rollout import BatchQueue, RolloutController, StalenessPolicy
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import (
+    CONTROLLER_FRAMES,
     Abort,
     Bound,
     Command,
@@ -37,7 +38,6 @@ from windlass.updates.messages import (
     Verify,
     Write,
     Written,
-    decode_controller_frame,
 )
 from windlass.updates.recovery import MAX_ATTEMPTS
 from windlass.updates.rounds import Phase
@@ -67,7 +67,7 @@ class Socket:
         self.mixed_weights = False
 
     async def send_bytes(self, data: bytes) -> None:
-        frame = decode_controller_frame(data)
+        frame = CONTROLLER_FRAMES.decode(data)
         if isinstance(frame, Envelope):
             asyncio.get_running_loop().call_soon(self.answer, frame)
 

@@ -48,6 +48,8 @@ from windlass.transfer.bindings import LinkStatus
 from windlass.updates.client import AgentChannel, report_cannot_join
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
+    AGENT_FRAMES,
+    CONTROLLER_FRAMES,
     PROTOCOL_VERSION,
     Announce,
     Command,
@@ -68,8 +70,6 @@ from windlass.updates.messages import (
     Verify,
     Welcome,
     Write,
-    decode_agent_frame,
-    decode_controller_frame,
     encode,
 )
 from windlass.updates.rounds import Phase
@@ -314,7 +314,7 @@ async def raw(rig: FakeFleet, *frames: bytes | str) -> list[object]:
                 await socket.send_str(frame)
             else:
                 await socket.send_bytes(frame)
-        return [decode_controller_frame(message.data) async for message in socket]
+        return [CONTROLLER_FRAMES.decode(message.data) async for message in socket]
 
 
 async def test_a_closing_controller_ends_connections_that_have_said_nothing_yet() -> None:
@@ -430,7 +430,7 @@ async def test_the_same_process_may_replace_its_own_broken_connection() -> None:
             http.ws_connect(rig.server.url + "/v1/agents") as socket,
         ):
             await socket.send_bytes(encode(hello_of("a")))
-            welcome = decode_controller_frame(await socket.receive_bytes(timeout=5))
+            welcome = CONTROLLER_FRAMES.decode(await socket.receive_bytes(timeout=5))
             assert isinstance(welcome, Welcome)
 
 
@@ -915,7 +915,7 @@ async def test_numbers_that_no_controller_has_counted_to_are_refused(
             http.ws_connect(f"{rig.server.url}/v1/agents") as socket,
         ):
             await socket.send_bytes(encode(hello))
-            refused = decode_controller_frame(await socket.receive_bytes())
+            refused = CONTROLLER_FRAMES.decode(await socket.receive_bytes())
         assert isinstance(refused, Refused)
         assert re.search(says, refused.message)
         assert refused.final
@@ -1027,7 +1027,7 @@ async def test_an_agent_answers_a_repeated_command_from_memory_and_refuses_old_o
         for envelope in envelopes:
             await socket.send_bytes(encode(envelope))
         for _ in envelopes:
-            reply = decode_agent_frame(await socket.receive_bytes())
+            reply = AGENT_FRAMES.decode(await socket.receive_bytes())
             assert isinstance(reply, Reply)
             replies.append(reply)
         finished.set()

@@ -27,6 +27,7 @@ from windlass.updates.client import AgentChannel
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.fleet import Agent, Identity
 from windlass.updates.messages import (
+    AGENT_FRAMES,
     PROTOCOL_VERSION,
     Apply,
     Command,
@@ -37,7 +38,6 @@ from windlass.updates.messages import (
     Reply,
     Result,
     Welcome,
-    decode_agent_frame,
     encode,
 )
 from windlass.updates.session import AgentSession
@@ -184,7 +184,7 @@ async def test_an_agent_leaves_a_controller_that_reads_nothing_and_connects_agai
         num_connections += 1
         socket = web.WebSocketResponse(max_msg_size=2 * len(LARGE))
         await socket.prepare(request)
-        decode_agent_frame(await socket.receive_bytes())  # Hello
+        AGENT_FRAMES.decode(await socket.receive_bytes())  # Hello
         await socket.send_bytes(encode(Welcome(1, "run")))
         if num_connections == 1:
             await socket.send_bytes(encode(Envelope(1, 1, 1, Apply(1))))

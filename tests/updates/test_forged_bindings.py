@@ -33,6 +33,7 @@ from windlass.transports.processes import (
     process_start_time,
 )
 from windlass.updates.messages import (
+    CONTROLLER_FRAMES,
     PROTOCOL_VERSION,
     Abort,
     Bound,
@@ -46,7 +47,6 @@ from windlass.updates.messages import (
     Reply,
     Verified,
     Verify,
-    decode_controller_frame,
     encode,
 )
 
@@ -72,7 +72,7 @@ class Forger:
         ):
             await socket.send_bytes(encode(self.hello))
             async for message in socket:
-                frame = decode_controller_frame(message.data)
+                frame = CONTROLLER_FRAMES.decode(message.data)
                 if isinstance(frame, Refused):
                     self.told.append(frame.message)
                     self.bound.set()

@@ -20,6 +20,8 @@ from windlass.planning.planner import plan_transfer
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.updates.messages import (
+    AGENT_FRAMES,
+    CONTROLLER_FRAMES,
     PROTOCOL_VERSION,
     Abort,
     Announce,
@@ -42,8 +44,6 @@ from windlass.updates.messages import (
     Welcome,
     Write,
     Written,
-    decode_agent_frame,
-    decode_controller_frame,
     encode,
 )
 
@@ -142,9 +142,9 @@ def test_golden_bytes_are_read_back_as_they_were_meant() -> None:
     read = json.loads(GOLDEN.read_text())
     golden = {k: bytes.fromhex(v) for k, v in read.items() if not k.endswith(("version", "digest"))}
     for name in from_agents():
-        assert encode(decode_agent_frame(golden[name])) == golden[name]
+        assert encode(AGENT_FRAMES.decode(golden[name])) == golden[name]
     for name in from_controllers():
-        assert encode(decode_controller_frame(golden[name])) == golden[name]
+        assert encode(CONTROLLER_FRAMES.decode(golden[name])) == golden[name]
     assert ShardManifest.decode(golden["manifest"]).encode() == golden["manifest"]
     assert TransferPlan.decode(golden["plan"]).encode() == golden["plan"]
 

@@ -18,7 +18,7 @@ from fake_fleet import TOKEN, FakeFleet
 from windlass.config import ControlConfig
 from windlass.errors import ProtocolError
 from windlass.net.access import Access, role_token
-from windlass.updates.messages import Hello, Welcome, decode_controller_frame, encode
+from windlass.updates.messages import CONTROLLER_FRAMES, Hello, Welcome, encode
 
 WITHIN_S = 20.0
 ENGINE_TOKEN = role_token(TOKEN, Access.ENGINE)
@@ -66,7 +66,7 @@ async def test_a_process_waits_until_its_dead_predecessor_is_noticed(role: str) 
         async with aiohttp.ClientSession(headers=headers) as http:
             hung = await http.ws_connect(rig.server.url + "/v1/agents", autoping=False)
             await hung.send_bytes(encode(fake_hello(manifest, group=group, incarnation="first")))
-            assert isinstance(decode_controller_frame(await hung.receive_bytes()), Welcome)
+            assert isinstance(CONTROLLER_FRAMES.decode(await hung.receive_bytes()), Welcome)
             successor = fake_hello(manifest, group=group, incarnation="second")
             handler = rank or FakeTrainerRank("trainer/0", rig.fabric)
             async with asyncio.timeout(WITHIN_S):

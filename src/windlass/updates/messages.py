@@ -657,5 +657,3 @@ ControllerFrame = Welcome | Refused | Envelope[Command | Probe] | UpdateReport
 
 AGENT_FRAMES: Codec[AgentFrame] = Codec(AgentFrame, "agent frame")
 CONTROLLER_FRAMES: Codec[ControllerFrame] = Codec(ControllerFrame, "controller frame")
-decode_agent_frame = AGENT_FRAMES.decode
-decode_controller_frame = CONTROLLER_FRAMES.decode
