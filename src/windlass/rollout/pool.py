@@ -19,14 +19,7 @@ from aiohttp import web
 
 from windlass.errors import ProtocolError, RolloutError
 from windlass.net.access import Access, role_token
-from windlass.net.messages import (
-    PROTOCOL_VERSION,
-    CallId,
-    Garbled,
-    MustWait,
-    Reply,
-    check_name,
-)
+from windlass.net.messages import PROTOCOL_VERSION, Garbled, MustWait, Reply, check_name
 from windlass.net.rpc import Session, serve
 from windlass.net.sockets import close_socket, open_http
 from windlass.rollout.handles import RolloutConfig
@@ -59,8 +52,7 @@ STOP_DEADLINE_S = 5.0
 # Few enough to stay in the cache of the core that decodes and uses them; the loop is free again soon.
 MAX_TASKS_PER_CALL = 64
 MAX_TOKENS_PER_CALL = 1 << 20
-GATHER_S = 0.01
-"""Between two calls of a worker, unless tasks fill one: each costs both ends two frames, and a rollout takes seconds."""
+GATHER_S = 0.005
 
 
 class Worker(ABC):
@@ -217,17 +209,6 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
         sent = self._under_way.union(self._outbox)
         return [key for key in unknown if key.task_id not in sent]
 
-    def on_reply(self, call_id: CallId, result: None) -> None:
-        """The worker has the tasks of a call."""
-        if call_id[:2] == (self._epoch, self._num_calls):
-            self._end_call()
-        super().on_reply(call_id, result)
-
-    def _end_call(self) -> None:
-        self._under_way = frozenset()
-        if self._silence is not None:
-            self._silence.cancel()
-
     def detach(self, socket: web.WebSocketResponse, reason: str) -> None:  # noqa: ARG002
         """This connection is gone; calls wait for the next."""
         if self._socket is socket:
@@ -244,7 +225,6 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
         if self.lost_timer is not None:
             self.lost_timer.cancel()
         self._sender.cancel()
-        self._end_call()
         self.fail_calls("is lost")
         await self.close()
         await asyncio.gather(self._sender, return_exceptions=True)
@@ -254,24 +234,26 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
             await self._work.wait()
             self._work.clear()
             while self._outbox or self._cancelled:
-                answer = await self._send_tasks()
+                await self._send_tasks()
                 if len(self._outbox) < MAX_TASKS_PER_CALL:
                     # What is dispatched meanwhile shares the next call. A rollout takes
-                    # seconds; the loop's time belongs to completions, and an answer that
-                    # has come by then wakes nobody.
+                    # seconds; the loop's time belongs to completions.
                     await asyncio.sleep(GATHER_S)
-                await answer
 
-    async def _send_tasks(self) -> asyncio.Future[None]:
+    async def _send_tasks(self) -> None:
         tasks = self._next_tasks()
         cancelled, self._cancelled = tuple(self._cancelled), []
         self._under_way = frozenset(task.task_id for task in tasks)
         self._num_calls += 1
         call_id = (self._epoch, self._num_calls, 0)
         answer = await self.call(call_id, TaskBatch(tasks, cancelled))
-        if not answer.done():
-            self._wait_for_answer()
-        return answer
+        self._wait_for_answer()
+        try:
+            await answer
+        finally:
+            if self._silence is not None:
+                self._silence.cancel()
+        self._under_way = frozenset()
 
     def _wait_for_answer(self) -> None:
         self._silence = asyncio.get_running_loop().call_later(CALL_DEADLINE_S, self._cut)
