@@ -187,6 +187,7 @@ async def theirs(way: str, options: argparse.Namespace, folder: Path) -> dict[st
         model_config=Path(trainer.arguments[0]),
         versions_dir=folder / "versions",
         dtypes={"engine-a": "bfloat16"},
+        context_is_kept=True,
     )
     return {
         **msgspec.to_builtins(clock.pace()),

@@ -13,7 +13,7 @@ import msgspec
 
 from windlass import jobs
 from windlass.cli import Command
-from windlass.config import DiskBackend, P2pBackend, UpdateMode, XcclBackend
+from windlass.config import DiskBackend, P2pBackend, PauseMode, UpdateMode, XcclBackend
 from windlass.engines.spec import ENGINES
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
@@ -30,6 +30,7 @@ from windlass.net.logs import configure_logging
 
 FOLDER = Path(jobs.__file__).parent / "demo"
 MODELS = {"cpu": "model.json", "cuda": "model_gpu.json"}
+PAUSE_MODES = {"cpu": PauseMode.ABORT, "cuda": PauseMode.IN_PLACE}
 SERVER_TRANSPORTS = {"cpu": ("cma", "mooncake"), "cuda": ("cuda_ipc",)}
 """The first one is the default."""
 SCHEDULERS: Mapping[str, SchedulerConfig] = {
@@ -59,6 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: cma, or cuda_ipc with --device cuda",
     )  # fmt: skip
     parser.add_argument("--mode", default="in_place", choices=[m.value for m in UpdateMode])
+    parser.add_argument(
+        "--pause-mode", choices=[m.value for m in PauseMode],
+        help="what an update does to answers under way (default: abort, or in_place with --device cuda)",
+    )  # fmt: skip
     parser.add_argument(
         "--kill-engine-at", type=int, default=0, metavar="N",
         help="kill -9 one engine in the middle of the update to version N",
@@ -136,7 +141,12 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
         ),
         engines=engines,
         rollout=rollout,
-        update=replace(job.update, mode=UpdateMode(args.mode), backend=backends[args.backend]),
+        update=replace(
+            job.update,
+            mode=UpdateMode(args.mode),
+            pause_mode=PauseMode(args.pause_mode or PAUSE_MODES[args.device]),
+            backend=backends[args.backend],
+        ),
     )
     if not 0 <= args.kill_engine_at < args.steps:
         raise ConfigError(

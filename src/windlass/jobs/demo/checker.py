@@ -5,19 +5,25 @@ says it came from. An answer is torn when the mean distance over its tokens exce
 engine's dtype explains. The check is worth only what it can find, so the same distance is
 also taken against the version before: `control_detected` is the share of answers for which
 the wrong version would have been noticed.
+
+An answer that ran across an update has tokens of several versions. Where the engine kept what ran
+(`PauseMode.IN_PLACE`, vLLM's `keep`), a token attends to keys and values that older weights computed; where
+it was asked for anew, the last version computed the whole context.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
 import torch
 from safetensors.torch import load_file
+from transformers import DynamicCache
 
-from windlass.jobs.demo.trainer import build_model, token_logprobs
+from windlass.jobs.demo.trainer import build_model
 from windlass.layout.dtypes import DType
 from windlass.memory.torch_dtypes import torch_dtype
 from windlass.rollout.messages import TrainingSample
@@ -49,6 +55,7 @@ def check_served(
     model_config: Path,
     versions_dir: Path,
     dtypes: Mapping[str, str],
+    context_is_kept: bool,
 ) -> TornReport:
     """Compare every sample with the trainer's weights at each of its versions.
 
@@ -58,24 +65,37 @@ def check_served(
         model_config: the model's transformers configuration.
         versions_dir: has VERSION.safetensors for every version that a sample names.
         dtypes: of the engines' parameters, by the engine's name.
+        context_is_kept: engines may have kept keys and values across an update; an answer may fit either way,
+            since one whose engine died is asked for anew.
     """
-    by_key: dict[tuple[str, int], list[int]] = defaultdict(list)
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
     for index, sample in enumerate(samples):
-        for version in sorted(set(sample.versions)):
-            by_key[dtypes[sample.engine], version].append(index)
+        groups[dtypes[sample.engine], tuple(sample.versions)].append(index)
     own, previous = torch.zeros(len(samples)), torch.zeros(len(samples))
     unpublished = torch.zeros(len(samples), dtype=torch.bool)
     models = {
         dtype: build_model(model_config).to(torch_dtype(DType(dtype))).eval()
-        for dtype in {dtype for dtype, _ in by_key}
+        for dtype in {dtype for dtype, _ in groups}
     }
-    for (dtype, version), indices in sorted(by_key.items()):
-        if version not in published:
+    for (dtype, versions), indices in sorted(groups.items()):
+        if not set(versions) <= set(published):
             unpublished[indices] = True
             continue
-        for loaded, distance in ((version, own), (max(version - 1, 0), previous)):
-            _load(models[dtype], versions_dir / f"{loaded}.safetensors")
-            distance[indices] += _distance(models[dtype], samples, indices, version)
+        before = tuple(max(version - 1, 0) for version in versions)
+        ways = (False, True) if context_is_kept and len(set(versions)) > 1 else (False,)
+        for claimed, distance in ((versions, own), (before, previous)):
+            for start in range(0, len(indices), BATCH):
+                part = indices[start : start + BATCH]
+                chunk = [samples[i] for i in part]
+                served = torch.tensor([s.logprobs for s in chunk])
+                distance[part] = torch.stack(
+                    [
+                        (served - _logprobs(models[dtype], versions_dir, chunk, claimed, kept=kept))
+                        .abs()
+                        .mean(1)
+                        for kept in ways
+                    ]
+                ).amin(0)
     dtype_of_sample = [dtypes[sample.engine] for sample in samples]
     tolerance = torch.tensor([TOLERANCE[dtype] for dtype in dtype_of_sample])
     torn = unpublished | (own > tolerance)
@@ -93,26 +113,41 @@ def check_served(
 
 
 @torch.no_grad()
+def _logprobs(
+    model: torch.nn.Module,
+    versions_dir: Path,
+    samples: Sequence[TrainingSample],
+    versions: Sequence[int],
+    *,
+    kept: bool,
+) -> torch.Tensor:
+    """Return log-probabilities (B, T), in float32, of outputs whose token i is computed with `versions[i]`.
+
+    Args:
+        model: takes the weights of each version in turn.
+        versions_dir: has VERSION.safetensors.
+        samples: with prompts of one length, and T tokens each.
+        versions: T of them.
+        kept: keys and values of earlier tokens stay those of the version that computed them.
+    """
+    prompts = torch.tensor([s.prompt_ids for s in samples])
+    outputs = torch.tensor([s.output_ids for s in samples])
+    tokens, num_prompt = torch.cat([prompts, outputs], dim=1), prompts.shape[1]
+    cache, num_cached, parts = DynamicCache(), 0, []
+    for version, run in groupby(range(len(versions)), key=versions.__getitem__):
+        indices = list(run)
+        _load(model, versions_dir / f"{version}.safetensors")
+        end = num_prompt + indices[-1]
+        if not kept:
+            cache, num_cached = DynamicCache(), 0
+        logits = model(tokens[:, num_cached:end], past_key_values=cache).logits
+        parts.append(logits[:, -len(indices) :].float().log_softmax(-1))
+        num_cached = end
+    chosen: torch.Tensor = torch.cat(parts, 1).gather(2, outputs[..., None])[..., 0]
+    return chosen
+
+
 def _load(model: torch.nn.Module, path: Path) -> None:
     weights = load_file(path)
     for name, parameter in model.named_parameters():
         parameter.copy_(weights[name])
-
-
-@torch.no_grad()
-def _distance(
-    model: torch.nn.Module, samples: Sequence[TrainingSample], indices: Sequence[int], version: int
-) -> torch.Tensor:
-    """Return, per sample, the mean over all tokens of |served - recomputed| where `version` served."""
-    parts = []
-    for start in range(0, len(indices), BATCH):
-        chunk = [samples[i] for i in indices[start : start + BATCH]]
-        recomputed = token_logprobs(
-            model,
-            torch.tensor([s.prompt_ids for s in chunk]),
-            torch.tensor([s.output_ids for s in chunk]),
-        )
-        served = torch.tensor([s.logprobs for s in chunk])
-        labelled = torch.tensor([s.versions for s in chunk]) == version
-        parts.append(((served - recomputed).abs() * labelled).mean(1))
-    return torch.cat(parts)

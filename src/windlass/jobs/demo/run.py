@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 import windlass
+from windlass.config import PauseMode
 from windlass.engines.spec import ENGINES
 from windlass.errors import ConfigError
 from windlass.jobs.config import LaunchConfig
@@ -109,6 +110,7 @@ async def run_demo(
         model_config=Path(config.trainer.arguments[0]),
         versions_dir=folder / "versions",
         dtypes={e.name: e.arguments[e.arguments.index("--dtype") + 1] for e in config.engines},
+        context_is_kept=config.update.pause_mode is PauseMode.IN_PLACE,
     )
     problems, wall_s = find_problems(config, recipe, job, torn), time.perf_counter() - began_s
     if importlib.util.find_spec("matplotlib") is not None:
