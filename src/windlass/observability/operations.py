@@ -26,6 +26,7 @@ from windlass.updates.messages import RoundOutcome, UpdateReport
 from windlass.updates.rounds import Phase
 
 LAST_ROUNDS = 20
+BINDING = "binding "
 LOOK_AFTER_S = 0.2
 """From a change of the fleet to a look at it, which sees all changes that came meanwhile."""
 
@@ -45,7 +46,7 @@ class Operations:
         self._history, self._events = History(), FleetEvents()
         self._look_timer: asyncio.TimerHandle | None = None
         self._totals = Point()
-        self._phase = ""
+        self._phase, self._phase_began_s = "", 0.0
         self._started_at = 0.0
         coordinator.on_update(self._on_update)
         coordinator.on_phase(self._on_phase)
@@ -76,6 +77,7 @@ class Operations:
         return {
             **self._coordinator.status(),
             "phase": self._phase,
+            "phase_for_s": now_s - self._phase_began_s if self._phase else 0.0,
             "measures": {
                 m.value: {"label": m.label, "unit": m.unit, "help": m.help} for m in Measure
             },
@@ -114,6 +116,9 @@ class Operations:
             self._page.notify()
 
     def _on_fleet(self) -> None:
+        binds = self._coordinator.binds
+        if bool(binds) != self._phase.startswith(BINDING) and not self._coordinator.in_round:
+            self._enter(f"{BINDING}{', '.join(binds)}" if binds else "")
         self._page.notify()
         if self._look_timer is None and not self._page.closed:
             self._look_timer = asyncio.get_running_loop().call_later(LOOK_AFTER_S, self._look)
@@ -141,8 +146,11 @@ class Operations:
 
     def _on_phase(self, version: int, phase: Phase) -> None:
         what = f"version {version}" if version >= 0 else "a push"  # its trainer names it at the end
-        self._phase = "" if phase is Phase.DONE else f"{phase.value} of {what}"
+        self._enter("" if phase is Phase.DONE else f"{phase.value} of {what}")
         self._page.notify()
+
+    def _enter(self, phase: str) -> None:
+        self._phase, self._phase_began_s = phase, self._now_s()
 
     def observe_samples(self, samples: Sequence[TrainingSample]) -> None:
         """Count the age of samples that go to trainers now."""

@@ -121,6 +121,7 @@ class Coordinator:
     Attributes:
         lock: held while a round runs, or the fleet is bound.
         reports: of the newest `KEPT_REPORTS` updates; `num_updates` counts all.
+        binds: engines that are bound just now.
 
     Raises:
         ConfigError: the journal cannot be used.
@@ -164,6 +165,7 @@ class Coordinator:
         self._pushes = PushUpdates(self)
         self.num_updates = 0
         self._reached: dict[Link, float] = {}
+        self.binds: tuple[str, ...] = ()
         self.reports: deque[UpdateReport] = deque(maxlen=KEPT_REPORTS)
 
     # --- what others ask ---------------------------------------------------------------------
@@ -223,10 +225,14 @@ class Coordinator:
             "links": [] if self._binding is None else self._binding.describe_links(self._reached),
         }
 
+    def missing(self, num_trainers: int, engines: Sequence[str]) -> list[str]:
+        """Who of a fleet is not connected with all ranks yet, for a person."""
+        return self._fleet.missing(num_trainers, engines)
+
     async def wait_for_fleet(
         self, *, num_trainers: int, engines: Sequence[str], deadline_s: float
     ) -> None:
-        missing = partial(self._fleet.missing, num_trainers, engines)
+        missing = partial(self.missing, num_trainers, engines)
 
         def there() -> bool:
             self._check_none_refused("wait_for_fleet", {*missing()} & {*engines})
@@ -560,7 +566,13 @@ class Coordinator:
             deadline_s=self._config.deadlines.connect_s,
             held=held,
         )
-        return await binder.bind()
+        self.binds = tuple(engine.name for engine in engines)
+        self._changes.notify()
+        try:
+            return await binder.bind()
+        finally:
+            self.binds = ()
+            self._changes.notify()
 
     def new_epoch(self) -> RoundId:
         """A round id above all that were used, of another binding than all before."""
