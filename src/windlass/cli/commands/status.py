@@ -76,9 +76,9 @@ def _printable(value: Any) -> Any:
     return value
 
 
-def _table(*columns: str, right: int = 0) -> Table:
+def _table(*columns: str, right: int = 0, gap: int = 2) -> Table:
     """A table whose last `right` columns are figures."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         is_figure = number >= len(columns) - right
         table.add_column(
@@ -152,7 +152,7 @@ def _rounds(rounds: list[dict[str, Any]]) -> Iterator[RenderableType]:
         if measure.unit == "seconds" and any(each["measures"].get(measure) for each in rounds)
     ]
     figures = [measure.label for measure in taken]
-    table = _table("version", "outcome", "bytes", *figures, right=len(figures) + 1)
+    table = _table("version", "outcome", "bytes", *figures, right=len(figures) + 1, gap=1)
     table.caption, table.caption_justify = "times in milliseconds", "left"
     for each in rounds:
         nbytes = each["measures"].get(Measure.NBYTES, 0)
