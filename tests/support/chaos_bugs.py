@@ -161,8 +161,8 @@ BUGS = (
     Bug(
         "a lost write holds its engines for ever",
         Coordinator,
-        "_settle",
-        "await probe_held(self._fleet, self._sessions)",
+        "settle_soon",
+        "self.spawn(probe_held(self._fleet, self._sessions))",
         "pass",
         6,
     ),
