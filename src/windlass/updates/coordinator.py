@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,6 +91,8 @@ T = TypeVar("T")
 MAX_LATE = 2
 """Times that an engine may not answer when it is bound; one that is late again is refused."""
 KEPT_REFUSALS = 1024
+TOLD_COSTS = 64
+"""Ranks whose costs of connecting are in the report that every trainer rank gets."""
 MAX_EPOCHS_AHEAD = 1 << 20
 """By which agents may be ahead of what a controller knows: bindings are not recorded."""
 
@@ -647,7 +649,7 @@ class Coordinator:
             trainers = self._fleet.trainers()
             if trainers is None or not trainers.complete:
                 return ()
-            agents = (trainers.agents[rank] for rank in sorted(trainers.agents))
+            agents = trainers.agents.values()
             return tuple(PendingPublish(trainer=a.identity, version=version) for a in agents)
 
         try:
@@ -674,10 +676,8 @@ class Coordinator:
             except Exception as error:  # noqa: BLE001
                 _log.exception("version %s", version)
                 report = _failed(version, f"{type(error).__name__}: {error}")
-        answers = [
-            (rank.trainer, self._requests.answer(rank, told))
-            for rank, told in zip(ranks, _told_to(ranks, report), strict=True)
-        ]
+        told = _told_to_trainers(report)
+        answers = [(rank.trainer, self._requests.answer(rank, told)) for rank in ranks]
         self._note_update(report)
         for trainer, answer in answers:
             await report_to(self._sessions, trainer, answer)
@@ -993,12 +993,8 @@ def _failed(version: int, reason: str) -> UpdateReport:
     return UpdateReport(version=version, outcome=RoundOutcome.FAILED, reason=reason)
 
 
-def _told_to(ranks: Sequence[PendingPublish], report: UpdateReport) -> Iterator[UpdateReport]:
-    """What each rank is told: all to the first; what connecting others cost is not repeated to each."""
-    for index, rank in enumerate(ranks):
-        worker = rank.trainer[0]
-        if index and report.bound:
-            own = {worker: report.bound[worker]} if worker in report.bound else {}
-            yield msgspec.structs.replace(report, bound=own)
-        else:
-            yield report
+def _told_to_trainers(report: UpdateReport) -> UpdateReport:
+    """Without what connecting most of many ranks cost: told to each of them it grows with their square."""
+    slowest = sorted(report.bound, key=lambda worker: -report.bound[worker].bind_s)
+    told = {worker: report.bound[worker] for worker in slowest[:TOLD_COSTS]}
+    return msgspec.structs.replace(report, bound=told)
