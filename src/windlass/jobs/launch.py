@@ -37,6 +37,7 @@ from windlass.jobs.train_controller import RankPlace, TrainController, rank_name
 from windlass.net.access import Access, role_environment
 from windlass.net.addresses import is_loopback
 from windlass.net.logs import LOG_VARIABLES
+from windlass.observability.page import saved_page, taken_at
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
@@ -198,6 +199,11 @@ class _Job:
                 await self._let_it_end(work, guards)
             rollouts: dict[str, int] = msgspec.to_builtins(controller.rollouts.stats())
         finally:
+            # Before everybody leaves; of a job that fails, too.
+            page = saved_page(
+                controller.overview(), taken_at(f"the job in {self.output_dir.name}/")
+            )
+            (self.output_dir / "report.html").write_text(page, encoding="utf-8")
             in_step = not work.done()  # ranks that stand in a call hear nothing else
             for task in (work, asked, *guards):
                 task.cancel()

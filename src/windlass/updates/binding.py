@@ -121,11 +121,19 @@ class Binding:
         """Name of a transport -> links that take it."""
         return dict(Counter(choice.transport for choice in self.transports.values()))
 
-    def describe_links(self) -> list[dict[str, str]]:
-        """Links and their transports as `/v1/status` shows them."""
+    def describe_links(self, reached: Mapping[Link, float]) -> list[dict[str, str | float]]:
+        """Links as `/v1/status` shows them; `reached`: 10^9 bytes per second, of those that were used."""
         return [
-            {"source": s, "destination": d, "transport": c.transport, "reason": c.reason}
-            for (s, d), c in self.transports.items()
+            {
+                "source": link[0],
+                "destination": link[1],
+                "transport": choice.transport,
+                "nbytes": self.links.get(link, 0),
+                "gbps": reached.get(link, 0.0),
+                "ceiling_gbps": choice.ceiling_bytes_per_s / 1e9,
+                "reason": choice.reason,
+            }
+            for link, choice in self.transports.items()
         ]
 
     def identities_of(self, workers: Iterable[str]) -> frozenset[Identity]:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from windlass.updates.binding import (
     Binding,
     EnginesUnbound,
     FleetBinder,
+    Link,
     Planner,
     signature_of,
 )
@@ -165,6 +166,7 @@ class Coordinator:
         self._phase_listeners: list[Callable[[int, Phase], None]] = []
         self._pushes = PushUpdates(self)
         self.num_updates = 0
+        self._reached: dict[Link, float] = {}
         self.reports: deque[UpdateReport] = deque(maxlen=KEPT_REPORTS)
 
     # --- what others ask ---------------------------------------------------------------------
@@ -221,7 +223,7 @@ class Coordinator:
             "trainers": list(t.workers) if (t := self._fleet.trainers()) is not None else [],
             "in_round": self.in_round,
             "updates": self.num_updates,
-            "links": [] if self._binding is None else self._binding.describe_links(),
+            "links": [] if self._binding is None else self._binding.describe_links(self._reached),
         }
 
     async def wait_for_fleet(
@@ -906,10 +908,24 @@ class Coordinator:
                 compare_s=report.compare_s, update_s=report.update_s, is_published=is_published
             )
         if is_published:
+            self._note_speeds(binding, report.engines, finish.wire_s)
             self._journal_outcome(JournalKind.PUBLISHED, finish.version, report.engines)
         else:
             self._journal_outcome(JournalKind.ROUND_ENDED, finish.version, (), finish.reason)
         return msgspec.structs.replace(report, transports=binding.links_by_transport)
+
+    def _note_speeds(
+        self, binding: Binding, engines: Sequence[str], wire_s: Mapping[str, float]
+    ) -> None:
+        """Note what each link reached: its bytes, over the seconds that its source spent on all of its links."""
+        known = {} if self._binding is None else self._binding.links
+        self._reached = {link: gbps for link, gbps in self._reached.items() if link in known}
+        served = {worker for name in engines for worker in binding.engines[name]}
+        self._reached |= {
+            (source, worker): nbytes / wire_s[source] / 1e9
+            for (source, worker), nbytes in binding.links.items()
+            if worker in served and wire_s.get(source, 0.0) > 0
+        }
 
     def _note_outcomes(self, driver: RoundDriver, result: RoundResult) -> None:
         """Note who serves what, who may hold two versions, and whose bytes are still under way."""

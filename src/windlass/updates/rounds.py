@@ -228,7 +228,7 @@ class Finish:
         unsettled: workers that were told to write and did not answer, and the engines that their
             bytes may still reach.
         silent: engine ranks that did not answer by a deadline.
-        measures: what ranks reported.
+        measures: what ranks reported. wire_s: seconds inside writes, of each rank that wrote.
         digest_ok: no engine reported a wrong digest in the end.
     """
 
@@ -241,6 +241,7 @@ class Finish:
     unsettled: Mapping[str, tuple[str, ...]]
     silent: frozenset[str]
     measures: Mapping[Measure, float]
+    wire_s: Mapping[str, float]
     digest_ok: bool
 
 
@@ -818,6 +819,7 @@ class RoundMachine:
                 },
                 silent=frozenset(self._silent),
                 measures={m: m.of_ranks(values) for m, values in self._measured.items()},
+                wire_s=self._measured.get(Measure.WIRE_S, {}),
                 digest_ok=self._digest_ok,
             )
         )
