@@ -280,6 +280,7 @@ class LinkLedger:
 
     def unwritten(self, destinations: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Links to `destinations` that are to be written: source -> destinations."""
+        destinations = frozenset(destinations)
         return _by_source(
             link for link in self._links if link[1] in destinations and link not in self._written
         )
@@ -288,6 +289,7 @@ class LinkLedger:
         self, sources: Collection[str], destinations: Collection[str]
     ) -> dict[str, tuple[str, ...]]:
         """All links from `sources` to `destinations`, written or not."""
+        destinations = frozenset(destinations)
         return _by_source(
             link for link in self._links if link[0] in sources and link[1] in destinations
         )
