@@ -104,6 +104,10 @@ class Controller:
         """Count the staleness of samples that go to trainers by another way than `batches`."""
         self._operations.observe_samples(samples)
 
+    def overview(self) -> dict[str, object]:
+        """What `/v1/overview` answers and the page shows: fleet, updates, rollouts, history. In the loop."""
+        return self._operations.overview()
+
     async def wait_for_fleet(
         self, *, num_trainers: int, engines: Sequence[str], deadline_s: float
     ) -> None:

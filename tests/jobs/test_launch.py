@@ -110,6 +110,10 @@ def check_example(tmp_path: Path, config: Path, **environment: str) -> None:
     assert isinstance(rollouts, dict)
     assert rollouts["lost"] == 0
     assert rollouts["completed"] >= 2 * 32
+    # The page, from before everybody left.
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert '"published_version":2,' in page
+    assert '"routable":true,' in page
 
 
 def test_a_whole_job_speaks_tls_alone(tmp_path: Path) -> None:

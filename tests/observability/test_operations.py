@@ -3,65 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import os
 import re
-import shutil
-import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
 from fake_engine import FakeEngine
+from trained import report, sample
+from windlass_command import command
 
 import windlass
 from windlass.errors import RolloutError
 from windlass.net.server import ControlServer
 from windlass.observability.operations import Operations
 from windlass.rollout import BatchQueue, RolloutController, StaticEngines
-from windlass.rollout.messages import TrainingSample
 from windlass.updates.coordinator import Coordinator
-from windlass.updates.messages import RoundOutcome, UpdateReport
 
 TOKEN = "a-token"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or ""
-
-
-def sample(version: int) -> TrainingSample:
-    return TrainingSample(
-        prompt_ids=(1,),
-        output_ids=(2,),
-        logprobs=(-0.5,),
-        versions=(version,),
-        reward=0.5,
-        group_id=1,
-        engine="e",
-    )
-
-
-def report(version: int) -> UpdateReport:
-    return UpdateReport(
-        version=version,
-        outcome=RoundOutcome.PUBLISHED,
-        reason="",
-        engines=("engine-a",),
-        left_out={},
-        measures={
-            "nbytes": 1_234_567.0,
-            "wire_s": 0.5,
-            "update_s": 0.75,
-            "pause_s": 0.25,
-            "pack_s": 0.0625,
-        },
-        phase_s={"prepare": 0.1, "write": 0.5, "verify": 0.15},
-        digest_ok=True,
-    )
 
 
 @pytest.fixture
@@ -118,7 +80,7 @@ async def test_what_was_thrown_away_as_too_old_is_in_metrics_overview_and_status
                 answer = await session.get(f"{server.url}/metrics")
                 text = await answer.text()
             status = (sys.executable, "-m", "windlass.cli.main", "status", server.url)
-            code, output, errors = await command(*status)
+            code, output, errors = await command(*status, token=TOKEN)
         finally:
             await server.close()
     for state, count in {"too_old": 0, "stopped_early": 1, "dropped": 4}.items():
@@ -160,32 +122,14 @@ async def test_an_open_event_stream_does_not_delay_the_end() -> None:
         stream.close()
 
 
-async def command(*argv: str, token: str = TOKEN) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "WINDLASS_TOKEN": token, "COLUMNS": "160"},
-    )
-    try:
-        async with asyncio.timeout(60):
-            output, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return process.returncode or 0, output.decode(), errors.decode()
-
-
 async def test_status_prints_rounds_staleness_and_outstanding_work(
     controller: windlass.Controller,
 ) -> None:
     status = (sys.executable, "-m", "windlass.cli.main", "status", controller.url)
-    code, output, errors = await command(*status)
+    code, output, errors = await command(*status, token=TOKEN)
     assert (code, errors) == (0, "")
     assert "published version -1" in output
-    assert "1,234,567" in output
-    assert re.search(r"pack ms .*\n.* 62\.5 ", output)
+    assert re.search(r" bytes .* pack\n.* 1\.23 MB .* 62\.5\n.*in milliseconds", output)
     assert "outstanding 0" in output
     assert "0: 1, 2: 2" in output
     code, _, errors = await command(*status, token="wrong")
@@ -201,6 +145,7 @@ async def test_report_compares_updates_with_the_ceiling(
         *(sys.executable, "-m", "windlass.cli.main", "report", controller.url),
         *("--ceiling-gbps", "2", "--links", "2"),
         *("--json", str(files[0]), "--plot", str(files[1])),
+        token=TOKEN,
     )
     assert (code, errors) == (0, "")
     assert "of the limit" in output
@@ -208,170 +153,3 @@ async def test_report_compares_updates_with_the_ceiling(
     assert update["limit_s"] == pytest.approx(1_234_567 / 4e9)
     assert sum(update["stages"].values()) == pytest.approx(update["update_s"])
     assert files[1].read_bytes().startswith(b"\x89PNG")
-
-
-SEEN = """new Promise(seen => {
-  // A page that is only just loading has no body yet.
-  const look = () => document.body?.innerText.includes(TEXT) && seen(document.body.innerHTML);
-  new MutationObserver(look).observe(document, {childList: true, subtree: true});
-  look();
-})"""
-
-
-class Browser:
-    """One tab of a headless Chromium, driven over its own debugging protocol."""
-
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._socket, self._last = socket, 0
-
-    async def call(self, method: str, **params: object) -> dict[str, Any]:
-        self._last += 1
-        await self._socket.send_json({"id": self._last, "method": method, "params": params})
-        while True:
-            answer: dict[str, Any] = await self._socket.receive_json()
-            if answer.get("id") == self._last:
-                assert "error" not in answer, answer
-                found: dict[str, Any] = answer["result"]
-                return found
-
-    async def html_with(self, text: str) -> str:
-        """The page, once `text` is on it."""
-        code = SEEN.replace("TEXT", repr(text))
-        answer = await self.call(
-            "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True
-        )
-        return str(answer["result"]["value"])
-
-    async def value_of(self, expression: str) -> Any:
-        """What an expression gives, as JSON."""
-        answer = await self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in answer, answer
-        return answer["result"]["value"]
-
-
-@asynccontextmanager
-async def browser(profile: Path) -> AsyncIterator[Browser]:
-    process = await asyncio.create_subprocess_exec(
-        *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-        *(f"--user-data-dir={profile}", "--remote-debugging-port=0", "about:blank"),
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert process.stderr is not None
-    try:
-        address = ""
-        while not address:
-            line = (await process.stderr.readline()).decode()
-            assert line, "chromium ended before it listened"
-            address = line.partition("DevTools listening on ws://")[2].partition("/")[0]
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://{address}/json/list") as answer:
-                tab = next(t for t in await answer.json() if t["type"] == "page")
-            async with session.ws_connect(tab["webSocketDebuggerUrl"]) as socket:
-                yield Browser(socket)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        await process.communicate()
-
-
-@pytest.mark.skipif(not BROWSER, reason="no chromium on PATH")
-async def test_a_real_browser_shows_rounds_and_staleness_and_follows_them(
-    controller: windlass.Controller, tmp_path: Path
-) -> None:
-    async with asyncio.timeout(40), browser(tmp_path / "profile") as tab:
-        await tab.call("Page.navigate", url=f"{controller.url}/#token={TOKEN}")
-        page = await tab.html_with("published version -1")
-        assert '<p id="state">live</p>' in page
-        assert "1,234,567" in page
-        assert 'title="write 500.0 ms"' in page
-        assert 'title="2 samples"' in page
-        assert "thrown away: too old 0, stopped early 0, dropped 0, rejected by workflows 0" in page
-        assert "<td>62.5 ms</td>" in page
-        await controller.batches.put(1, [[sample(-8)]])
-        assert 'title="1 samples"' in await tab.html_with("7: 1")
-        await tab.call("Page.navigate", url="about:blank")
-        await tab.call("Page.navigate", url=f"{controller.url}/#token=wrong")
-        assert "1,234,567" not in await tab.html_with("wrong token")
-
-
-HOSTILE = "<img src=x onerror=document.title='owned'>"
-CAUGHT_UP = "version 7: caught up"
-
-
-def story(second: str) -> list[UpdateReport]:
-    """A short update, one that leaves an engine out, and a long one that has it again."""
-    fields = {"outcome": RoundOutcome.PUBLISHED, "engines": ("engine-a", second)}
-    times = {"prepare": 0.005, "write": 0.015, "verify": 0.005}
-    short = {"update_s": 0.025, "wire_s": 0.015, "pause_s": 0.02, "nbytes": 6e7}
-    long = {"prepare": 0.3, "write": 0.9, "verify": 0.192}
-    return [
-        UpdateReport(version=5, measures=short, phase_s=times, **fields),  # type: ignore[arg-type]
-        UpdateReport(
-            version=6,
-            outcome=RoundOutcome.PUBLISHED,
-            engines=("engine-a",),
-            left_out={second: f"its digest differs at {second}"},
-            measures=short,
-            phase_s=times,
-        ),
-        UpdateReport(
-            version=7,
-            measures={"update_s": 1.392, "wire_s": 0.9, "pause_s": 1.3, "nbytes": 6e7},
-            phase_s=long,
-            **fields,  # type: ignore[arg-type]
-        ),
-    ]
-
-
-@pytest.mark.parametrize("second", [HOSTILE, "engine-b"])
-@pytest.mark.skipif(not BROWSER, reason="no chromium on PATH: apt-get install chromium")
-async def test_a_real_browser_draws_updates_on_one_scale_and_what_happened_to_engines(
-    tmp_path: Path, second: str
-) -> None:
-    """25 ms are drawn 25/1392 as long as 1392 ms; names of peers stay text; a phone need not scroll sideways.
-
-    With WINDLASS_SCREENSHOT, a folder, it keeps what docs/operations.md shows.
-    """
-    async with (
-        windlass.Controller(token=TOKEN) as running,
-        asyncio.timeout(40),
-        browser(tmp_path / "profile") as tab,
-    ):
-        running.coordinator.reports.extend(story(second))
-        await running.batches.put(0, [[sample(-1), sample(-2), sample(-2)]])
-        await tab.call("Page.navigate", url=f"{running.url}/#token={TOKEN}")
-        page = await tab.html_with("published version -1")
-        widths = await tab.value_of(
-            "[...document.querySelectorAll('.bar')].map(b => [...b.children].reduce("
-            "(w, s) => w + s.getBoundingClientRect().width, 0))"
-        )
-        assert len(widths) == 3
-        assert widths[2] / widths[0] == pytest.approx(25 / 1392, rel=0.05)
-        assert "left out: its digest differs" in page
-        assert CAUGHT_UP in page
-        assert await tab.value_of("document.querySelectorAll('img').length") == 0
-        assert await tab.value_of("document.title") == "Windlass"
-        assert second in await tab.value_of("document.body.innerText")
-        for scheme, background in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 23, 28)")):
-            feature = {"name": "prefers-color-scheme", "value": scheme}
-            await tab.call("Emulation.setEmulatedMedia", features=[feature])
-            shown = await tab.value_of("getComputedStyle(document.body).backgroundColor")
-            assert shown == background
-            if (folder := os.environ.get("WINDLASS_SCREENSHOT")) and (scheme, second) == (
-                "light",
-                "engine-b",
-            ):
-                size = {"width": 1000, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-                await tab.call("Emulation.setDeviceMetricsOverride", **size)
-                taken = await tab.call("Page.captureScreenshot")
-                (Path(folder) / f"page-{scheme}.png").write_bytes(base64.b64decode(taken["data"]))
-        await tab.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=390,
-            height=844,
-            deviceScaleFactor=2,
-            mobile=True,
-        )
-        assert await tab.value_of("document.documentElement.scrollWidth") <= 390

@@ -89,9 +89,9 @@ BUGS = (
     Bug(
         "an engine with mixed weights is routed",
         Fleet,
-        "serving",
-        "g.complete and not g.mixed_weights and g.version",
-        "g.complete and g.version",
+        "serves",
+        "engine.complete and not engine.mixed_weights and engine.version",
+        "engine.complete and engine.version",
         6,
     ),
     Bug(
@@ -161,8 +161,8 @@ BUGS = (
     Bug(
         "a lost write holds its engines for ever",
         Coordinator,
-        "_settle",
-        "await probe_held(self._fleet, self._sessions)",
+        "settle_soon",
+        "self.spawn(probe_held(self._fleet, self._sessions))",
         "pass",
         6,
     ),
@@ -334,9 +334,9 @@ INTRUDER_BUGS = (
     Bug(
         "versions of another run count",
         Fleet,
-        "serving",
-        "if g.lineage == self.lineage",
-        "if True",
+        "serves",
+        "and engine.lineage == self.lineage",
+        "and True",
         100025,
     ),
     Bug(
@@ -348,13 +348,18 @@ INTRUDER_BUGS = (
         100071,
     ),
     Bug(
-        "two starts of a job train together", Fleet, "_check_job", "if rivals:", "if False:", 100022
+        "two starts of a job train together",
+        Fleet,
+        "_check_job",
+        "if group is not None and self._num_of_job.keys() - {hello.job}:",
+        "if False:",
+        100022,
     ),
     Bug(
         "two ranks have one endpoint",
         Fleet,
         "admit",
-        "if any(offer.endpoint in taken for offer in hello.offers):",
+        "if any(offer.endpoint in self._endpoints for offer in hello.offers):",
         "if False:",
         100014,
     ),

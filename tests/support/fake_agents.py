@@ -317,8 +317,7 @@ class FakeTrainerRank:
         self.handled.append(type(command).__name__)
         match command:
             case ConnectTrainer():
-                plan = TransferPlan.decode(command.plan)
-                self.bind(plan.sources.index(self.worker), command.bindings)
+                self.bind(int(self.worker.rpartition("/")[2]), command.bindings)
                 self._bound_in = epoch
             case ChangeLinks():
                 if command.since != self._bound_in:

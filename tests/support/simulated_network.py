@@ -13,10 +13,12 @@ import errno
 import os
 import random
 import socket
-from collections import Counter, deque
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, final
 
@@ -27,7 +29,7 @@ from windlass.errors import ConfigError
 if TYPE_CHECKING:
     from simulated_loop import SimulatedLoop
 
-__all__ = ["MessageFault", "SimulatedHost", "SimulatedNetwork", "SimulatedServer"]
+__all__ = ["MessageFault", "Meter", "SimulatedHost", "SimulatedNetwork", "SimulatedServer"]
 
 _HOST: ContextVar[str] = ContextVar("simulated_host", default="")
 UNDECODABLE = 0xC1
@@ -53,6 +55,62 @@ class MessageFault(StrEnum):
     DELAY = "delay"
     CORRUPT = "corrupt"
     REPLAY = "replay"
+
+
+@dataclass
+class Meter:
+    """What each host costs the one process that all of them live in.
+
+    Attributes:
+        cpu_s: host -> seconds of this thread's CPU; inside `running` alone.
+        messages, nbytes: host -> what it has sent.
+    """
+
+    cpu_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    messages: Counter[str] = field(default_factory=Counter)
+    nbytes: Counter[str] = field(default_factory=Counter)
+    _owner: str = ""
+    _since_s: float = field(default_factory=time.thread_time)
+
+    def switch(self, host: str) -> str:
+        """What runs from now on belongs to `host`; returns whose it was."""
+        now_s = time.thread_time()
+        self.cpu_s[self._owner] += now_s - self._since_s
+        before, self._owner, self._since_s = self._owner, host, now_s
+        return before
+
+    def sent(self, host: str, nbytes: int) -> None:
+        """`host` has sent a message."""
+        self.messages[host] += 1
+        self.nbytes[host] += nbytes
+
+    def take(self, host: str) -> tuple[float, int, int]:
+        """CPU seconds, messages and bytes of `host` since this was asked last, of any."""
+        self.switch(self.switch(""))
+        found = self.cpu_s[host], self.messages[host], self.nbytes[host]
+        self.cpu_s.clear()
+        self.messages.clear()
+        self.nbytes.clear()
+        return found
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, every callback of the loop counts for the host that it belongs to."""
+        handle: Any = asyncio.Handle
+        run = handle._run
+
+        def metered(called: Any) -> None:
+            before = self.switch(called._context.get(_HOST, ""))
+            try:
+                run(called)
+            finally:
+                self.switch(before)
+
+        handle._run = metered
+        try:
+            yield
+        finally:
+            handle._run = run
 
 
 @final
@@ -194,7 +252,7 @@ class _Transport(asyncio.Transport):
         self._in_flight: deque[bytes | BaseException | None] = deque()
         self._last_arrival_s = 0.0
         self._socket = _ConnectedSocket(self.reset)
-        self.sent: deque[bytes] = deque(maxlen=KEPT_FRAMES)
+        self.sent: deque[bytes] = deque(maxlen=0 if network.meter is not None else KEPT_FRAMES)
         host.transports[self] = None
 
     # --- what protocols use --------------------------------------------------------------------
@@ -314,10 +372,18 @@ class SimulatedNetwork:
     Args:
         seed: of everything that is drawn.
         delay_range_s: how long a message travels, drawn between these.
+        meter: is told what each host does; no frames are kept for replays then.
     """
 
-    def __init__(self, seed: int, delay_range_s: tuple[float, float] = (0.0002, 0.005)) -> None:
+    def __init__(
+        self,
+        seed: int,
+        delay_range_s: tuple[float, float] = (0.0002, 0.005),
+        *,
+        meter: Meter | None = None,
+    ) -> None:
         self.random = random.Random(seed)
+        self.meter = meter
         self._delay_range_s = delay_range_s
         self._hosts: dict[str, SimulatedHost] = {}
         self._servers: dict[int, SimulatedServer] = {}
@@ -355,10 +421,13 @@ class SimulatedNetwork:
     def acting_as(self, host: SimulatedHost) -> Iterator[None]:
         """What is called or spawned inside belongs to `host`."""
         token = _HOST.set(host.name)
+        before = "" if self.meter is None else self.meter.switch(host.name)
         try:
             yield
         finally:
             _HOST.reset(token)
+            if self.meter is not None:
+                self.meter.switch(before)
 
     # --- connections -----------------------------------------------------------------------------
 
@@ -412,6 +481,8 @@ class SimulatedNetwork:
         if not sender.host.alive:
             return
         self.num_messages += 1
+        if self.meter is not None:
+            self.meter.sent(sender.host.name, len(data))
         faults = self._faults.get((sender.host.name, sender.peer.host.name))
         if sender.upgraded and data[0] == BINARY_FRAME:
             sender.sent.append(data)

@@ -83,7 +83,7 @@ def check_served(fleet: FakeFleet, version: int, engines: set[str]) -> None:
 
 
 def link_choice(name: str) -> LinkChoice:
-    return LinkChoice(name, "the only one")
+    return LinkChoice(name, "the only one", 6e9)
 
 
 def binding_of(

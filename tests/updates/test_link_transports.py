@@ -106,6 +106,11 @@ async def test_links_within_a_host_and_between_hosts_take_what_is_fastest_for_ea
             assert {name: taken for name, (taken, _) in found.items()} == {
                 "near/0": "cma", "network/0": "mooncake", "far/0": "mooncake",
             }  # fmt: skip
+            assert all(link["nbytes"] == NBYTES for link in links)
+            ceilings = {link["destination"]: link["ceiling_gbps"] for link in links}
+            assert ceilings == {"near/0": 6.0, "network/0": 1.2, "far/0": 1.2}
+            # One sender, whose links share the seconds that it spent on all of them.
+            assert {link["gbps"] for link in links} == {NBYTES / report.wire_s / 1e9}
             assert found["near/0"][1].startswith(
                 "one host: 6 GB/s at best, the faster than mooncake"
             )

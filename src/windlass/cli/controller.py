@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
@@ -13,6 +15,7 @@ from windlass.envs import control_token
 from windlass.errors import AuthenticationError, PeerTimeout, PeerUnreachable, ProtocolError
 from windlass.net.addresses import check_url
 from windlass.net.sockets import open_http
+from windlass.observability.page import HEARTBEAT_S
 
 
 def add_controller(parser: argparse.ArgumentParser) -> None:
@@ -33,22 +36,57 @@ async def fetch_overview(url: str, token: str, deadline_s: float) -> dict[str, A
         ConfigError: no URL of a server. AuthenticationError: wrong token. PeerTimeout, PeerUnreachable: no answer.
         ProtocolError: an answer that is none of a controller.
     """
-    check_url(url, "controller")
-    try:
+    with _errors_of(url, deadline_s):
         async with (
             asyncio.timeout(deadline_s),
             open_http(token) as session,
             session.get(f"{url}/v1/overview") as answer,
         ):
-            body = await answer.read()
-            if answer.status == 401:
-                raise AuthenticationError(f"{url}: wrong WINDLASS_TOKEN")
-            if answer.status == 403:
-                said = body[:200].decode(errors="replace")
-                raise AuthenticationError(f"{url}: {said}")
-            if answer.status != 200:
-                raise ProtocolError(f"{url}: answered {answer.status}, is it a controller?")
-            return msgspec.json.decode(body, type=dict[str, Any])
+            await _check(url, answer)
+            return msgspec.json.decode(await answer.read(), type=dict[str, Any])
+
+
+async def follow_overview(
+    url: str, token: str, deadline_s: float
+) -> AsyncGenerator[dict[str, Any]]:
+    """What `/v1/events` of a controller sends, until it ends the stream, which is an error.
+
+    Raises:
+        WindlassError: as `fetch_overview`; the deadline is for the first answer. Later the controller sends
+            something at least every `HEARTBEAT_S`, and is given up after three times that.
+    """
+    with _errors_of(url, deadline_s):
+        async with (
+            open_http(token, many_connections=True) as session,
+            asyncio.timeout(deadline_s) as patience,
+            session.get(f"{url}/v1/events") as answer,
+        ):
+            await _check(url, answer)
+            loop, frame = asyncio.get_running_loop(), b""
+            while chunk := await answer.content.readany():
+                patience.reschedule(loop.time() + 3 * HEARTBEAT_S)
+                *frames, frame = (frame + chunk).split(b"\n\n")
+                for whole in frames:
+                    if whole.startswith(b"data: "):
+                        yield msgspec.json.decode(whole[6:], type=dict[str, Any])
+    raise PeerUnreachable(f"{url}: the controller has ended the stream")
+
+
+async def _check(url: str, answer: aiohttp.ClientResponse) -> None:
+    if answer.status == 401:
+        raise AuthenticationError(f"{url}: wrong WINDLASS_TOKEN")
+    if answer.status == 403:
+        said = (await answer.content.read(200)).decode(errors="replace")
+        raise AuthenticationError(f"{url}: {said}")
+    if answer.status != 200:
+        raise ProtocolError(f"{url}: answered {answer.status}, is it a controller?")
+
+
+@contextmanager
+def _errors_of(url: str, deadline_s: float) -> Iterator[None]:
+    check_url(url, "controller")
+    try:
+        yield
     except TimeoutError:
         raise PeerTimeout(f"{url}: no answer within {deadline_s} s") from None
     except aiohttp.ClientError as error:

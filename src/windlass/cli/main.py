@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from windlass import __version__
 from windlass.cli import COMMANDS, Command
-from windlass.errors import ConfigError, WindlassError
+from windlass.errors import (
+    AuthenticationError,
+    ConfigError,
+    EngineRefused,
+    PeerTimeout,
+    PeerUnreachable,
+    TransportUnavailable,
+    WindlassError,
+)
+
+_Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _EXTRAS = {
     "torch": "embedded",
@@ -21,13 +33,24 @@ _EXTRAS = {
 """Package that a command may need -> the extra that brings it."""
 _OWN_EXTRAS = {"demo": "demo"}
 """Command that needs an extra of its own -> that extra."""
+_NEXT: Mapping[type[WindlassError], str] = {
+    AuthenticationError: "set WINDLASS_TOKEN to the controller's token, or to one of a role that "
+    "`windlass token` derives from it",
+    PeerUnreachable: "see that a controller runs there and that this host reaches it; `windlass serve` "
+    "and `windlass launch` print the address",
+    PeerTimeout: "`windlass status URL` shows who is connected and what a controller does; the logs of "
+    "who is missing say why",
+    EngineRefused: "`windlass doctor --engine-python PATH` looks into the engine's environment",
+    TransportUnavailable: "`windlass doctor` says what this machine lacks, and how to mend it",
+}
+"""Error that does not say it itself -> what to do next."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse `argv`, run one sub-command, return the exit status.
 
-    Errors of Windlass, and a missing package that one of its extras brings, are printed as one line;
-    anything else is a defect and shows its traceback.
+    Errors of Windlass, and a missing package that one of its extras brings, are printed as one line, and
+    what to do next as another; anything else is a defect and shows its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in arguments if not word.startswith("-")), "")
@@ -35,14 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments, chosen)
     except WindlassError as error:
         print(f"windlass {chosen}: {type(error).__name__}: {error}", file=sys.stderr)
+        if following := _NEXT.get(type(error)):
+            print(f"next: {following}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if (extra := _EXTRAS.get((error.name or "").partition(".")[0])) is None:
             raise
         extra = _OWN_EXTRAS.get(chosen, extra)
         print(
-            f"windlass {chosen}: needs {error.name}, which is not installed here; the extra "
-            f"windlass[{extra}] brings it",
+            f"windlass {chosen}: needs {error.name}, which is not installed here\n"
+            f"next: pip install 'windlass[{extra}]'",
             file=sys.stderr,
         )
         return 2
@@ -51,12 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str], chosen: str) -> int:
-    parser = argparse.ArgumentParser(
-        prog="windlass",
-        description="Weights from trainers to rollout engines, and asynchronous rollouts.",
-    )
-    parser.add_argument("--version", action="version", version=f"windlass {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True)
+    parser, subparsers = _empty_parser()
     wants_summaries = arguments[:1] in (["-h"], ["--help"])
     command: Command | None = None
     for name in COMMANDS.names():
@@ -69,6 +89,26 @@ def _run(arguments: Sequence[str], chosen: str) -> int:
     if command is None:  # pragma: no cover - argparse has refused anything else
         parser.error(f"unknown command {chosen!r}")
     return command.run(args)
+
+
+def full_parser() -> argparse.ArgumentParser:
+    """The parser with the options of every command; a plugin that cannot be used has none."""
+    parser, subparsers = _empty_parser()
+    for name in COMMANDS.names():
+        summary = _summary(name)
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        with contextlib.suppress(ConfigError):
+            COMMANDS.find(name).add_arguments(subparser)
+    return parser
+
+
+def _empty_parser() -> tuple[argparse.ArgumentParser, _Subparsers]:
+    parser = argparse.ArgumentParser(
+        prog="windlass",
+        description="Weights from trainers to rollout engines, and asynchronous rollouts.",
+    )
+    parser.add_argument("--version", action="version", version=f"windlass {__version__}")
+    return parser, parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
 
 def _summary(name: str) -> str:

@@ -23,6 +23,7 @@ from windlass.engines.spec import ENGINES, EngineOptions
 from windlass.envs import TLS_VARIABLES, TOKEN_VARIABLE, environment_value, secret_value
 from windlass.errors import ConfigError, PeerTimeout, WindlassError
 from windlass.jobs.config import EngineSection, LaunchConfig
+from windlass.jobs.progress import Progress
 from windlass.jobs.recipe import Recipe, in_thread, load_recipe
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.schedulers.configs import (
@@ -37,6 +38,7 @@ from windlass.jobs.train_controller import RankPlace, TrainController, rank_name
 from windlass.net.access import Access, role_environment
 from windlass.net.addresses import is_loopback
 from windlass.net.logs import LOG_VARIABLES
+from windlass.observability.page import saved_page, taken_at
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
@@ -70,7 +72,11 @@ class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def run_job(
-    config: LaunchConfig, *, notify: Callable[[str], None], recipe: Recipe | None = None
+    config: LaunchConfig,
+    *,
+    notify: Callable[[str], None],
+    recipe: Recipe | None = None,
+    progress: Progress | None = None,
 ) -> JobSummary:
     """Run a job until its steps are done, its tasks end, or SIGTERM or SIGINT.
 
@@ -82,6 +88,7 @@ async def run_job(
         config: of `load_config`.
         notify: gets one line per event.
         recipe: in the place of the one that `config` names.
+        progress: is told of the slow parts of the start.
 
     Raises:
         ConfigError: see `check_job`, before anything is started.
@@ -120,6 +127,7 @@ async def run_job(
                 processes=_processes(config, controller.url, token),
                 stop=stop,
                 notify=notify,
+                progress=progress or Progress(),
             )
             summary = await job.run()
     finally:
@@ -181,6 +189,7 @@ class _Job:
     processes: Sequence[tuple[ProcessSpec, int]]
     stop: _Stop
     notify: Callable[[str], None]
+    progress: Progress
     steps: int = 0
 
     async def run(self) -> JobSummary:
@@ -198,6 +207,11 @@ class _Job:
                 await self._let_it_end(work, guards)
             rollouts: dict[str, int] = msgspec.to_builtins(controller.rollouts.stats())
         finally:
+            # Before everybody leaves; of a job that fails, too.
+            page = saved_page(
+                controller.overview(), taken_at(f"the job in {self.output_dir.name}/")
+            )
+            (self.output_dir / "report.html").write_text(page, encoding="utf-8")
             in_step = not work.done()  # ranks that stand in a call hear nothing else
             for task in (work, asked, *guards):
                 task.cancel()
@@ -265,7 +279,10 @@ class _Job:
         producer: asyncio.Task[None] | None = None
         try:
             await self._unless_stopped(self._start())
-            await trainers.publish(0, deadline_s=config.trainer.publish_deadline_s)
+            deadline_s = config.trainer.publish_deadline_s
+            self.progress.begin("planning, binding and publishing version 0", deadline_s)
+            await trainers.publish(0, deadline_s=deadline_s)
+            self.progress.end()
             producer = asyncio.create_task(self._produce())
             for step in range(config.steps):
                 self._check_stopped()
@@ -277,6 +294,7 @@ class _Job:
         except _Stopped:
             return
         finally:
+            self.progress.end()
             if producer is not None:
                 producer.cancel()
                 await asyncio.gather(producer, return_exceptions=True)
@@ -286,16 +304,25 @@ class _Job:
         deadline_s = config.start_deadline_s
         if not config.rollout.num_workers:
             controller.rollouts.run_here(self.recipe.workflows())
+        world_size, engines = config.trainer.world_size, [e.name for e in config.engines]
+
+        def look() -> None:
+            self.progress.waits_for(", ".join(controller.coordinator.missing(world_size, engines)))
+
+        controller.coordinator.subscribe(look)
         async with asyncio.timeout(deadline_s):
+            self.progress.begin("starting trainer ranks, engines beside them", deadline_s)
+            look()
             await self.trainers.start(controller.url, deadline_s=deadline_s)
             if folder := config.trainer.resume_from:
                 await self.trainers.load(str(_absolute(folder)), deadline_s=deadline_s)
                 self.notify(f"resumed from {folder}")
+            self.progress.begin("engines load their model and capture its layout", deadline_s)
+            look()
             await controller.wait_for_fleet(
-                num_trainers=config.trainer.world_size,
-                engines=[engine.name for engine in config.engines],
-                deadline_s=deadline_s,
+                num_trainers=world_size, engines=engines, deadline_s=deadline_s
             )
+            self.progress.begin("starting rollout workers", deadline_s)
             await controller.rollouts.wait_for_workers(
                 max(config.rollout.num_workers, 1), deadline_s=deadline_s
             )

@@ -16,8 +16,9 @@ for the adapter and never reaches this type.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -130,7 +131,7 @@ class _Payload(msgspec.Struct, frozen=True):
     strides_bytes: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardManifest:
     """Everything one rank says about its weights.
 
@@ -233,6 +234,16 @@ class ShardManifest:
 
     def digest(self) -> str:
         """A hex digest of the wire form: equal digests describe equal layouts."""
+        return self._digest
+
+    @cached_property
+    def layout_digest(self) -> str:
+        """As `digest`, whoever holds it: equal for ranks that hold the same, laid out alike."""
+        return replace(self, worker="").digest()
+
+    @cached_property
+    def _digest(self) -> str:
+        """Taken once: every plan asks for that of every rank."""
         return xxhash.xxh3_128_hexdigest(self.encode())
 
 

@@ -5,24 +5,30 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import final
 
 import msgspec
 from aiohttp import web
 
 from windlass.net.server import ControlServer
+from windlass.observability.history import FleetEvents, History, Point
 from windlass.observability.metrics import CONTENT_TYPE, ControllerMetrics
 from windlass.observability.page import StatusPage
 from windlass.observability.spans import find_tracer, record_round
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
+from windlass.rollout.handles import RolloutStats
 from windlass.rollout.messages import TrainingSample
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.measures import Measure
-from windlass.updates.messages import UpdateReport
+from windlass.updates.messages import RoundOutcome, UpdateReport
 from windlass.updates.rounds import Phase
 
 LAST_ROUNDS = 20
+BINDING = "binding "
+LOOK_AFTER_S = 0.2
+"""From a change of the fleet to a look at it, which sees all changes that came meanwhile."""
 
 
 @final
@@ -37,11 +43,15 @@ class Operations:
         self._tracer = find_tracer()
         self._page = StatusPage(self.overview)
         self._staleness: Counter[int] = Counter()
-        self._phase = ""
+        self._history, self._events = History(), FleetEvents()
+        self._look_timer: asyncio.TimerHandle | None = None
+        self._totals = Point()
+        self._phase, self._phase_began_s = "", 0.0
         self._started_at = 0.0
         coordinator.on_update(self._on_update)
         coordinator.on_phase(self._on_phase)
-        coordinator.subscribe(self._page.notify)
+        coordinator.subscribe(self._on_fleet)
+        rollouts.on_change(self._on_rollouts)
         batches.on_put(self.observe_samples)
 
     def mount(self, server: ControlServer) -> None:
@@ -52,15 +62,22 @@ class Operations:
 
     def close(self) -> None:
         """End open streams. Idempotent."""
+        if self._look_timer is not None:
+            self._look_timer.cancel()
         self._page.close()
+
+    def _now_s(self) -> float:
+        """Since the start."""
+        return asyncio.get_running_loop().time() - self._started_at
 
     def overview(self) -> dict[str, object]:
         """What `/v1/overview` answers and every event carries."""
-        stats = self._rollouts.stats()
-        elapsed_s = max(asyncio.get_running_loop().time() - self._started_at, 1e-9)
+        stats, now_s = self._rollouts.stats(), self._now_s()
+        self._add_point(now_s, stats)
         return {
             **self._coordinator.status(),
             "phase": self._phase,
+            "phase_for_s": now_s - self._phase_began_s if self._phase else 0.0,
             "measures": {
                 m.value: {"label": m.label, "unit": m.unit, "help": m.help} for m in Measure
             },
@@ -69,9 +86,48 @@ class Operations:
                 for report in tuple(self._coordinator.reports)[-LAST_ROUNDS:]
             ],
             "rollouts": msgspec.to_builtins(stats),
-            "completed_per_s": stats.completed / elapsed_s,
+            "completed_per_s": stats.completed / max(now_s, 1e-9),
             "staleness": {str(age): self._staleness[age] for age in sorted(self._staleness)},
+            "now_s": now_s,
+            "history": self._history.columns(),
+            "events": [asdict(event) for event in self._events.newest],
         }
+
+    def _add_point(self, at_s: float, stats: RolloutStats) -> None:
+        self._history.add(
+            replace(
+                self._totals,
+                at_s=at_s,
+                completed=stats.completed,
+                too_old=stats.too_old,
+                stopped_early=stats.stopped_early,
+                dropped=stats.dropped,
+                rejected=stats.rejected,
+                wasted_tokens=stats.wasted_tokens,
+                version=self._coordinator.published_version,
+                outstanding=stats.outstanding,
+            )
+        )
+        self._totals = replace(self._totals, stalest=0)
+
+    def _on_rollouts(self) -> None:
+        if self._history.is_due(now_s := self._now_s()):
+            self._add_point(now_s, self._rollouts.stats())
+            self._page.notify()
+
+    def _on_fleet(self) -> None:
+        binds = self._coordinator.binds
+        if bool(binds) != self._phase.startswith(BINDING) and not self._coordinator.in_round:
+            self._enter(f"{BINDING}{', '.join(binds)}" if binds else "")
+        self._page.notify()
+        if self._look_timer is None and not self._page.closed:
+            self._look_timer = asyncio.get_running_loop().call_later(LOOK_AFTER_S, self._look)
+
+    def _look(self) -> None:
+        """See how engines differ from the last look; what is new goes to open pages."""
+        self._look_timer = None
+        self._events.compare(self._now_s(), self._coordinator.engines())
+        self._page.notify()
 
     def _on_update(self, report: UpdateReport) -> None:
         self._metrics.observe_round(report.outcome.value, report.measures)
@@ -83,12 +139,18 @@ class Operations:
                 measures=report.measures,
                 phase_s=report.phase_s,
             )
+        if report.outcome is not RoundOutcome.PUBLISHED:
+            said = f"version {report.version} {report.outcome}: {report.reason}"
+            self._events.add(self._now_s(), "", said, is_bad=True)
         self._page.notify()
 
     def _on_phase(self, version: int, phase: Phase) -> None:
         what = f"version {version}" if version >= 0 else "a push"  # its trainer names it at the end
-        self._phase = "" if phase is Phase.DONE else f"{phase.value} of {what}"
+        self._enter("" if phase is Phase.DONE else f"{phase.value} of {what}")
         self._page.notify()
+
+    def _enter(self, phase: str) -> None:
+        self._phase, self._phase_began_s = phase, self._now_s()
 
     def observe_samples(self, samples: Sequence[TrainingSample]) -> None:
         """Count the age of samples that go to trainers now."""
@@ -96,6 +158,14 @@ class Operations:
         ages = [version - min(s.versions) for s in samples if s.versions]
         self._staleness.update(ages)
         self._metrics.observe_staleness(ages)
+        totals = self._totals
+        self._totals = replace(
+            totals,
+            samples=totals.samples + len(samples),
+            tokens=totals.tokens + sum(len(sample.output_ids) for sample in samples),
+            staleness=totals.staleness + sum(ages),
+            stalest=max(totals.stalest, *ages, 0),
+        )
         self._page.notify()
 
     async def _serve_metrics(self, _request: web.Request) -> web.Response:

@@ -192,6 +192,38 @@ class TransferPlan:
         """The part of the plan that `worker` receives; same name tables, fewer rows."""
         return self._filtered(self.ops.dst == self.destinations.index(worker))
 
+    def parts(self, *, sending: bool, all_names: bool) -> dict[str, TransferPlan]:
+        """`for_source` of every source if `sending`, else `for_destination` of every destination.
+
+        Args:
+            sending: whose parts.
+            all_names: a part names all ranks, and not only those that its rows speak of and its own:
+                all parts together grow with the square of the fleet then.
+        """
+        workers = self.sources if sending else self.destinations
+        index = self.ops.src if sending else self.ops.dst
+        rows = np.argsort(index, kind="stable")
+        bounds = np.searchsorted(index[rows], np.arange(len(workers) + 1)).tolist()
+        found = {}
+        for own, worker in enumerate(workers):
+            part = replace(self, ops=self.ops.select(rows[bounds[own] : bounds[own + 1]]))
+            found[worker] = part if all_names else part._with_own_names(own, sending=sending)
+        return found
+
+    def _with_own_names(self, own: int, *, sending: bool) -> TransferPlan:
+        """This part, with the names that rank `own` needs to know."""
+        src, here = _renumbered(self.ops.src, own if sending else None)
+        dst, there = _renumbered(self.ops.dst, None if sending else own)
+        return replace(
+            self,
+            sources=tuple(self.sources[i] for i in here),
+            destinations=tuple(self.destinations[i] for i in there),
+            source_digests=tuple(self.source_digests[i] for i in here),
+            destination_digests=tuple(self.destination_digests[i] for i in there),
+            staging_nbytes=tuple(self.staging_nbytes[i] for i in there),
+            ops=replace(self.ops, src=src, dst=dst),
+        )
+
     def without_staging(self, links: Collection[tuple[str, str]]) -> TransferPlan:
         """The plan with every op of `links`, (source, destination), stored where it belongs.
 
@@ -272,3 +304,9 @@ class TransferPlan:
     def digest(self) -> str:
         """A hex digest that every rank confirms before memory is registered."""
         return xxhash.xxh3_128_hexdigest(self.encode())
+
+
+def _renumbered(index: Int32Array, own: int | None) -> tuple[Int32Array, list[int]]:
+    """`index` into those names alone that it, or `own`, speaks of; and which those are."""
+    used = np.unique(index if own is None else np.append(index, own))
+    return np.searchsorted(used, index).astype(np.int32), used.tolist()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import Self, final
@@ -52,7 +52,7 @@ from windlass.rollout.pool import LocalWorker, WorkerPool
 from windlass.rollout.staleness import OnStale, StalenessPolicy
 from windlass.rollout.table import Record, State
 from windlass.rollout.workflows import Workflow, check_workflows, encode_value
-from windlass.updates.changes import Changes
+from windlass.updates.changes import Changes, tell
 
 logger = logging.getLogger(__name__)
 MAX_DISPATCHES_PER_TURN = 256
@@ -106,6 +106,7 @@ class RolloutController:
         self._room, self._joined = Changes(), Changes()
         self._is_dispatch_scheduled = self._is_open = False
         self._paused = self._closed = False
+        self._listeners: list[Callable[[], None]] = []
 
     async def __aenter__(self) -> Self:
         """Raises `ConfigError` when the journal cannot be used."""
@@ -406,6 +407,10 @@ class RolloutController:
         """
         self._life.set_version(version)
 
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` in the loop, once in a turn in which rollouts came, ended or were thrown away."""
+        self._listeners.append(listener)
+
     def stats(self) -> RolloutStats:
         """Counts, and an audit of where every outstanding rollout is."""
         table, counts = self._table, self._table.counts
@@ -502,6 +507,7 @@ class RolloutController:
         self._journal.flush()
         if self._room and self._policy.capacity() > len(self._table.waiting):
             self._room.notify()
+        tell(self._listeners)
 
     def _dispatch_some(self) -> bool:
         """Hand what is admitted to free workers; True when there is more for the next turn of the loop."""

@@ -19,10 +19,12 @@ class LinkChoice(msgspec.Struct, frozen=True):
 
     Attributes:
         transport: registry name. reason: why, one line for a person.
+        ceiling_bytes_per_s: what the link can reach at best, by the slower of its ends' traits.
     """
 
     transport: str
     reason: str
+    ceiling_bytes_per_s: float
 
 
 def choose_transport(
@@ -74,7 +76,7 @@ def choose_transport(
     figures = ", ".join(f"{other} ({speed / 1e9:g} GB/s)" for speed, other in slower)
     where = "one host" if same_host else "two hosts"
     why = f"the faster than {figures}" if slower else "the only one that reaches"
-    return LinkChoice(name, f"{where}: {ceiling / 1e9:g} GB/s at best, {why}")
+    return LinkChoice(name, f"{where}: {ceiling / 1e9:g} GB/s at best, {why}", ceiling)
 
 
 def unreachable_reason(endpoint: PeerEndpoint) -> str:

@@ -6,10 +6,12 @@ Nothing is paused here. Runs when the fleet has changed, before the next round n
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import final
 
 import msgspec
@@ -42,6 +44,9 @@ from windlass.updates.messages import (
 )
 from windlass.updates.session import AgentSession, RankCaller, describe, failures_of
 
+NEWCOMERS_SPREAD = 4
+"""Newcomers read from so many times their share of trainer ranks that hold the same: with 1 their bytes would
+lie unevenly, and with all each of a thousand engines would be linked to each of a thousand ranks."""
 JOIN_SHARE = 0.8
 """Of the time for binding: members give up before the coordinator does, and can say why."""
 
@@ -70,7 +75,7 @@ class EnginesUnbound(RoundAborted):
         self.kept = kept
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Binding:
     """A plan that every rank has bound to memory; none where the trainer drives the update.
 
@@ -101,30 +106,49 @@ class Binding:
     @property
     def sent_nbytes(self) -> int:
         """Bytes that the trainer sends which sends most."""
+        return max(self.sent_by.values(), default=0)
+
+    @cached_property
+    def sent_by(self) -> Counter[str]:
+        """Trainer -> bytes that it sends."""
         sent = Counter[str]()
         for (source, _), nbytes in self.links.items():
             sent[source] += nbytes
-        return max(sent.values(), default=0)
+        return sent
 
     @property
     def links_by_transport(self) -> dict[str, int]:
         """Name of a transport -> links that take it."""
         return dict(Counter(choice.transport for choice in self.transports.values()))
 
-    def describe_links(self) -> list[dict[str, str]]:
-        """Links and their transports as `/v1/status` shows them."""
+    def describe_links(self, reached: Mapping[Link, float]) -> list[dict[str, str | float]]:
+        """Links as `/v1/status` shows them; `reached`: 10^9 bytes per second, of those that were used."""
         return [
-            {"source": s, "destination": d, "transport": c.transport, "reason": c.reason}
-            for (s, d), c in self.transports.items()
+            {
+                "source": link[0],
+                "destination": link[1],
+                "transport": choice.transport,
+                "nbytes": self.links.get(link, 0),
+                "gbps": reached.get(link, 0.0),
+                "ceiling_gbps": choice.ceiling_bytes_per_s / 1e9,
+                "reason": choice.reason,
+            }
+            for link, choice in self.transports.items()
         ]
 
     def identities_of(self, workers: Iterable[str]) -> frozenset[Identity]:
         """The processes behind these ranks."""
-        names = frozenset(workers)
-        return frozenset(identity for identity in self.signature if identity[0] in names)
+        known = self._incarnations
+        return frozenset((name, known[name]) for name in workers if name in known)
+
+    @cached_property
+    def _incarnations(self) -> dict[str, str]:
+        return dict(self.signature)
 
     def without(self, engines: Collection[str]) -> Binding:
         """What is left where these engines are no part of it: their sources are to end the links to them."""
+        if not engines:
+            return self
         workers = {w for name in engines for w in self.engines.get(name, ())}
         ended = frozenset(link for link in self.links if link[1] in workers)
         return replace(
@@ -281,6 +305,24 @@ def _below(group: RelayGroup, member: str) -> tuple[str, ...]:
 # --- the binding ---------------------------------------------------------------------------
 
 
+def _least_loaded(
+    sources: Sequence[ShardManifest], kept: Binding, num_engines: int
+) -> tuple[ShardManifest, ...]:
+    """The sources that `num_engines` newcomers read from: of those that hold the same, who sends least."""
+    sent, share = kept.sent_by, NEWCOMERS_SPREAD * num_engines / (num_engines + len(kept.engines))
+    alike: dict[str, list[ShardManifest]] = {}
+    for manifest in sources:
+        alike.setdefault(manifest.layout_digest, []).append(manifest)
+    chosen = {
+        manifest.worker
+        for found in alike.values()
+        for manifest in sorted(found, key=lambda manifest: sent[manifest.worker])[
+            : math.ceil(share * len(found))
+        ]
+    }
+    return tuple(manifest for manifest in sources if manifest.worker in chosen)
+
+
 @final
 class FleetBinder:
     """Compiles a plan and has every rank bind it, once.
@@ -315,6 +357,8 @@ class FleetBinder:
             engines = [engine for engine in engines if engine.name not in kept.engines]
         self._signature = signature_of([trainers, *engines])
         self._trainers, self._sources = trainers.workers, trainers.manifests
+        if kept is not None and engines:
+            self._sources = _least_loaded(self._sources, kept, len(engines))
         self._engines = {engine.name: engine.workers for engine in engines}
         self._engine_of = {w: name for name, workers in self._engines.items() for w in workers}
         self._manifests = {engine.name: engine.manifests for engine in engines}
@@ -348,7 +392,9 @@ class FleetBinder:
         except EnginesUnbound as unbound:
             unbound.kept = self._kept  # no trainer was asked
             raise
-        offers = await self._bind_sources(self._addressed(to_trainers, bound), binding)
+        offers = await self._bind_sources(
+            self._addressed(to_trainers, bound, binding.links), binding
+        )
         costs = {
             w: BindCost(self._sessions[w].agent.hello.registered.seconds, plan_s, bind_s)
             for w, bind_s in self._caller.took_s.items()
@@ -369,7 +415,7 @@ class FleetBinder:
         """
         if self._kept is not None and not self._engines:
             binding = Binding(signature=self._signature, engines={})
-            return binding, {}, self._change_trainers(self._kept, (), None)
+            return binding, {}, self._change_trainers(self._kept, (), {})
         destinations = [m for manifests in self._manifests.values() for m in manifests]
         planned = [m for m in destinations if m.worker not in self._copies]
         plan = self._plan(planned)
@@ -385,7 +431,9 @@ class FleetBinder:
         unreached = self._transports.choose(links.keys() | passed_on)
         self._refuse({self._engine_of[w]: why for w, why in unreached.items()}, self._kept)
         plan = plan.without_staging(frozenset(self._transports.strided))
-        parts = {m.worker: plan.for_destination(m.worker) for m in planned}
+        # Members of a group compare the tables of their parts.
+        all_names = self._backend.traits.collective
+        parts = plan.parts(sending=False, all_names=all_names)
         for manifest in destinations:
             if (of := self._copies.get(manifest.worker)) is not None:
                 parts[manifest.worker] = parts[of].for_replica(of, manifest)
@@ -403,9 +451,10 @@ class FleetBinder:
             w: ConnectEngine(part.encode(), digest, self._mode, self._backend, w in self._group_of)
             for w, part in parts.items()
         }
+        own = plan.parts(sending=True, all_names=all_names)
         if self._kept is None:
-            return binding, to_engines, self._connect_trainers(plan, digest, binding.replicated)
-        return binding, to_engines, self._change_trainers(self._kept, links, plan)
+            return binding, to_engines, self._connect_trainers(own, digest, binding.replicated)
+        return binding, to_engines, self._change_trainers(self._kept, links, own)
 
     def _find_replicated(self) -> Replicated | None:
         """Engines verify what they serve: they may hold copies of a tensor that they use differently."""
@@ -413,12 +462,12 @@ class FleetBinder:
         return find_replicated(self._sources) if of_trainers else None
 
     def _connect_trainers(
-        self, plan: TransferPlan, digest: str, replicated: Replicated | None
+        self, parts: Mapping[str, TransferPlan], digest: str, replicated: Replicated | None
     ) -> dict[str, ConnectTrainer]:
         held = {} if replicated is None else replicated.parts
         return {
             w: ConnectTrainer(
-                plan.for_source(w).encode(),
+                parts[w].encode(),
                 digest,
                 (),
                 self._backend,
@@ -428,7 +477,7 @@ class FleetBinder:
         }
 
     def _change_trainers(
-        self, kept: Binding, links: Iterable[Link], plan: TransferPlan | None
+        self, kept: Binding, links: Iterable[Link], parts: Mapping[str, TransferPlan]
     ) -> dict[str, ChangeLinks]:
         """Of trainers that get links or lose them; the others are asked nothing."""
         gone: dict[str, list[str]] = {}
@@ -439,7 +488,7 @@ class FleetBinder:
             w: ChangeLinks(
                 kept.bound_in[w],
                 tuple(gone.get(w, ())),
-                plan.for_source(w).encode() if plan is not None and w in sources else b"",
+                parts[w].encode() if w in sources else b"",
                 (),
             )
             for w in self._trainers
@@ -447,20 +496,30 @@ class FleetBinder:
         }
 
     def _addressed(
-        self, commands: Mapping[str, ConnectTrainer | ChangeLinks], bound: Mapping[str, Bound]
+        self,
+        commands: Mapping[str, ConnectTrainer | ChangeLinks],
+        bound: Mapping[str, Bound],
+        links: Iterable[Link],
     ) -> dict[str, ConnectTrainer | ChangeLinks]:
-        """The commands of sources, now that it is known where engines are written."""
-        direct = [bound[w].binding for w in bound if w not in self._copies]
-        roots = dict.fromkeys(root for group in self._relays for root in group.roots())
+        """The commands of sources, now that it is known where the engines are written that they send to."""
+        direct: dict[str, list[DestinationBinding]] = {}
+        for source, destination in links:
+            if destination not in self._copies and destination in bound:
+                direct.setdefault(source, []).append(bound[destination].binding)
         found: dict[str, ConnectTrainer | ChangeLinks] = {}
         for worker, command in commands.items():
             if not command.plan:
                 found[worker] = command
                 continue
+            own = direct.get(worker, [])
             found[worker] = msgspec.structs.replace(
-                command, bindings=self._transports.narrow(worker, direct)
+                command, bindings=self._transports.narrow(worker, own)
             )
-            relay = self._relay_of(worker, self._relays, self._group_of, roots, bound)
+            sent_to = {binding.worker for binding in own}
+            groups = tuple(group for group in self._relays if group.members[0] in sent_to)
+            members = (name for group in groups for name in group.members)
+            roots = dict.fromkeys(root for group in groups for root in group.roots())
+            relay = self._relay_of(worker, groups, members, roots, bound)
             if relay is not None:
                 found[worker] = msgspec.structs.replace(found[worker], relay=relay)
         return found

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from windlass.updates.binding import (
     Binding,
     EnginesUnbound,
     FleetBinder,
+    Link,
     Planner,
     signature_of,
 )
@@ -91,6 +92,8 @@ T = TypeVar("T")
 MAX_LATE = 2
 """Times that an engine may not answer when it is bound; one that is late again is refused."""
 KEPT_REFUSALS = 1024
+TOLD_COSTS = 64
+"""Ranks whose costs of connecting are in the report that every trainer rank gets."""
 MAX_EPOCHS_AHEAD = 1 << 20
 """By which agents may be ahead of what a controller knows: bindings are not recorded."""
 
@@ -120,6 +123,7 @@ class Coordinator:
     Attributes:
         lock: held while a round runs, or the fleet is bound.
         reports: of the newest `KEPT_REPORTS` updates; `num_updates` counts all.
+        binds: engines that are bound just now.
 
     Raises:
         ConfigError: the journal cannot be used.
@@ -153,6 +157,7 @@ class Coordinator:
         self._comparisons = Comparisons(config.compare_share)
         self._refusals: dict[str, tuple[str, str]] = {}
         self._unbindable = ""
+        self._settles = False
         self._driver: RoundDriver | None = None
         self.lock = asyncio.Lock()
         self._changes = Changes()
@@ -162,6 +167,8 @@ class Coordinator:
         self._phase_listeners: list[Callable[[int, Phase], None]] = []
         self._pushes = PushUpdates(self)
         self.num_updates = 0
+        self._reached: dict[Link, float] = {}
+        self.binds: tuple[str, ...] = ()
         self.reports: deque[UpdateReport] = deque(maxlen=KEPT_REPORTS)
 
     # --- what others ask ---------------------------------------------------------------------
@@ -218,13 +225,17 @@ class Coordinator:
             "trainers": list(t.workers) if (t := self._fleet.trainers()) is not None else [],
             "in_round": self.in_round,
             "updates": self.num_updates,
-            "links": [] if self._binding is None else self._binding.describe_links(),
+            "links": [] if self._binding is None else self._binding.describe_links(self._reached),
         }
+
+    def missing(self, num_trainers: int, engines: Sequence[str]) -> list[str]:
+        """Who of a fleet is not connected with all ranks yet, for a person."""
+        return self._fleet.missing(num_trainers, engines)
 
     async def wait_for_fleet(
         self, *, num_trainers: int, engines: Sequence[str], deadline_s: float
     ) -> None:
-        missing = partial(self._fleet.missing, num_trainers, engines)
+        missing = partial(self.missing, num_trainers, engines)
 
         def there() -> bool:
             self._check_none_refused("wait_for_fleet", {*missing()} & {*engines})
@@ -433,7 +444,9 @@ class Coordinator:
                 *(hello.registered.num_regions, hello.registered.seconds),
             )
         self._changes.notify()
-        self.settle_soon()
+        group = self._fleet.group_of(hello.group)
+        if self._fleet.held or (group is not None and group.complete):
+            self.settle_soon()
 
     async def received(self, session: AgentSession, frame: AgentFrame) -> None:
         match frame:
@@ -481,8 +494,8 @@ class Coordinator:
 
     async def _settle(self) -> None:
         """As soon as no round runs: bring newcomers up, and bind, so that the next round need not."""
-        await probe_held(self._fleet, self._sessions)
         async with self.lock:
+            self._settles = False  # what changes from here on is for the next one
             await self._catch_ups.bring_up()
             trainers = self._fleet.trainers()
             if trainers is None or not trainers.complete or not self._fleet.writable_engines():
@@ -515,7 +528,11 @@ class Coordinator:
 
     def settle_soon(self) -> None:
         """Bind, bring newcomers up and have engines go on, as soon as no round runs."""
-        self.spawn(self._settle())
+        if self._fleet.held:
+            self.spawn(probe_held(self._fleet, self._sessions))
+        if not self._settles:  # one that waits for its turn does it for all who come meanwhile
+            self._settles = True
+            self.spawn(self._settle())
 
     async def _ensure_bound(self) -> Binding:
         trainers, engines = self._fleet.trainers(), self._fleet.writable_engines()
@@ -558,7 +575,13 @@ class Coordinator:
             deadline_s=self._config.deadlines.connect_s,
             held=held,
         )
-        return await binder.bind()
+        self.binds = tuple(engine.name for engine in engines)
+        self._changes.notify()
+        try:
+            return await binder.bind()
+        finally:
+            self.binds = ()
+            self._changes.notify()
 
     def new_epoch(self) -> RoundId:
         """A round id above all that were used, of another binding than all before."""
@@ -605,8 +628,8 @@ class Coordinator:
     # --- the second clock ----------------------------------------------------------------------
 
     def _on_announce(self, session: AgentSession, frame: Announce) -> None:
-        trainers = self._fleet.trainers()
-        if trainers is None or session.worker not in trainers.workers:
+        trainers, hello = self._fleet.trainers(), session.agent.hello
+        if trainers is None or (hello.group, hello.role) != (trainers.name, trainers.role):
             raise ProtocolError(f"{session.worker}: only a trainer may announce a version")
         pending = PendingPublish(
             trainer=session.agent.identity, version=frame.version, attempt=frame.attempt
@@ -614,7 +637,11 @@ class Coordinator:
         report = self._requests.receive(pending)
         if report is not None:
             self.spawn(report_to(self._sessions, session.agent.identity, report))
-        elif trainers.complete and (all_of_them := self._requests.pop_all(trainers.workers)):
+        elif (
+            trainers.complete
+            and self._requests.num_waiting >= trainers.world_size  # else nobody is asked, each time
+            and (all_of_them := self._requests.pop_all(trainers.workers))
+        ):
             with log_fields(version=frame.version):  # which the new task keeps
                 self.spawn(self._update(all_of_them))
 
@@ -663,7 +690,8 @@ class Coordinator:
             except Exception as error:  # noqa: BLE001
                 _log.exception("version %s", version)
                 report = _failed(version, f"{type(error).__name__}: {error}")
-        answers = [(rank.trainer, self._requests.answer(rank, report)) for rank in ranks]
+        told = _told_to_trainers(report)
+        answers = [(rank.trainer, self._requests.answer(rank, told)) for rank in ranks]
         self._note_update(report)
         for trainer, answer in answers:
             await report_to(self._sessions, trainer, answer)
@@ -892,10 +920,24 @@ class Coordinator:
                 compare_s=report.compare_s, update_s=report.update_s, is_published=is_published
             )
         if is_published:
+            self._note_speeds(binding, report.engines, finish.wire_s)
             self._journal_outcome(JournalKind.PUBLISHED, finish.version, report.engines)
         else:
             self._journal_outcome(JournalKind.ROUND_ENDED, finish.version, (), finish.reason)
         return msgspec.structs.replace(report, transports=binding.links_by_transport)
+
+    def _note_speeds(
+        self, binding: Binding, engines: Sequence[str], wire_s: Mapping[str, float]
+    ) -> None:
+        """Note what each link reached: its bytes, over the seconds that its source spent on all of its links."""
+        known = {} if self._binding is None else self._binding.links
+        self._reached = {link: gbps for link, gbps in self._reached.items() if link in known}
+        served = {worker for name in engines for worker in binding.engines[name]}
+        self._reached |= {
+            (source, worker): nbytes / wire_s[source] / 1e9
+            for (source, worker), nbytes in binding.links.items()
+            if worker in served and wire_s.get(source, 0.0) > 0
+        }
 
     def _note_outcomes(self, driver: RoundDriver, result: RoundResult) -> None:
         """Note who serves what, who may hold two versions, and whose bytes are still under way."""
@@ -977,3 +1019,10 @@ class Coordinator:
 def _failed(version: int, reason: str) -> UpdateReport:
     """The report of a version for which no round was begun."""
     return UpdateReport(version=version, outcome=RoundOutcome.FAILED, reason=reason)
+
+
+def _told_to_trainers(report: UpdateReport) -> UpdateReport:
+    """Without what connecting most of many ranks cost: told to each of them it grows with their square."""
+    slowest = sorted(report.bound, key=lambda worker: -report.bound[worker].bind_s)
+    told = {worker: report.bound[worker] for worker in slowest[:TOLD_COSTS]}
+    return msgspec.structs.replace(report, bound=told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.logs import printable
 from windlass.net.messages import MustWait
 from windlass.transfer.bindings import LinkStatus
+from windlass.transports.base import PeerEndpoint
 from windlass.updates.journal import MAX_QUARANTINED
 from windlass.updates.messages import (
     MAX_REASON_LENGTH,
@@ -161,6 +163,9 @@ class Fleet:
     def __init__(self, quarantined: Iterable[Identity] = ()) -> None:
         self.lineage = ""
         self._groups: dict[str, Group] = {}
+        self._agents: dict[str, Agent] = {}
+        self._endpoints: set[PeerEndpoint] = set()
+        self._num_of_job = Counter[str]()
         self._quarantined = dict.fromkeys(quarantined)
         self._quarantine_on_return: dict[str, None] = {}
         self._first_epoch: int | None = None
@@ -172,11 +177,7 @@ class Fleet:
 
     def find(self, worker: str) -> Agent | None:
         """The connected rank of that name."""
-        for group in self._groups.values():
-            for agent in group.agents.values():
-                if agent.hello.worker == worker:
-                    return agent
-        return None
+        return self._agents.get(worker)
 
     def admit(self, hello: Hello) -> Agent:
         """Register a rank.
@@ -197,10 +198,10 @@ class Fleet:
                 f"{hello.worker}: group {hello.group!r} has role {known.role} and world_size "
                 f"{known.world_size}, got {hello.role} and {hello.world_size}"
             )
-        others = [g for g in self._groups.values() if g.role is hello.role is Role.TRAINER]
-        if any(group.name != hello.group for group in others):
+        trainers = self.trainers() if hello.role is Role.TRAINER else None
+        if trainers is not None and trainers.name != hello.group:
             raise ProtocolError(
-                f"{hello.worker}: trainer group {others[0].name!r} is connected already; "
+                f"{hello.worker}: trainer group {trainers.name!r} is connected already; "
                 f"got {hello.group!r}"
             )
         if hello.role is Role.ENGINE and hello.group == self._trainer_group:
@@ -211,9 +212,7 @@ class Fleet:
             raise MustWait(
                 f"worker name {hello.worker!r} is that of an agent that is still connected"
             )
-        agents = (agent for group in self._groups.values() for agent in group.agents.values())
-        taken = {offer.endpoint for agent in agents for offer in agent.hello.offers}
-        if any(offer.endpoint in taken for offer in hello.offers):
+        if any(offer.endpoint in self._endpoints for offer in hello.offers):
             raise ProtocolError(f"{hello.worker}: its endpoint is that of another agent")
         return self._insert(hello, manifest)
 
@@ -273,10 +272,10 @@ class Fleet:
                 f"{hello.worker}: job {hello.job!r} was replaced by job {self._job!r}"
             )
         group = self.trainers()
-        agents = () if group is None else group.agents.values()
         # Of a job that was just replaced, too: its ranks are sent away one after the other.
-        rivals = [agent.hello for agent in agents if agent.hello.job != hello.job]
-        if rivals:
+        if group is not None and self._num_of_job.keys() - {hello.job}:
+            agents = group.agents.values()
+            rivals = [agent.hello for agent in agents if agent.hello.job != hello.job]
             raise MustWait(
                 f"{hello.worker} of job {hello.job!r} must wait until the ranks of job "
                 f"{rivals[0].job!r} have left: {', '.join(rival.worker for rival in rivals)}"
@@ -299,6 +298,7 @@ class Fleet:
             del self._holds[past]
         if hello.role is Role.TRAINER:
             self._trainer_group = hello.group
+            self._num_of_job[hello.job] += 1
             self._note_mesh(hello)
             if hello.job != self._job and not hello.lineage:
                 self.replace_job(hello.job)
@@ -306,7 +306,8 @@ class Fleet:
             self._job = hello.job
         for past in [k for k in self._quarantined if k[0] == hello.worker and k != agent.identity]:
             del self._quarantined[past]
-        group.agents[hello.rank] = agent
+        group.agents[hello.rank] = self._agents[hello.worker] = agent
+        self._endpoints.update(offer.endpoint for offer in hello.offers)
         group.mixed_weights |= hello.mixed_weights
         group.version = min(group.version, hello.served_version)
         if group.lineage != hello.lineage:
@@ -322,15 +323,21 @@ class Fleet:
 
     def remove(self, agent: Agent) -> Group:
         """Forget a rank; its group stays known while it has other ranks."""
-        group = self._groups[agent.hello.group]
-        group.agents.pop(agent.hello.rank, None)
+        hello = agent.hello
+        group = self._groups[hello.group]
+        if group.agents.pop(hello.rank, None) is not None:
+            del self._agents[hello.worker]
+            self._endpoints.difference_update(offer.endpoint for offer in hello.offers)
+            if hello.role is Role.TRAINER:
+                self._num_of_job -= Counter([hello.job])  # drops those that nobody is of
         if not group.agents:
             del self._groups[group.name]
         return group
 
     def trainers(self) -> Group | None:
         """The trainer job, complete or not."""
-        return next((g for g in self._groups.values() if g.role is Role.TRAINER), None)
+        found = self._groups.get(self._trainer_group)
+        return found if found is not None and found.role is Role.TRAINER else None
 
     def engines(self) -> tuple[Group, ...]:
         """Engines with at least one rank, complete or not."""
@@ -485,11 +492,14 @@ class Fleet:
 
     def serving(self, version: int) -> tuple[Group, ...]:
         """Engines that serve exactly `version`, and answer; none before the first."""
-        return tuple(
-            g
-            for g in self.engines()
-            if g.complete and not g.mixed_weights and g.version == version >= 0
-            if g.lineage == self.lineage and not g.silent
+        return tuple(group for group in self.engines() if self.serves(group, version))
+
+    def serves(self, engine: Group, version: int) -> bool:
+        """Whether it is one of `serving`."""
+        return (
+            (engine.complete and not engine.mixed_weights and engine.version == version >= 0)
+            and engine.lineage == self.lineage
+            and not engine.silent
         )
 
 

@@ -531,7 +531,8 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
         transports: name -> links that took it, where bytes travel by one-sided writes; `/v1/status` says
             of each link what it took, and why.
         bound: rank -> what it cost to connect it, of those that were bound since the last update: all of
-            them in the first one, nobody where the fleet has not changed.
+            them in the first one, nobody where the fleet has not changed. Trainers are told of the 64 that
+            took longest, the controller's own process of all.
     """
 
     version: int

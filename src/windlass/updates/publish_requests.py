@@ -47,6 +47,12 @@ class PublishRequests:
 
     def __init__(self) -> None:
         self._newest: dict[str, _Request] = {}
+        self._waiting: set[str] = set()
+
+    @property
+    def num_waiting(self) -> int:
+        """Ranks that stand still, and whose update has not begun."""
+        return len(self._waiting)
 
     def receive(self, pending: PendingPublish) -> UpdateReport | None:
         """Note an announcement; the report that it already has, if it is a repetition."""
@@ -58,12 +64,14 @@ class PublishRequests:
             if pending.attempt < known.pending.attempt:
                 return None
         self._newest[worker] = _Request(pending)
+        self._waiting.add(worker)
         return None
 
     def withdraw(self, worker: str) -> None:
         """The connection is lost; the rank announces again when it is back."""
         if (known := self._newest.get(worker)) is not None and not known.has_begun:
             del self._newest[worker]
+            self._waiting.discard(worker)
 
     def give_up(self, worker: str, attempt: int) -> None:
         """The rank's caller waits no longer. Too late for a round that has begun."""
@@ -78,6 +86,7 @@ class PublishRequests:
             return ()
         for request in found:
             request.has_begun = True
+        self._waiting.difference_update(workers)
         return tuple(request.pending for request in found)
 
     def answer(self, pending: PendingPublish, report: UpdateReport) -> UpdateReport:

@@ -117,11 +117,13 @@ class CatchUps:
 
     async def _bring_up(self, newcomer: Group) -> None:
         version = self._coordinator.published_version
-        donors, trainers = self._fleet.serving(version), self._fleet.trainers()
-        if newcomer in donors:
+        if self._fleet.serves(newcomer, version):
             self._attempts.pop(newcomer.name, None)
             return
         attempts = self._attempts_of(newcomer, version)
+        # Before the first version there are none, and nobody looks for them, for each of many engines.
+        donors = self._fleet.serving(version) if version >= 0 else ()
+        trainers = self._fleet.trainers()
         candidates = sorted(
             (donor for donor in donors if donor.identities not in attempts.unable),
             key=lambda donor: attempts.failures[donor.identities],

@@ -228,7 +228,7 @@ class Finish:
         unsettled: workers that were told to write and did not answer, and the engines that their
             bytes may still reach.
         silent: engine ranks that did not answer by a deadline.
-        measures: what ranks reported.
+        measures: what ranks reported. wire_s: seconds inside writes, of each rank that wrote.
         digest_ok: no engine reported a wrong digest in the end.
     """
 
@@ -241,6 +241,7 @@ class Finish:
     unsettled: Mapping[str, tuple[str, ...]]
     silent: frozenset[str]
     measures: Mapping[Measure, float]
+    wire_s: Mapping[str, float]
     digest_ok: bool
 
 
@@ -279,6 +280,7 @@ class LinkLedger:
 
     def unwritten(self, destinations: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Links to `destinations` that are to be written: source -> destinations."""
+        destinations = frozenset(destinations)
         return _by_source(
             link for link in self._links if link[1] in destinations and link not in self._written
         )
@@ -287,6 +289,7 @@ class LinkLedger:
         self, sources: Collection[str], destinations: Collection[str]
     ) -> dict[str, tuple[str, ...]]:
         """All links from `sources` to `destinations`, written or not."""
+        destinations = frozenset(destinations)
         return _by_source(
             link for link in self._links if link[0] in sources and link[1] in destinations
         )
@@ -816,6 +819,7 @@ class RoundMachine:
                 },
                 silent=frozenset(self._silent),
                 measures={m: m.of_ranks(values) for m, values in self._measured.items()},
+                wire_s=self._measured.get(Measure.WIRE_S, {}),
                 digest_ok=self._digest_ok,
             )
         )

@@ -73,13 +73,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(report: Mapping[str, Sequence[Finding]]) -> None:
     for path, findings in report.items():
-        table = Table(box=None, pad_edge=False, title=path, title_justify="left")
-        for column in ("check", "", "found", "what to do"):
+        table = Table(box=None, pad_edge=False, title=path, title_justify="left", padding=(0, 1))
+        for column in ("check", "", "found, and what to do"):
             table.add_column(column, overflow="fold")
         for finding in findings:
-            style = _STYLES[finding.status]
-            status = Text(finding.status, style=style)
-            table.add_row(finding.name, status, finding.found, finding.remedy)
+            found, style = Text(finding.found), _STYLES[finding.status]
+            if finding.remedy:
+                found.append(f"\nto do: {finding.remedy}", style="bold")
+            table.add_row(finding.name, Text(finding.status, style=style), found)
         Console(markup=False).print(table)
 
 

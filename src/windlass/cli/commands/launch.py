@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
 
 from windlass.cli import Command
 from windlass.net.logs import configure_logging
@@ -25,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the job; 128 + the signal's number when a signal ended it."""
     from windlass.jobs.config import load_config, mend_line
     from windlass.jobs.launch import check_job, run_job
+    from windlass.jobs.progress import Progress
 
     configure_logging("controller")
     config = load_config(args.config)
@@ -33,7 +38,14 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         print(f"{args.config}: {config.steps} steps, {len(config.engines)} engines: valid")
         return 0
-    summary = asyncio.run(run_job(config, notify=_print))
+    progress = Progress()
+    console = Console(stderr=True, markup=False, highlight=False)
+    # Gone where nothing slow is under way; elsewhere than on a terminal the log says it.
+    shown = Live(
+        console=console, get_renderable=progress.text, transient=True, redirect_stdout=False
+    )
+    with shown if console.is_terminal else nullcontext():
+        summary = asyncio.run(run_job(config, notify=_print, progress=progress))
     return 128 + summary.stopped_by if summary.stopped_by else 0
 
 

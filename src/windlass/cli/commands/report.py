@@ -1,4 +1,4 @@
-"""`windlass report URL`: the last updates of a running controller against the speed of light."""
+"""`windlass report URL`: the last updates of a running controller against the speed of light, and its page as a file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from windlass.cli import Command
 from windlass.cli.controller import add_controller, overview
 from windlass.errors import ConfigError
 from windlass.observability.ceilings import measure_memcpy_gbps
+from windlass.observability.page import saved_page, taken_at
 from windlass.observability.speed_of_light import SpeedOfLight, save_plot
 
 
@@ -27,6 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--links", type=int, default=1, help="that carry an update side by side")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE",
+        help="write the controller's page as it is now: one file, which needs no controller",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"report: --links must be >= 1, got {args.links}")
     if args.ceiling_gbps is not None and not args.ceiling_gbps > 0:
         raise ConfigError(f"report: --ceiling-gbps must be > 0, got {args.ceiling_gbps}")
-    for name, path in (("--json", args.json), ("--plot", args.plot)):
+    for name, path in (("--json", args.json), ("--plot", args.plot), ("--html", args.html)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"report: {name} must be a file in a folder that exists, got {path}")
     view = overview(args)
@@ -53,6 +58,9 @@ def run(args: argparse.Namespace) -> int:
         args.json.write_bytes(msgspec.json.encode([update.as_dict() for update in updates]))
     if args.plot is not None:
         save_plot(updates, args.plot)
+    if args.html is not None:
+        args.html.write_text(saved_page(view, taken_at(args.url)), encoding="utf-8")
+        print(f"wrote {args.html}: open it in a browser, or send it")
     return 0
 
 

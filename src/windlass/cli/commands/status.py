@@ -3,35 +3,66 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from windlass.cli import Command
-from windlass.cli.controller import add_controller, overview
+from windlass.cli.controller import add_controller, follow_overview, overview
+from windlass.envs import control_token
 from windlass.net.logs import printable
 from windlass.updates.measures import Measure
 
 MAX_LINKS = 20
 """Of a fleet, shown in a table."""
+LAST_ROUNDS = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `windlass status`."""
     add_controller(parser)
-    parser.add_argument("--json", action="store_true", help="print what the controller answered")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="print what the controller answered")
+    how.add_argument(
+        "--watch", action="store_true", help="show every change as it comes, until Ctrl-C"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the fleet, the last rounds, staleness and outstanding work."""
+    console = Console(markup=False, highlight=False)
+    if args.watch:
+        asyncio.run(_watch(args, console))
+        return 0
     view = overview(args)
     if args.json:
         print(msgspec.json.encode(view).decode())
         return 0
-    _show(_printable(view), Console(markup=False))
+    console.print(status_of(view))
     return 0
+
+
+async def _watch(args: argparse.Namespace, console: Console) -> None:
+    """A live view on a terminal, one view after the other elsewhere; the controller says when."""
+    views = follow_overview(args.url.rstrip("/"), control_token(), args.deadline_s)
+    if not console.is_terminal:
+        async for view in views:
+            console.print(status_of(view), "")
+        return
+    with Live(console=console, auto_refresh=False, screen=True) as live:
+        async for view in views:
+            live.update(status_of(view), refresh=True)
+
+
+def status_of(view: dict[str, Any]) -> RenderableType:
+    """Draw what `/v1/overview` answers; nothing of it is cut off on 80 columns."""
+    return Group(*_parts(_printable(view)))
 
 
 def _printable(value: Any) -> Any:
@@ -45,58 +76,105 @@ def _printable(value: Any) -> Any:
     return value
 
 
-def _show(view: dict[str, Any], console: Console) -> None:
-    now = f", now in {view['phase']}" if view["phase"] else ""
-    console.print(
+def _table(*columns: str, right: int = 0, gap: int = 2) -> Table:
+    """A table whose last `right` columns are figures."""
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        is_figure = number >= len(columns) - right
+        table.add_column(
+            column, overflow="fold", justify="right" if is_figure else "left", no_wrap=is_figure
+        )
+    return table
+
+
+def _parts(view: dict[str, Any]) -> Iterator[RenderableType]:
+    now = f", now in {view['phase']} for {view['phase_for_s']:.1f} s" if view["phase"] else ""
+    yield Text(
         f"published version {view['published_version']}, epoch {view['epoch']}, "
-        f"mode {view['mode']}{now}",
-        highlight=False,
+        f"mode {view['mode']}{now}"
     )
-    engines = Table("engine", "version", "ranks", "state", "why", "address", box=None)
-    for each in view["engines"]:
-        state = (
-            "serving"
-            if each["routable"]
-            else "mixed_weights"
-            if each["mixed_weights"]
-            else "not resumed"
-            if each.get("not_resumed")
-            else "waiting"
-        )
-        ranks = f"{each['ranks']}/{each['world_size']}"
-        engines.add_row(
-            each["name"], str(each["version"]), ranks, state, each["reason"], each["url"]
-        )
-    console.print(engines)
-    for who, reason in view["refused"].items():
-        console.print(f"refused: {who}: {reason}", highlight=False)
-    links = Table("from", "to", "transport", "why", box=None)
-    for each in view["links"][:MAX_LINKS]:
-        links.add_row(each["source"], each["destination"], each["transport"], each["reason"])
-    if view["links"]:
-        console.print(links)
-    if (left := len(view["links"]) - MAX_LINKS) > 0:
-        console.print(f"and {left} links more: --json shows all", highlight=False)
-    figures = [f"{m.label} ms" if m.unit == "seconds" else m.label for m in Measure]
-    columns = ("version", "outcome", *figures, "left out")
-    rounds = Table(*columns, box=None)
-    for each in view["rounds"][-10:]:
-        rounds.add_row(
-            str(each["version"]),
-            each["outcome"],
-            *(m.text(each["measures"].get(m, 0.0)) for m in Measure),
-            ", ".join(each["left_out"]),
-        )
-    console.print(rounds)
+    yield from _engines(view)
+    yield from _links(view["links"])
+    yield from _rounds(view["rounds"][-LAST_ROUNDS:])
     rollouts = view["rollouts"]
     for what, words in (
         ("", ("outstanding", "running", "waiting", "completed", "failed", "lost", "workers")),
         (" thrown away", ("too_old", "stopped_early", "dropped", "rejected", "wasted_tokens")),
     ):
         counts = ", ".join(f"{word.replace('_', ' ')} {rollouts[word]}" for word in words)
-        console.print(f"rollouts{what}: {counts}", highlight=False)
+        yield Text(f"rollouts{what}: {counts}")
     ages = ", ".join(f"{age}: {count}" for age, count in view["staleness"].items()) or "none yet"
-    console.print(f"staleness of trained samples (versions: count): {ages}", highlight=False)
+    yield Text(f"staleness of trained samples (versions: count): {ages}")
+
+
+def _engines(view: dict[str, Any]) -> Iterator[RenderableType]:
+    engines = _table("engine", "version", "ranks", "state", "address")
+    for each in view["engines"]:
+        state = (
+            Text("serving", style="green")
+            if each["routable"]
+            else Text("mixed weights", style="red")
+            if each["mixed_weights"]
+            else Text("not resumed", style="red")
+            if each.get("not_resumed")
+            else Text("waiting", style="yellow")
+        )
+        ranks = f"{each['ranks']}/{each['world_size']}"
+        engines.add_row(each["name"], str(each["version"]), ranks, state, each["url"])
+    yield engines
+    for each in view["engines"]:
+        if each["reason"]:
+            yield Text(f"{each['name']}: {each['reason']}", style="red")
+    for who, reason in view["refused"].items():
+        yield Text(f"refused: {who}: {reason}", style="red")
+
+
+def _links(links: list[dict[str, Any]]) -> Iterator[RenderableType]:
+    if not links:
+        return
+    table = _table("from", "to", "transport", "GB/s", "at best", right=2)
+    for each in links[:MAX_LINKS]:
+        reached = f"{each['gbps']:.2f}" if each["gbps"] else "-"
+        ends = each["source"], each["destination"], each["transport"]
+        table.add_row(*ends, reached, f"{each['ceiling_gbps']:g}")
+    yield table
+    if (left := len(links) - MAX_LINKS) > 0:
+        yield Text(f"and {left} links more: --json shows all")
+    for transport, reason in dict.fromkeys((e["transport"], e["reason"]) for e in links):
+        yield Text(f"{transport}: {reason}", style="dim")
+
+
+def _rounds(rounds: list[dict[str, Any]]) -> Iterator[RenderableType]:
+    """Bytes, and milliseconds of what took time in any of them."""
+    taken = [
+        measure
+        for measure in Measure
+        if measure.unit == "seconds" and any(each["measures"].get(measure) for each in rounds)
+    ]
+    figures = [measure.label for measure in taken]
+    table = _table("version", "outcome", "bytes", *figures, right=len(figures) + 1, gap=1)
+    table.caption, table.caption_justify = "times in milliseconds", "left"
+    for each in rounds:
+        nbytes = each["measures"].get(Measure.NBYTES, 0)
+        values = (measure.text(each["measures"].get(measure, 0.0)) for measure in taken)
+        table.add_row(str(each["version"]), each["outcome"], size(nbytes), *values)
+    if rounds:
+        yield table
+    for each in rounds:
+        version = f"version {each['version']}"
+        if each["reason"]:
+            yield Text(f"{version} {each['outcome']}: {each['reason']}", style="red")
+        for name, reason in each["left_out"].items():
+            yield Text(f"{version} went on without {name}: {reason}", style="yellow")
+
+
+def size(nbytes: float) -> str:
+    """Bytes in at most 7 characters: `1.23 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
 
 
 COMMAND = Command(

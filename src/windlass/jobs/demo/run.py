@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import shutil
 import time
 from pathlib import Path
@@ -97,7 +98,7 @@ async def run_demo(
     folder = Path(config.output_dir)
     with DemoView(config, recipe, ceiling_gbps, plain=plain) as view:
         recipe.show = view.show
-        job = await run_job(config, recipe=recipe, notify=lambda _: None)
+        job = await run_job(config, recipe=recipe, notify=lambda _: None, progress=view.progress)
     if job.stopped_by:
         return 128 + job.stopped_by
     view.console.print(
@@ -146,10 +147,28 @@ async def run_demo(
         f"mean staleness {pace.mean_staleness:.2f}, engines paused {100 * pace.paused_share:.2f} % of the "
         f"time, trainers waited for answers {100 * pace.idle_share:.0f} %"
     )
-    view.console.print(f"picture and logs: {folder}/")
     for problem in problems:
         view.console.print(f"PROBLEM: {problem}", style="red")
+    for line in what_next(config, problems):
+        view.console.print(line, soft_wrap=True)
     return 1 if problems else 0
+
+
+def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
+    """Return what to look at and to try now, for somebody who has seen a demo for the first time."""
+    folder = os.path.relpath(config.output_dir)
+    rows = [
+        (f"open {folder}/report.html", "every update, rollouts over time, links"),
+        (f"ls {folder}/logs", "what each process printed"),
+    ]
+    if not problems:
+        rows += [
+            ("windlass demo --kill-engine-at 6", "an engine dies in the middle of an update"),
+            ("windlass demo --engine vllm", "the same with a real vLLM: `make engines` first"),
+            ("windlass doctor", "what works on this machine, and what it lacks"),
+            ("windlass launch JOB.toml", "your own recipe: examples/launch/job.toml"),
+        ]
+    return ["\nnext:", *(f"  {command:<36}{why}" for command, why in rows)]
 
 
 def find_problems(

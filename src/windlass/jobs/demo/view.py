@@ -15,6 +15,7 @@ from rich.text import Text
 from windlass.controller import Controller
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.recipe import RepeatOperand
+from windlass.jobs.progress import Progress
 from windlass.updates.messages import UpdateReport
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -43,7 +44,9 @@ class DemoView:
         self.console = Console(markup=False, highlight=False)
         self._config, self._recipe, self._ceiling_gbps = config, recipe, ceiling_gbps
         self._is_live = self.console.is_terminal and not plain
-        self._live = Live(console=self.console, auto_refresh=False)
+        self.progress = Progress()
+        self._frame: RenderableType = ""
+        self._live = Live(console=self.console, get_renderable=self._draw)
         self._num_events, self._num_updates = 0, 0
         self._stack = ExitStack()
 
@@ -59,22 +62,27 @@ class DemoView:
         """Show what has happened since the last call."""
         recipe = self._recipe
         if self._is_live:
-            self._live.update(self._frame(controller), refresh=True)
+            self._frame = self._make_frame(controller)
+            self._live.refresh()
             return
         for event in recipe.events[self._num_events :]:
             self.console.print(event, style="yellow")
         for row in recipe.updates[self._num_updates :]:
             reward = f"{recipe.rewards_by_step[-1]:.3f}" if recipe.rewards_by_step else "  -  "
             self.console.print(
-                f"version {row.version:3d}  reward {reward}  {row.nbytes:,} bytes  "
-                f"wire {row.wire_s * 1e3:6.2f} ms  update {row.update_s * 1e3:6.1f} ms  "
-                f"pause {row.pause_s * 1e3:6.1f} ms  {gbps(row):5.2f} GB/s",
+                f"v{row.version:<3d} reward {reward} {row.nbytes / 1e6:8.2f} MB  "
+                f"wire {row.wire_s * 1e3:6.2f}  update {row.update_s * 1e3:6.1f}  "
+                f"pause {row.pause_s * 1e3:6.1f} ms",
                 soft_wrap=True,
             )
         self._num_events, self._num_updates = len(recipe.events), len(recipe.updates)
 
-    def _frame(self, controller: Controller) -> RenderableType:
-        engines = Table("engine", "serves version", "address", box=None, padding=(0, 2))
+    def _draw(self) -> RenderableType:
+        """Called by a thread of `Live`, several times a second: the time that something takes goes on."""
+        return Group(self._frame, *filter(None, [self.progress.text()]))
+
+    def _make_frame(self, controller: Controller) -> RenderableType:
+        engines = Table("engine", "serves version", "address", box=None, padding=(0, 1))
         for engine in controller.coordinator.routable():
             engines.add_row(engine.name, str(engine.version), engine.url)
         return Panel(
@@ -101,7 +109,7 @@ class DemoView:
         return lines
 
     def _updates(self) -> RenderableType:
-        table = Table(box=None, padding=(0, 2))
+        table = Table(box=None, padding=(0, 1))
         for column in (
             "version", "bytes", "wire ms", "update ms", "pause ms", "GB/s", "% memcpy", "digests",
         ):  # fmt: skip

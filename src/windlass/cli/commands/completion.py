@@ -1,0 +1,31 @@
+"""`windlass completion SHELL`."""
+
+from __future__ import annotations
+
+import argparse
+
+from windlass.cli import Command
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The shell that is to complete."""
+    parser.add_argument("shell", choices=SHELLS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a script for the shell, made from the options of every command."""
+    import shtab
+
+    from windlass.cli.main import full_parser
+
+    print(shtab.complete(full_parser(), args.shell))
+    return 0
+
+
+COMMAND = Command(
+    'a script that completes commands and options: eval "$(windlass completion bash)"',
+    add_arguments,
+    run,
+)

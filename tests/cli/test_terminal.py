@@ -1,0 +1,200 @@
+"""What commands print fits 80 columns, has no colour where nobody wants it, and says what to do next."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import io
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from trained import report, sample
+from windlass_command import command
+
+import windlass
+from windlass.cli.commands.status import status_of
+from windlass.cli.main import main
+from windlass.jobs.progress import Progress
+from windlass.updates.measures import Measure
+
+REPOSITORY = Path(__file__).parents[2]
+DEMO = REPOSITORY / "tests/observability/demo-overview.json"
+WINDLASS = (sys.executable, "-m", "windlass.cli.main")
+TOKEN = "a token of the tests"
+
+
+def drawn(view: dict[str, Any]) -> list[str]:
+    text = io.StringIO()
+    Console(file=text, width=80, markup=False, highlight=False).print(status_of(view))
+    return text.getvalue().splitlines()
+
+
+def test_status_cuts_nothing_off_on_80_columns() -> None:
+    view = json.loads(DEMO.read_bytes())
+    long = "engine-of-a-cluster-with-a-long-name-0123456789-abcdefghijklmnopqrstuvwxyz"
+    view["engines"][0] |= {"name": long, "reason": "why " * 40, "url": f"http://{long}:8000"}
+    view["links"][0] |= {"source": f"{long}/0", "destination": f"{long}/1", "gbps": 349.876}
+    view["refused"] = {long: "because " * 30}
+    view["phase"], view["phase_for_s"] = "write of version 25", 12.34
+    figures = {m.value: 99_999.9 / 1e3 if m.unit == "seconds" else 7.9e12 for m in Measure}
+    view["rounds"][-1] |= {"measures": figures, "left_out": {long: "it died"}}
+    lines = drawn(view)
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert "…" not in text
+    assert "now in write of version 25 for 12.3 s" in text.replace("\n", "")
+    row = next(line for line in lines if line.startswith("24"))
+    assert row.split() == ["24", "published", "7.9", "TB", *["99999.9"] * 6]
+    glued = text.replace("\n", "").replace(" ", "")
+    assert f"version24wentonwithout{long}:itdied" in glued
+    assert "349.88" in text
+
+
+async def test_status_watch_shows_each_change_until_the_controller_ends() -> None:
+    async with windlass.Controller(token=TOKEN) as controller:
+        watching = await asyncio.create_subprocess_exec(
+            *(*WINDLASS, "status", controller.url, "--watch"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "WINDLASS_TOKEN": TOKEN, "COLUMNS": "80"},
+        )
+        assert watching.stdout is not None
+        async with asyncio.timeout(30):
+            assert b"published version -1" in await watching.stdout.readuntil(b"none yet")
+            controller.coordinator.reports.append(report(41))
+            controller.observe_samples([sample(-3)])
+            shown = await watching.stdout.readuntil(b"count): 2: 1")
+            assert b"1.23 MB" in shown
+    async with asyncio.timeout(30):
+        _, errors = await watching.communicate()
+    assert watching.returncode == 2
+    assert b"ended the stream" in errors
+    assert b"next: see that a controller runs there" in errors
+
+
+async def test_a_wrong_token_says_what_to_set() -> None:
+    async with windlass.Controller(token=TOKEN) as controller:
+        for watch in ((), ("--watch",)):
+            status = (*WINDLASS, "status", controller.url, *watch)
+            code, output, errors = await command(*status, token="another")
+            assert (code, output) == (2, "")
+            assert "next: set WINDLASS_TOKEN to the controller's token" in errors
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-m", "windlass.cli.main", "doctor"),
+        ("-m", "tools.plan", "examples/topologies/qwen3-30b-a3b-4-to-4.toml", "--simulate"),
+        ("-m", "windlass.cli.main", "--help"),
+        ("-m", "windlass.cli.main", "demo", "--help"),
+    ],
+    ids=lambda arguments: arguments[1] + arguments[2][:5],
+)
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_what_a_terminal_of_80_columns_shows(arguments: tuple[str, ...], no_color: str) -> None:
+    """In a real pseudo-terminal: no line is longer, and no code for a colour where NO_COLOR is set."""
+    shown = on_terminal(sys.executable, *arguments, NO_COLOR=no_color)
+    assert len(shown) > 100
+    for line in without_codes(shown).splitlines():
+        assert len(line) <= 80, line
+    coloured = any(f"\x1b[{code}m" in shown for code in ("31", "32", "33", "36"))
+    assert not (no_color and coloured)
+    if "doctor" in arguments and not no_color:
+        assert coloured
+
+
+def on_terminal(*argv: str, **environment: str) -> str:
+    """What a command shows on a terminal of 80 columns; its stderr is another one."""
+    ours, theirs = pty.openpty()
+    inherited = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    given = {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "40", **environment}
+    process = subprocess.Popen(
+        argv,
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        cwd=REPOSITORY,
+        env={**inherited, **{k: v for k, v in given.items() if v}},
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 1 << 16):
+            shown += part
+    except OSError as error:
+        if error.errno != errno.EIO:  # the other end was closed
+            raise
+    finally:
+        os.close(ours)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, shown.decode()
+    return shown.decode().replace("\r\n", "\n")
+
+
+def without_codes(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_a_real_bash_completes_commands_and_options() -> None:
+    script = """
+eval "$(windlass() { "$PYTHON" -m windlass.cli.main "$@"; }; windlass completion bash)"
+complete_words() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _shtab_windlass; echo "${COMPREPLY[*]}"; }
+complete_words windlass st
+complete_words windlass demo --kill
+complete_words windlass demo --backend ""
+"""
+    done = subprocess.run(
+        ["bash", "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHON": sys.executable},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["status", "--kill-engine-at", "p2p xccl disk"]
+
+
+def test_a_missing_package_names_the_extra_of_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in [n for n in sys.modules if n.startswith("windlass.jobs.demo")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["demo", "--output", str(tmp_path / "out")]) == 2
+    assert "next: pip install 'windlass[demo]'" in capsys.readouterr().err
+
+
+def test_a_slow_part_says_what_it_is_since_when_and_who_is_missing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    progress = Progress()
+    assert progress.text() == ""
+    with caplog.at_level("INFO", "windlass.jobs.progress"):
+        progress.begin("engines load", 300)
+        progress.waits_for("engine-a, engine-b")
+        assert progress.text() == (
+            "engines load: 0 s of at most 300 s; not there yet: engine-a, engine-b"
+        )
+        progress.begin("binding", 60)
+        assert progress.text() == "binding: 0 s of at most 60 s"
+        progress.end()
+    assert progress.text() == ""
+    assert caplog.messages == [
+        "engines load (at most 300 s)",
+        "engines load took 0.0 s",
+        "binding (at most 60 s)",
+        "binding took 0.0 s",
+    ]

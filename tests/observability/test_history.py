@@ -1,0 +1,80 @@
+"""What a controller remembers of its run, in bounded memory."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from windlass.errors import ConfigError
+from windlass.observability.history import MAX_EVENTS, FleetEvents, History, Point
+from windlass.updates.fleet import EngineState
+
+
+def test_a_run_of_any_length_is_kept_from_its_start_to_now_in_few_points() -> None:
+    history = History(interval_s=1.0, max_points=8)
+    peaks = []
+    for second in range(1, 1001):
+        stalest = 9 if second == 400 else second % 3
+        peaks.append(stalest)
+        history.add(Point(at_s=float(second), completed=7 * second, stalest=stalest))
+    columns = history.columns()
+    assert 4 <= len(columns["at_s"]) <= 8
+    assert (columns["at_s"][0], columns["at_s"][-1]) == (0.0, 1000.0)
+    assert columns["completed"] == [7 * at_s for at_s in columns["at_s"]]
+    gaps = [b - a for a, b in zip(columns["at_s"], columns["at_s"][1:], strict=False)]
+    assert max(gaps) <= 2 * history.interval_s
+    # No maximum is lost with the points that go.
+    for before, at_s, most in zip(
+        columns["at_s"], columns["at_s"][1:], columns["stalest"][1:], strict=False
+    ):
+        assert most == max(peaks[int(before) : int(at_s)])
+
+
+def test_what_comes_too_soon_takes_the_place_of_the_newest_point() -> None:
+    history = History(interval_s=1.0)
+    for at, completed, stalest in ((0.2, 1, 5), (0.6, 2, 0), (1.0, 3, 1), (1.1, 4, 0)):
+        history.add(Point(at_s=at, completed=completed, stalest=stalest))
+    columns = history.columns()
+    assert columns["at_s"] == [0.0, 1.0, 1.1]
+    assert columns["completed"] == [0, 3, 4]
+    assert columns["stalest"] == [0, 5, 0]
+    assert not history.is_due(2.0)
+    assert history.is_due(2.1)
+
+
+@pytest.mark.parametrize(("interval_s", "max_points"), [(0.0, 8), (float("nan"), 8), (1.0, 7), (1.0, 2)])  # fmt: skip
+def test_limits_that_cannot_be(interval_s: float, max_points: int) -> None:
+    with pytest.raises(ConfigError, match="History: "):
+        History(interval_s=interval_s, max_points=max_points)
+
+
+def test_what_happens_to_engines_is_told_once_each() -> None:
+    events = FleetEvents()
+    a = EngineState("a", "http://a", 3, routable=True, reason="")
+    b = EngineState("b", "http://b", -1, routable=False, reason="")
+    left_out = replace_state(b, reason="its digest differs")
+    for at_s, states in enumerate(
+        [
+            (a, b),
+            (a, left_out),
+            (a, left_out),
+            (a, replace_state(b, reason="")),  # not there yet
+            (a, replace_state(b, version=4, routable=True)),
+            (a,),
+        ]
+    ):
+        events.compare(float(at_s), states)
+    assert [(e.at_s, e.who, e.what, e.is_bad) for e in events.newest] == [
+        (0.0, "a", "connected, with version 3", False),
+        (0.0, "b", "connected", False),
+        (1.0, "b", "its digest differs", True),
+        (4.0, "b", "caught up with version 4", False),
+        (5.0, "b", "its connections are gone", True),
+    ]
+    for number in range(MAX_EVENTS + 5):
+        events.add(6.0, "", f"version {number} aborted", is_bad=True)
+    assert len(events.newest) == MAX_EVENTS
+
+
+def replace_state(state: EngineState, **changes: object) -> EngineState:
+    return msgspec.structs.replace(state, **changes)

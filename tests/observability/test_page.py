@@ -1,0 +1,214 @@
+"""The controller's page in a real browser: live, and saved as one file."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from chromium import CHROMIUM, Browser, browser
+from fake_engine import FakeEngine
+from small_pair import connect_small_pair
+from trained import report, sample
+from windlass_command import command
+
+import windlass
+from windlass.observability.page import saved_page
+from windlass.testing.resting_engine import RestingEngine
+from windlass.updates.messages import RoundOutcome, UpdateReport
+
+pytestmark = pytest.mark.skipif(
+    not CHROMIUM, reason="no chromium on PATH: apt-get install chromium"
+)
+TOKEN = "a-token"
+PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+DEMO = Path(__file__).parent / "demo-overview.json"
+"""Of `windlass demo --steps 24 --kill-engine-at 6` on two cores, at its end."""
+
+
+async def fits_a_phone(tab: Browser) -> None:
+    await tab.call("Emulation.setDeviceMetricsOverride", **PHONE)
+    assert await tab.value_of("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+async def test_a_real_browser_shows_rounds_and_staleness_and_follows_them(
+    tmp_path: Path,
+) -> None:
+    async with (
+        windlass.Controller(token=TOKEN) as controller,
+        asyncio.timeout(40),
+        browser(tmp_path / "profile") as tab,
+    ):
+        controller.coordinator.reports.append(report(41))
+        await controller.batches.put(0, [[sample(-1), sample(-3), sample(-3)]])
+        await tab.call("Page.navigate", url=f"{controller.url}/#token={TOKEN}")
+        page = await tab.html_with("published version -1")
+        assert '<p id="state">live</p>' in page
+        assert "1,234,567" in page
+        assert 'title="write 500.0 ms"' in page
+        assert 'title="2 samples"' in page
+        assert "<td>too old</td><td>0</td>" in page
+        assert "<td>62.5 ms</td>" in page
+        await controller.batches.put(1, [[sample(-8)]])
+        assert 'title="1 samples"' in await tab.html_with("7: 1")
+        await tab.call("Page.navigate", url="about:blank")
+        await tab.call("Page.navigate", url=f"{controller.url}/#token=wrong")
+        assert "1,234,567" not in await tab.html_with("wrong token")
+
+
+HOSTILE = "<img src=x onerror=document.title='owned'>"
+CAUGHT_UP = "version 7: caught up"
+
+
+def story(second: str) -> list[UpdateReport]:
+    """A short update, one that leaves an engine out, and a long one that has it again."""
+    fields = {"outcome": RoundOutcome.PUBLISHED, "engines": ("engine-a", second)}
+    times = {"prepare": 0.005, "write": 0.015, "verify": 0.005}
+    short = {"update_s": 0.025, "wire_s": 0.015, "pause_s": 0.02, "nbytes": 6e7}
+    long = {"prepare": 0.3, "write": 0.9, "verify": 0.192}
+    return [
+        UpdateReport(version=5, measures=short, phase_s=times, **fields),  # type: ignore[arg-type]
+        UpdateReport(
+            version=6,
+            outcome=RoundOutcome.PUBLISHED,
+            engines=("engine-a",),
+            left_out={second: f"its digest differs at {second}"},
+            measures=short,
+            phase_s=times,
+        ),
+        UpdateReport(
+            version=7,
+            measures={"update_s": 1.392, "wire_s": 0.9, "pause_s": 1.3, "nbytes": 6e7},
+            phase_s=long,
+            **fields,  # type: ignore[arg-type]
+        ),
+    ]
+
+
+@pytest.mark.parametrize("second", [HOSTILE, "engine-b"])
+async def test_a_real_browser_draws_updates_on_one_scale_and_what_happened_to_engines(
+    tmp_path: Path, second: str
+) -> None:
+    """25 ms are drawn 25/1392 as long as 1392 ms; names of peers stay text."""
+    async with (
+        windlass.Controller(token=TOKEN) as running,
+        asyncio.timeout(40),
+        browser(tmp_path / "profile") as tab,
+    ):
+        running.coordinator.reports.extend(story(second))
+        await running.batches.put(0, [[sample(-1), sample(-2), sample(-2)]])
+        await tab.call("Page.navigate", url=f"{running.url}/#token={TOKEN}")
+        page = await tab.html_with("published version -1")
+        widths = await tab.value_of(
+            "[...document.querySelectorAll('.bar')].map(b => [...b.children].reduce("
+            "(w, s) => w + s.getBoundingClientRect().width, 0))"
+        )
+        assert len(widths) == 3
+        assert widths[2] / widths[0] == pytest.approx(25 / 1392, rel=0.05)
+        assert "left out: its digest differs" in page
+        assert CAUGHT_UP in page
+        assert await tab.value_of("document.querySelectorAll('img').length") == 0
+        assert await tab.value_of("document.title") == "Windlass"
+        assert second in await tab.value_of("document.body.innerText")
+        for scheme, background in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 23, 28)")):
+            feature = {"name": "prefers-color-scheme", "value": scheme}
+            await tab.call("Emulation.setEmulatedMedia", features=[feature])
+            shown = await tab.value_of("getComputedStyle(document.body).backgroundColor")
+            assert shown == background
+        await fits_a_phone(tab)
+
+
+async def test_a_real_browser_shows_a_saved_page_of_a_real_update_and_real_rollouts(
+    tmp_path: Path,
+) -> None:
+    """From one file, after the controller has gone: links, rates over time, what happened to engines."""
+    kept = tmp_path / "report.html"
+    async with (
+        asyncio.timeout(60),
+        FakeEngine("a") as engine,
+        windlass.Controller(token=TOKEN) as running,
+    ):
+        url = engine.url
+        pair = await asyncio.to_thread(connect_small_pair, running.url, TOKEN, RestingEngine(), url)
+        try:
+            done = await asyncio.to_thread(pair.trainer.publish, 0, deadline_s=30)
+            assert done.outcome is RoundOutcome.PUBLISHED
+            running.rollouts.run_here({})
+            sampling = windlass.SamplingParams(max_new_tokens=2)
+            for _ in range(3):
+                running.rollouts.submit_group((1,), 4, sampling)
+                await running.rollouts.next_batch(1, deadline_s=30)
+                running.observe_samples([sample(0)] * 4)
+                await asyncio.sleep(0.5)
+            running.coordinator.reports.append(story(f"</script>{HOSTILE}")[1])
+            code, output, errors = await command(
+                *(sys.executable, "-m", "windlass.cli.main", "report", running.url),
+                *("--html", str(kept)),
+                token=TOKEN,
+            )
+        finally:
+            await asyncio.to_thread(pair.close)
+    assert (code, errors) == (0, "")
+    assert f"wrote {kept}" in output
+    assert TOKEN not in kept.read_text()
+    async with asyncio.timeout(40), browser(tmp_path / "profile") as tab:
+        await tab.call("Page.navigate", url=kept.as_uri())
+        page = await tab.html_with("published version 0")
+        text = await tab.value_of("document.body.innerText")
+        assert " % of 6 GB/s" in text
+        assert "a: connected" in text
+        assert "trainer/0\ta/0\tcma\t24\t" in text
+        assert "completed 12" in text
+        assert "saved 2" in text
+        assert url not in page
+        assert await tab.value_of("document.querySelectorAll('img').length") == 0
+        assert await tab.value_of("document.title") == "Windlass"
+        # The line of completed rollouts rises above the base, which is at 58.
+        highest = await tab.value_of(
+            "Math.min(...document.querySelector('[data-name=completed]').getAttribute('points')"
+            ".split(' ').map(point => Number(point.split(',')[1])))"
+        )
+        assert highest == 4
+        await fits_a_phone(tab)
+
+
+async def test_a_real_browser_says_of_a_chart_what_the_pointer_is_on(tmp_path: Path) -> None:
+    """On a page of a demo; with WINDLASS_SCREENSHOT, a folder, it keeps what docs/operations.md shows."""
+    kept = tmp_path / "report.html"
+    overview = msgspec.json.decode(DEMO.read_bytes(), type=dict[str, object])
+    kept.write_text(saved_page(overview, "a demo on two cores"))
+    async with asyncio.timeout(60), browser(tmp_path / "profile") as tab:
+        size = {"width": 1100, "height": 1500, "deviceScaleFactor": 1, "mobile": False}
+        await tab.call("Emulation.setDeviceMetricsOverride", **size)
+        await tab.call("Page.navigate", url=kept.as_uri())
+        await tab.html_with("published version 24")
+        assert "engine-b: its connections are gone" in await tab.value_of("document.body.innerText")
+        said = "document.querySelector('#throughput figcaption').innerText"
+        newest = await tab.value_of(said)
+        x, y = await tab.value_of(
+            "(box => [box.left + 2, box.top + 9])"
+            "(document.querySelector('#throughput svg').getBoundingClientRect())"
+        )
+        await tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        assert "at 0 s, version -1" in await tab.value_of(said)
+        await tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+        assert await tab.value_of(said) == newest
+        folder = os.environ.get("WINDLASS_SCREENSHOT")
+        for scheme, background in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 23, 28)")):
+            feature = {"name": "prefers-color-scheme", "value": scheme}
+            await tab.call("Emulation.setEmulatedMedia", features=[feature])
+            assert (
+                await tab.value_of("getComputedStyle(document.body).backgroundColor") == background
+            )
+            if folder:
+                await keep_picture(tab, Path(folder) / f"page-{scheme}.png")
+        await fits_a_phone(tab)
+
+
+async def keep_picture(tab: Browser, path: Path) -> None:
+    taken = await tab.call("Page.captureScreenshot")
+    await asyncio.to_thread(path.write_bytes, base64.b64decode(taken["data"]))
