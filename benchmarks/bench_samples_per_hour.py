@@ -350,6 +350,7 @@ def write(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None
             "num_cores": os.cpu_count(),
             "torch": torch.__version__,
             "steps": options.steps,
+            "max_new_tokens": options.max_new_tokens,
             "model": str(options.model.name) if options.model else "the demo's",
         }
         told = {"where": where, "ways": found, "rows": [msgspec.to_builtins(row) for row in rows]}
