@@ -5,8 +5,8 @@ model, batches, staleness and checks. It runs with Windlass (`in_place`, `staged
 (rank 0 gathers and writes a safetensors file to shared memory; `/pause?mode=keep`, `reload_weights`, `/resume`) and, on a GPU, `ipc` (vLLM's weight
 transfer backend between two processes on one GPU, packed). Every trained answer is compared with the trainer's weights of its versions.
 
-    python benchmarks/bench_samples_per_hour.py --json FILE [--device cuda] [--steps 30] [--model FILE] [--ways in_place staged disk ipc]
-        [--logs FOLDER]
+    python benchmarks/bench_samples_per_hour.py --json FILE [--device cuda] [--steps 30] [--model FILE] [--max-new-tokens 8]
+        [--ways in_place staged disk ipc] [--logs FOLDER]
 
 Server's environment: WINDLASS_VLLM_VENV, or this interpreter's where vLLM is installed in it.
 """
@@ -88,6 +88,7 @@ def job_words(options: argparse.Namespace, folder: Path) -> list[str]:
     return [
         *("--engine", "vllm", "--device", options.device, "--steps", str(options.steps)),
         *("--output", str(folder), *(("--model", str(options.model)) if options.model else ())),
+        *("--max-new-tokens", str(options.max_new_tokens)),
     ]
 
 
@@ -188,6 +189,7 @@ async def theirs(way: str, options: argparse.Namespace, folder: Path) -> dict[st
         versions_dir=folder / "versions",
         dtypes={"engine-a": "bfloat16"},
         context_is_kept=True,
+        device=options.device,
     )
     return {
         **msgspec.to_builtins(clock.pace()),
@@ -313,6 +315,7 @@ def main() -> int:
     made.add_argument("--steps", type=int, default=30)
     made.add_argument("--way-s", type=float, default=300.0, help="for one way, its start included")
     made.add_argument("--model", type=Path)
+    made.add_argument("--max-new-tokens", type=int, default=8)
     made.add_argument("--ways", nargs="+", choices=[*OURS, *TRANSFERS], default=[*OURS, "disk"])
     options = made.parse_args()
     os.environ["WINDLASS_VLLM_OWN_VERSIONS"] = "1"

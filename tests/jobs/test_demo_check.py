@@ -67,6 +67,7 @@ def check(
         versions_dir=folder,
         dtypes={"e": "float32"},
         context_is_kept=kept,
+        device="cpu",
     )
 
 

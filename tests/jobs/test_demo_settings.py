@@ -114,6 +114,17 @@ def test_nothing_but_the_output_of_an_earlier_demo_is_deleted(tmp_path: Path) ->
         make_directory(config("--output", str(tmp_path / "thesis.tex")))
 
 
+@pytest.mark.parametrize(("engine", "room"), [("embedded", 12), ("vllm", 60)])
+def test_answers_are_as_long_as_the_engines_settings_allow(engine: str, room: int) -> None:
+    allowed = config("--engine", engine, "--max-new-tokens", str(room))
+    assert allowed.rollout.sampling.max_new_tokens == room
+    for wrong in (0, room + 1):
+        with pytest.raises(
+            ConfigError, match=rf"--max-new-tokens must be in \[1, {room}\] .* {wrong}"
+        ):
+            config("--engine", engine, "--max-new-tokens", str(wrong))
+
+
 def test_an_engine_may_not_be_killed_in_the_last_update() -> None:
     with pytest.raises(ConfigError, match=r"kill_engine_at must be in \[0, steps=4\)"):
         config("--steps", "4", "--kill-engine-at", "4")

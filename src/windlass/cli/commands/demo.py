@@ -33,6 +33,8 @@ MODELS = {"cpu": "model.json", "cuda": "model_gpu.json"}
 PAUSE_MODES = {"cpu": PauseMode.ABORT, "cuda": PauseMode.IN_PLACE}
 SERVER_TRANSPORTS = {"cpu": ("cma", "mooncake"), "cuda": ("cuda_ipc",)}
 """The first one is the default."""
+MAX_NEW_TOKENS = {"embedded": 12, "server": 60}
+"""What the engines' settings leave beside a prompt of four tokens."""
 SCHEDULERS: Mapping[str, SchedulerConfig] = {
     "local": LocalSchedulerConfig(),
     "slurm": SlurmSchedulerConfig(host="127.0.0.1"),
@@ -55,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="configuration of a causal LM of transformers, of 13 tokens at least "
         "(default: a tiny Qwen3, larger with --device cuda)",
     )  # fmt: skip
+    parser.add_argument("--max-new-tokens", type=int, default=8, help="of an answer (default 8)")
     parser.add_argument(
         "--transport", choices=["cma", "shm", "mooncake", "cuda_ipc"],
         help="default: cma, or cuda_ipc with --device cuda",
@@ -99,12 +102,20 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
         args.output.resolve(),
         msgspec.structs.replace,
     )
-    engines, rollout, trainer, seed = job.engines, job.rollout, job.trainer, str(args.seed)
+    engines, trainer, seed = job.engines, job.trainer, str(args.seed)
     transport = args.transport or SERVER_TRANSPORTS[args.device][0]
     model = str((args.model or FOLDER / MODELS[args.device]).absolute())
     if not Path(model).is_file():
         raise ConfigError(f"demo: --model must be a file, got {model!r}")
     spec = ENGINES.find(args.engine)
+    room = MAX_NEW_TOKENS["embedded" if spec.server is None else "server"]
+    if not 1 <= args.max_new_tokens <= room:
+        raise ConfigError(
+            f"demo: --max-new-tokens must be in [1, {room}] with --engine {args.engine}, "
+            f"got {args.max_new_tokens}"
+        )
+    sampling = replace(job.rollout.sampling, max_new_tokens=args.max_new_tokens)
+    rollout = replace(job.rollout, sampling=sampling)
     if spec.server is None:
         if args.device != "cpu":
             raise ConfigError(

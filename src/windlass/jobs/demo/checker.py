@@ -14,7 +14,8 @@ it was asked for anew, the last version computed the whole context.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
@@ -30,6 +31,10 @@ from windlass.rollout.messages import TrainingSample
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 BATCH = 1024
+NUM_LOADED = 8
+"""Versions whose weights are in memory at a time."""
+
+Weights = Mapping[str, torch.Tensor]
 
 
 class TornReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +61,7 @@ def check_served(
     versions_dir: Path,
     dtypes: Mapping[str, str],
     context_is_kept: bool,
+    device: str,
 ) -> TornReport:
     """Compare every sample with the trainer's weights at each of its versions.
 
@@ -67,6 +73,7 @@ def check_served(
         dtypes: of the engines' parameters, by the engine's name.
         context_is_kept: engines may have kept keys and values across an update; an answer may fit either way,
             since one whose engine died is asked for anew.
+        device: computes the check.
     """
     groups: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
     for index, sample in enumerate(samples):
@@ -74,9 +81,14 @@ def check_served(
     own, previous = torch.zeros(len(samples)), torch.zeros(len(samples))
     unpublished = torch.zeros(len(samples), dtype=torch.bool)
     models = {
-        dtype: build_model(model_config).to(torch_dtype(DType(dtype))).eval()
+        dtype: build_model(model_config).to(device, torch_dtype(DType(dtype))).eval()
         for dtype in {dtype for dtype, _ in groups}
     }
+
+    @lru_cache(NUM_LOADED)
+    def weights_of(version: int) -> Weights:
+        return load_file(versions_dir / f"{version}.safetensors", device=device)
+
     for (dtype, versions), indices in sorted(groups.items()):
         if not set(versions) <= set(published):
             unpublished[indices] = True
@@ -90,7 +102,7 @@ def check_served(
                 served = torch.tensor([s.logprobs for s in chunk])
                 distance[part] = torch.stack(
                     [
-                        (served - _logprobs(models[dtype], versions_dir, chunk, claimed, kept=kept))
+                        (served - _logprobs(models[dtype], weights_of, chunk, claimed, kept=kept))
                         .abs()
                         .mean(1)
                         for kept in ways
@@ -115,7 +127,7 @@ def check_served(
 @torch.no_grad()
 def _logprobs(
     model: torch.nn.Module,
-    versions_dir: Path,
+    weights_of: Callable[[int], Weights],
     samples: Sequence[TrainingSample],
     versions: Sequence[int],
     *,
@@ -125,18 +137,21 @@ def _logprobs(
 
     Args:
         model: takes the weights of each version in turn.
-        versions_dir: has VERSION.safetensors.
+        weights_of: each version's.
         samples: with prompts of one length, and T tokens each.
         versions: T of them.
         kept: keys and values of earlier tokens stay those of the version that computed them.
     """
-    prompts = torch.tensor([s.prompt_ids for s in samples])
-    outputs = torch.tensor([s.output_ids for s in samples])
+    device = next(model.parameters()).device
+    prompts = torch.tensor([s.prompt_ids for s in samples], device=device)
+    outputs = torch.tensor([s.output_ids for s in samples], device=device)
     tokens, num_prompt = torch.cat([prompts, outputs], dim=1), prompts.shape[1]
     cache, num_cached, parts = DynamicCache(), 0, []
     for version, run in groupby(range(len(versions)), key=versions.__getitem__):
         indices = list(run)
-        _load(model, versions_dir / f"{version}.safetensors")
+        weights = weights_of(version)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
         end = num_prompt + indices[-1]
         if not kept:
             cache, num_cached = DynamicCache(), 0
@@ -144,10 +159,4 @@ def _logprobs(
         parts.append(logits[:, -len(indices) :].float().log_softmax(-1))
         num_cached = end
     chosen: torch.Tensor = torch.cat(parts, 1).gather(2, outputs[..., None])[..., 0]
-    return chosen
-
-
-def _load(model: torch.nn.Module, path: Path) -> None:
-    weights = load_file(path)
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights[name])
+    return chosen.cpu()

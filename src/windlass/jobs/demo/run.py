@@ -112,6 +112,7 @@ async def run_demo(
         versions_dir=folder / "versions",
         dtypes={e.name: e.arguments[e.arguments.index("--dtype") + 1] for e in config.engines},
         context_is_kept=config.update.pause_mode is PauseMode.IN_PLACE,
+        device=config.trainer.arguments[3],
     )
     problems, wall_s = find_problems(config, recipe, job, torn), time.perf_counter() - began_s
     if importlib.util.find_spec("matplotlib") is not None:
