@@ -25,7 +25,7 @@ help:
 	@echo "make test-hosts | test-clusters | test-rdma                 several hosts (root), Slurm and Ray, verbs in a guest"
 	@echo "make figures                                                figures and tables of the documentation, drawn again"
 	@echo "make docs                                                   the documentation as a site, in build/site"
-	@echo "make test-browser                                           the controller's page in Chromium, installed first"
+	@echo "make test-browser                                           the controller's page in Chromium, alerts in Prometheus"
 	@echo "make release-check                                          wheel, sdist and an empty environment"
 	@echo "make bench [ARGS='planner update']                            benchmarks, into benchmarks/results/local"
 
@@ -151,10 +151,12 @@ figures: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
-# The controller's page in a real Chromium; also part of `make test` where there is one. The pictures in docs/operations.md.
+# The controller's page in a real Chromium, with the pictures in docs/operations.md, and deploy/ in a real Prometheus (of Debian,
+# unpacked in build/). Both are part of `make test` where they are.
 test-browser: setup
 	command -v chromium >/dev/null || apt-get install -y --no-install-recommends chromium
-	WINDLASS_SCREENSHOT=docs/figures $(BIN)/pytest -k real_browser tests/observability $(ARGS)
+	bash tools/install_prometheus.sh build/prometheus
+	WINDLASS_SCREENSHOT=docs/figures $(BIN)/pytest tests/observability/test_page.py tests/observability/test_deploy.py $(ARGS)
 
 # Wheel and sdist, an empty environment with the wheel alone, one version everywhere.
 release-check:

@@ -1,6 +1,6 @@
 """What a controller costs that has up to 1 024 trainer ranks and 4 096 engine ranks.
 
-`simulated`: the coordinator, the round machine, the binding and the sessions as they ship, and the shipped agent of
+The coordinator, the round machine, the binding and the sessions as they ship, and the shipped agent of
 every rank around real memory, on a simulated clock and network (`tests/support/simulated_fleet.py`). Everything
 is in one process; what is reported is the controller's own: CPU seconds, messages and bytes that it sends, and the
 bytes of all objects that it keeps. Engines join one after another, so that each is bound by itself. Garbage is not collected
@@ -31,9 +31,6 @@ from harness import Row, parser, report
 SIZES = ((64, 256), (256, 1024), (1024, 4096))
 """Trainer ranks, engine ranks."""
 Figures = dict[str, tuple[float, str]]
-
-
-# --- simulated -----------------------------------------------------------------------------------
 
 
 def simulate(num_trainers: int, num_engine_ranks: int, kind: str) -> Figures:

@@ -167,12 +167,12 @@ async def test_a_real_browser_shows_a_saved_page_of_a_real_update_and_real_rollo
         assert url not in page
         assert await tab.value_of("document.querySelectorAll('img').length") == 0
         assert await tab.value_of("document.title") == "Windlass"
-        # The line of completed rollouts rises above the base, which is at 58.
+        # The line of completed rollouts rises above the base, which is at 58; another line may be the highest.
         highest = await tab.value_of(
             "Math.min(...document.querySelector('[data-name=completed]').getAttribute('points')"
             ".split(' ').map(point => Number(point.split(',')[1])))"
         )
-        assert highest == 4
+        assert 4 <= highest < 58
         await fits_a_phone(tab)
 
 

@@ -291,7 +291,9 @@ async def test_a_push_is_seen_wherever_updates_are_seen(monkeypatch: pytest.Monk
             assert [*rig.coordinator.reports] == [report]
             assert rig.coordinator.status()["updates"] == 1
             overview = operations.overview()
-            metrics = operations._metrics.render(version=3, engines={}, routable=1, rollouts={})
+            metrics = operations._metrics.render(
+                version=3, engines={}, routable=1, connected=1, rollouts={}
+            )
     assert (report.version, report.outcome) == (3, RoundOutcome.PUBLISHED)
     assert report.engines == ("a",)
     assert [*report.phase_s] == ["prepare", "write", "verify", "apply", "publish"]

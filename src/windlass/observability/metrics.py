@@ -8,6 +8,7 @@ from typing import final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from windlass.updates.measures import Measure
+from windlass.updates.messages import RoundOutcome
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -24,6 +25,8 @@ class ControllerMetrics:
         self._rounds = Counter(
             "windlass_rounds", "Weight-update rounds by outcome", ["outcome"], registry=registry
         )
+        for outcome in RoundOutcome:  # a first failure must be a rise from 0, not a new series
+            self._rounds.labels(outcome.value)
         self._figures = {measure: _figure(measure, registry) for measure in Measure}
         self._staleness = Histogram(
             "windlass_sample_staleness_versions",
@@ -37,6 +40,9 @@ class ControllerMetrics:
         )
         self._routable = Gauge(
             "windlass_engines_routable", "Engines that get traffic", registry=registry
+        )
+        self._connected = Gauge(
+            "windlass_engines_connected", "Engines of which a rank is connected", registry=registry
         )
         self._rollouts = Gauge(
             "windlass_rollouts", "Rollouts by state since the start", ["state"], registry=registry
@@ -64,11 +70,13 @@ class ControllerMetrics:
         version: int,
         engines: Mapping[str, int],
         routable: int,
+        connected: int,
         rollouts: Mapping[str, int],
     ) -> bytes:
         """The text that `/metrics` answers, with the gauges set to these values."""
         self._version.set(version)
         self._routable.set(routable)
+        self._connected.set(connected)
         self._engine_version.clear()
         for name, served in engines.items():
             self._engine_version.labels(name).set(served)

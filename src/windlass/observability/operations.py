@@ -175,6 +175,7 @@ class Operations:
             version=coordinator.published_version,
             engines={engine.name: engine.version for engine in routable},
             routable=len(routable),
+            connected=len(coordinator.engines()),
             rollouts=msgspec.to_builtins(self._rollouts.stats()),
         )
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

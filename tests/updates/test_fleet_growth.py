@@ -1,0 +1,70 @@
+"""What a fleet costs its controller grows with the fleet: messages, bytes, links and objects per rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from simulated_fleet import CONTROLLER, ENGINE_RANKS, SimulatedFleet, topology_of
+
+MAX_GROWTH = 1.6
+"""Of a figure per rank, from one fleet to another of twice as many ranks. It is 1.0 to 1.45; where every rank is told
+of every other, or linked to it, it is 1.8 to 1.95. Small fleets grow faster than large ones: newcomers read from more of them."""
+Figures = dict[str, float]
+
+
+def figures_of(num_trainers: int, num_engines: int, folder: Path) -> Figures:
+    """Per rank, of a fleet whose engines come one after another and whose controller is started again."""
+    folder.mkdir()
+    fleet = SimulatedFleet(topology_of(num_trainers, num_engines), folder)
+    num_ranks = num_trainers + num_engines * ENGINE_RANKS
+    found: Figures = {}
+
+    def note(what: str) -> None:
+        _, messages, nbytes = fleet.meter.take(CONTROLLER)
+        found[f"{what}: messages"] = messages / num_ranks
+        found[f"{what}: bytes"] = nbytes / num_ranks
+
+    async def run() -> None:
+        await fleet.start_controller()
+        fleet.start_trainers()
+        await fleet.start_engines(every_s=0.5)
+        await fleet.settled()
+        note("connect")
+        assert fleet.coordinator._binding is not None
+        found["links"] = len(fleet.coordinator._binding.links) / num_ranks
+        found["objects"] = fleet.held()[1].total() / num_ranks
+        await fleet.publish(0)
+        note("first update")
+        await fleet.kill_controller()
+        await fleet.start_controller()
+        await fleet.settled()
+        note("the controller starts again")
+
+    with fleet.simulated():
+        fleet.loop.run_until_complete(run())
+    return found
+
+
+@pytest.fixture(scope="module")
+def growth(tmp_path_factory: pytest.TempPathFactory) -> Figures:
+    folder = tmp_path_factory.mktemp("fleets")
+    small, large = (figures_of(32 * n, 16 * n, folder / str(n)) for n in (1, 2))
+    return {what: large[what] / small[what] for what in small}
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "connect: messages",
+        "connect: bytes",
+        "links",
+        "objects",
+        "first update: messages",
+        "first update: bytes",
+        "the controller starts again: messages",
+        "the controller starts again: bytes",
+    ],
+)
+def test_what_a_rank_costs_does_not_grow_with_the_fleet(growth: Figures, what: str) -> None:
+    assert growth[what] < MAX_GROWTH, growth
