@@ -3,7 +3,7 @@
 # controller and workers. On one GPU they share it. Needs vLLM 0.24, transformers and torch 2.11 with CUDA on PYTHONPATH or
 # installed, besides what Windlass needs. Ends by itself; run_demo.json, .txt and .logs are in the folder whatever happens.
 #   run_demo.sh RESULT_FOLDER [options of windlass demo]
-# MODES="in_place staged" DEADLINE_S=165 (of one run)
+# MODES="in_place staged" DEADLINE_S=260 (of one run; the first one reads vLLM from a cold disk)
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 OUT=${1:?usage: run_demo.sh RESULT_FOLDER [options of windlass demo]}
@@ -13,7 +13,7 @@ mkdir -p "$OUT"
 WORK=$(mktemp -d)
 failed=0
 for MODE in ${MODES:-in_place staged}; do
-  timeout -s INT -k 20 "${DEADLINE_S:-165}" python3 -m windlass.cli.main demo --device cuda --engine vllm --mode "$MODE" \
+  timeout -s INT -k 20 "${DEADLINE_S:-260}" python3 -m windlass.cli.main demo --device cuda --engine vllm --mode "$MODE" \
     --plain --output "$WORK/$MODE" --json "$WORK/$MODE.json" "$@" 2>&1 | tee -a "$OUT/run_demo.txt"
   STATUS=${PIPESTATUS[0]}
   [ "$STATUS" = 0 ] || failed=1

@@ -156,7 +156,7 @@ async def run_demo(
 
 def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
     """Return what to look at and to try now, for somebody who has seen a demo for the first time."""
-    folder = os.path.relpath(config.output_dir)
+    folder = min(os.path.relpath(config.output_dir), str(Path(config.output_dir).resolve()), key=len)
     rows = [
         (f"open {folder}/report.html", "every update, rollouts over time, links"),
         (f"ls {folder}/logs", "what each process printed"),
@@ -168,7 +168,8 @@ def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
             ("windlass doctor", "what works on this machine, and what it lacks"),
             ("windlass launch JOB.toml", "your own recipe: examples/launch/job.toml"),
         ]
-    return ["\nnext:", *(f"  {command:<36}{why}" for command, why in rows)]
+    width = max(len(command) for command, _ in rows)
+    return ["\nnext:", *(f"  {command:<{width}}  {why}" for command, why in rows)]
 
 
 def find_problems(
