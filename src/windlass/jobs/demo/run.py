@@ -156,7 +156,9 @@ async def run_demo(
 
 def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
     """Return what to look at and to try now, for somebody who has seen a demo for the first time."""
-    folder = min(os.path.relpath(config.output_dir), str(Path(config.output_dir).resolve()), key=len)
+    folder = min(
+        os.path.relpath(config.output_dir), str(Path(config.output_dir).resolve()), key=len
+    )
     rows = [
         (f"open {folder}/report.html", "every update, rollouts over time, links"),
         (f"ls {folder}/logs", "what each process printed"),
