@@ -43,7 +43,7 @@ the engine's loader computes tensors: `offset` (Gemma: norms of weight + 1, in S
 -exp(A_log) of its state space layers, in vLLM).
 Machines with GPUs have a table of their own. Engine ranks: `tp` tensor-parallel ranks, `pp` stages, `dp` replicas of one server,
 `ep` ranks over which experts are spread. With `pp` and `dp`, updates come while requests run on every replica,
-and (2) and (3) hold for each; what builds for CPUs lack for `ep` and `pp` the tests put in its place (engines.md).
+and (2) and (3) hold for each; what builds for CPUs lack for `ep` and `pp` the tests put in its place (engine-adapters.md).
 """
 
 QUANTISED = """
@@ -62,10 +62,10 @@ rank's capture proves its layout bit for bit or refuses it by name.
 | engine | kernels | layout in memory | outcome |
 |---|---|---|---|
 """
-_LIVE = "proven: every tensor and the tokens are those of a fresh load (docs/gpu.md)"
+_LIVE = "proven: every tensor and the tokens are those of a fresh load (docs/measured-gpu.md)"
 _POWERS = "untested: scales become powers of two, which capture leaves to the engine's loader"
 LAYOUTS = (
-    ("SGLang 0.5.16", "Triton, Hopper (SGLANG_ENABLE_JIT_DEEPGEMM=0)", "as in the checkpoint", "proven: every tensor and the tokens are those of a fresh load (docs/gpu.md)"),
+    ("SGLang 0.5.16", "Triton, Hopper (SGLANG_ENABLE_JIT_DEEPGEMM=0)", "as in the checkpoint", "proven: every tensor and the tokens are those of a fresh load (docs/measured-gpu.md)"),
     ("SGLang 0.5.16", "DeepGEMM, Hopper", "as in the checkpoint", "untested"),
     ("SGLang 0.5.23", "CPU", "packed for AMX", "untested: the kernels need a CPU with AMX tiles"),
     ("SGLang", "DeepGEMM, Blackwell", "requantised", "untested: scales become powers of two, which capture leaves to the engine's loader"),
