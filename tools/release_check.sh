@@ -19,9 +19,30 @@ grep -q "^## \[$version\]" CHANGELOG.md || { echo "CHANGELOG.md: no entry for $v
 "$folder/tools/bin/twine" check --strict "$folder"/dist/*
 "$folder/tools/bin/check-wheel-contents" "$folder"/dist/*.whl
 
+# What deploy/containers/ copies is enough to build the same wheel.
+mkdir "$folder/copied"
+sed -n 's/^COPY \(.*\) [^ ]*$/\1/p' deploy/containers/controller.Containerfile | xargs cp -r -t "$folder/copied"
+"$folder/tools/bin/python" -m build --wheel --outdir "$folder/from-copied" "$folder/copied"
+cmp <(unzip -Z1 "$folder"/dist/*.whl | sort) <(unzip -Z1 "$folder"/from-copied/*.whl | sort)
+
 "$python" -m venv "$folder/empty"
 "$folder/empty/bin/pip" install --quiet --disable-pip-version-check "$folder"/dist/*.whl
 cd "$folder"
 test "$(empty/bin/windlass --version)" = "windlass $version"
 COLUMNS=80 empty/bin/windlass doctor
+# With nothing but the base dependencies every check answers, and says what to do where something is missing.
+empty/bin/windlass doctor --json --engine-flags 'vllm --enable-sleep-mode' --engine-flags 'sglang --tp 2' | empty/bin/python -c '
+import json, sys
+(findings,) = json.load(sys.stdin).values()
+silent = [f["name"] for f in findings if f["status"] == "fails" and not f["remedy"]]
+assert not silent, f"no remedy: {silent}"
+said = " ".join(f["remedy"] for f in findings)
+for extra in ("torch", "vllm", "sglang", "mooncake"):
+    assert f"windlass[{extra}]" in said, extra'
+if empty/bin/windlass demo 2>said; then echo "windlass demo ran without torch"; exit 1; fi
+grep -qF "next: pip install 'windlass[demo]'" said || { cat said; exit 1; }
+empty/bin/python -c '
+import sys, windlass
+heavy = {"torch", "numpy", "aiohttp", "rich"} & set(sys.modules)
+assert not heavy, f"import windlass imports {heavy}"'
 echo "release check: windlass $version is well formed"

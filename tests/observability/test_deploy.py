@@ -83,6 +83,8 @@ async def test_every_metric_and_label_that_is_named_is_in_metrics() -> None:
 def test_promtool_takes_the_rules_and_they_fire_for_what_they_are_for(tmp_path: Path) -> None:
     tests = tmp_path / "alerts_test.yml"
     given = (Path(__file__).parent / "alerts_test.yml").read_text()
+    made_to_fire = re.findall(r'alertname: (\w+)\n +exp_alerts:|\{alertname="(\w+)"\}', given)
+    assert {a or b for a, b in made_to_fire} == set(re.findall(r"alert: (\w+)", ALERTS.read_text()))
     tests.write_text(given.replace("ALERTS]", f"{ALERTS}]"))
     scrape = ROOT / "deploy/prometheus/scrape.yml"
     for command in (

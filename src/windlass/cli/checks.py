@@ -238,7 +238,9 @@ def _peer_access() -> Finding:
     try:
         import torch
     except ImportError:
-        return Finding(name, Status.LIMITED, "torch is not installed", "pip install torch")
+        return Finding(
+            name, Status.LIMITED, "torch is not installed", "pip install 'windlass[torch]'"
+        )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         return Finding(
@@ -277,7 +279,7 @@ def _engines() -> list[Finding]:
             missing.append(releases.name)
     if findings:
         return findings
-    remedy = "--engine-python PATH looks into theirs"
+    remedy = "pip install 'windlass[vllm]' or 'windlass[sglang]'; or --engine-python PATH, which looks into theirs"
     return [Finding(" and ".join(missing), Status.LIMITED, "not in this environment", remedy)]
 
 
