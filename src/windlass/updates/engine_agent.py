@@ -42,6 +42,7 @@ from windlass.updates.messages import (
     ReceiveTensors,
     Relay,
     RelayCommand,
+    Relayed,
     Result,
     RoundId,
     SkipUpstream,
@@ -259,10 +260,17 @@ class EngineAgent:
             case ConnectRelay():
                 self._relay.connect(command.groups[0], command.bindings, command.addresses)
             case Relay():
-                relayed, disconnected = self._relay.run(self._round_id, command.deadline_s)
-                self._fence_is_due |= bool(disconnected)
+                done = self._relay.run(self._round_id, command.deadline_s)
+                self._fence_is_due |= bool(done.disconnected)
                 self._may_be_written |= self._fence_is_due
-                return relayed
+                return Relayed(
+                    missing=done.missing,
+                    unknown_from=done.unknown_from,
+                    unknown_to=done.unknown_to,
+                    unreached=done.unreached,
+                    nbytes=done.nbytes,
+                    wire_s=done.wire_s,
+                )
             case SkipUpstream():
                 pass  # carried out when it came in
             case _:
