@@ -79,20 +79,4 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
-    __all__, __getattr__, __dir__ = public(
-        __name__,
-        {
-            "windlass.config": "CollectiveFabric ControlConfig DiskBackend P2pBackend PauseMode PhaseDeadlines PluginBackend RelayShape ReplicaPlace RouterConfig RouterKind UpdateMode XcclBackend",
-            "windlass.controller": "Controller",
-            "windlass.engines.client": "EngineClient EngineWeights",
-            "windlass.errors": "AuthenticationError ConfigError EngineRefused IncompleteCoverage ManifestError PeerTimeout PeerUnreachable PlanError ProtocolError RegionError RolloutError RoundAborted RoundError StaleMessage TrainerError TransferError TransferFailed TransferOutcomeUnknown TransportUnavailable UnsupportedLayout WindlassError",
-            "windlass.rollout.batches": "BatchClient",
-            "windlass.rollout.handles": "RolloutConfig",
-            "windlass.rollout.messages": "SamplingParams TrainingBatch TrainingSample",
-            "windlass.rollout.staleness": "OnStale StalenessPolicy",
-            "windlass.trainers.callback": "RolloutCallback WeightGroup",
-            "windlass.trainers.client": "PendingUpdate TrainerClient TrainerWeights connect_trainer",
-            "windlass.updates.engine_agent": "EngineHooks",
-            "windlass.updates.messages": "RoundOutcome UpdateReport",
-        },
-    )
+    __all__, __getattr__, __dir__ = public(__name__)

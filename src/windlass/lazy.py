@@ -5,21 +5,26 @@ A process that only moves bytes then needs no web server, and one that describes
 
 from __future__ import annotations
 
+import pkgutil
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 
+_IMPORT = re.compile(r"^    from ([\w.]+) import (\w+) as \2$", re.MULTILINE)
 
-def public(
-    package: str, modules: Mapping[str, str]
-) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
-    """Make a package's `__all__`, `__getattr__` and `__dir__` (PEP 562) from one table.
+
+def public(package: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
+    """Make a package's `__all__`, `__getattr__` and `__dir__` (PEP 562) from what it imports for type checkers.
+
+    That is every `from MODULE import NAME as NAME` in its own file, under `if TYPE_CHECKING:`. So does
+    scientific-python/lazy-loader (`attach_stub`) with a stub file.
 
     Args:
-        package: `__name__` of the package.
-        modules: by dotted name of a module, the names that it defines, with spaces between them.
+        package: `__name__` of the package, whose file is there as source.
     """
-    homes = {name: module for module, names in modules.items() for name in names.split()}
+    source = pkgutil.get_data(package, "__init__.py") or b""
+    homes = {name: module for module, name in _IMPORT.findall(source.decode())}
 
     def find(name: str) -> object:
         """Import a public name.

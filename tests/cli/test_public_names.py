@@ -38,7 +38,7 @@ def test_every_public_name_is_there_and_an_unknown_one_is_not(package: str) -> N
 
 @PACKAGES
 def test_what_a_type_checker_sees_is_what_is_there(package: str) -> None:
-    """The imports under TYPE_CHECKING and the table that is used at run time."""
+    """The imports under TYPE_CHECKING, as syntax, and the names that are read out of them at run time."""
     assert set(render_api.public_names(package)) == set(importlib.import_module(package).__all__)
 
 

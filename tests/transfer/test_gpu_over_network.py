@@ -299,7 +299,7 @@ def test_an_engine_passes_on_what_it_verified_in_the_memory_it_lies_in(
     with ThreadPoolExecutor() as threads:
         parts = [threads.submit(node.run, round_id, seconds) for node in nodes.values()]
         fed = [threads.submit(s.relay_write, round_id, group.members, seconds) for s in senders]
-    assert all(not job.result().missing for job in parts)
+    assert all(not job.result()[0].missing for job in parts)
     for name, receiver in receivers.items():
         links = [link for job in fed for link in job.result().links if link.destination == name]
         expected = {s.worker: link.digest for s, link in zip(fleet.sources, links, strict=True)}

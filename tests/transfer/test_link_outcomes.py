@@ -31,9 +31,9 @@ from windlass.planning.relay import RelayGroup
 from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.bindings import DestinationBinding, LinkStatus
+from windlass.transfer.bindings import DestinationBinding, LinkStatus, Relayed
 from windlass.transfer.receiver import Receiver
-from windlass.transfer.relay import RelayNode, RelayResult, RelaySender
+from windlass.transfer.relay import RelayNode, RelaySender
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.transports.memory import MemoryFabric, MemoryTransport
@@ -284,12 +284,12 @@ class Chain:
         sender.connect_relay([group], self.fleet.bindings, addresses)
         sender.prepare()
 
-    def run(self) -> tuple[dict[str, LinkStatus], dict[str, RelayResult]]:
+    def run(self) -> tuple[dict[str, LinkStatus], dict[str, Relayed]]:
         """Outcomes of the trainer's links, and of the engines' parts."""
-        parts: dict[str, RelayResult] = {}
+        parts: dict[str, Relayed] = {}
 
         def take_part(name: str) -> None:
-            parts[name] = self.nodes[name].run(ROUND, SECONDS)
+            parts[name], _ = self.nodes[name].run(ROUND, SECONDS)
 
         threads = [threading.Thread(target=take_part, args=(name,)) for name in ENGINES]
         for thread in threads:
@@ -381,7 +381,7 @@ def test_a_link_that_cannot_be_begun_does_not_hide_what_became_of_a_root(
 def test_a_last_chunk_that_could_not_be_verified_is_missing(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node, found = chain.nodes["engine-a/0"], list[RelayResult]()
+    node, found = chain.nodes["engine-a/0"], list[tuple[Relayed, frozenset[str]]]()
     assert node._bound is not None
     digests, num_taken = node._bound.digests["trainer/0"], itertools.count(1)
     take, num_chunks = digests.take, node._bound.payloads["trainer/0"].num_chunks
@@ -397,13 +397,13 @@ def test_a_last_chunk_that_could_not_be_verified_is_missing(
         part.start()
         chain.fleet.sender.relay_write(ROUND, ENGINES, SECONDS)
         part.join(SECONDS)
-    assert found[0].missing == ("trainer/0",)
+    assert found[0][0].missing == ("trainer/0",)
 
 
-def die_in_mid_relay(chain: Chain, *, with_a_word: bool) -> RelayResult:
+def die_in_mid_relay(chain: Chain, *, with_a_word: bool) -> tuple[Relayed, frozenset[str]]:
     """The trainer is let in at the first engine, and then its connection ends."""
     node = chain.nodes["engine-a/0"]
-    found: list[RelayResult] = []
+    found: list[tuple[Relayed, frozenset[str]]] = []
     part = threading.Thread(target=lambda: found.append(node.run(ROUND, SECONDS)))
     part.start()
     sender = RelaySender(node.open(), "trainer/0", ROUND, Deadline.after(SECONDS, "test"))
@@ -416,10 +416,10 @@ def die_in_mid_relay(chain: Chain, *, with_a_word: bool) -> RelayResult:
 
 @pytest.mark.parametrize("with_a_word", [True, False])
 def test_an_upstream_that_ends_without_a_word_is_told(chain: Chain, with_a_word: bool) -> None:
-    result = die_in_mid_relay(chain, with_a_word=with_a_word)
+    result, disconnected = die_in_mid_relay(chain, with_a_word=with_a_word)
     assert result.missing == ("trainer/0",)
     assert result.unknown_from == ()
-    assert result.disconnected == (() if with_a_word else ("trainer/0",))
+    assert disconnected == (set() if with_a_word else {"trainer/0"})
 
 
 @pytest.mark.parametrize("disconnected", [(), ("trainer/0",)])
@@ -440,7 +440,7 @@ def test_an_engine_fences_before_it_trusts_what_a_dead_upstream_wrote(
         happened.append("verify")
         return tuple(expected)
 
-    result = RelayResult(("trainer/0",), (), (), (), disconnected, 0, 0.0)
+    result = Relayed(("trainer/0",), (), (), (), 0, 0.0), disconnected
     monkeypatch.setattr(fleet.transports["engine-a/0"], "fence", fence)
     monkeypatch.setattr(Receiver, "verify", verify)
     monkeypatch.setattr(agent._relay, "run", lambda *_: result)
@@ -461,7 +461,7 @@ def test_a_relay_that_ends_well_leaves_an_earlier_one_of_its_round_to_be_fenced(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fences: list[float] = []
-    results = [RelayResult((), (), (), (), names, 0, 0.0) for names in (("trainer/0",), ())]
+    results = [(Relayed((), (), (), (), 0, 0.0), names) for names in (("trainer/0",), ())]
     agent = EngineAgent(fleet.receivers["engine-a/0"], RestingEngine())
     transport = fleet.transports["engine-a/0"]
     monkeypatch.setattr(transport, "fence", lambda *, deadline_s: fences.append(deadline_s))

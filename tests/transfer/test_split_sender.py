@@ -24,8 +24,8 @@ from windlass.memory.cuda import driver, sources
 from windlass.net.clock import Deadline
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.backends import receiver_for, sender_for
-from windlass.transfer.base import ParameterMemory, SendResult, joined_results
-from windlass.transfer.bindings import LinkStatus
+from windlass.transfer.base import ParameterMemory, joined_results
+from windlass.transfer.bindings import LinkStatus, Written
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.auto import TransportSet
@@ -153,10 +153,10 @@ def test_a_replica_of_weights_on_a_gpu_wants_one_transport() -> None:
 def test_an_unknown_outcome_of_either_way_is_told_before_any_other_error() -> None:
     failed, unknown = TransferFailed("a GPU"), TransferOutcomeUnknown("a NIC")
     for stores, writes in ((failed, unknown), (unknown, failed)):
-        written = Future[SendResult]()
+        written = Future[Written]()
         written.set_exception(writes)
 
-        def store(error: Exception = stores) -> SendResult:
+        def store(error: Exception = stores) -> Written:
             raise error
 
         with pytest.raises(TransferOutcomeUnknown):

@@ -46,6 +46,4 @@ COMMANDS: Registry[Command] = Registry(
 """All commands, by name."""
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
-    _, __getattr__, __dir__ = public(
-        __name__, {"windlass.cli.controller": "add_controller overview"}
-    )
+    _, __getattr__, __dir__ = public(__name__)

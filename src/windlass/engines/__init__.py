@@ -21,12 +21,4 @@ if TYPE_CHECKING:
     from windlass.updates.engine_agent import EngineHooks as EngineHooks
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
-    __all__, __getattr__, __dir__ = public(
-        __name__,
-        {
-            "windlass.engines.client": "EngineClient EngineWeights",
-            "windlass.engines.spec": "AgentSettings CapturedLayout EngineOptions EngineServer EngineSpec Rule ServerCommand",
-            "windlass.transfer.dtensor": "describe_module parameter_addresses",
-            "windlass.updates.engine_agent": "EngineHooks",
-        },
-    )
+    __all__, __getattr__, __dir__ = public(__name__)

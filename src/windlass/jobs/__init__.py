@@ -30,17 +30,4 @@ if TYPE_CHECKING:
     from windlass.jobs.train_worker import run_train_worker as run_train_worker
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
-    __all__, __getattr__, __dir__ = public(
-        __name__,
-        {
-            "windlass.jobs.config": "LaunchConfig load_config",
-            "windlass.jobs.fsdp_engine": "FsdpEngine Samples",
-            "windlass.jobs.launch": "JobSummary run_job",
-            "windlass.jobs.recipe": "Recipe Task",
-            "windlass.jobs.schedulers.base": "ProcessSpec ProcessStatus Scheduler",
-            "windlass.jobs.schedulers.configs": "LocalSchedulerConfig RaySchedulerConfig SlurmSchedulerConfig create_scheduler",
-            "windlass.jobs.schedulers.local": "LocalScheduler",
-            "windlass.jobs.train_controller": "StepResult TrainController",
-            "windlass.jobs.train_worker": "TrainContext TrainEngine run_train_worker",
-        },
-    )
+    __all__, __getattr__, __dir__ = public(__name__)

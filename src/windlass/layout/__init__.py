@@ -24,14 +24,4 @@ if TYPE_CHECKING:
     from windlass.layout.naming.tables import FAMILIES as FAMILIES
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
-    __all__, __getattr__, __dir__ = public(
-        __name__,
-        {
-            "windlass.layout.box": "Box",
-            "windlass.layout.dtypes": "DType",
-            "windlass.layout.manifest": "ManifestBuilder ParameterSpec Role Shard ShardManifest TensorSpec",
-            "windlass.layout.naming.rules": "Cut Family Rule",
-            "windlass.layout.naming.stacked": "StackedRule TORCHTITAN_EXPERTS TRANSFORMERS_EXPERTS",
-            "windlass.layout.naming.tables": "FAMILIES",
-        },
-    )
+    __all__, __getattr__, __dir__ = public(__name__)

@@ -12,10 +12,4 @@ if TYPE_CHECKING:
     from windlass.planning.planner import plan_transfer as plan_transfer
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
-    __all__, __getattr__, __dir__ = public(
-        __name__,
-        {
-            "windlass.planning.plan": "TransferPlan",
-            "windlass.planning.planner": "PlanPolicy plan_transfer",
-        },
-    )
+    __all__, __getattr__, __dir__ = public(__name__)

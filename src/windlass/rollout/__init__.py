@@ -34,16 +34,4 @@ if TYPE_CHECKING:
     from windlass.rollout.workflows import WorkflowContext as WorkflowContext
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
-    __all__, __getattr__, __dir__ = public(
-        __name__,
-        {
-            "windlass.rollout.batches": "BatchClient BatchQueue training_samples",
-            "windlass.rollout.controller": "RolloutController mount_rollout_routes",
-            "windlass.rollout.directory": "EngineDirectory StaticEngines",
-            "windlass.rollout.handles": "GroupHandle Recovered Rollout RolloutConfig RolloutGroup RolloutHandle RolloutStats",
-            "windlass.rollout.messages": "OnAbort SamplingParams TrainingBatch TrainingSample Turn",
-            "windlass.rollout.staleness": "OnStale StalenessPolicy",
-            "windlass.rollout.worker": "run_rollout_worker",
-            "windlass.rollout.workflows": "Reject Workflow WorkflowContext",
-        },
-    )
+    __all__, __getattr__, __dir__ = public(__name__)

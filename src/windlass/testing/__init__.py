@@ -18,12 +18,4 @@ if TYPE_CHECKING:
     from windlass.testing.wrapped_transport import WrappedTransport as WrappedTransport
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
-    __all__, __getattr__, __dir__ = public(
-        __name__,
-        {
-            "windlass.testing.faulty_transport": "Fault FaultKind FaultyTransport",
-            "windlass.testing.peer_process": "PeerProcess",
-            "windlass.testing.transport_conformance": "Peer ProcessConformance Rig TransportConformance",
-            "windlass.testing.wrapped_transport": "WrappedTransport",
-        },
-    )
+    __all__, __getattr__, __dir__ = public(__name__)

@@ -21,14 +21,4 @@ if TYPE_CHECKING:
     from windlass.transfer.replica import CopyTimes as CopyTimes
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
-    __all__, __getattr__, __dir__ = public(
-        __name__,
-        {
-            "windlass.layout.naming.adapters": "adapter_names",
-            "windlass.trainers.callback": "RolloutCallback WeightGroup",
-            "windlass.trainers.client": "PendingUpdate TrainerClient TrainerWeights connect_trainer",
-            "windlass.trainers.megatron": "check_whole connect_megatron_trainer make_whole",
-            "windlass.transfer.base": "ParameterMemory",
-            "windlass.transfer.replica": "CopyTimes",
-        },
-    )
+    __all__, __getattr__, __dir__ = public(__name__)

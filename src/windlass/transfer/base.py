@@ -16,7 +16,13 @@ from typing import Protocol, TypeVar, TypeVarTuple, runtime_checkable
 from windlass.config import UpdateMode
 from windlass.errors import PeerUnreachable, TransferOutcomeUnknown, WindlassError
 from windlass.planning.plan import TransferPlan
-from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
+from windlass.transfer.bindings import (
+    DestinationBinding,
+    GroupOffer,
+    LinkOutcome,
+    LinkStatus,
+    Written,
+)
 
 Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
@@ -45,22 +51,6 @@ class ParameterMemory:
     storage: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SendResult:
-    """What a write came to.
-
-    Attributes:
-        links: outcome of each.
-        pack_s: seconds spent packing and hashing. wire_s: inside transport writes.
-        register_s: registering parameters that were not yet, or have moved.
-    """
-
-    links: tuple[LinkOutcome, ...]
-    pack_s: float
-    wire_s: float
-    register_s: float = 0.0
-
-
 class SenderBackend(Protocol):
     """One trainer rank. Called by the agent's command thread."""
 
@@ -79,7 +69,7 @@ class SenderBackend(Protocol):
         """Do what can be done while engines still generate. The weights stand still from here on."""
         ...
 
-    def write(self, version: int, destinations: Sequence[str], deadline_s: float) -> SendResult:
+    def write(self, version: int, destinations: Sequence[str], deadline_s: float) -> Written:
         """Move the bytes of the links to `destinations`. Idempotent.
 
         Raises:
@@ -188,11 +178,11 @@ def failed_links(destinations: Sequence[str], reason: str) -> tuple[LinkOutcome,
 
 
 def joined_results(
-    destinations: Sequence[str], begun: Future[SendResult], beside: Callable[[], SendResult]
-) -> SendResult:
+    destinations: Sequence[str], begun: Future[Written], beside: Callable[[], Written]
+) -> Written:
     """Send some links while another thread sends the others; an unknown outcome is told before any error."""
     errors: list[BaseException] = []
-    results: list[SendResult] = []
+    results: list[Written] = []
     # What the other way still sends must be over, and its outcome known, before anything is told.
     for send in (beside, begun.result):
         try:
@@ -202,7 +192,7 @@ def joined_results(
     if errors:
         raise next((e for e in errors if is_unknown(e)), errors[0])
     links = {link.destination: link for result in results for link in result.links}
-    return SendResult(
+    return Written(
         tuple(links[name] for name in destinations),
         sum(result.pack_s for result in results),
         max(result.wire_s for result in results),

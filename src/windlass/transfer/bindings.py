@@ -132,6 +132,40 @@ class LinkOutcome(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+class Written(msgspec.Struct, frozen=True, tag="written"):
+    """Trainer rank: what a write came to.
+
+    Attributes:
+        links: outcome of every link that it was asked to write.
+        pack_s: seconds spent packing and hashing. wire_s: inside transport writes.
+        register_s: registering parameters that were not yet, or have moved.
+    """
+
+    links: tuple[LinkOutcome, ...]
+    pack_s: float
+    wire_s: float
+    register_s: float = 0.0
+
+
+class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
+    """Engine rank: how its part of a relay went. Every upstream has ended by now, but for `unknown_from`.
+
+    Attributes:
+        missing: sources whose link is not complete here.
+        unknown_from: upstreams whose bytes may still land here.
+        unknown_to: engines in which bytes of this rank may still land.
+        unreached: engines that did not let this rank in; nothing was written to them.
+        nbytes: passed on. wire_s: from the first chunk here to the last one passed on.
+    """
+
+    missing: tuple[str, ...]
+    unknown_from: tuple[str, ...]
+    unknown_to: tuple[str, ...]
+    unreached: tuple[str, ...]
+    nbytes: int
+    wire_s: float
+
+
 class RelayAddress(msgspec.Struct, frozen=True):
     """Where an engine rank of a relay listens, bound before it is published, and its secret."""
 

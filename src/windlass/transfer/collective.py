@@ -37,12 +37,13 @@ from windlass.memory.ops import PreparedCopies, StridedCopy, aligned
 from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import BoundOp, LinkProgram
-from windlass.transfer.base import ParameterMemory, SendResult, failed_links
+from windlass.transfer.base import ParameterMemory, failed_links
 from windlass.transfer.bind import check_destinations
 from windlass.transfer.bindings import (
     BucketPart,
     DestinationBinding,
     GroupOffer,
+    Written,
 )
 from windlass.transfer.collective_group import Rendezvous, TorchBroadcastGroup, join_group
 from windlass.transfer.destination import Destination, joined_ranges
@@ -140,7 +141,7 @@ class CollectiveSender:
         version: int,  # noqa: ARG002
         destinations: Sequence[str],
         deadline_s: float,
-    ) -> SendResult:
+    ) -> Written:
         """See `SenderBackend.write`. All links succeed or fail together."""
         check_destinations(self._source.programs, destinations)
         deadline = Deadline.after(deadline_s, "broadcast")
@@ -152,9 +153,9 @@ class CollectiveSender:
         except TransferError as error:
             reason = f"{type(error).__name__}: {error}"
             links = failed_links(destinations, reason)
-            return SendResult(links, pack_s, time.perf_counter() - began)
+            return Written(links, pack_s, time.perf_counter() - began)
         wire_s = time.perf_counter() - began - packed_s
-        return SendResult(self._source.delivered(destinations), pack_s + packed_s, wire_s)
+        return Written(self._source.delivered(destinations), pack_s + packed_s, wire_s)
 
     def close(self) -> None:
         """Leave the group. Idempotent."""

@@ -16,9 +16,9 @@ from windlass.config import DiskBackend, UpdateMode
 from windlass.errors import TransferFailed
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import TransferPlan
-from windlass.transfer.base import ParameterMemory, SendResult, failed_links
+from windlass.transfer.base import ParameterMemory, failed_links
 from windlass.transfer.bind import check_destinations
-from windlass.transfer.bindings import DestinationBinding, GroupOffer
+from windlass.transfer.bindings import DestinationBinding, GroupOffer, Written
 from windlass.transfer.destination import Destination
 from windlass.transfer.disk_files import (
     OWNERS_FOLDER,
@@ -81,7 +81,7 @@ class DiskSender:
         version: int,
         destinations: Sequence[str],
         deadline_s: float,  # noqa: ARG002
-    ) -> SendResult:
+    ) -> Written:
         """Write this rank's file, whoever reads it; see `SenderBackend.write`."""
         check_destinations(self._source.programs, destinations)
         pack_s, self._pack_s = self._pack_s, 0.0
@@ -94,7 +94,7 @@ class DiskSender:
             links = failed_links(destinations, str(error))
         else:
             links = self._source.delivered(destinations)
-        return SendResult(links, pack_s, time.perf_counter() - began)
+        return Written(links, pack_s, time.perf_counter() - began)
 
     def close(self) -> None:
         """Files stay. Idempotent."""

@@ -44,7 +44,7 @@ from windlass.planning.program import LinkProgram
 from windlass.planning.relay import RelayGroup, children_of, depths_of
 from windlass.transfer.base import is_unknown, submit
 from windlass.transfer.bind import check_binding
-from windlass.transfer.bindings import DestinationBinding, RelayAddress
+from windlass.transfer.bindings import DestinationBinding, RelayAddress, Relayed
 from windlass.transfer.packer import PackedLink, batches_to
 from windlass.transfer.payload import Payload, payload_of
 from windlass.transfer.receiver import Receiver
@@ -621,29 +621,6 @@ TIMEOUT_SPREAD = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class RelayResult:
-    """How the relay went at one rank.
-
-    Attributes:
-        missing: sources whose link is not complete here.
-        unknown_from: upstreams whose bytes may still land here.
-        unknown_to: engines in which bytes of this rank may still land.
-        unreached: engines that did not let this rank in; nothing was written to them.
-        disconnected: upstreams that ended without saying so: over TCP their kernels may still hold bytes,
-            so a fence is due before what lies here is trusted.
-        nbytes: passed on. wire_s: from the first chunk here to the last one passed on.
-    """
-
-    missing: tuple[str, ...]
-    unknown_from: tuple[str, ...]
-    unknown_to: tuple[str, ...]
-    unreached: tuple[str, ...]
-    disconnected: tuple[str, ...]
-    nbytes: int
-    wire_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class BoundGroup:
     """What this rank does in every round of a binding.
 
@@ -786,19 +763,19 @@ class RelayRound:
             child.end()
         self._nbytes = sum(child.close() for child in self._children.values())
 
-    def result(self) -> RelayResult:
-        """After `finish`."""
+    def result(self) -> tuple[Relayed, frozenset[str]]:
+        """After `finish`; see `RelayNode.run`."""
         children = self._children.items()
         last_s = max((self._last_s, *(child.last_s for child in self._children.values())))
-        return RelayResult(
+        relayed = Relayed(
             missing=tuple(sorted(self._missing)),
             unknown_from=tuple(sorted(self._unknown)),
             unknown_to=tuple(name for name, child in children if child.is_unknown),
             unreached=tuple(name for name, child in children if child.unreached),
-            disconnected=tuple(sorted(self._disconnected)),
             nbytes=self._nbytes,
             wire_s=last_s - self._first_s,
         )
+        return relayed, frozenset(self._disconnected)
 
 
 @final
@@ -873,8 +850,12 @@ class RelayNode:
             remote={n: {s: p.at(bound[n]) for s, p in payloads.items()} for n in names},
         )
 
-    def run(self, round_id: RoundId, deadline_s: float) -> RelayResult:
+    def run(self, round_id: RoundId, deadline_s: float) -> tuple[Relayed, frozenset[str]]:
         """Take part in a round until every link is complete here or cannot become so.
+
+        Returns:
+            How it went; and upstreams that ended without saying so: over TCP their kernels may still hold
+            bytes, so a fence is due before what lies here is trusted.
 
         Raises:
             PlanError: no group is bound.

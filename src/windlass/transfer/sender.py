@@ -45,7 +45,6 @@ from windlass.transfer.arena import memory_of
 from windlass.transfer.base import (
     LINKS_AT_ONCE,
     ParameterMemory,
-    SendResult,
     failed_links,
     is_unknown,
     joined_results,
@@ -65,6 +64,7 @@ from windlass.transfer.bindings import (
     LinkOutcome,
     LinkStatus,
     RelayAddress,
+    Written,
 )
 from windlass.transfer.packer import PackedLink, Packer, Peer, packed_capacity
 from windlass.transfer.registration import RegisteredMemory
@@ -348,7 +348,7 @@ class Sender:
         version: int,
         destinations: Sequence[str],
         deadline_s: float,
-    ) -> SendResult:
+    ) -> Written:
         """Write the links to `destinations`. Idempotent.
 
         What is written for a second time is packed again first, unless from a replica: the weights must
@@ -380,7 +380,7 @@ class Sender:
 
     def relay_write(
         self, round_id: RoundId, destinations: Sequence[str], deadline_s: float
-    ) -> SendResult:
+    ) -> Written:
         """As `write`, but groups that are bound for it are relayed: only their roots are written.
 
         The outcome of a member that this rank does not write is that of the digest: OK once it
@@ -415,7 +415,7 @@ class Sender:
                 outcomes[name] = self._relayed_outcome(name, roots.get(name), digest, arena)
             wire_s = max(time.perf_counter() - began, sent.wire_s)
             links = tuple(outcomes[n] for n in destinations)
-            return SendResult(links, sent.pack_s, wire_s, sent.register_s)
+            return Written(links, sent.pack_s, wire_s, sent.register_s)
 
     def close(self) -> None:
         """Unregister and free, once a running `write` is over. Idempotent.
@@ -446,15 +446,15 @@ class Sender:
 
     def _store(
         self, stores: StoredLinks, version: int, destinations: Sequence[str], deadline: Deadline
-    ) -> SendResult:
+    ) -> Written:
         check_destinations(stores, destinations)
         if self.replica is not None and not self.replica.holds(version):
             reason = "replica: this version is not copied, and the weights may have changed"
-            return SendResult(failed_links(destinations, reason), 0.0, 0.0)
+            return Written(failed_links(destinations, reason), 0.0, 0.0)
         settled = self.replica is not None
         order = self._in_turn(destinations)
         links, wire_s = stores.write(version, order, deadline, settled=settled)
-        return SendResult(tuple(links[name] for name in destinations), 0.0, wire_s)
+        return Written(tuple(links[name] for name in destinations), 0.0, wire_s)
 
     def _in_turn(self, destinations: Sequence[str]) -> tuple[str, ...]:
         """Each rank begins with another one."""
@@ -463,7 +463,7 @@ class Sender:
 
     # --- links and relays --------------------------------------------------------------------
 
-    def _write(self, destinations: Sequence[str], deadline: Deadline) -> SendResult:
+    def _write(self, destinations: Sequence[str], deadline: Deadline) -> Written:
         order = self._in_turn(destinations)
         pack_s, self._pack_s = self._pack_s, 0.0
         register_s, self._register_s = self._register_s, 0.0
@@ -487,7 +487,7 @@ class Sender:
                 wire_s += link_wire_s
                 pack_s += link_pack_s
         links = tuple(outcomes[name] for name in destinations)
-        return SendResult(links, pack_s, wire_s, register_s)
+        return Written(links, pack_s, wire_s, register_s)
 
     def _find_ready(self, name: str) -> PackedLink | None:
         if name in self._relays:

@@ -40,23 +40,4 @@ if TYPE_CHECKING:
     from windlass.transports.shm import ShmConfig as ShmConfig
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
-    __all__, __getattr__, __dir__ = public(
-        __name__,
-        {
-            "windlass.config": "BackendTraits",
-            "windlass.net.clock": "Deadline",
-            "windlass.transfer.arena": "Arena",
-            "windlass.transfer.backends": "Backend",
-            "windlass.transports.auto": "AutoConfig",
-            "windlass.transports.base": "MappedRegion MemoryAllocator MemoryRegion MemoryType OneSidedTransport PeerEndpoint PeerMapper RemoteRegion TransportConfig TransportOffer TransportTraits WireReport WriteBatch",
-            "windlass.transports.cma": "CmaConfig",
-            "windlass.transports.cuda_ipc": "CudaIpcConfig",
-            "windlass.transports.memory": "MemoryConfig",
-            "windlass.transports.mooncake.config": "MooncakeConfig",
-            "windlass.transports.nixl.config": "NixlConfig",
-            "windlass.transports.processes": "OwnProcess PeerProcesses check_alive",
-            "windlass.transports.region_transport": "RegionTransport",
-            "windlass.transports.registry": "create_transport parse_transport transport_names",
-            "windlass.transports.shm": "ShmConfig",
-        },
-    )
+    __all__, __getattr__, __dir__ = public(__name__)

@@ -42,7 +42,6 @@ from windlass.updates.messages import (
     ReceiveTensors,
     Relay,
     RelayCommand,
-    Relayed,
     Result,
     RoundId,
     SkipUpstream,
@@ -260,17 +259,10 @@ class EngineAgent:
             case ConnectRelay():
                 self._relay.connect(command.groups[0], command.bindings, command.addresses)
             case Relay():
-                done = self._relay.run(self._round_id, command.deadline_s)
-                self._fence_is_due |= bool(done.disconnected)
+                relayed, disconnected = self._relay.run(self._round_id, command.deadline_s)
+                self._fence_is_due |= bool(disconnected)
                 self._may_be_written |= self._fence_is_due
-                return Relayed(
-                    missing=done.missing,
-                    unknown_from=done.unknown_from,
-                    unknown_to=done.unknown_to,
-                    unreached=done.unreached,
-                    nbytes=done.nbytes,
-                    wire_s=done.wire_s,
-                )
+                return relayed
             case SkipUpstream():
                 pass  # carried out when it came in
             case _:

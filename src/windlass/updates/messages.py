@@ -30,10 +30,11 @@ from windlass.planning.relay import RelayGroup
 from windlass.transfer.bindings import (
     DestinationBinding,
     GroupOffer,
-    LinkOutcome,
     RelayAddress,
     WireTensor,
 )
+from windlass.transfer.bindings import Relayed as Relayed
+from windlass.transfer.bindings import Written as Written
 from windlass.transports.base import TransportOffer
 from windlass.updates.measures import Measure
 
@@ -190,15 +191,6 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     compare_s: float
 
 
-class Written(msgspec.Struct, frozen=True, tag="written"):
-    """Trainer rank: the outcome of every link it was asked to write; see `SendResult`."""
-
-    links: tuple[LinkOutcome, ...]
-    pack_s: float
-    wire_s: float
-    register_s: float = 0.0
-
-
 class Verified(msgspec.Struct, frozen=True, tag="verified"):
     """Engine rank: sources whose bytes did not have the expected digest (empty when all did)."""
 
@@ -213,20 +205,6 @@ class Done(msgspec.Struct, frozen=True, tag="done", omit_defaults=True):
     """
 
     not_resumed: str = ""
-
-
-class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
-    """Engine rank: how its part of a relay went; see `RelayResult`.
-
-    Every upstream has ended by now, but for those in `unknown_from`.
-    """
-
-    missing: tuple[str, ...]
-    unknown_from: tuple[str, ...]
-    unknown_to: tuple[str, ...]
-    unreached: tuple[str, ...]
-    nbytes: int
-    wire_s: float
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):

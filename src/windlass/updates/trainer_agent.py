@@ -6,16 +6,14 @@ import logging
 from collections.abc import Callable
 from typing import assert_never, final
 
+import msgspec
+
 from windlass.config import P2pBackend, UpdateBackend
 from windlass.errors import ConfigError, ProtocolError, RoundAborted, WindlassError
 from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.backends import sender_for
-from windlass.transfer.base import (
-    GroupMember,
-    SenderBackend,
-    SendResult,
-)
+from windlass.transfer.base import GroupMember, SenderBackend
 from windlass.transfer.bindings import BindingsRefused, GroupOffer, LinkOutcome, LinkStatus
 from windlass.transfer.replicated_digests import ReplicatedDigests
 from windlass.transfer.sender import Sender
@@ -151,18 +149,18 @@ class TrainerAgent:
         except WindlassError as error:  # the next update tries again, and says it
             _log.debug("comparing: nothing is cut ahead: %s", error)
 
-    def _written(self, sent: SendResult) -> Written:
+    def _written(self, sent: Written) -> Written:
         """Links count as failed if a parameter changed meanwhile: digests show only that what was read arrived."""
-        links = sent.links
-        if self._one_sided.replica is None and (name := self._changed()):
-            reason = f"parameter {name!r} changed while its version was published"
-            links = tuple(
-                LinkOutcome(link.destination, LinkStatus.FAILED, 0, "", reason)
-                if link.status in (LinkStatus.OK, LinkStatus.FAILED)
-                else link
-                for link in links
-            )
-        return Written(links, sent.pack_s, sent.wire_s, sent.register_s)
+        if self._one_sided.replica is not None or not (name := self._changed()):
+            return sent
+        reason = f"parameter {name!r} changed while its version was published"
+        links = tuple(
+            LinkOutcome(link.destination, LinkStatus.FAILED, 0, "", reason)
+            if link.status in (LinkStatus.OK, LinkStatus.FAILED)
+            else link
+            for link in sent.links
+        )
+        return msgspec.structs.replace(sent, links=links)
 
     def _writing(self) -> Sender:
         if not isinstance(self._sender, Sender):

@@ -13,7 +13,4 @@ if TYPE_CHECKING:
     from windlass.integrations.areal.engines import install as install
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
-    __all__, __getattr__, __dir__ = public(
-        __name__,
-        {"windlass.integrations.areal.engines": "FSDPEngine FSDPPPOActor RemotevLLMEngine install"},
-    )
+    __all__, __getattr__, __dir__ = public(__name__)

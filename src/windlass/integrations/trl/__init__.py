@@ -10,6 +10,4 @@ if TYPE_CHECKING:
     from windlass.integrations.trl.weight_transfer import WeightTransfer as WeightTransfer
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
-    __all__, __getattr__, __dir__ = public(
-        __name__, {"windlass.integrations.trl.weight_transfer": "WeightTransfer"}
-    )
+    __all__, __getattr__, __dir__ = public(__name__)

@@ -21,11 +21,4 @@ if TYPE_CHECKING:
     from windlass.integrations.vllm.trainer import TrainerInit as TrainerInit
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
-    __all__, __getattr__, __dir__ = public(
-        __name__,
-        {
-            "windlass.integrations.vllm.servers": "PAUSE_MODES VllmServers",
-            "windlass.integrations.vllm.sync": "SentWeights WeightSync",
-            "windlass.integrations.vllm.trainer": "ModuleShards TrainerInit",
-        },
-    )
+    __all__, __getattr__, __dir__ = public(__name__)
