@@ -18,7 +18,7 @@ from windlass.errors import TransferFailed
 from windlass.jobs.fsdp_engine import FsdpEngine, Samples
 from windlass.jobs.train_worker import TrainContext, run_train_worker
 from windlass.rollout.messages import TrainingSample
-from windlass.transfer.base import SendResult
+from windlass.transfer.bindings import Written
 
 
 class Held:
@@ -71,7 +71,7 @@ def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def cut(*_: object) -> SendResult:
+def cut(*_: object) -> Written:
     raise TransferFailed("version lost")
 
 
