@@ -39,7 +39,7 @@ def figures(
 ) -> dict[tuple[str, str], Row]:
     """Run a benchmark of a checkout on these cores; its rows by case and metric."""
     folders = ("src", "tests/support", "benchmarks")
-    paths = os.pathsep.join(str(checkout / folder) for folder in folders)
+    paths = [*(str(checkout / folder) for folder in folders), os.environ.get("PYTHONPATH", "")]
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "rows.json"
         subprocess.run(
@@ -49,7 +49,7 @@ def figures(
                 *(f"benchmarks/{benchmark}.py", "--json", str(found), *options),
             ],
             cwd=checkout,
-            env={**os.environ, "PYTHONPATH": paths},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             check=True,
             timeout=DEADLINE_S,
             stdout=subprocess.DEVNULL,
