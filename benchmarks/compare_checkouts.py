@@ -1,6 +1,7 @@
 """Every figure of a benchmark in this checkout and in another one, run in turns on one machine.
 
-A machine is not equally fast all the time, so one run of each would compare two moments of it.
+A machine is not equally fast all the time, so one run of each would compare two moments of it. With
+`--at-once` both run at the same time, each on half of the cores, which they exchange in every turn.
 
     git worktree add FOLDER COMMIT
     python benchmarks/compare_checkouts.py bench_rollout FOLDER --json FILE -- --only throughput
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from harness import Row, median_p95, parser, report
@@ -22,16 +25,31 @@ HERE = Path(__file__).resolve().parent
 DEADLINE_S = 3600.0
 
 
-def figures(checkout: Path, benchmark: str, options: list[str]) -> dict[tuple[str, str], Row]:
-    """Run a benchmark of a checkout; its rows by case and metric."""
+ON_CORES = """
+import os, runpy, sys
+os.sched_setaffinity(0, map(int, sys.argv[1].split(",")))
+sys.argv = sys.argv[2:]
+sys.path[0] = "benchmarks"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def figures(
+    checkout: Path, benchmark: str, options: list[str], cores: Sequence[int]
+) -> dict[tuple[str, str], Row]:
+    """Run a benchmark of a checkout on these cores; its rows by case and metric."""
     folders = ("src", "tests/support", "benchmarks")
-    paths = os.pathsep.join(str(checkout / folder) for folder in folders)
+    paths = [*(str(checkout / folder) for folder in folders), os.environ.get("PYTHONPATH", "")]
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "rows.json"
         subprocess.run(
-            [sys.executable, f"benchmarks/{benchmark}.py", "--json", str(found), *options],
+            [
+                sys.executable,
+                *("-c", ON_CORES, ",".join(map(str, cores))),
+                *(f"benchmarks/{benchmark}.py", "--json", str(found), *options),
+            ],
             cwd=checkout,
-            env={**os.environ, "PYTHONPATH": paths},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             check=True,
             timeout=DEADLINE_S,
             stdout=subprocess.DEVNULL,
@@ -40,27 +58,38 @@ def figures(checkout: Path, benchmark: str, options: list[str]) -> dict[tuple[st
     return {(each.case, each.metric): each for each in rows}
 
 
+def _commit_of(checkout: Path) -> str:
+    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("benchmark", help="name of a script beside this one")
     options.add_argument("other", type=Path, help="the other checkout")
     options.add_argument("--turns", type=int, default=5, help="runs of each checkout")
+    options.add_argument("--at-once", action="store_true", help="both run at the same time")
+    options.add_argument("--commit", help="of the other checkout, where git cannot say")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments, given = options.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     checkouts = {"this": HERE.parent, "other": arguments.other.resolve()}
     found: dict[str, list[dict[tuple[str, str], Row]]] = defaultdict(list)
-    for turn in range(arguments.turns):
-        for which in sorted(checkouts, reverse=bool(turn % 2)):
-            found[which].append(figures(checkouts[which], arguments.benchmark, given))
-    commit = subprocess.run(
-        ["git", "-C", str(checkouts["other"]), "rev-parse", "--short", "HEAD"],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    with ThreadPoolExecutor(2 if arguments.at_once else 1) as runs:
+        for turn in range(arguments.turns):
+            order = sorted(checkouts, reverse=bool(turn % 2))
+            shares = (cores[:half], cores[half:]) if arguments.at_once else (cores, cores)
+            pending = [
+                runs.submit(figures, checkouts[which], arguments.benchmark, given, share)
+                for which, share in zip(order, shares, strict=True)
+            ]
+            for which, run in zip(order, pending, strict=True):
+                found[which].append(run.result())
+    commit = arguments.commit or _commit_of(checkouts["other"])
     rows = []
     for key, first in found["this"][0].items():
-        if any(key not in each for runs in found.values() for each in runs):
+        if any(key not in each for results in found.values() for each in results):
             continue
         ours, theirs = (
             median_p95([each[key].value for each in found[which]])[0] for which in checkouts

@@ -156,7 +156,9 @@ def update(version: int, *engines: str, **changed: object) -> UpdateReport:
 def test_whatever_a_demo_must_not_show_is_a_problem() -> None:
     job, recipe = config(), RepeatOperand()
     clean = TornReport(checked=1, torn=0, max_distance={}, control_detected=None)
-    summary = JobSummary(steps=1, version=1, stopped_by=0, outcomes=(), rollouts={"lost": 0})
+    summary = JobSummary(
+        steps=1, version=1, trainer_restarts=0, stopped_by=0, outcomes=(), rollouts={"lost": 0}
+    )
     recipe.rewards_by_step = [0.1] * 6 + [0.2] * 6
     recipe.updates = [update(0, "engine-a"), update(1, "engine-b", "engine-a")]
     assert find_problems(job, recipe, summary, clean) == []

@@ -146,7 +146,7 @@ def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: 
     check_logs(tmp_path)
     resumed = write(
         tmp_path,
-        ("steps = 4", "steps = 1"),
+        ("steps = 4", "steps = 3"),
         (
             "world_size = 2",
             f'world_size = 1\nresume_from = "{tmp_path / "out" / "checkpoints" / "2"}"',
@@ -159,7 +159,9 @@ def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: 
         assert job.returncode == 0, printed + (tmp_path / "stderr").read_text()
     assert [line.split(" ")[0] for line in printed.splitlines()[1:]] == ["resumed", "step", "done:"]
     # The last one was still under way when the job's work was done.
-    assert summary(tmp_path)["outcomes"] == ["published"] * 2
+    found = summary(tmp_path)
+    assert found["outcomes"] == ["published"] * 2
+    assert (found["steps"], found["version"]) == (3, 3)
 
 
 DECLINING = """
@@ -248,9 +250,89 @@ def test_a_last_version_that_was_not_published_fails_the_job(tmp_path: Path) -> 
         assert job.returncode == 2
     assert said.splitlines()[-1] == "failed: 1 steps, version 0 published"
     printed = (tmp_path / "stderr").read_text()
-    assert "version 1 must be published after as many steps, got 0" in printed
+    assert "version 1 must be published at the end, got 0" in printed
     found = summary(tmp_path)
     assert (found["steps"], found["version"], found["stopped_by"]) == (1, 0, 0)
+
+
+WATCHING = """
+# Who was trained on, at which step: one line per sample.
+import json
+from pathlib import Path
+from recipe import CountSevens
+from windlass.jobs import Task
+
+class Watching(CountSevens):
+    def tasks(self):
+        while True:
+            yield from (Task(prompt_ids=(1, 2, number)) for number in range(8))
+
+    def started(self, config, controller, scheduler):
+        self.seen = Path(config.output_dir, "seen")
+
+    async def before_step(self, step, samples):
+        with self.seen.open("a") as seen:
+            for each in samples:
+                seen.write(json.dumps([step, each.versions, each.prompt_ids, each.output_ids, each.logprobs]) + "\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    "dies_in",
+    [
+        pytest.param("train_step", marks=pytest.mark.long),
+        "write",
+        pytest.param("save", marks=pytest.mark.long),
+    ],
+)
+def test_a_dead_trainer_rank_starts_again_from_its_checkpoint_and_the_job_goes_on(
+    tmp_path: Path, dies_in: str
+) -> None:
+    """Rank 1 is killed with SIGKILL once step 2 is saved: what the engine serves next is step 2 again, under a
+    new number, though version 3 was served or half written; every batch is of the version before its step."""
+    recipe, died = tmp_path / "watching.py", tmp_path / "died"
+    recipe.write_text(WATCHING)
+    config = write(
+        tmp_path,
+        ("steps = 4", "steps = 5"),
+        (str(EXAMPLE / "trainer.py"), str(RANK)),
+        ("world_size = 2", "world_size = 2\nsave_every = 2"),
+        (str(EXAMPLE / "recipe.py"), str(recipe)),
+        ("CountSevens", "Watching"),
+        ("max_staleness = 1", "max_staleness = 0"),
+        ("ignore_eos = true", "ignore_eos = true, temperature = 0.0"),
+    )
+    path = f"{EXAMPLE}:{os.environ.get('PYTHONPATH', '')}"
+    with launched(config, DIES_IN=dies_in, DIED=str(died), PYTHONPATH=path) as job:
+        printed, _ = job.communicate(timeout=DEADLINE_S)
+        assert job.returncode == 0, printed + (tmp_path / "stderr").read_text()
+    assert died.exists()
+    assert "starting the ranks again, 1 of at most 3" in printed
+    lost = {"train_step": [3], "write": [], "save": [3]}[dies_in]  # steps after the checkpoint
+    again = 5 if dies_in == "save" else 4  # the version of step 2, the second time
+    steps: dict[int, int] = {}
+    answers: dict[tuple[int, str], list[float]] = {}
+    for line in (tmp_path / "out" / "seen").read_text().splitlines():
+        step, versions, prompt, output, logprobs = json.loads(line)
+        assert len({*versions}) == 1, "no staleness is allowed here"
+        assert steps.setdefault(versions[0], step) == step
+        answers[versions[0], f"{prompt} {output[0]}"] = logprobs[:1]
+    assert list(steps.items()) == [
+        *((step, step) for step in (0, 1, 2, *lost)),
+        *((again + n, 2 + n) for n in range(3)),
+    ]
+    found = summary(tmp_path)
+    assert (found["steps"], found["version"], found["trainer_restarts"]) == (5, again + 3, 1)
+    outcomes = found["outcomes"]
+    assert isinstance(outcomes, list)
+    assert len(outcomes) == again + 4
+    assert outcomes.count("published") == again + 4 - (dies_in == "write")
+    of = {
+        version: {what: value for (v, what), value in answers.items() if v == version}
+        for version in (1, 2, again)
+    }
+    assert of[2]
+    assert of[2] == of[again] != of[1]
 
 
 def test_sigterm_before_the_fleet_is_there_ends_the_job(tmp_path: Path) -> None:

@@ -70,6 +70,14 @@ def test_a_replica_is_named_beside_the_transport_and_needs_p2p(tmp_path: Path) -
         load_config(write(tmp_path, asked, ('type = "p2p"', 'type = "xccl"')))
 
 
+def test_steps_count_those_of_the_checkpoint_that_a_job_goes_on_from(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text('{"steps": 4, "version": 7}')
+    resumed = ("world_size = 2", f'world_size = 2\nresume_from = "{tmp_path}"')
+    with pytest.raises(ConfigError, match=r"line 4: steps must be > 4, which the checkpoint of"):
+        load_config(write(tmp_path, resumed))
+    assert load_config(write(tmp_path, resumed, ("steps = 4", "steps = 5"))).steps == 5
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -78,6 +86,16 @@ def test_a_replica_is_named_beside_the_transport_and_needs_p2p(tmp_path: Path) -
             "world_size = 2",
             'world_size = 2\nresume_from = "/nowhere"',
             r"trainer\.resume_from must be a folder, got '/nowhere'",
+        ),
+        (
+            "world_size = 2",
+            f'world_size = 2\nresume_from = "{EXAMPLE.parent}"',
+            r"resume_from must be a folder with the job\.json of a checkpoint that was finished",
+        ),
+        (
+            "world_size = 2",
+            "world_size = 2\nmax_restarts = -1",
+            r"max_restarts must be >= 0, got -1",
         ),
         ("steps = 4", "", r"job\.toml: .*missing required field `steps`"),
         ("steps = 4", "steps = 4 5", r"job\.toml: .*line 4"),

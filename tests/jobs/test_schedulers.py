@@ -282,6 +282,13 @@ async def test_processes_of_this_host_see_gpus_of_their_own(
         with pytest.raises(ConfigError, match=r"cannot start '/no/such/program'"):
             await scheduler.start(missing)
         await scheduler.start(sees_gpus(1, "engine-c"))  # what those two had is free
+        await asyncio.to_thread(fifo.read_text)
+        # Again in its reservation, which the engine beside it has kept.
+        await scheduler.delete("trainer-0")
+        await scheduler.start(sees_gpus(2, "trainer-0"))
+        assert scheduler.status("engine-b").returncode is None
+        await asyncio.to_thread(fifo.read_text)
+        assert (await scheduler.log_tail("trainer-0")).endswith("3,GPU-5e1f" * 2)
     assert seen == {
         "trainer-0": "3,GPU-5e1f",
         "engine-a": "7",

@@ -329,7 +329,7 @@ INTRUDER_BUGS = (
         "_part_with",
         "if session.agent.num_late > MAX_LATE:",
         "if False:",
-        100023,
+        100375,
     ),
     Bug(
         "versions of another run count",

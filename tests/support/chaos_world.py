@@ -699,11 +699,13 @@ class World:
         coordinator = self.controller.coordinator
         num_agents = len(TRAINERS) + len(self.engines)
         ours = [s for s in coordinator._sessions.values() if not s.worker.startswith("intruder")]
-        num_agents += sum(event.kind is Kind.INTRUDE for event in self.schedule.events)
+        num_intruders = sum(event.kind is Kind.INTRUDE for event in self.schedule.events)
+        num_agents += num_intruders
         counts = {
             "refusals": (len(coordinator._refusals), KEPT_REFUSALS),
             "sessions": (len(coordinator._sessions), num_agents),
-            "tasks": (len(coordinator._tasks), 4),
+            # A misfit is brought up again and again.
+            "tasks": (len(coordinator._tasks), max(4, num_intruders + 1)),
             "holds": (len(coordinator._fleet._holds), 0),
             "waiting": (sum(s.num_waiting for s in ours), 0),
             "records": (len(self.controller.rollouts._table.records), 0),

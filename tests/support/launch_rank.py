@@ -1,11 +1,13 @@
 """A trainer rank of `test_launch.py`: publishing version 2 waits until it is told to go on.
 
-Version `LOST` is copied and then cannot be written: it is not published.
+Version `LOST` is copied and then cannot be written: it is not published. In `DIES_IN` (the fourth
+"train_step", the "write" of version 3, the second "save") rank 1 kills itself, once: then `DIED` is a file.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,14 +25,17 @@ class Held:
     """An FSDP2 engine that says over one fifo that it is about to publish, and reads another."""
 
     def __init__(self, inner: FsdpEngine) -> None:
-        self._inner = inner
+        self._inner, self._dies_in = inner, ""
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
+        self._dies_in = os.environ.get("DIES_IN", "") if context.rank == 1 else ""
         return self._inner.setup(context)
 
     def train_step(
         self, step: int, groups: Sequence[Sequence[TrainingSample]]
     ) -> Mapping[str, float]:
+        if self._dies_in == "train_step" and step == 3:
+            die()
         return self._inner.train_step(step, groups)
 
     def prepare_publish(self, version: int) -> bool:
@@ -38,12 +43,18 @@ class Held:
             client = self._inner._client
             assert client is not None
             client._sender.write = cut  # type: ignore[assignment, method-assign]
-        if version == 2:
+        if self._dies_in == "write" and version == 3:
+            client = self._inner._client
+            assert client is not None
+            client._sender.write = die  # type: ignore[assignment, method-assign]
+        if version == 2 and "PUBLISHING" in os.environ:
             Path(os.environ["PUBLISHING"]).write_text("now")
             Path(os.environ["GO_ON"]).read_text()
         return self._inner.prepare_publish(version)
 
     def save(self, path: str) -> None:
+        if self._dies_in == "save" and Path(path).name == "4":
+            die()
         self._inner.save(path)
 
     def load(self, path: str) -> None:
@@ -51,6 +62,13 @@ class Held:
 
     def close(self) -> None:
         self._inner.close()
+
+
+def die(*_: object) -> None:
+    """In the first process of this rank; the second one goes on."""
+    if not Path(os.environ["DIED"]).exists():
+        Path(os.environ["DIED"]).write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def cut(*_: object) -> Written:

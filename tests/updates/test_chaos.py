@@ -78,6 +78,13 @@ FOUND = {
         '{"seed":100007,"mode":"in_place","duration_s":2.4288,"events":['
         '{"at_s":1.9288,"kind":"intrude","who":"","fault":"worker"}]}'
     ),
+    "wake-ups for versions that are over are kept": (
+        '{"seed":100265,"mode":"in_place","duration_s":8.0,"events":['
+        '{"at_s":2.2893,"kind":"intrude","who":"","fault":"predecessor"},'
+        '{"at_s":2.5744,"kind":"foreign","who":"b/1","amount":1.961},'
+        '{"at_s":4.8088,"kind":"intrude","who":"","fault":"no_apply"},'
+        '{"at_s":7.9177,"kind":"intrude","who":"","fault":"no_apply"}]}'
+    ),
 }
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from windlass.config import ControlConfig, ReplicaPlace, check_numbers, take_name
 from windlass.engines.spec import ENGINES
-from windlass.errors import ConfigError
+from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.jobs.schedulers.configs import LocalSchedulerConfig, SchedulerConfig
 from windlass.rollout.messages import SamplingParams
 from windlass.rollout.staleness import OnStale
@@ -58,7 +58,9 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
         environment: added to every rank's.
         step_deadline_s: of one optimiser step. publish_deadline_s: of one weight update.
         save_every: steps between checkpoints in `output_dir/checkpoints`; 0 for none.
-        resume_from: checkpoint folder that the ranks load before version 0 is published.
+        max_restarts: how often the ranks are started again, from the newest checkpoint of the job, when one
+            dies, hangs or raises; the job fails after that, and where there is no checkpoint.
+        resume_from: checkpoint folder of a job, which this one goes on from: its steps and its version.
     """
 
     script: str
@@ -72,15 +74,48 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
     step_deadline_s: float = 600.0
     publish_deadline_s: float = 600.0
     save_every: int = 0
+    max_restarts: int = 3
     resume_from: str = ""
 
     def __post_init__(self) -> None:
         least = {"world_size": 1, "num_nodes": 1, "num_cpus": 1, "num_gpus": 0, "save_every": 0}
+        least["max_restarts"] = 0
         check_numbers(self, least, ("step_deadline_s", "publish_deadline_s"), where="trainer.")
         if self.world_size % self.num_nodes:
             raise ConfigError(
                 f"trainer.num_nodes must divide world_size, got {self.num_nodes} and {self.world_size}"
             )
+
+
+CHECKPOINT_RECORD = "job.json"
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job writes into a checkpoint's folder once all ranks have saved there: `job.json`.
+
+    Attributes:
+        steps: that the weights have been trained. version: that they were published as.
+    """
+
+    steps: int
+    version: int
+
+
+def read_checkpoint(folder: str) -> Checkpoint:
+    """Return what a job has recorded of a checkpoint.
+
+    Raises:
+        ConfigError: no folder, or none that a job has finished.
+    """
+    if not Path(folder).is_dir():
+        raise ConfigError(f"trainer.resume_from must be a folder, got {folder!r}")
+    try:
+        return msgspec.json.decode((Path(folder) / CHECKPOINT_RECORD).read_bytes(), type=Checkpoint)
+    except (OSError, *DECODE_ERRORS) as error:
+        raise ConfigError(
+            f"trainer.resume_from must be a folder with the {CHECKPOINT_RECORD} of a checkpoint that was "
+            f"finished, got {folder!r}: {error}"
+        ) from error
 
 
 class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -291,8 +326,10 @@ def _read(path: Path) -> LaunchConfig:
         if not Path(file).is_file():
             raise ConfigError(f"{key} must be a file, got {file!r}")
     resume_from = config.trainer.resume_from
-    if resume_from and not Path(resume_from).is_dir():
-        raise ConfigError(f"trainer.resume_from must be a folder, got {resume_from!r}")
+    if resume_from and config.steps <= (done := read_checkpoint(resume_from).steps):
+        raise ConfigError(
+            f"steps must be > {done}, which the checkpoint of trainer.resume_from has, got {config.steps}"
+        )
     return config
 
 

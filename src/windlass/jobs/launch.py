@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 import itertools
+import logging
 import secrets
 import signal
 import sys
@@ -21,8 +22,14 @@ from windlass.controller import Controller
 from windlass.engines.launch import num_engine_ranks, read_arguments
 from windlass.engines.spec import ENGINES, EngineOptions
 from windlass.envs import TLS_VARIABLES, TOKEN_VARIABLE, environment_value, secret_value
-from windlass.errors import ConfigError, PeerTimeout, WindlassError
-from windlass.jobs.config import EngineSection, LaunchConfig
+from windlass.errors import ConfigError, PeerTimeout, TrainerError, WindlassError
+from windlass.jobs.config import (
+    CHECKPOINT_RECORD,
+    Checkpoint,
+    EngineSection,
+    LaunchConfig,
+    read_checkpoint,
+)
 from windlass.jobs.progress import Progress
 from windlass.jobs.recipe import Recipe, in_thread, load_recipe
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
@@ -48,6 +55,8 @@ from windlass.updates.messages import RoundOutcome
 
 _T = TypeVar("_T")
 
+_log = logging.getLogger(__name__)
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MAX_WORKER_RESTARTS = 3
 RANKS = "trainer"
@@ -58,7 +67,10 @@ class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
     """How a job ended; `summary.json`.
 
     Attributes:
-        steps: that were trained. version: the last published, -1 for none.
+        steps: that the weights were trained, those before `resume_from` among them; not those that a
+            restart of the ranks has lost.
+        version: the last published, -1 for none.
+        trainer_restarts: how often the ranks were started again.
         stopped_by: number of the signal, 0 for none.
         outcomes: of the newest 1024 rounds, oldest first.
         rollouts: counts at the end, before outstanding ones were cancelled.
@@ -66,6 +78,7 @@ class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: int
     version: int
+    trainer_restarts: int
     stopped_by: int
     outcomes: tuple[RoundOutcome, ...]
     rollouts: dict[str, int]
@@ -108,7 +121,8 @@ async def run_job(
         "WINDLASS_REPLICA": config.replica,
     }
     scheduler = create_scheduler(config.scheduler, output_dir / "logs", environment)
-    controller = _controller(config, token)
+    resumed = read_checkpoint(config.trainer.resume_from) if config.trainer.resume_from else None
+    controller = _controller(config, token, resumed.version if resumed else 0)
     trainers = _trainers(config, scheduler, token, controller.coordinator)
     trainers.mount(controller.server)
     stop = _Stop()
@@ -128,15 +142,16 @@ async def run_job(
                 stop=stop,
                 notify=notify,
                 progress=progress or Progress(),
+                newest=(_absolute(config.trainer.resume_from), resumed) if resumed else None,
             )
             summary = await job.run()
     finally:
         stop.close()
     (output_dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary)))
     # With a replica the last update ends in the ranks' `close`, which answers nobody.
-    if not summary.stopped_by and summary.version < summary.steps:
+    if not summary.stopped_by and summary.version < job.version:
         raise WindlassError(
-            f"the last update failed: version {summary.steps} must be published after as many steps, "
+            f"the last update failed: version {job.version} must be published at the end, "
             f"got {summary.version}; see the trainers' logs in {output_dir / 'logs'}"
         )
     return summary
@@ -180,6 +195,14 @@ class _Stopped(Exception):
 @final
 @dataclass(slots=True, kw_only=True)
 class _Job:
+    """See `run_job`.
+
+    Attributes:
+        newest: checkpoint that the ranks start from, with its folder; None for the weights they begin with.
+        steps: that the ranks' weights have been trained. version: the last that was asked for; a number is
+            never used again, though steps are when the ranks go back to a checkpoint.
+    """
+
     config: LaunchConfig
     output_dir: Path
     recipe: Recipe
@@ -190,7 +213,10 @@ class _Job:
     stop: _Stop
     notify: Callable[[str], None]
     progress: Progress
+    newest: tuple[Path, Checkpoint] | None
     steps: int = 0
+    version: int = -1
+    restarts: int = 0
 
     async def run(self) -> JobSummary:
         controller = self.controller
@@ -230,11 +256,12 @@ class _Job:
         summary = JobSummary(
             steps=self.steps,
             version=controller.coordinator.published_version,
+            trainer_restarts=self.restarts,
             stopped_by=self.stop.number,
             outcomes=tuple(report.outcome for report in controller.coordinator.reports),
             rollouts=rollouts,
         )
-        ended = "done" if summary.version >= summary.steps else "failed"
+        ended = "done" if summary.version >= self.version else "failed"
         if summary.stopped_by:
             ended = f"stopped by signal {summary.stopped_by}"
         self.notify(f"{ended}: {summary.steps} steps, version {summary.version} published")
@@ -261,9 +288,9 @@ class _Job:
 
     async def _guard(self, spec: ProcessSpec, max_restarts: int) -> None:
         """Keep a process running; a fleet goes on without a member that comes back."""
-        if spec.colocate_with:
-            await self.trainers.ranks_started.wait()
         for restarts in itertools.count():
+            if spec.colocate_with:
+                await self.trainers.ranks_started.wait()
             await self.scheduler.start(spec)
             status = await self.scheduler.wait(spec.name)
             ended = f"{spec.name} ended with {status.returncode} after {restarts} restarts"
@@ -275,22 +302,27 @@ class _Job:
     # --- the work ----------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        config, trainers = self.config, self.trainers
+        config = self.config
         producer: asyncio.Task[None] | None = None
         try:
             await self._unless_stopped(self._start())
-            deadline_s = config.trainer.publish_deadline_s
-            self.progress.begin("planning, binding and publishing version 0", deadline_s)
-            await trainers.publish(0, deadline_s=deadline_s)
+            self.progress.begin(
+                "planning, binding and publishing the first version",
+                config.trainer.publish_deadline_s,
+            )
+            await self._publish()
             self.progress.end()
             producer = asyncio.create_task(self._produce())
-            for step in range(config.steps):
+            while self.steps < config.steps:
                 self._check_stopped()
                 batch = await self._unless_stopped(self._batch(producer))
                 if batch is None:
-                    self.notify(f"the recipe's tasks ended after {step} steps")
+                    self.notify(f"the recipe's tasks ended after {self.steps} steps")
                     break
-                await self._step(step, batch)
+                try:
+                    await self._step(self.steps, batch)
+                except TrainerError as error:
+                    await self._start_again(error)
         except _Stopped:
             return
         finally:
@@ -313,10 +345,7 @@ class _Job:
         async with asyncio.timeout(deadline_s):
             self.progress.begin("starting trainer ranks, engines beside them", deadline_s)
             look()
-            await self.trainers.start(controller.url, deadline_s=deadline_s)
-            if folder := config.trainer.resume_from:
-                await self.trainers.load(str(_absolute(folder)), deadline_s=deadline_s)
-                self.notify(f"resumed from {folder}")
+            await self._start_ranks()
             self.progress.begin("engines load their model and capture its layout", deadline_s)
             look()
             await controller.wait_for_fleet(
@@ -327,17 +356,65 @@ class _Job:
                 max(config.rollout.num_workers, 1), deadline_s=deadline_s
             )
 
+    async def _start_ranks(self) -> None:
+        """Start the ranks, those before them ended, with the weights and the steps of the newest checkpoint."""
+        deadline_s = self.config.start_deadline_s
+        await self.trainers.start(self.controller.url, deadline_s=deadline_s)
+        if self.newest is not None:
+            folder, checkpoint = self.newest
+            await self.trainers.load(str(folder), deadline_s=deadline_s)
+            self.steps = checkpoint.steps
+            self.version = max(self.version, checkpoint.version - 1)
+            self.notify(f"resumed from {folder}: {self.steps} steps")
+
+    async def _start_again(self, error: TrainerError) -> None:
+        """A call of the ranks has failed: go back to the newest checkpoint.
+
+        Its weights get a version of their own: engines may serve, or have been half written with, later
+        ones. Rollouts go on meanwhile; what was trained on since, and the batch at hand, is lost.
+        """
+        max_restarts = self.config.trainer.max_restarts
+        while self.newest is not None and self.restarts < max_restarts:
+            self.restarts += 1
+            _log.warning("trainer ranks failed: %s", error)
+            reason, where = (
+                str(error).partition("\n")[0],
+                f"{self.restarts} of at most {max_restarts}",
+            )
+            self.notify(f"{reason}; starting the ranks again, {where}")
+            try:
+                await self._unless_stopped(self._start_ranks())
+                return await self._publish()
+            except TrainerError as again:
+                error = again
+        raise error
+
+    async def _publish(self) -> None:
+        self.version += 1
+        deadline_s = self.config.trainer.publish_deadline_s
+        await self.trainers.publish(self.version, deadline_s=deadline_s)
+
+    async def _save(self) -> None:
+        """Have the ranks save; a folder without a record is none to start from."""
+        folder = self.output_dir / "checkpoints" / str(self.steps)
+        record, written = folder / CHECKPOINT_RECORD, folder / f"{CHECKPOINT_RECORD}.new"
+        record.unlink(missing_ok=True)
+        await self.trainers.save(str(folder), deadline_s=self.config.trainer.step_deadline_s)
+        checkpoint = Checkpoint(steps=self.steps, version=self.version)
+        written.write_bytes(msgspec.json.encode(checkpoint))
+        written.rename(record)
+        self.newest = folder, checkpoint
+
     async def _step(self, step: int, batch: list[list[TrainingSample]]) -> None:
         config, trainers = self.config, self.trainers
         samples = [sample for group in batch for sample in group]
         await self._unless_stopped(self.recipe.before_step(step, samples))
         self.controller.observe_samples(samples)
         result = await trainers.train_step(step, batch, deadline_s=config.trainer.step_deadline_s)
-        await trainers.publish(step + 1, deadline_s=config.trainer.publish_deadline_s)
+        await self._publish()
         self.steps = step + 1
         if config.trainer.save_every and self.steps % config.trainer.save_every == 0:
-            path = self.output_dir / "checkpoints" / str(self.steps)
-            await trainers.save(str(path), deadline_s=config.trainer.step_deadline_s)
+            await self._save()
         reward = sum(sample.reward for sample in samples) / max(len(samples), 1)
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
         self.notify(f"step {self.steps}: reward {reward:.4f}, {len(samples)} samples, {metrics}")
@@ -346,11 +423,13 @@ class _Job:
         """Tasks as fast as the staleness bound admits them."""
         rollout, rollouts = self.config.rollout, self.controller.rollouts
         trainer = self.config.trainer
-        # Room comes with a version: after a batch and its scores, a step, a checkpoint, the update.
+        # Room comes with a version: after a batch and its scores, a step, a checkpoint, the update; or after
+        # ranks that have failed meanwhile were started again.
         deadline_s = (
             rollout.batch_deadline_s * (1 + rollout.groups_per_step)
             + 2 * trainer.step_deadline_s
             + trainer.publish_deadline_s
+            + trainer.max_restarts * (2 * self.config.start_deadline_s + trainer.publish_deadline_s)
         )
         for task in self.recipe.tasks():
             await rollouts.wait_for_room(deadline_s=deadline_s)
@@ -443,8 +522,8 @@ class _Job:
 # --- what it is made of -----------------------------------------------------------------------
 
 
-def _controller(config: LaunchConfig, token: str) -> Controller:
-    """The controller, not yet started."""
+def _controller(config: LaunchConfig, token: str, first_version: int) -> Controller:
+    """The controller, not yet started, of a job whose first version is this one."""
     rollout = config.rollout
     return Controller(
         token=token,
@@ -456,6 +535,7 @@ def _controller(config: LaunchConfig, token: str) -> Controller:
             max_staleness=rollout.max_staleness,
             batch_size=rollout.groups_per_step * rollout.samples_per_group,
             max_concurrent=rollout.max_concurrent,
+            start_version=first_version,
             on_stale=rollout.on_stale,
             max_resubmits=rollout.max_resubmits,
         ),

@@ -100,15 +100,19 @@ class _Rank:
     operations: tuple[str, ...] = ()
 
 
+def _new_ranks(name: str, world_size: int) -> list[_Rank]:
+    return [_Rank(each, Session(each, keeps_calls=True)) for each in rank_names(name, world_size)]
+
+
 @final
 class TrainController:
     """See the module. Used from one asyncio loop; one collective call at a time.
 
     After a rank died, hung or raised, the others may stand in a half-entered collective: every
-    later call raises the same error, and `close` ends all ranks. Start a new one to go on.
+    later call raises the same error, until `start` ends all ranks and starts them anew.
 
     Attributes:
-        ranks_started: set once the scheduler has all ranks.
+        ranks_started: set while the scheduler has all ranks.
 
     Args:
         scheduler: starts the ranks; not closed here.
@@ -155,8 +159,7 @@ class TrainController:
         self._coordinator = coordinator
         self._under_way: CalledUpdate | None = None
         self._is_served = False
-        names = rank_names(name, world_size)
-        self._ranks = [_Rank(each, Session(each, keeps_calls=True)) for each in names]
+        self._ranks = _new_ranks(name, world_size)
         self.ranks_started = asyncio.Event()
         self._store = ("", 0)
         self._num_calls = 0
@@ -180,6 +183,9 @@ class TrainController:
     async def start(self, url: str, *, deadline_s: float) -> None:
         """Start all ranks, wait until they have connected, and set their engines up.
 
+        Ranks that were started before are ended first, in `BROKEN_GRACE_S`. The new ones are a job of their own,
+        and have loaded nothing. Where an engine shares their reservation they are started in it again.
+
         Args:
             url: of the server that this is mounted on, as the ranks can reach it.
             deadline_s: for all of it.
@@ -189,6 +195,9 @@ class TrainController:
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
+        await self._end_ranks(BROKEN_GRACE_S)
+        self._ranks = _new_ranks(self._name, len(self._ranks))
+        self._failure, self._under_way = "", None
         job = secrets.token_hex(8)
         per_node = len(self._ranks) // self._num_nodes
         for index, rank in enumerate(self._ranks):
@@ -377,27 +386,31 @@ class TrainController:
         Args:
             grace_s: for ranks to stop, and then to end; after a failure at most `BROKEN_GRACE_S`.
         """
-        started = [rank for rank in self._ranks if rank.watch is not None]
         if not self._failure:
             try:
                 await self._finish_update(grace_s)
             except TrainerError as error:
                 _log.warning("the last update: %s", error)
         broken = bool(self._failure)
-        if started and not self._failure:
+        if self.ranks_started.is_set() and not self._failure:
             try:
                 await self._collective([Stop()] * len(self._ranks), grace_s)
             except TrainerError as error:
                 broken = True
                 _log.warning("trainer ranks did not stop: %s", error)
         self._failure = self._failure or "closed"
-        for rank in started:
-            if rank.watch is not None:
-                rank.watch.cancel()
-                await asyncio.gather(rank.watch, return_exceptions=True)
-                rank.watch = None
-            grace = min(grace_s, BROKEN_GRACE_S) if broken else grace_s
-            await self._scheduler.delete(rank.name, grace_s=grace)
+        await self._end_ranks(min(grace_s, BROKEN_GRACE_S) if broken else grace_s)
+
+    async def _end_ranks(self, grace_s: float) -> None:
+        """End every rank that was started; each has `grace_s`."""
+        self.ranks_started.clear()
+        for rank in self._ranks:
+            if rank.watch is None:
+                continue
+            rank.watch.cancel()
+            await asyncio.gather(rank.watch, return_exceptions=True)
+            rank.watch = None
+            await self._scheduler.delete(rank.name, grace_s=grace_s)
             await rank.session.close()
 
     async def _collective(

@@ -94,6 +94,7 @@ class CatchUps:
         self._coordinator, self._fleet = coordinator, fleet
         self._config, self._planner = config, planner
         self._attempts: dict[str, _Attempts] = {}
+        self._waiting: dict[str, asyncio.Task[None]] = {}
 
     async def bring_up(self) -> None:
         """Bring up every engine that does not serve the published version, one after another."""
@@ -178,10 +179,13 @@ class CatchUps:
             _log.warning("%s does not catch up before the next version: %s", name, reason)
             return
         _log.warning("%s did not catch up, again in %g s: %s", name, delay_s, reason)
-        self._coordinator.spawn(self._try_again(delay_s))
+        if (waiting := self._waiting.get(name)) is not None:
+            waiting.cancel()  # of a version before this one
+        self._waiting[name] = self._coordinator.spawn(self._try_again(name, delay_s))
 
-    async def _try_again(self, delay_s: float) -> None:
+    async def _try_again(self, name: str, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
+        del self._waiting[name]
         self._coordinator.settle_soon()
 
     async def _presume_ended(self, identity: Identity) -> None:

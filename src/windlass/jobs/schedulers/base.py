@@ -191,6 +191,8 @@ class Scheduler:
     async def start(self, spec: ProcessSpec) -> ProcessStatus:
         """Create a process; it may be queued when this returns.
 
+        One that was deleted, and whose reservation another process shares, is started in that again.
+
         Raises:
             ConfigError: the name is taken by a live process, the program does not exist, the GPUs
                 are not there, `colocate_with` names no process that is known, or its reservation has no such
@@ -219,6 +221,11 @@ class Scheduler:
 
     async def _reserve(self, spec: ProcessSpec) -> _Process:
         if not spec.colocate_with:
+            for other in self._processes.values():
+                # Who shares what it had reserved has kept that.
+                if other.reserved.name == spec.name and not other.ended.is_set():
+                    spec.check_place(other.reserved)
+                    return _Process(spec, other.reservation, other.reserved)
             return _Process(spec, await self._backend.reserve(spec), spec)
         host = self._process(spec.colocate_with)
         spec.check_place(host.reserved)
