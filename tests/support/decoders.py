@@ -28,7 +28,7 @@ from windlass.rollout import messages as rollout
 from windlass.rollout.journal import Entry as RolloutEntry
 from windlass.rollout.journal import PersistedState, Started
 from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_index
-from windlass.transfer.relay import LENGTH, ChunkLanded, End, Open, decode_frame, encode_frame
+from windlass.transfer.relay import FRAMES, ChunkLanded, End, Open
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.nixl.peer import NixlKey, decode_keys, encode_keys
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
@@ -271,11 +271,8 @@ DECODERS = {
         train.RANK_FRAMES.decode, (encode(train.Joined(1, 0, 1, "i", operations=("f",))),)
     ),
     "relay frame": Decoder(
-        decode_frame,
-        tuple(
-            encode_frame(frame)[LENGTH.size :]
-            for frame in (Open("t", "u", 1, 2), ChunkLanded("s", 1, "00"), End())
-        ),
+        FRAMES.decode,
+        (encode(Open("t", "u", 1, 2)), encode(ChunkLanded("s", 1, "00")), encode(End())),
     ),
     "disk index": Decoder(_read_index, (msgspec.json.encode(INDEX),)),
     "journal": Decoder(

@@ -232,14 +232,7 @@ class CollectiveReceiver:
         self._destination.bind(plan, shadow=mode is UpdateMode.STAGED, staged=False)
         self._source_digests = dict(zip(plan.sources, plan.source_digests, strict=True))
         self._plan_tables = _plan_tables(plan)
-        worker = self._destination.manifest.worker
-        return DestinationBinding(
-            worker,
-            PeerEndpoint("xccl", self._host, ""),
-            (),
-            (),
-            digest_kind=self._destination.digest_kind,
-        )
+        return self._destination.unwritten(PeerEndpoint("xccl", self._host, ""))
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
         deadline = Deadline.after(deadline_s, "join")

@@ -29,7 +29,8 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.program import BoundOp, DigestKind, LinkProgram, bind_links
 from windlass.transfer.arena import Arena
 from windlass.transfer.bind import check_part
-from windlass.transports.base import MemoryRegion, OneSidedTransport
+from windlass.transfer.bindings import DestinationBinding
+from windlass.transports.base import MemoryRegion, OneSidedTransport, PeerEndpoint
 
 
 @final
@@ -191,6 +192,11 @@ class Destination:
         )
         self.programs = programs
         self._flip = self.memory.prepare(list(self._not_live()))
+
+    def unwritten(self, endpoint: PeerEndpoint) -> DestinationBinding:
+        """Return the binding of a rank that nobody else writes to."""
+        worker = self.manifest.worker
+        return DestinationBinding(worker, endpoint, (), (), digest_kind=self.digest_kind)
 
     def fill(self, ops: Iterable[tuple[BoundOp, int]]) -> PreparedCopies:
         """Copies and casts of ops whose source parameter's byte 0 lies at the address beside each."""

@@ -119,14 +119,7 @@ class DiskReceiver:
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
         refuse_transforms(self._destination.manifest.worker, plan)
         self._destination.bind(plan, shadow=True, staged=False)
-        worker = self._destination.manifest.worker
-        return DestinationBinding(
-            worker,
-            PeerEndpoint("disk", str(self._folder), ""),
-            (),
-            (),
-            digest_kind=self._destination.digest_kind,
-        )
+        return self._destination.unwritten(PeerEndpoint("disk", str(self._folder), ""))
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
         """Read the boxes of `expected` sources into the shadow, and compare digests there."""

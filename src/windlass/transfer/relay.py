@@ -30,17 +30,18 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from functools import partial
 from typing import assert_never, final
 
 import msgspec
 import numpy as np
 
-from windlass.errors import DECODE_ERRORS, PeerUnreachable, PlanError, ProtocolError, TransferError
+from windlass.errors import PeerUnreachable, PlanError, ProtocolError, TransferError
 from windlass.layout.columns import UInt64Array
 from windlass.memory.ops import OWN_WORK_S, ChunkDigests, MemoryOps
 from windlass.net.clock import Deadline
-from windlass.net.messages import RoundId
+from windlass.net.messages import Codec, RoundId, encode
 from windlass.planning.program import LinkProgram
 from windlass.planning.relay import RelayGroup, children_of, depths_of
 from windlass.transfer.base import is_unknown, submit
@@ -56,9 +57,9 @@ _log = logging.getLogger(__name__)
 
 # --- frames --------------------------------------------------------------------------------------
 
-MAX_FRAME_NBYTES = 4096
 ACCEPTED = b"\x01"
 LENGTH = struct.Struct(">I")
+"""In front of every frame."""
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
@@ -91,27 +92,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
 
 
 Frame = Open | ChunkLanded | StripeEnd | End
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Frame)
-
-
-def encode_frame(frame: Frame) -> bytes:
-    """Encode a frame, with its length in front."""
-    body = _encoder.encode(frame)
-    return LENGTH.pack(len(body)) + body
-
-
-def decode_frame(body: bytes) -> Frame:
-    """Decode what follows the length.
-
-    Raises:
-        ProtocolError: it is no frame.
-    """
-    try:
-        frame: Frame = _decoder.decode(body)
-    except DECODE_ERRORS as error:
-        raise ProtocolError(f"relay: frame of {len(body)} bytes: {error}") from error
-    return frame
+FRAMES: Codec[Frame] = Codec(Frame, "relay: frame", max_nbytes=4096)
 
 
 # --- both ends of a connection -------------------------------------------------------------------
@@ -163,10 +144,11 @@ class RelaySender:
         Raises:
             PeerUnreachable: the connection is gone or the deadline has passed.
         """
+        body = encode(frame)
         try:
             with self._lock:
                 self._socket.settimeout(self._left_s())
-                self._socket.sendall(encode_frame(frame))
+                self._socket.sendall(LENGTH.pack(len(body)) + body)
         except OSError as error:
             raise PeerUnreachable(f"relay: {self._peer} is gone: {error}") from error
 
@@ -195,24 +177,21 @@ async def _read_frame(stream: asyncio.StreamReader) -> Frame:
         OSError, EOFError: the connection has ended.
     """
     (nbytes,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
-    if nbytes > MAX_FRAME_NBYTES:
-        raise ProtocolError(f"relay: a frame has at most {MAX_FRAME_NBYTES} bytes, got {nbytes}")
-    return decode_frame(await stream.readexactly(nbytes))
+    if nbytes > FRAMES.max_nbytes:
+        raise ProtocolError(f"relay: a frame has at most {FRAMES.max_nbytes} bytes, got {nbytes}")
+    return FRAMES.decode(await stream.readexactly(nbytes))
 
 
-@dataclass(frozen=True, slots=True)
-class Disconnected:
+class Ended(Enum):
+    """What is no frame, and is waited for all the same."""
+
+    DISCONNECTED = auto()
     """A connection ended without `End`: what the kernel of its peer holds may still come."""
-
-
-@dataclass(frozen=True, slots=True)
-class Interrupted:
+    INTERRUPTED = auto()
     """The round is over for this rank."""
 
 
-RelayEvents = queue.SimpleQueue[
-    tuple[str, ChunkLanded | StripeEnd | End | Disconnected | Interrupted]
-]
+RelayEvents = queue.SimpleQueue[tuple[str, ChunkLanded | StripeEnd | End | Ended]]
 """Upstreams, and what each of them has written or said; see `RelayReceiver`."""
 
 
@@ -229,7 +208,7 @@ class RelayReceiver:
     """Listens from construction to `close`. Thread-safe.
 
     A writer is let in for the newest round or a later one that has not been closed, and only with
-    the right secret. Whoever was let in is followed by `End` or `Disconnected` in the events of its round.
+    the right secret. Whoever was let in is followed by `End` or `DISCONNECTED` in the events of its round.
 
     Args:
         worker: this rank. host: address to bind; the port is chosen by the system.
@@ -289,7 +268,7 @@ class RelayReceiver:
         """Wake whoever reads the events of the round."""
         with self._lock:
             if round_id >= self._oldest:
-                self._rounds.setdefault(round_id, _Round()).events.put(("", Interrupted()))
+                self._rounds.setdefault(round_id, _Round()).events.put(("", Ended.INTERRUPTED))
 
     def close(self) -> None:
         """Close every connection and end the thread. Idempotent."""
@@ -326,7 +305,7 @@ class RelayReceiver:
                 async with asyncio.timeout(OPEN_S):
                     opened = await _read_frame(stream)
                 if isinstance(opened, Open) and (events := self._let_in(opened)) is not None:
-                    last: End | Disconnected = Disconnected()
+                    last: End | Ended = Ended.DISCONNECTED
                     try:
                         writer.write(ACCEPTED)
                         last = await self._follow(stream, opened.upstream, events)
@@ -882,9 +861,9 @@ class RelayNode:
                         round_.on_stripe_end(upstream, event.stripe)
                     case End():
                         round_.on_end(upstream, unknown=event.unknown)
-                    case Disconnected():
+                    case Ended.DISCONNECTED:
                         round_.on_disconnect(upstream)
-                    case Interrupted():
+                    case Ended.INTERRUPTED:
                         break
                     case _:
                         assert_never(event)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
 from typing import Protocol, assert_never, final
 
 from windlass.config import P2pBackend, PauseMode, UpdateBackend, UpdateMode
 from windlass.errors import PeerUnreachable, ProtocolError, RoundAborted
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.backends import receiver_for
-from windlass.transfer.base import (
-    GroupReceiver,
-    ReceiverBackend,
-)
+from windlass.transfer.base import GroupReceiver, ReceiverBackend
 from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay import RelayNode
@@ -100,18 +96,6 @@ class EngineHooks(Protocol):
         ...
 
 
-class Delivery(Protocol):
-    """Whatever brought the bytes of a round: a plan's receiver, or the trainer's own calls."""
-
-    def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the sources whose bytes are not as expected; raise if something did not come."""
-        ...
-
-    def apply(self) -> None:
-        """Make verified bytes live. Idempotent. The engine must be paused."""
-        ...
-
-
 @final
 class EngineAgent:
     """`CommandHandler` of an engine rank; knows whether its live weights can be trusted.
@@ -141,7 +125,7 @@ class EngineAgent:
         self._receiver: ReceiverBackend = receiver_for(self._backend, receiver, host)
         self._relay = RelayNode(receiver, host)
         self._push = PushReceiver(receiver.manifest, receiver.live_addresses, host)
-        self._delivery: Delivery = self._receiver
+        self._delivery: ReceiverBackend | PushReceiver = self._receiver
         self._hooks = hooks
         self._lock = threading.Lock()
         self._mode = UpdateMode.IN_PLACE
