@@ -273,16 +273,7 @@ def rows_of(
         ours, theirs = (median_p95([c[index] for c in s])[0] / by for s in (commands, sizes))
         found.append((metric, ours, unit, theirs))
     return [
-        Row(
-            case=case,
-            metric=metric,
-            value=ours,
-            unit=unit,
-            reference=reference,
-            reference_value=theirs,
-            ratio=ours / theirs,
-        )
-        for metric, ours, unit, theirs in found
+        Row(case, metric, ours, unit, reference, theirs) for metric, ours, unit, theirs in found
     ]
 
 

@@ -158,10 +158,12 @@ def main() -> None:
     copy_s = seconds(lambda: other.copy_(one), args.device) * nbytes / size
     case = f"{args.device}, {len(specs)} tensors, {nbytes / 1e9:.3g} GB"
     rows = [
-        Row(case=case, metric="capture", value=capture_s, unit="s", reference=reference_name,
-            reference_value=value, ratio=capture_s / value)
-        for reference_name, value in ((f"its {loads} loads alone", loads * load_s), ("one memcpy", copy_s))
-    ]  # fmt: skip
+        Row(case, "capture", capture_s, "s", reference_name, value)
+        for reference_name, value in (
+            (f"its {loads} loads alone", loads * load_s),
+            ("one memcpy", copy_s),
+        )
+    ]
     report(rows, args.json, "Capture of a layout")
 
 

@@ -39,10 +39,16 @@ def main() -> None:
     frozen = median_p95(collections(args.runs))
     case = f"{args.modules}, {num_objects} objects"
     rows = [
-        Row(case=case, metric=f"full collection, {name}", value=1e3 * value, unit="ms",
-            reference="the same, heap frozen", reference_value=1e3 * beside, ratio=value / beside)
+        Row(
+            case,
+            f"full collection, {name}",
+            1e3 * value,
+            "ms",
+            "the same, heap frozen",
+            1e3 * beside,
+        )
         for name, value, beside in zip(("median", "p95"), whole, frozen, strict=True)
-    ]  # fmt: skip
+    ]
     report(rows, args.json, "Collections of garbage")
 
 

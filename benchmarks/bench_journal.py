@@ -128,30 +128,12 @@ def main() -> None:
     per_rollout = nbytes / NUM_ROLLOUTS
     size = f"journal, 256 prompt tokens per group, {NUM_TOKENS} tokens each"
     raw_size = 8.0 * 3 * NUM_TOKENS
-    rows.append(
-        Row(
-            case=size,
-            metric="bytes per rollout",
-            value=per_rollout,
-            unit="B",
-            reference="3 x 8 B per token",
-            reference_value=raw_size,
-            ratio=per_rollout / raw_size,
-        )
-    )
+    rows.append(Row(size, "bytes per rollout", per_rollout, "B", "3 x 8 B per token", raw_size))
     report(rows, arguments.json, "Journal of rollouts")
 
 
 def row(case: str, metric: str, value: float, reference: str, reference_value: float) -> Row:
-    return Row(
-        case=case,
-        metric=f"{metric} per rollout",
-        value=value,
-        unit="us",
-        reference=reference,
-        reference_value=reference_value,
-        ratio=value / reference_value,
-    )
+    return Row(case, f"{metric} per rollout", value, "us", reference, reference_value)
 
 
 if __name__ == "__main__":

@@ -123,17 +123,7 @@ def rows_of(case: Case, measured: dict[str, float]) -> list[Row]:
     rows: list[Row] = []
 
     def add(metric: str, value: float, unit: str, reference: str, reference_value: float) -> None:
-        rows.append(
-            Row(
-                case=case.name,
-                metric=metric,
-                value=value,
-                unit=unit,
-                reference=reference,
-                reference_value=reference_value,
-                ratio=value / reference_value,
-            )
-        )
+        rows.append(Row(case.name, metric, value, unit, reference, reference_value))
 
     add("plan_seconds median", measured["median"], "s", "goal", GOAL_SECONDS)
     add("plan_seconds p95", measured["p95"], "s", "goal", GOAL_SECONDS)

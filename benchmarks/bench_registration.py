@@ -147,10 +147,7 @@ def row_of(case: str, metric: str, unit: str, values: Sequence[float]) -> Row:
     """`values`: of allocations, and of each tensor by itself."""
     value, beside = values
     named = "each tensor by itself" if "without" not in metric else "registering allocations"
-    return Row(
-        case=case, metric=metric, value=value, unit=unit, reference=named, reference_value=beside,
-        ratio=value / beside,
-    )  # fmt: skip
+    return Row(case, metric, value, unit, named, beside)
 
 
 def main() -> None:

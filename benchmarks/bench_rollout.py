@@ -328,15 +328,7 @@ async def during_updates(
 def row(
     case: str, metric: str, unit: str, value: float, reference: str, reference_value: float
 ) -> Row:
-    return Row(
-        case=case,
-        metric=metric,
-        value=value,
-        unit=unit,
-        reference=reference,
-        reference_value=reference_value,
-        ratio=value / reference_value,
-    )
+    return Row(case, metric, value, unit, reference, reference_value)
 
 
 LATENCY_METRICS: list[tuple[str, str, Callable[[Sample], float]]] = [
@@ -453,7 +445,10 @@ def xccl_rows() -> list[Row]:
         path = Path(folder) / "xccl.json"
         command = [sys.executable, str(HERE / "bench_xccl.py"), "--json", str(path)]
         subprocess.run(command, check=True, timeout=300, stdout=subprocess.DEVNULL)
-        return [Row(**{**each, "case": f"xccl: {each['case']}"}) for each in json.loads(path.read_text())]  # fmt: skip
+        return [
+            Row(**{**each, "case": f"xccl: {each['case']}"})
+            for each in json.loads(path.read_text())
+        ]
 
 
 def main() -> None:

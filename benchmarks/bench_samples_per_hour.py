@@ -329,11 +329,7 @@ def write(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None
     ended = {way: each for way, each in found.items() if "failed" not in each}
     reference = next((way for way in reversed(options.ways) if way in ended), "")
     rows = [
-        Row(
-            case=way, metric=metric, value=each[metric], unit=unit, reference=reference,
-            reference_value=ended[reference][metric],
-            ratio=each[metric] / (ended[reference][metric] or 1),
-        )
+        Row(way, metric, each[metric], unit, reference, ended[reference][metric], ratio=each[metric] / (ended[reference][metric] or 1))
         for way, each in ended.items()
         for metric, unit in (
             ("samples_per_hour", "1/h"), ("tokens_per_s", "1/s"), ("mean_staleness", "versions"),

@@ -112,12 +112,12 @@ def rows_of(case: str, num: int, figures: Figures, before: tuple[int, Figures] |
         linear = value if before is None else before[1][metric][0] * num / before[0]
         rows.append(
             Row(
-                case=case,
-                metric=metric,
-                value=value,
-                unit=unit,
-                reference="itself" if before is None else f"in proportion to {before[0]}",
-                reference_value=linear,
+                case,
+                metric,
+                value,
+                unit,
+                "itself" if before is None else f"in proportion to {before[0]}",
+                linear,
                 ratio=value / linear if linear else 1.0,
             )
         )

@@ -91,14 +91,17 @@ def shipped(name: str) -> list[Row]:
         took = time.perf_counter() - began
         case = f"{name}, {links} link(s) at once"
         rows += [
-            Row(case=case, metric="simulated wire", value=run.wire_s, unit="s",
-                reference="lower bound", reference_value=bound, ratio=run.wire_s / bound),
-            Row(case=case, metric="p99 link end", value=run.percentile_s(99), unit="s",
-                reference="p50 link end", reference_value=run.percentile_s(50),
-                ratio=run.percentile_s(99) / run.percentile_s(50)),
-            Row(case=case, metric="time to simulate", value=took, unit="s",
-                reference="events", reference_value=run.num_events, ratio=took / run.num_events),
-        ]  # fmt: skip
+            Row(case, "simulated wire", run.wire_s, "s", "lower bound", bound),
+            Row(
+                case,
+                "p99 link end",
+                run.percentile_s(99),
+                "s",
+                "p50 link end",
+                run.percentile_s(50),
+            ),
+            Row(case, "time to simulate", took, "s", "events", run.num_events),
+        ]
     return rows
 
 
@@ -132,9 +135,15 @@ def measured_runs() -> list[Row]:
         wire_s = simulate_wire(planned.plan, fabric).wire_s
         real = value[f"{label}, 2 -> 2 GPUs", "wire, median"]
         found.append(
-            Row(case=f"{label}, 2 -> 2 H200", metric="simulated wire", value=wire_s, unit="s",
-                reference="measured wire, median", reference_value=real, ratio=wire_s / real)
-        )  # fmt: skip
+            Row(
+                f"{label}, 2 -> 2 H200",
+                "simulated wire",
+                wire_s,
+                "s",
+                "measured wire, median",
+                real,
+            )
+        )
     return found
 
 
@@ -143,14 +152,13 @@ def published(case: Published) -> Row:
     planned = plan_with_reports(trainer_manifests(topology), engine_manifests(topology))
     wire_s = simulate_wire(planned.plan, topology.fabric).wire_s
     return Row(
-        case=f"{case.case}: {planned.plan.nbytes / len(planned.plan.destinations) / 1e9:.1f} GB per GPU",
-        metric="simulated wire at 50 GB/s",
-        value=wire_s,
-        unit="s",
-        reference="published",
-        reference_value=case.seconds,
-        ratio=wire_s / case.seconds,
-    )  # fmt: skip
+        f"{case.case}: {planned.plan.nbytes / len(planned.plan.destinations) / 1e9:.1f} GB per GPU",
+        "simulated wire at 50 GB/s",
+        wire_s,
+        "s",
+        "published",
+        case.seconds,
+    )
 
 
 def main() -> None:

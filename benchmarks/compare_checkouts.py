@@ -96,12 +96,12 @@ def main() -> None:
         )
         rows.append(
             Row(
-                case=first.case,
-                metric=first.metric,
-                value=ours,
-                unit=first.unit,
-                reference=f"at {commit}",
-                reference_value=theirs,
+                first.case,
+                first.metric,
+                ours,
+                first.unit,
+                f"at {commit}",
+                theirs,
                 ratio=ours / theirs if theirs else float("inf"),
             )
         )

@@ -17,9 +17,12 @@ from rich.table import Table
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One figure beside what it is compared with, measured in the same run."""
+    """One figure beside what it is compared with, measured in the same run.
+
+    `ratio`: how many times the reference it is, where none is given.
+    """
 
     case: str
     metric: str
@@ -27,7 +30,11 @@ class Row:
     unit: str
     reference: str
     reference_value: float
-    ratio: float
+    ratio: float = math.nan
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.ratio):
+            object.__setattr__(self, "ratio", self.value / self.reference_value)
 
 
 def median_p95(values: Sequence[float]) -> tuple[float, float]:

@@ -668,10 +668,9 @@ def rates_rows(case: str, rates: list[float], reference: str, value: float) -> l
     median, _ = median_p95(rates)
     slow = -median_p95([-rate for rate in rates])[1]
     return [
-        Row(case=case, metric=metric, value=rate, unit="GB/s", reference=reference,
-            reference_value=value, ratio=rate / value)
+        Row(case, metric, rate, "GB/s", reference, value)
         for metric, rate in (("median", median), ("slow p95", slow))
-    ]  # fmt: skip
+    ]
 
 
 def bench_topology(
@@ -762,8 +761,7 @@ def bench_update(
         reference = "bytes at the ceiling" if metric.startswith("wire") else (
             "wire, median" if metric.startswith("verify") else "bytes sent per rank")  # fmt: skip
         unit = "GB" if "memory" in metric else "s"
-        rows.append(Row(case=case, metric=metric, value=value, unit=unit, reference=reference,
-                        reference_value=other, ratio=value / other))  # fmt: skip
+        rows.append(Row(case, metric, value, unit, reference, other))
     if last is not None:
         last(rows)
     host.call(range(host.world_size), "disconnect")
@@ -791,8 +789,7 @@ def bench_collectives(host: Host, nbytes: int, case: str, wire: float) -> list[R
             exchange.append(other)
     host.call(everyone, "drop_bucket")
     return [
-        Row(case=case, metric=f"wire, {what}, {name}", value=value, unit="s",
-            reference="windlass wire, median", reference_value=wire, ratio=value / wire)
+        Row(case, f"wire, {what}, {name}", value, "s", "windlass wire, median", wire)
         for what, spent in (
             ("NCCL broadcast of gathered tensors", broadcast),
             ("NCCL send/recv of packed bytes", exchange),

@@ -208,10 +208,16 @@ def rows_of(
                  "without a replica", alone[0]),
             ]  # fmt: skip
         rows += [
-            Row(case=case, metric=f"{metric}, {statistic}", value=1e3 * value, unit="ms",
-                reference=f"{reference}, median", reference_value=1e3 * beside, ratio=value / beside)
+            Row(
+                case,
+                f"{metric}, {statistic}",
+                1e3 * value,
+                "ms",
+                f"{reference}, median",
+                1e3 * beside,
+            )
             for metric, value, reference, beside in lines
-        ]  # fmt: skip
+        ]
     return rows
 
 

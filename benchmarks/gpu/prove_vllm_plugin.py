@@ -453,10 +453,7 @@ def write(
             reference = "vLLM ipc, packed" if metric in ipc else "time between tokens"
             against = ipc.get(metric, usual)
             for name, value in (("median", median), ("p95", p95)):
-                rows.append(
-                    Row(case=case, metric=f"{metric}, {name}", value=value, unit="s",
-                        reference=reference, reference_value=against, ratio=value / against)
-                )  # fmt: skip
+                rows.append(Row(case, f"{metric}, {name}", value, "s", reference, against))
     report(rows, None, "Weight updates of a plain vLLM server, trainer and server on one GPU")
     if options.json is None:
         return

@@ -13,8 +13,9 @@ from strategies import boxes
 from tools.plan.reports import plan_with_reports
 from windlass.errors import IncompleteCoverage
 from windlass.layout.box import Box
+from windlass.layout.columns import Int64Array
 from windlass.layout.dtypes import DType
-from windlass.layout.manifest import MAX_DIMS, Int64Array, ManifestBuilder, Role
+from windlass.layout.manifest import MAX_DIMS, ManifestBuilder, Role
 from windlass.planning.coverage import find_hole
 from windlass.planning.intersect import intersect_boxes, make_atoms
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import transformers
+from rank_processes import RankProcesses, running_ranks
 from servers import ROOT, VENVS, environment, save
 from sync_rank import Order, Sent
 
@@ -161,27 +161,12 @@ def serving_plain(
             process.stdout.close()
 
 
-@dataclass(frozen=True)
-class Trainers:
+class Trainers(RankProcesses):
     """Ranks of `sync_rank.py`."""
-
-    processes: tuple[subprocess.Popen[str], ...]
-    logs: tuple[Path, ...]
-
-    def begin(self, order: Order) -> None:
-        """Have every rank carry out an order."""
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(order).decode() + "\n")
-            process.stdin.flush()
 
     def answer(self, rank: int) -> Sent:
         """Of the oldest order without one."""
-        process, log = self.processes[rank], self.logs[rank]
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, log.read_text()[-4000:]
-        return msgspec.json.decode(line, type=Sent)
+        return msgspec.json.decode(self.line(rank), type=Sent)
 
     def answers(self) -> list[Sent]:
         """One per rank."""
@@ -214,34 +199,8 @@ def syncing(
     folder.mkdir(parents=True)
     python = str(VENVS["vllm"] / "bin/python") if by_factory else sys.executable
     script = str(Path(__file__).with_name("factory_rank.py" if by_factory else "sync_rank.py"))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     logs = tuple(folder / f"{rank}.log" for rank in range(num_ranks))
-    processes = []
-    port = free_port()
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("w") as stream:
-                processes.append(
-                    subprocess.Popen(
-                        [
-                            *(python, script, str(rank), str(num_ranks), str(port)),
-                            json.dumps(settings),
-                        ],
-                        env=env, text=True, stderr=stream,
-                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                    )
-                )  # fmt: skip
-        yield Trainers(tuple(processes), logs)
-        for process in processes:
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):
-                process.stdin.close()
-        endings = [process.wait(60) for process in processes]
-        assert set(endings) in ({0}, {-signal.SIGKILL}), endings
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(30)
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None and not pipe.closed:
-                    pipe.close()
+    of_all = str(num_ranks), str(free_port()), json.dumps(settings)
+    commands = [(python, script, str(rank), *of_all) for rank in range(num_ranks)]
+    with running_ranks(commands, logs, {}, endings=(0, -signal.SIGKILL)) as processes:
+        yield Trainers(processes, logs)

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from windlass.errors import PeerUnreachable, TransferOutcomeUnknown
+from windlass.layout.columns import UInt64Array
 from windlass.transfer.arena import Arena
 from windlass.transports import regions
 from windlass.transports.base import WriteBatch
 from windlass.transports.liveness import PeerLiveness
 from windlass.transports.nixl import transport as nixl
 from windlass.transports.nixl.config import NixlConfig, NixlWire
-from windlass.transports.nixl.native import NativeAgent, UInt64Array, WireLog
+from windlass.transports.nixl.native import NativeAgent, WireLog
 from windlass.transports.nixl.peer import forget_ended
 from windlass.transports.nixl.transport import NixlTransport
 

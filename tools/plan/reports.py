@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from windlass.layout.manifest import Int64Array, ShardManifest
+from windlass.layout.columns import Int64Array
+from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import ITEMSIZES, CopyMode, Reason, TransferPlan
 from windlass.planning.planner import PlanPolicy, plan_transfer, route
 from windlass.planning.quantize import payload_sizes

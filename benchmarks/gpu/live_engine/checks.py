@@ -86,12 +86,12 @@ async def compare(
     median = median_p95(own)[0]
     return [
         Row(
-            case=row.case,
-            metric="update against the engine's own NCCL transfer (packed, gathered before)",
-            value=row.value,
-            unit="s",
-            reference="own transfer, median",
-            reference_value=median,
+            row.case,
+            "update against the engine's own NCCL transfer (packed, gathered before)",
+            row.value,
+            "s",
+            "own transfer, median",
+            median,
             ratio=median / row.value,
         )
         for row in rows

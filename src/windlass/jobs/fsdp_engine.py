@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.lr_scheduler import LRScheduler
 
-from windlass.config import ReplicaPlace, take_name
+from windlass.config import ReplicaPlace, check_numbers, take_name
 from windlass.errors import ConfigError
 from windlass.jobs.train_worker import TrainContext, TrainEngine
 from windlass.rollout.messages import TrainingSample
@@ -24,14 +29,66 @@ Samples = Sequence[Sequence[TrainingSample]]
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class ParallelSizes:
+    """How many ranks the axes of the trainers' mesh have; FSDP2 shards over all others. Names are torchtitan's.
+
+    Attributes:
+        dp_replicate: copies of the shards (HSDP): gradients are averaged over them.
+        cp: ranks that share the samples and cut their sequences. FSDP2 shards over them, too.
+        tp: ranks that share the samples and cut the parameters, as `tensor_parallel` of `FsdpEngine` says.
+
+    Raises:
+        ConfigError: a number below 1.
+    """
+
+    dp_replicate: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        check_numbers(self, {"dp_replicate": 1, "cp": 1, "tp": 1})
+
+    def axes(self, world_size: int) -> dict[str, int]:
+        """Return the mesh's axes, outermost first: `dp_shard`, and those of more than one rank.
+
+        Raises:
+            ConfigError: they do not divide `world_size`.
+        """
+        others = self.dp_replicate * self.cp * self.tp
+        if world_size % others:
+            raise ConfigError(
+                f"ParallelSizes: dp_replicate * cp * tp must divide the {world_size} ranks, got "
+                f"{self.dp_replicate} * {self.cp} * {self.tp}"
+            )
+        sizes = {
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": world_size // others,
+            "cp": self.cp,
+            "tp": self.tp,
+        }
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis == "dp_shard"}
+
+
+@final
 class FsdpEngine(TrainEngine):
-    """The `TrainEngine` of an FSDP2 rank; every rank is its own data-parallel rank.
+    """The `TrainEngine` of an FSDP2 rank.
+
+    Without `sizes` every rank is a data-parallel rank of its own; tensor- and context-parallel peers are one, and
+    get the same samples. Gradients are averaged over data- and context-parallel ranks with equal weight.
 
     Args:
         model: builds the module; called after the process group exists, seeded alike on all ranks.
         optimizer: from the sharded module. loss: from the module and this rank's groups; a
             scalar that depends on the module, since every rank must enter its collectives.
         units: submodules to shard on their own, usually decoder layers.
+        sizes: of the mesh, which `mesh` is after `setup`; a loss cuts sequences by `mesh["cp"]`.
+        tensor_parallel: cuts the module over `mesh["tp"]`, by torch's `parallelize_module` for example; before
+            FSDP2 does. It must be given where `sizes.tp` > 1.
+        num_groups: of a micro-batch, at most; 0 for one micro-batch of all. A step runs as many on every rank, and
+            weighs their losses by samples: a loss that is the mean over its samples is that of the step.
+        lr_schedule: from the optimizer, stepped after it; saved and loaded with it.
+        mixed_precision: FSDP2's. Parameters stay, and are published, as `model` made them.
         backend: of torch.distributed, "cpu:gloo,cuda:nccl" on GPUs. seed: before `model` is called.
         device: where the model is moved before it is sharded; "cuda" is the first GPU that this rank sees.
         max_grad_norm: gradients are clipped to it; 0 for never.
@@ -47,6 +104,11 @@ class FsdpEngine(TrainEngine):
         optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
         loss: Callable[[torch.nn.Module, Samples], torch.Tensor],
         units: Callable[[torch.nn.Module], Sequence[torch.nn.Module]] | None = None,
+        sizes: ParallelSizes = ParallelSizes(),
+        tensor_parallel: Callable[[torch.nn.Module, DeviceMesh], object] | None = None,
+        num_groups: int = 0,
+        lr_schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        mixed_precision: MixedPrecisionPolicy | None = None,
         backend: str = "gloo",
         device: str = "cpu",
         seed: int = 0,
@@ -56,7 +118,19 @@ class FsdpEngine(TrainEngine):
         replica: ReplicaPlace = ReplicaPlace.OFF,
     ) -> None:
         self._build, self._build_optimizer, self._loss = model, optimizer, loss
+        if num_groups < 0:
+            raise ConfigError(f"FsdpEngine: num_groups must be >= 0, got {num_groups}")
+        if (sizes.tp > 1) != (tensor_parallel is not None):
+            raise ConfigError(
+                "FsdpEngine: tensor_parallel must be given where sizes.tp > 1, and nowhere else, "
+                f"got {tensor_parallel} and {sizes.tp}"
+            )
         self._units, self._device = units, torch.device(device)
+        self._sizes, self._tensor_parallel, self._num_groups = sizes, tensor_parallel, num_groups
+        self._build_lr_schedule = lr_schedule
+        self._mixed_precision = mixed_precision or MixedPrecisionPolicy()
+        self._mesh: DeviceMesh | None = None
+        self._lr_schedule: LRScheduler | None = None
         self._backend, self._seed, self._max_grad_norm = backend, seed, max_grad_norm
         self._publish_to_fleet, self._transport = publish_to_fleet, transport
         self._replica = take_name("replica", replica, ReplicaPlace)
@@ -75,7 +149,19 @@ class FsdpEngine(TrainEngine):
             raise ConfigError("FsdpEngine: setup must come first, got no model")
         return self._model
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Of all ranks, with the axes of `ParallelSizes.axes`.
+
+        Raises:
+            ConfigError: before `setup`.
+        """
+        if self._mesh is None:
+            raise ConfigError("FsdpEngine: setup must come first, got no mesh")
+        return self._mesh
+
     def setup(self, context: TrainContext) -> tuple[int, int]:
+        axes = self._sizes.axes(context.world_size)
         timeout = timedelta(seconds=context.deadline_s)
         store = dist.TCPStore(  # type: ignore[attr-defined]
             context.store_host, context.store_port, is_master=False, timeout=timeout
@@ -91,11 +177,22 @@ class FsdpEngine(TrainEngine):
             torch.cuda.set_device(self._device.index or 0)
         torch.manual_seed(self._seed)
         model = self._build().to(self._device)
-        mesh = init_device_mesh(self._device.type, (context.world_size,))
+        mesh = self._mesh = init_device_mesh(
+            self._device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)
+        )
+        if self._tensor_parallel is not None:
+            self._tensor_parallel(model, mesh["tp"])
+        shard_axis = "dp_shard"
+        if "cp" in axes:
+            shard_axis = "dp_shard_cp"
+            mesh["dp_shard", "cp"]._flatten(shard_axis)
+        sharded = mesh["dp_replicate", shard_axis] if "dp_replicate" in axes else mesh[shard_axis]
         for unit in self._units(model) if self._units is not None else ():
-            fully_shard(unit, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(unit, mesh=sharded, mp_policy=self._mixed_precision)
+        fully_shard(model, mesh=sharded, mp_policy=self._mixed_precision)
         self._model, self._optimizer = model, self._build_optimizer(model)
+        if self._build_lr_schedule is not None:
+            self._lr_schedule = self._build_lr_schedule(self._optimizer)
         if self._publish_to_fleet:
             self._client = connect_trainer(
                 model,
@@ -105,20 +202,46 @@ class FsdpEngine(TrainEngine):
                 replica=self._replica,
                 connect_deadline_s=context.deadline_s,
             )
-        return context.rank, context.world_size
+        index = mesh.get_local_rank("dp_shard")
+        if "dp_replicate" in axes:
+            index += mesh.get_local_rank("dp_replicate") * axes["dp_shard"]
+        return index, self._sizes.dp_replicate * axes["dp_shard"]
 
     def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:  # noqa: ARG002
         model, optimizer = self.model, self._stepped()
         optimizer.zero_grad()
-        loss = self._loss(model, groups)
-        torch.autograd.backward(loss)
-        metrics = {"loss": float(loss.detach())}
+        losses = []
+        for micro_batch, weight, is_last in self._micro_batches(groups):
+            if isinstance(model, FSDPModule):  # replicas are averaged once, shards each time
+                model.set_requires_all_reduce(is_last)
+            loss = self._loss(model, micro_batch) * weight
+            torch.autograd.backward(loss)
+            losses.append(loss.detach())
+        metrics = {"loss": float(sum(losses))}
         if self._max_grad_norm:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self._max_grad_norm)
-            full = norm.full_tensor() if isinstance(norm, dist.tensor.DTensor) else norm
-            metrics["grad_norm"] = float(full)
+            metrics["grad_norm"] = _clip(model.parameters(), self._max_grad_norm)
         optimizer.step()
+        if self._lr_schedule is not None:
+            metrics["lr"] = float(self._lr_schedule.get_last_lr()[0])
+            self._lr_schedule.step()
         return metrics
+
+    def _micro_batches(self, groups: Samples) -> Iterator[tuple[Samples, float, bool]]:
+        """Yield groups, their share of this rank's samples, and whether they are the last.
+
+        All ranks enter the same collectives, so a rank with too few groups runs some again, of share 0.
+        """
+        num_pieces, num_samples = 1, sum(map(len, groups))
+        if self._num_groups:
+            number = torch.tensor(-(-len(groups) // self._num_groups), device=self._device)
+            dist.all_reduce(number, dist.ReduceOp.MAX)
+            num_pieces = max(int(number), 1)
+        for piece in range(num_pieces):
+            begin, end = (len(groups) * n // num_pieces for n in (piece, piece + 1))
+            is_last = piece == num_pieces - 1
+            found = groups[begin:end]
+            share = sum(map(len, found)) / num_samples if num_samples else 1 / num_pieces
+            yield found or groups[-1:], share, is_last
 
     def prepare_publish(self, version: int) -> bool:
         if self._client is None:
@@ -139,6 +262,8 @@ class FsdpEngine(TrainEngine):
 
         state = self._state()
         load(state, checkpoint_id=path)
+        if self._lr_schedule is not None:
+            self._lr_schedule.load_state_dict(state["lr_schedule"])
         set_state_dict(
             self.model,
             self._stepped(),
@@ -150,7 +275,10 @@ class FsdpEngine(TrainEngine):
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         model, optimizer = get_state_dict(self.model, self._stepped())
-        return {"model": model, "optimizer": optimizer}
+        state = {"model": model, "optimizer": optimizer}
+        if self._lr_schedule is not None:
+            state["lr_schedule"] = self._lr_schedule.state_dict()
+        return state
 
     def _stepped(self) -> torch.optim.Optimizer:
         if self._optimizer is None:
@@ -163,3 +291,20 @@ class FsdpEngine(TrainEngine):
             self._client = None
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _clip(parameters: Iterator[torch.nn.Parameter], max_norm: float) -> float:
+    """Clip gradients to the norm of all of them, whatever mesh each is on; torch takes one mesh at a time."""
+    of_mesh: defaultdict[DeviceMesh | None, list[torch.nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            grad = parameter.grad
+            of_mesh[grad.device_mesh if isinstance(grad, DTensor) else None].append(parameter)
+    norms = []
+    for found in of_mesh.values():
+        norm = get_total_norm([each.grad for each in found if each.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    for found in of_mesh.values():
+        clip_grads_with_norm_(found, max_norm, total)
+    return float(total)

@@ -9,6 +9,14 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
+BoolArray = npt.NDArray[np.bool_]
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
+UInt64Array = npt.NDArray[np.uint64]
+StructuredArray = npt.NDArray[np.void]
+"""Of a structured dtype: rows of fields."""
+
 
 def column(dtype: str, width: int = 0) -> Any:
     """Declare a field that is a column.

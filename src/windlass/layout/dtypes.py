@@ -3,44 +3,39 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Self
 
 
 class DType(StrEnum):
-    """An element type, spelled as PyTorch spells it."""
+    """An element type, spelled as PyTorch spells it.
 
-    FLOAT64 = "float64"
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-    FLOAT8_E4M3 = "float8_e4m3fn"
-    FLOAT8_E5M2 = "float8_e5m2"
-    INT64 = "int64"
-    INT32 = "int32"
-    INT16 = "int16"
-    INT8 = "int8"
-    UINT8 = "uint8"
-    BOOL = "bool"
+    Attributes:
+        itemsize: bytes per element.
+        safetensors_name: in the headers of safetensors files.
+    """
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return _ITEMSIZE[self]
+    itemsize: int
+    safetensors_name: str
 
+    def __new__(cls, name: str, itemsize: int = 0, safetensors_name: str = "") -> Self:
+        """A member from its line; `DType(name)` looks one up and does not come here."""
+        member = str.__new__(cls, name)
+        member._value_, member.itemsize, member.safetensors_name = name, itemsize, safetensors_name
+        return member
 
-_ITEMSIZE = {
-    DType.FLOAT64: 8,
-    DType.FLOAT32: 4,
-    DType.FLOAT16: 2,
-    DType.BFLOAT16: 2,
-    DType.FLOAT8_E4M3: 1,
-    DType.FLOAT8_E5M2: 1,
-    DType.INT64: 8,
-    DType.INT32: 4,
-    DType.INT16: 2,
-    DType.INT8: 1,
-    DType.UINT8: 1,
-    DType.BOOL: 1,
-}
+    FLOAT64 = "float64", 8, "F64"
+    FLOAT32 = "float32", 4, "F32"
+    FLOAT16 = "float16", 2, "F16"
+    BFLOAT16 = "bfloat16", 2, "BF16"
+    FLOAT8_E4M3 = "float8_e4m3fn", 1, "F8_E4M3"
+    FLOAT8_E5M2 = "float8_e5m2", 1, "F8_E5M2"
+    INT64 = "int64", 8, "I64"
+    INT32 = "int32", 4, "I32"
+    INT16 = "int16", 2, "I16"
+    INT8 = "int8", 1, "I8"
+    UINT8 = "uint8", 1, "U8"
+    BOOL = "bool", 1, "BOOL"
+
 
 _LARGEST = {
     DType.FLOAT32: (2 - 2**-23) * 2.0**127,
@@ -70,20 +65,3 @@ def cast_refusal(source: DType, target: DType) -> str:
     if source is target or (source, target) in CASTS:
         return ""
     return f"only {', '.join(_LARGEST)} are cast into one another, got {source} at the source and {target} at the destination"
-
-
-SAFETENSORS_NAMES = {
-    DType.FLOAT64: "F64",
-    DType.FLOAT32: "F32",
-    DType.FLOAT16: "F16",
-    DType.BFLOAT16: "BF16",
-    DType.FLOAT8_E4M3: "F8_E4M3",
-    DType.FLOAT8_E5M2: "F8_E5M2",
-    DType.INT64: "I64",
-    DType.INT32: "I32",
-    DType.INT16: "I16",
-    DType.INT8: "I8",
-    DType.UINT8: "U8",
-    DType.BOOL: "BOOL",
-}
-"""In the headers of safetensors files."""

@@ -22,20 +22,16 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from windlass.errors import DECODE_ERRORS, ManifestError, ProtocolError, UnsupportedLayout
 from windlass.layout.box import Box
-from windlass.layout.columns import Columns, column
+from windlass.layout.columns import Columns, Int32Array, Int64Array, column
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import QuantizedTensor, scale_shape
 
 MANIFEST_SCHEMA_VERSION = 3
 MAX_DIMS = 5
-
-Int64Array = npt.NDArray[np.int64]
-Int32Array = npt.NDArray[np.int32]
 
 
 class Role(StrEnum):

@@ -12,21 +12,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, final
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.errors import PlanError, TransferFailed
+from windlass.layout.columns import Int64Array, UInt8Array, UInt64Array
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import BLOCK, scale_shape
 from windlass.memory.ops import (
     ALIGNMENT,
     ChunkDigests,
-    Int64Array,
     LinkDigests,
     MemoryOps,
     PreparedCopies,
     StridedCopy,
     Turns,
-    UInt64Array,
 )
 from windlass.memory.packing import (
     bytes_at,
@@ -113,7 +111,7 @@ class HostBuffer:
         with contextlib.suppress(OSError):  # a kernel without huge pages works as well
             mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to fault in and to pin
         self.nbytes = nbytes
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
+        self.bytes: UInt8Array = np.frombuffer(mapping, np.uint8)
         self.address = int(self.bytes.ctypes.data)
 
     def close(self) -> None:
@@ -283,7 +281,7 @@ def hash_link(program: LinkProgram, sources: UInt64Array) -> str:
     """
     digest = new_digest()
     limit = max(SCRATCH_NBYTES, least_half(program))
-    scratch: npt.NDArray[np.uint8] = np.empty(limit, np.uint8)
+    scratch: UInt8Array = np.empty(limit, np.uint8)
     for op in program.ops:
         parameter = int(sources[op.src_parameter])
         if op.transform is Transform.NONE and op.src_dtype is op.dst_dtype:

@@ -11,13 +11,11 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
-import numpy as np
-import numpy.typing as npt
-
 from windlass.errors import PlanError
+from windlass.layout.columns import Int64Array, UInt64Array
 from windlass.layout.dtypes import DType
 from windlass.memory.cuda.driver import gpu_of
-from windlass.planning.program import DigestKind, LinkProgram
+from windlass.planning.program import BoundOp, DigestKind, LinkProgram
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 
 OWN_WORK_S = 60.0
 """Deadline of work on memory of one's own, which takes milliseconds."""
-UInt64Array = npt.NDArray[np.uint64]
-Int64Array = npt.NDArray[np.int64]
 ALIGNMENT = 64
 """Bytes; whatever shares an arena begins at a multiple of it."""
 
@@ -67,6 +63,20 @@ class StridedCopy:
     dst_strides: tuple[int, ...]
     dst_dtype: DType
     tensor: str = ""
+
+    @classmethod
+    def of_op(cls, op: BoundOp, src_address: int, dst_address: int) -> StridedCopy:
+        """Return what an op that computes nothing copies or casts, from and to where its elements begin."""
+        return cls(
+            sizes=op.sizes,
+            src_address=src_address,
+            src_strides=op.src_strides,
+            src_dtype=op.src_dtype,
+            dst_address=dst_address,
+            dst_strides=op.dst_strides,
+            dst_dtype=op.dst_dtype,
+            tensor=op.tensor,
+        )
 
     @classmethod
     def of_bytes(cls, src_address: int, dst_address: int, nbytes: int) -> StridedCopy:

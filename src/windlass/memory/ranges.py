@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
-UInt64Array = npt.NDArray[np.uint64]
+from windlass.layout.columns import UInt64Array
+
 Pieces = tuple[UInt64Array, UInt64Array, UInt64Array]
 """Local addresses, remote addresses and sizes in bytes, each (n,)."""
 

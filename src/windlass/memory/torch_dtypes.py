@@ -7,20 +7,7 @@ import torch
 from windlass.errors import UnsupportedLayout
 from windlass.layout.dtypes import DType
 
-_TO_TORCH = {
-    DType.FLOAT64: torch.float64,
-    DType.FLOAT32: torch.float32,
-    DType.FLOAT16: torch.float16,
-    DType.BFLOAT16: torch.bfloat16,
-    DType.FLOAT8_E4M3: torch.float8_e4m3fn,
-    DType.FLOAT8_E5M2: torch.float8_e5m2,
-    DType.INT64: torch.int64,
-    DType.INT32: torch.int32,
-    DType.INT16: torch.int16,
-    DType.INT8: torch.int8,
-    DType.UINT8: torch.uint8,
-    DType.BOOL: torch.bool,
-}
+_TO_TORCH: dict[DType, torch.dtype] = {dtype: vars(torch)[dtype.value] for dtype in DType}
 _FROM_TORCH = {value: key for key, value in _TO_TORCH.items()}
 
 

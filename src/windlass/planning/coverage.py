@@ -10,7 +10,8 @@ import numpy as np
 
 from windlass.errors import IncompleteCoverage, ManifestError
 from windlass.layout.box import Box
-from windlass.layout.manifest import MAX_DIMS, Int64Array, ShardManifest
+from windlass.layout.columns import Int64Array
+from windlass.layout.manifest import MAX_DIMS, ShardManifest
 from windlass.planning.intersect import Atoms, box_of
 from windlass.planning.plan import ITEMSIZES
 from windlass.planning.rows import RowTable, TensorNames

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from windlass.layout.box import Box
-from windlass.layout.manifest import MAX_DIMS, Int32Array, Int64Array
+from windlass.layout.columns import Int32Array, Int64Array
+from windlass.layout.manifest import MAX_DIMS
 from windlass.planning.rows import RowTable
 
 _CHUNK_PAIRS = 1 << 20

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import UnsupportedLayout
+from windlass.layout.columns import BoolArray, Int64Array, UInt8Array
 from windlass.layout.dtypes import cast_refusal
-from windlass.layout.manifest import MAX_DIMS, Int64Array
+from windlass.layout.manifest import MAX_DIMS
 from windlass.layout.quantization import BLOCK
 from windlass.planning.intersect import Boxes, Holders, Pieces, ranges
 from windlass.planning.plan import DTYPES, ITEMSIZES, CopyMode, OpTable, Reason, Transform
@@ -31,7 +32,6 @@ _IS_CAST = np.array([[not cast_refusal(have, want) for want in DTYPES] for have 
 """[source, destination]; also of equal dtypes."""
 _CHUNK_OPS = 1 << 18
 
-BoolArray = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.intp]
 
 
@@ -169,7 +169,7 @@ def _ops(given: RoutedPieces, part: Rows, s: Int64Array, d: Int64Array) -> OpTab
 
 
 def _shares(
-    given: RoutedPieces, part: Rows, transform: npt.NDArray[np.uint8]
+    given: RoutedPieces, part: Rows, transform: UInt8Array
 ) -> tuple[Int64Array, Int64Array]:
     """Offsets and sizes of what each op moves: a piece, or the slice of it that one source sends."""
     routed, candidates = given.routed, given.candidates
@@ -297,7 +297,7 @@ def choose_modes(
     casts: BoolArray,
     quantizes: BoolArray,
     direct_min_run_bytes: int,
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], Int64Array]:
+) -> tuple[UInt8Array, UInt8Array, Int64Array]:
     """Pick a mode per op.
 
     Args:

@@ -13,15 +13,12 @@ from enum import IntEnum
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from windlass.errors import DECODE_ERRORS, ProtocolError
-from windlass.layout.columns import Columns, column
+from windlass.layout.columns import BoolArray, Columns, Int32Array, Int64Array, UInt8Array, column
 from windlass.layout.dtypes import DType
-from windlass.layout.manifest import MAX_DIMS, Int32Array, Int64Array, ShardManifest
-
-UInt8Array = npt.NDArray[np.uint8]
+from windlass.layout.manifest import MAX_DIMS, ShardManifest
 
 PLAN_SCHEMA_VERSION = 4
 
@@ -253,7 +250,7 @@ class TransferPlan:
             ops=replace(self.ops, dst=np.zeros(len(self.ops), np.int32)),
         )
 
-    def _filtered(self, mask: npt.NDArray[np.bool_]) -> TransferPlan:
+    def _filtered(self, mask: BoolArray) -> TransferPlan:
         return replace(self, ops=self.ops.select(np.flatnonzero(mask)))
 
     def encode(self) -> bytes:

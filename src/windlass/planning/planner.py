@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from windlass.errors import ConfigError, ManifestError
+from windlass.config import check_numbers
+from windlass.errors import ManifestError
 from windlass.layout.manifest import MAX_DIMS, ShardManifest
 from windlass.planning.coverage import refuse_hole, refuse_overlaps
 from windlass.planning.intersect import (
@@ -60,13 +61,8 @@ class PlanPolicy:
     forbid_unused: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("direct_min_run_bytes", self.direct_min_run_bytes),
-            ("min_split_bytes", self.min_split_bytes),
-            ("staging_alignment", self.staging_alignment),
-        ):
-            if value < 1:
-                raise ConfigError(f"PlanPolicy: {name} must be >= 1, got {value}")
+        sizes = ("direct_min_run_bytes", "min_split_bytes", "staging_alignment")
+        check_numbers(self, dict.fromkeys(sizes, 1))
 
 
 def plan_transfer(

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.errors import UnsupportedLayout
+from windlass.layout.columns import Int64Array
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import contiguous_strides
 from windlass.layout.quantization import scale_shape
@@ -104,12 +104,12 @@ class DirectRuns:
         op: (n,) index of the run's op in `LinkProgram.ops`.
     """
 
-    src_parameter: npt.NDArray[np.int64]
-    src_offset: npt.NDArray[np.int64]
-    dst_parameter: npt.NDArray[np.int64]
-    dst_offset: npt.NDArray[np.int64]
-    nbytes: npt.NDArray[np.int64]
-    op: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    src_parameter: Int64Array
+    src_offset: Int64Array
+    dst_parameter: Int64Array
+    dst_offset: Int64Array
+    nbytes: Int64Array
+    op: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __len__(self) -> int:
         return len(self.nbytes)
@@ -222,9 +222,7 @@ def _direct_runs(ops: OpTable, link: Link) -> DirectRuns:
     )
 
 
-def _run_table(
-    ops: OpTable, rows: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
+def _run_table(ops: OpTable, rows: Int64Array, offsets: Int64Array) -> Int64Array:
     return np.stack(
         [
             ops.src_parameter[rows].astype(np.int64),
@@ -239,11 +237,11 @@ def _run_table(
 
 
 def _run_offsets(
-    sizes: npt.NDArray[np.int64],
-    src_strides: npt.NDArray[np.int64],
-    dst_strides: npt.NDArray[np.int64],
+    sizes: Int64Array,
+    src_strides: Int64Array,
+    dst_strides: Int64Array,
     run_numel: int,
-) -> npt.NDArray[np.int64]:
+) -> Int64Array:
     """Offsets of every run relative to the op's first element, row-major: (n, 2)."""
     inner, num_outer = 1, len(sizes)
     while num_outer and inner < run_numel:

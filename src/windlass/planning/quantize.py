@@ -11,16 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.errors import UnsupportedLayout
+from windlass.layout.columns import Int32Array, Int64Array, UInt8Array
 from windlass.layout.dtypes import DType
-from windlass.layout.manifest import Int64Array
 from windlass.layout.quantization import BLOCK, CAPABILITIES, Scheme
 from windlass.planning.plan import DTYPES, Transform
 from windlass.planning.rows import RowTable, TensorNames
-
-UInt8Array = npt.NDArray[np.uint8]
 
 _FLOAT8 = np.array([d in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2) for d in DTYPES], np.bool_)
 _SOURCES = next(c.source_dtypes for c in CAPABILITIES if c.scheme is Scheme.FP8_BLOCK)
@@ -84,7 +81,7 @@ def refuse_cut_blocks(
     sizes: Int64Array,
     dst: RowTable,
     dst_row: Int64Array,
-    src_rank: npt.NDArray[np.int32],
+    src_rank: Int32Array,
     names: TensorNames,
     sources: Sequence[str],
 ) -> None:

@@ -13,7 +13,6 @@ bandwidth broadcast", 2009; the numbering is that of NCCL's `trees.cc`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import msgspec
 
@@ -42,11 +41,6 @@ class RelayGroup(msgspec.Struct, frozen=True):
         return tuple(self.members[parents.index(-1)] for parents in self.stripes)
 
 
-def layout_digest(manifests: Sequence[ShardManifest]) -> tuple[str, ...]:
-    """Equal for engines whose ranks differ in nothing but their names."""
-    return tuple(replace(manifest, worker="").digest() for manifest in manifests)
-
-
 def depths_of(group: RelayGroup) -> tuple[tuple[int, ...], ...]:
     """Per stripe and member: hops from the trainers, 1 for the root."""
     found = []
@@ -65,7 +59,7 @@ def find_replicas(engines: Mapping[str, Sequence[ShardManifest]]) -> tuple[tuple
     """Sets of at least two engines that hold the same, in the given order."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name, manifests in engines.items():
-        found.setdefault(layout_digest(manifests), []).append(name)
+        found.setdefault(tuple(m.layout_digest for m in manifests), []).append(name)
     return tuple(tuple(names) for names in found.values() if len(names) > 1)
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.errors import PlanError, ProtocolError
 from windlass.layout.box import Box
-from windlass.layout.manifest import MAX_DIMS, Int64Array, ShardManifest
+from windlass.layout.columns import Int64Array, StructuredArray
+from windlass.layout.manifest import MAX_DIMS, ShardManifest
 from windlass.planning.intersect import (
     atoms_by_pattern,
     classes_by_pattern,
@@ -79,7 +79,7 @@ class ReplicatedPart:
         held: (n,) `HELD`, ascending by box.
     """
 
-    held: npt.NDArray[np.void]
+    held: StructuredArray
 
     def __len__(self) -> int:
         return len(self.held)
@@ -130,7 +130,7 @@ class BlockSchedule:
         itemsizes: (n,) of each row's elements.
     """
 
-    def __init__(self, held: npt.NDArray[np.void], itemsizes: Int64Array) -> None:
+    def __init__(self, held: StructuredArray, itemsizes: Int64Array) -> None:
         self._sizes = held["sizes"].astype(np.int64)
         self._strides = held["strides"].astype(np.int64)
         self._offset = held["offset"].astype(np.int64)
@@ -235,7 +235,7 @@ class Replicated:
         wanted = int(self.nbytes // max(sent_nbytes * SAMPLE_SHARE, 1)) + 1
         return max(min(wanted, self.num_runs), 1)  # so that no turn is empty
 
-    def disagreement(self, found: Mapping[str, npt.NDArray[np.void]]) -> str:
+    def disagreement(self, found: Mapping[str, StructuredArray]) -> str:
         """Why ranks do not hold the same bytes; empty where they do.
 
         Args:
@@ -284,7 +284,7 @@ def _listed(names: Sequence[str]) -> str:
     return shown + (f" and {len(names) - NAMED_RANKS} more" if len(names) > NAMED_RANKS else "")
 
 
-def decode_digested(data: bytes) -> npt.NDArray[np.void]:
+def decode_digested(data: bytes) -> StructuredArray:
     """`DIGESTED` from its bytes.
 
     Raises:

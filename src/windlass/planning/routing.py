@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from windlass.layout.manifest import Int64Array
+from windlass.layout.columns import Int32Array, Int64Array
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -39,7 +39,7 @@ class Assignment:
 
 
 def group_by_holders(
-    ranks: npt.NDArray[np.int32], start: Int64Array
+    ranks: Int32Array, start: Int64Array
 ) -> tuple[Int64Array, list[tuple[int, ...]]]:
     """Number the distinct holder sets.
 

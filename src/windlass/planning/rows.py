@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.errors import IncompleteCoverage, ManifestError
-from windlass.layout.columns import column
-from windlass.layout.manifest import Int32Array, ShardManifest, ShardTable
+from windlass.layout.columns import Int32Array, UInt8Array, column
+from windlass.layout.manifest import ShardManifest, ShardTable
 from windlass.layout.naming.patterns import renaming, said
 from windlass.layout.quantization import require_supported
 from windlass.planning.plan import DTYPES, Transform
@@ -37,8 +36,8 @@ class RowTable(ShardTable):
 
     name: Int32Array = column("<i4")
     rank: Int32Array = column("<i4")
-    dtype: npt.NDArray[np.uint8] = column("u1")
-    transform: npt.NDArray[np.uint8] = column("u1")
+    dtype: UInt8Array = column("u1")
+    transform: UInt8Array = column("u1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +201,7 @@ def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> N
     )
 
 
-def _transforms(manifest: ShardManifest, names: TensorNames) -> npt.NDArray[np.uint8]:
+def _transforms(manifest: ShardManifest, names: TensorNames) -> UInt8Array:
     """Return the transform that fills each tensor of `manifest` at the destination."""
     transform = np.zeros(len(manifest.tensors), np.uint8)
     if manifest.quantized:

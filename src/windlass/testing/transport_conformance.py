@@ -28,6 +28,7 @@ from windlass.errors import (
     TransferFailed,
     TransferOutcomeUnknown,
 )
+from windlass.layout.columns import UInt8Array, UInt64Array
 from windlass.testing.peer_process import PeerProcess, digest_of
 from windlass.transfer.arena import Arena
 from windlass.transports.base import (
@@ -45,8 +46,6 @@ GUARD = 0xEE
 DEADLINE_S = 10.0
 PROMPT_S = 6.0
 """How long an error may take where nothing has to be waited for."""
-
-UInt64Array = npt.NDArray[np.uint64]
 
 
 def check(fact: bool, what: str) -> None:
@@ -122,9 +121,7 @@ class Rig:
         while time.monotonic() < at_s:
             self.write(batch)
 
-    def expected(
-        self, local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array
-    ) -> npt.NDArray[np.uint8]:
+    def expected(self, local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array) -> UInt8Array:
         """Return the peer's arena after exactly these pieces have landed in guard bytes."""
         image = np.full(NBYTES, GUARD, np.uint8)
         for source, target, size in zip(
@@ -133,7 +130,7 @@ class Rig:
             image[target : target + size] = self.arena.bytes[source : source + size]
         return image
 
-    def check_peer(self, image: npt.NDArray[np.uint8], what: str) -> None:
+    def check_peer(self, image: UInt8Array, what: str) -> None:
         """Compare every byte of the peer's arena."""
         if self.peer.digest() == digest_of(image.data):
             return

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Generic, TypeVar, final
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.errors import ConfigError
+from windlass.layout.columns import UInt8Array
 from windlass.memory.host import HostBuffer
 from windlass.memory.ops import Buffer, MemoryOps, memory_on
 from windlass.transports.base import MemoryAllocator, MemoryRegion, OneSidedTransport
@@ -58,7 +58,7 @@ class Arena:
         if nbytes < 1:
             raise ConfigError(f"Arena: nbytes must be >= 1, got {nbytes}")
         self._transport, self.nbytes = transport, nbytes
-        self._bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._bytes: UInt8Array = np.empty(0, np.uint8)
         buffer: Buffer
         if memory is not None and memory.ordinal >= 0:
             buffer = memory.allocate(nbytes)
@@ -77,7 +77,7 @@ class Arena:
             raise
 
     @property
-    def bytes(self) -> npt.NDArray[np.uint8]:
+    def bytes(self) -> UInt8Array:
         """Host memory as a uint8 array, valid until `close`; empty on a GPU."""
         return self._bytes
 
@@ -108,7 +108,7 @@ class _Allocated:
         self._allocator, self.nbytes = allocator, nbytes
         self.address = allocator.allocate(nbytes)
         raw = (ctypes.c_uint8 * nbytes).from_address(self.address)
-        self.bytes: npt.NDArray[np.uint8] = np.ctypeslib.as_array(raw)
+        self.bytes: UInt8Array = np.ctypeslib.as_array(raw)
 
     def close(self) -> None:
         address, self.address = self.address, 0

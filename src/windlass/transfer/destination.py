@@ -8,6 +8,7 @@ and on a GPU alike, whoever brings the bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import final
 
 import numpy as np
@@ -195,15 +196,10 @@ class Destination:
         """Copies and casts of ops whose source parameter's byte 0 lies at the address beside each."""
         return self.memory.prepare(
             [
-                StridedCopy(
-                    sizes=op.sizes,
-                    src_address=source + op.src_offset,
-                    src_strides=op.src_strides,
-                    src_dtype=op.src_dtype,
-                    dst_address=self.addresses[op.dst_parameter] + op.dst_offset,
-                    dst_strides=op.dst_strides,
-                    dst_dtype=op.dst_dtype,
-                    tensor=op.tensor,
+                StridedCopy.of_op(
+                    op,
+                    source + op.src_offset,
+                    self.addresses[op.dst_parameter] + op.dst_offset,
                 )
                 for op, source in ops
             ],
@@ -305,17 +301,10 @@ class Destination:
             source, target = self.addresses[parameter], self._live[parameter]
             yield StridedCopy.of_bytes(source + start, target + start, stop - start)
 
-    def _copy(self, op: BoundOp, address: int, strides: Sequence[int]) -> StridedCopy:
-        return StridedCopy(
-            sizes=op.sizes,
-            src_address=address,
-            src_strides=tuple(strides),
-            src_dtype=op.dst_dtype,
-            dst_address=self._live[op.dst_parameter] + op.dst_offset,
-            dst_strides=op.dst_strides,
-            dst_dtype=op.dst_dtype,
-            tensor=op.tensor,
-        )
+    def _copy(self, op: BoundOp, address: int, strides: tuple[int, ...]) -> StridedCopy:
+        delivered = replace(op, src_strides=strides, src_dtype=op.dst_dtype)
+        live = self._live[op.dst_parameter] + op.dst_offset
+        return StridedCopy.of_op(delivered, address, live)
 
 
 def joined_ranges(rows: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -24,7 +24,7 @@ import xxhash
 
 from windlass.errors import DECODE_ERRORS, TransferFailed
 from windlass.layout.box import Box
-from windlass.layout.dtypes import SAFETENSORS_NAMES, DType
+from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Shard, ShardManifest
 from windlass.memory.ops import OWN_WORK_S, MemoryOps
 from windlass.memory.packing import bytes_at, copy_cast, is_contiguous, row_major_blocks
@@ -179,7 +179,7 @@ def _content(
         dtype = parameters[shard.parameter][1]
         nbytes = shard.box.numel * dtype.itemsize
         header[entry.key] = {
-            "dtype": SAFETENSORS_NAMES[dtype],
+            "dtype": dtype.safetensors_name,
             "shape": shard.box.sizes,
             "data_offsets": (at, at + nbytes),
         }

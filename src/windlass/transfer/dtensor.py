@@ -23,7 +23,6 @@ from dataclasses import dataclass, fields
 from typing import final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -33,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from windlass.errors import ConfigError, ManifestError, PlanError, UnsupportedLayout
 from windlass.layout.box import Box, chunk
+from windlass.layout.columns import Int64Array
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.layout.naming.place import PlacedShard
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule, cut, unstack
@@ -179,7 +179,7 @@ def _cut_order(name: str, tensor: DTensor) -> dict[int, list[int]]:
     return orders
 
 
-def _read_in_turn(tensor: DTensor, dim: int, axes: Sequence[int]) -> npt.NDArray[np.int64]:
+def _read_in_turn(tensor: DTensor, dim: int, axes: Sequence[int]) -> Int64Array:
     """Indices that this rank holds of `dim` where the placements are carried out from left to right.
 
     So `distribute_tensor` does: a strided shard is a part of each of `split_factor` parts.

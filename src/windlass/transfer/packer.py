@@ -15,6 +15,7 @@ from typing import final
 import numpy as np
 
 from windlass.errors import PlanError
+from windlass.layout.columns import UInt64Array
 from windlass.memory.ops import (
     ALIGNMENT,
     OWN_WORK_S,
@@ -22,7 +23,6 @@ from windlass.memory.ops import (
     LinkPack,
     MemoryOps,
     PackedPart,
-    UInt64Array,
     aligned,
 )
 from windlass.planning.program import BoundOp, LinkProgram

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from windlass.memory.ops import ChunkDigests, Int64Array, MemoryOps, UInt64Array
+from windlass.layout.columns import BoolArray, Int64Array, UInt64Array
+from windlass.memory.ops import ChunkDigests, MemoryOps
 from windlass.net.clock import Deadline
 from windlass.planning.intersect import counted
 from windlass.planning.program import LinkProgram
@@ -37,10 +37,10 @@ class Payload:
     """
 
     op: Int64Array
-    packed: npt.NDArray[np.bool_]
+    packed: BoolArray
     src_parameter: Int64Array
     src_offset: Int64Array
-    lands: npt.NDArray[np.bool_]
+    lands: BoolArray
     dst_parameter: Int64Array
     dst_offset: Int64Array
     nbytes: Int64Array

@@ -37,7 +37,8 @@ import msgspec
 import numpy as np
 
 from windlass.errors import DECODE_ERRORS, PeerUnreachable, PlanError, ProtocolError, TransferError
-from windlass.memory.ops import OWN_WORK_S, ChunkDigests, MemoryOps, UInt64Array
+from windlass.layout.columns import UInt64Array
+from windlass.memory.ops import OWN_WORK_S, ChunkDigests, MemoryOps
 from windlass.net.clock import Deadline
 from windlass.net.messages import RoundId
 from windlass.planning.program import LinkProgram

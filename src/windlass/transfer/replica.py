@@ -21,13 +21,14 @@ import numpy as np
 
 from windlass.config import ReplicaPlace, take_name
 from windlass.errors import ConfigError, RoundAborted
+from windlass.layout.columns import UInt64Array
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.cuda.driver import Event
 from windlass.memory.cuda.gpu import Gpu, shared_gpu
 from windlass.memory.cuda.ops import CudaMemory
 from windlass.memory.cuda.range_copy import COPY_ENGINE_NBYTES, RangeCopy
 from windlass.memory.cuda.sources import PinnedArena
-from windlass.memory.ops import OWN_WORK_S, Buffer, UInt64Array, aligned_offsets
+from windlass.memory.ops import OWN_WORK_S, Buffer, aligned_offsets
 from windlass.transfer.arena import Arena, ArenaSlot
 from windlass.transfer.base import LINKS_AT_ONCE
 from windlass.transports.base import MemoryType, OneSidedTransport

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.errors import TransferFailed, TransferOutcomeUnknown, UnsupportedLayout
-from windlass.layout.manifest import MAX_DIMS, Int64Array, ShardManifest
+from windlass.layout.columns import Int64Array, StructuredArray, UInt64Array
+from windlass.layout.manifest import MAX_DIMS, ShardManifest
 from windlass.memory.cuda.driver import gpu_of
 from windlass.memory.cuda.gpu import Gpu, shared_gpu
 from windlass.memory.cuda.kernels import PIECE, PieceTable
@@ -37,7 +37,6 @@ from windlass.planning.replicated import (
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.source import check_described
 
-UInt64Array = npt.NDArray[np.uint64]
 _KINDS = tuple(DigestKind)
 LEAST_NBYTES, KEPT_NBYTES = 64 << 10, 16 << 20
 """Of a GPU's memory for tables: allocated at least, and kept for the next turn. Tables of everything take
@@ -78,7 +77,7 @@ class _Cut:
     parameters: tuple[int, ...]
     addresses: tuple[int, ...]
     ordinals: tuple[int, ...]
-    found: npt.NDArray[np.void]
+    found: StructuredArray
     due: DueBlocks
     address: UInt64Array
     in_host: tuple[Int64Array, Sequence[range]]
@@ -95,7 +94,7 @@ class _TableMemory:
         self._uploaded = np.zeros(0, np.uint8)
 
     def load(
-        self, num_boxes: int, pieces: Sequence[tuple[int, npt.NDArray[np.void]]]
+        self, num_boxes: int, pieces: Sequence[tuple[int, StructuredArray]]
     ) -> list[PieceTable]:
         """Queue the upload of tables. `pieces`: itemsize and `PIECE`s of each.
 
@@ -202,7 +201,7 @@ class ReplicatedDigests:
     def __len__(self) -> int:
         return len(self._part)
 
-    def take(self, turn: int, period: int) -> npt.NDArray[np.void]:
+    def take(self, turn: int, period: int) -> StructuredArray:
         """Digest the blocks whose turn it is; reads the parameters, which must stand still.
 
         On a GPU it waits first for all that this process has queued there.
@@ -367,7 +366,7 @@ class ReplicatedDigests:
         first: Int64Array,
         ends: Int64Array,
         itemsize: int,
-    ) -> tuple[npt.NDArray[np.void], Int64Array]:
+    ) -> tuple[StructuredArray, Int64Array]:
         """The rows of boxes' blocks, cut by sizes alone: every holder must cut alike.
 
         Args:

@@ -15,12 +15,12 @@ from typing import final
 import numpy as np
 
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
+from windlass.layout.columns import UInt64Array
 from windlass.memory.cuda.driver import Event
 from windlass.memory.cuda.gpu import end_queued
 from windlass.memory.cuda.links import WORDS_NBYTES, DeviceLink, load_link, read_sent, unload_links
 from windlass.memory.cuda.pieces import block_tables
 from windlass.memory.cuda.sources import SourceMemory
-from windlass.memory.ops import UInt64Array
 from windlass.net.clock import Deadline
 from windlass.planning.program import LinkProgram
 from windlass.transfer.base import ParameterMemory

@@ -18,10 +18,9 @@ from enum import StrEnum
 from typing import ClassVar, Protocol
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from windlass.errors import ConfigError
+from windlass.layout.columns import UInt64Array
 from windlass.memory.cuda.gpu import Gpu
 
 CEILING_BYTES_PER_S: Mapping[str, float] = {
@@ -111,9 +110,9 @@ class WriteBatch:
     """
 
     endpoint: PeerEndpoint
-    local_addresses: npt.NDArray[np.uint64]
-    remote_addresses: npt.NDArray[np.uint64]
-    nbytes: npt.NDArray[np.uint64]
+    local_addresses: UInt64Array
+    remote_addresses: UInt64Array
+    nbytes: UInt64Array
     regions: tuple[RemoteRegion, ...]
 
 

@@ -21,7 +21,6 @@ from functools import partial
 from typing import ClassVar, final
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.errors import (
     ConfigError,
@@ -29,6 +28,7 @@ from windlass.errors import (
     TransferFailed,
     TransportUnavailable,
 )
+from windlass.layout.columns import UInt64Array
 from windlass.memory.ranges import Pieces, calls, merge_adjacent, split_pieces
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
@@ -52,8 +52,6 @@ MIN_THREAD_NBYTES = 1 << 20
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = 2**64 - 1
-
-UInt64Array = npt.NDArray[np.uint64]
 
 
 class CmaConfig(TransportConfig, frozen=True, tag="cma"):

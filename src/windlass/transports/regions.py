@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable
 from typing import final
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.errors import RegionError
+from windlass.layout.columns import UInt64Array
 from windlass.transports.base import MemoryRegion, WriteBatch
 
 MAX_ADDRESS = 1 << 63
 
-UInt64Array = npt.NDArray[np.uint64]
 IsTouched = Callable[[MemoryRegion], bool]
 _log = logging.getLogger(__name__)
 _KEPT: list[Callable[[], None]] = []

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import ClassVar, final
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.errors import PeerUnreachable, RegionError, TransportUnavailable
+from windlass.layout.columns import UInt64Array
 from windlass.memory.ranges import merge_adjacent, split_pieces
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
@@ -49,7 +49,6 @@ SMALL_NBYTES = 128 << 10
 piece would cost more than the copy when another Python thread is busy."""
 _KEY = re.compile(r"(\d{1,9}):([0-9a-f]{16}):(\d{1,19})", re.ASCII)
 
-UInt64Array = npt.NDArray[np.uint64]
 
 _memmove_holding_lock = ctypes.PYFUNCTYPE(
     ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t

@@ -22,7 +22,7 @@ import torch
 
 from windlass.engines.quantised import is_declared
 from windlass.errors import ConfigError, UnsupportedLayout
-from windlass.layout.dtypes import SAFETENSORS_NAMES, DType
+from windlass.layout.dtypes import DType
 from windlass.layout.quantization import QuantizedTensor, scale_shape
 from windlass.memory.torch_dtypes import torch_dtype
 
@@ -53,7 +53,7 @@ _HIGH = 0x9E3779B1 - (1 << 32)
 """For the high half of a number."""
 
 _EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
-_SAFETENSORS = {SAFETENSORS_NAMES[dtype]: dtype for dtype in _EXACT}
+_SAFETENSORS = {dtype.safetensors_name: dtype for dtype in _EXACT}
 _INTEGERS_STORED = ("BOOL", "U8", "I8", "I16", "I32", "I64")
 INDEX = "model.safetensors.index.json"
 SCALE_SUFFIX = "_scale_inv"

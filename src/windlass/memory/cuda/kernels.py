@@ -8,14 +8,12 @@ from importlib import resources
 from typing import final
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.errors import ConfigError
+from windlass.layout.columns import Int64Array, StructuredArray, UInt64Array
 from windlass.layout.dtypes import DType, cast_refusal
 from windlass.memory.cuda.driver import Device, Stream, compile_source
-from windlass.memory.ranges import UInt64Array, split_pieces
-
-PieceArray = npt.NDArray[np.void]
+from windlass.memory.ranges import split_pieces
 
 PIECE = np.dtype(
     [
@@ -45,7 +43,7 @@ With 1 GiB that takes 0.5 ms, and stores are as fast as in one part (H200, 2026-
 
 def raw_pieces(
     sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array, max_nbytes: int
-) -> PieceArray:
+) -> StructuredArray:
     """Return pieces of at most `max_nbytes` of ranges, (n,) each, behind each other in the payload."""
     source, target, size = split_pieces(sources, targets, nbytes, max_nbytes)
     pieces = np.zeros(len(size), PIECE)
@@ -77,7 +75,7 @@ class PieceTable:
     def __init__(
         self,
         device: Device,
-        pieces: npt.NDArray[np.void],
+        pieces: StructuredArray,
         kernel: str,
         dst_itemsize: int,
         *,
@@ -105,7 +103,7 @@ class PieceTable:
         self.address = 0
 
 
-def cut_parts(nbytes: npt.NDArray[np.int64]) -> tuple[range, ...]:
+def cut_parts(nbytes: Int64Array) -> tuple[range, ...]:
     """Return ranges of pieces. `nbytes`: (num_pieces,)."""
     ends = np.cumsum(nbytes)
     if not len(ends):

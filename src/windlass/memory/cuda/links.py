@@ -10,8 +10,9 @@ from typing import assert_never
 
 import numpy as np
 
+from windlass.layout.columns import StructuredArray
 from windlass.memory.cuda.gpu import Gpu
-from windlass.memory.cuda.kernels import PieceArray, PieceTable, put_kernel
+from windlass.memory.cuda.kernels import PieceTable, put_kernel
 from windlass.memory.cuda.pieces import PieceKind
 from windlass.memory.packing import overflow_text
 from windlass.planning.plan import Transform
@@ -34,7 +35,9 @@ class DeviceLink:
     digest: int
 
 
-def load_link(gpu: Gpu, program: LinkProgram, tables: Mapping[PieceKind, PieceArray]) -> DeviceLink:
+def load_link(
+    gpu: Gpu, program: LinkProgram, tables: Mapping[PieceKind, StructuredArray]
+) -> DeviceLink:
     """Upload the tables of a link; all of them, or none is left behind.
 
     Raises:
@@ -50,7 +53,7 @@ def load_link(gpu: Gpu, program: LinkProgram, tables: Mapping[PieceKind, PieceAr
     return link
 
 
-def load_table(gpu: Gpu, kind: PieceKind, pieces: PieceArray) -> PieceTable:
+def load_table(gpu: Gpu, kind: PieceKind, pieces: StructuredArray) -> PieceTable:
     """Upload pieces of one kind; the caller closes the table."""
     return PieceTable(gpu.device, pieces, _kernel_of(kind), kind.dst_dtype.itemsize)
 

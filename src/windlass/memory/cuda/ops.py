@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from windlass.errors import RegionError, TransferFailed
+from windlass.layout.columns import Int64Array, StructuredArray, UInt64Array
 from windlass.layout.dtypes import DType
 from windlass.memory.cuda.gpu import Gpu
-from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PieceArray, PieceTable
+from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PieceTable
 from windlass.memory.cuda.links import (
     WORDS_NBYTES,
     DeviceLink,
@@ -35,7 +36,7 @@ from windlass.memory.cuda.pieces import (
     payload_parts,
     store_packed,
 )
-from windlass.memory.ops import Int64Array, StridedCopy, Turns, UInt64Array
+from windlass.memory.ops import StridedCopy, Turns
 from windlass.memory.packing import overflow_text
 from windlass.planning.plan import Transform
 from windlass.planning.program import DigestKind, LinkProgram
@@ -175,7 +176,7 @@ class _OnGpu:
             yield
             undo.pop_all()
 
-    def _load(self, cut: Iterable[tuple[PieceKind, PieceArray]]) -> list[PieceTable]:
+    def _load(self, cut: Iterable[tuple[PieceKind, StructuredArray]]) -> list[PieceTable]:
         """Upload pieces, a table per kind."""
         tables = []
         for kind, pieces in join_tables(cut).items():
@@ -346,8 +347,8 @@ class _CudaPack(_OnGpu):
         super().__init__(gpu)
         self._program = program
         turns = Turns(places, capacity_nbytes)
-        packed: list[list[tuple[PieceKind, PieceArray]]] = [[]]
-        direct: list[tuple[PieceKind, PieceArray]] = []
+        packed: list[list[tuple[PieceKind, StructuredArray]]] = [[]]
+        direct: list[tuple[PieceKind, StructuredArray]] = []
         for index, found in enumerate(cut_ops(program, at_source=True)):
             op, pieces = found.op, found.pieces
             pieces["src"] += addresses[op.src_parameter]
@@ -395,7 +396,7 @@ def _digest_sent(gpu: Gpu, words: int, program: LinkProgram) -> str:
 
 def _delivered(
     program: LinkProgram, addresses: UInt64Array, staging_address: int
-) -> Iterator[tuple[PieceKind, PieceArray]]:
+) -> Iterator[tuple[PieceKind, StructuredArray]]:
     """Yield where the elements of a link are written."""
     for op, position, pieces in cut_ops(program, at_source=False):
         if op.lands and staging_address:
@@ -407,10 +408,10 @@ def _delivered(
 
 def _split_source(
     program: LinkProgram, addresses: UInt64Array
-) -> tuple[list[tuple[PieceKind, PieceArray]], list[tuple[PieceKind, PieceArray]]]:
+) -> tuple[list[tuple[PieceKind, StructuredArray]], list[tuple[PieceKind, StructuredArray]]]:
     """Return what is hashed as it lies, and what is cast or quantised first."""
-    hashed: list[tuple[PieceKind, PieceArray]] = []
-    cast: list[tuple[PieceKind, PieceArray]] = []
+    hashed: list[tuple[PieceKind, StructuredArray]] = []
+    cast: list[tuple[PieceKind, StructuredArray]] = []
     for op, _, pieces in cut_ops(program, at_source=True):
         kind = kind_of(op)
         pieces["src"] += addresses[op.src_parameter]

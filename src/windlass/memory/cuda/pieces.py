@@ -12,17 +12,15 @@ from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.errors import PlanError, UnsupportedLayout
+from windlass.layout.columns import Int64Array, StructuredArray, UInt64Array
 from windlass.layout.dtypes import DType, can_overflow
 from windlass.layout.quantization import BLOCK
-from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PIECE, PieceArray, raw_pieces
-from windlass.memory.ops import Int64Array, StridedCopy
+from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PIECE, raw_pieces
+from windlass.memory.ops import StridedCopy
 from windlass.planning.plan import Transform
 from windlass.planning.program import BoundOp, LinkProgram
-
-UInt64Array = npt.NDArray[np.uint64]
 
 
 class PieceKind(NamedTuple):
@@ -40,7 +38,7 @@ class PieceKind(NamedTuple):
 
 def block_tables(
     program: LinkProgram, sources: UInt64Array, targets: UInt64Array
-) -> dict[PieceKind, PieceArray]:
+) -> dict[PieceKind, StructuredArray]:
     """Return the pieces of a link by what a kernel does with them.
 
     Args:
@@ -68,7 +66,7 @@ class OpPieces(NamedTuple):
 
     op: BoundOp
     position: int
-    pieces: PieceArray
+    pieces: StructuredArray
 
 
 def cut_ops(program: LinkProgram, *, at_source: bool) -> Iterator[OpPieces]:
@@ -84,7 +82,7 @@ def kind_of(op: BoundOp) -> PieceKind:
     return PieceKind(op.transform, op.src_dtype, op.dst_dtype)
 
 
-def cut_ranges(addresses: UInt64Array, nbytes: Int64Array) -> tuple[PieceArray, Int64Array]:
+def cut_ranges(addresses: UInt64Array, nbytes: Int64Array) -> tuple[StructuredArray, Int64Array]:
     """Return pieces of raw bytes, hashed where they lie.
 
     Args:
@@ -99,15 +97,17 @@ def cut_ranges(addresses: UInt64Array, nbytes: Int64Array) -> tuple[PieceArray, 
     return pieces, first
 
 
-def join_tables(found: Iterable[tuple[PieceKind, PieceArray]]) -> dict[PieceKind, PieceArray]:
+def join_tables(
+    found: Iterable[tuple[PieceKind, StructuredArray]],
+) -> dict[PieceKind, StructuredArray]:
     """Return one table per kind, each in the order given."""
-    parts: dict[PieceKind, list[PieceArray]] = {}
+    parts: dict[PieceKind, list[StructuredArray]] = {}
     for kind, pieces in found:
         parts.setdefault(kind, []).append(pieces)
     return {kind: np.concatenate(pieces) for kind, pieces in parts.items()}
 
 
-def store_packed(pieces: PieceArray, first: int, address: int) -> None:
+def store_packed(pieces: StructuredArray, first: int, address: int) -> None:
     """Let pieces store their payload row-major behind each other, wherever they are read.
 
     Args:
@@ -119,10 +119,11 @@ def store_packed(pieces: PieceArray, first: int, address: int) -> None:
     pieces["dst_pitch"] = pieces["pos_pitch"]
 
 
-def _cut_op(op: BoundOp, position: int, *, at_source: bool) -> PieceArray:
+def _cut_op(op: BoundOp, position: int, *, at_source: bool) -> StructuredArray:
     match op.transform:
         case Transform.NONE:
-            return cut_copy(_unplaced(op), position)
+            # At offsets from where the parameters of both sides begin.
+            return cut_copy(StridedCopy.of_op(op, op.src_offset, op.dst_offset), position)
         case Transform.FP8_BLOCK_VALUES:
             return _cut_values(op, position)
         case Transform.FP8_BLOCK_SCALES:
@@ -131,7 +132,7 @@ def _cut_op(op: BoundOp, position: int, *, at_source: bool) -> PieceArray:
             assert_never(op.transform)
 
 
-def _cut_values(op: BoundOp, position: int) -> PieceArray:
+def _cut_values(op: BoundOp, position: int) -> StructuredArray:
     """Cut one piece per block of the matrix, cut alike at both ends."""
     (rows, columns), (src_row, src_col) = op.src_sizes, op.src_strides
     dst_row, dst_col = op.dst_strides
@@ -150,7 +151,7 @@ def _cut_values(op: BoundOp, position: int) -> PieceArray:
     return pieces.reshape(-1)
 
 
-def _cut_scales(op: BoundOp, position: int, *, at_source: bool) -> PieceArray:
+def _cut_scales(op: BoundOp, position: int, *, at_source: bool) -> StructuredArray:
     """Cut one piece per scale: a block at the source, one element at the destination."""
     (rows, columns), (dst_row, dst_col) = op.src_sizes, op.dst_strides
     num_rows, num_columns = op.sizes
@@ -165,21 +166,7 @@ def _cut_scales(op: BoundOp, position: int, *, at_source: bool) -> PieceArray:
     return pieces.reshape(-1)
 
 
-def _unplaced(op: BoundOp) -> StridedCopy:
-    """Return an op that copies or casts, at offsets from where the parameters of both sides begin."""
-    return StridedCopy(
-        sizes=op.sizes,
-        src_address=op.src_offset,
-        src_strides=op.src_strides,
-        src_dtype=op.src_dtype,
-        dst_address=op.dst_offset,
-        dst_strides=op.dst_strides,
-        dst_dtype=op.dst_dtype,
-        tensor=op.tensor,
-    )
-
-
-def cut_copy(copy: StridedCopy, position: int) -> PieceArray:
+def cut_copy(copy: StridedCopy, position: int) -> StructuredArray:
     """Return all pieces of one copy, whose payload begins at `position`."""
     sizes, src, dst = list(copy.sizes), list(copy.src_strides), list(copy.dst_strides)
     itemsize = copy.dst_dtype.itemsize
@@ -223,7 +210,7 @@ class PayloadPart:
 
     start: int
     nbytes: int
-    pieces: PieceArray
+    pieces: StructuredArray
 
 
 def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
@@ -252,9 +239,7 @@ def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
         first = stop
 
 
-def _closed_ends(
-    found: OpPieces, pieces: PieceArray, starts: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
+def _closed_ends(found: OpPieces, pieces: StructuredArray, starts: Int64Array) -> Int64Array:
     """Return numbers of pieces after which no earlier one reaches further: (n,), ascending."""
     itemsize = found.op.dst_dtype.itemsize
     if found.op.transform is Transform.FP8_BLOCK_SCALES:  # a block at the source, one scale here
@@ -266,9 +251,7 @@ def _closed_ends(
     return np.append(np.flatnonzero(closed) + 1, len(pieces))
 
 
-def _ends_at(
-    cuts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], nbytes: int
-) -> npt.NDArray[np.int64]:
+def _ends_at(cuts: Int64Array, starts: Int64Array, nbytes: int) -> Int64Array:
     """Return where the payload of the pieces before each cut ends."""
     return np.append(starts, nbytes)[cuts]
 

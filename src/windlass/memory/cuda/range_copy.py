@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
-import numpy as np
-import numpy.typing as npt
-
+from windlass.layout.columns import UInt64Array
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PieceTable, raw_pieces
 
-UInt64Array = npt.NDArray[np.uint64]
 COPY_ENGINE_NBYTES = 32 << 20
 """From this size per piece copy engines are as fast as the kernel (H200, 2026-11-21: 380 GB/s at
 32 MiB, 268 at 2 MiB) and leave the multiprocessors to others."""

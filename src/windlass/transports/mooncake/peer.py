@@ -28,9 +28,9 @@ from collections.abc import Callable
 from typing import final
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.errors import ConfigError, PeerUnreachable, TransferFailed, TransferOutcomeUnknown
+from windlass.layout.columns import UInt8Array, UInt64Array
 from windlass.memory.ranges import Pieces
 from windlass.net.addresses import join_host_port, split_host_port
 from windlass.net.clock import Deadline
@@ -48,7 +48,6 @@ READS = 4
 _OTHER_PROCESS = 1
 _NO_PIECES = np.empty(0, np.uint64)
 
-UInt64Array = npt.NDArray[np.uint64]
 _INCARNATION = re.compile(r"([0-9a-f]{32})@([0-9a-f]{1,16})(?::([0-9]{1,5}))?")
 
 
@@ -97,9 +96,7 @@ class MooncakePeer:
         PeerUnreachable: the endpoint is not one of a Mooncake transport.
     """
 
-    def __init__(
-        self, started: Started, endpoint: PeerEndpoint, page: npt.NDArray[np.uint8]
-    ) -> None:
+    def __init__(self, started: Started, endpoint: PeerEndpoint, page: UInt8Array) -> None:
         match = _INCARNATION.fullmatch(endpoint.incarnation)
         try:
             self._session = split_host_port(endpoint.address)

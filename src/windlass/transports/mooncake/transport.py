@@ -19,9 +19,9 @@ from itertools import pairwise
 from typing import final
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransportUnavailable
+from windlass.layout.columns import UInt8Array
 from windlass.net.addresses import join_host_port
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
@@ -44,7 +44,7 @@ from windlass.transports.mooncake.peer import (
 )
 from windlass.transports.network import NetworkTransport
 
-Page = npt.NDArray[np.uint8]
+Page = UInt8Array
 FORGET_S = 600.0
 """Peers that were not written for longer are forgotten when another one comes."""
 KEPT_PAGES = 64

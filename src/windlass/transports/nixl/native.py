@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, Protocol, cast, final
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.envs import environment_value, set_defaults, temporary_values
 from windlass.errors import TransportUnavailable
+from windlass.layout.columns import UInt64Array
 from windlass.net.clock import Deadline
 from windlass.transports.inbound import (
     Connection,
@@ -67,8 +67,6 @@ _HEADER = re.compile(r"\| (\S+) .*cfg#\d+ +\|")
 _COMPLAINT = re.compile(r"\bUCX +(?:ERROR|FATAL|WARN|DIAG) +(.*)")
 _NUM_COMPLAINTS = 3
 _WIRE = re.compile(r"([a-z]+[a-z0-9_]*)/([\w.:-]+)")
-
-UInt64Array = npt.NDArray[np.uint64]
 
 
 class NativeHandle(Protocol):

@@ -1,0 +1,171 @@
+"""`FsdpEngine` on meshes of four real gloo ranks, against the same steps of plain PyTorch in this process."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mesh_rank import Decoder, batch, mean_loss, optimizer, schedule
+
+from windlass.errors import ConfigError
+from windlass.jobs.fsdp_engine import FsdpEngine, ParallelSizes
+from windlass.transfer.collective_group import Rendezvous
+
+RANK = str(Path(__file__).parents[1] / "support" / "mesh_rank.py")
+DEADLINE_S = 120.0
+NORM = 0.5  # what gradients are clipped to: every step's is larger
+
+WAYS: list[dict[str, Any]] = [
+    {"name": "fsdp", "groups": 4},
+    {"name": "hsdp", "groups": 4, "sizes": {"dp_replicate": 2}},
+    {"name": "tp", "groups": 4, "sizes": {"tp": 2}},
+    {"name": "hsdp_tp", "groups": 4, "sizes": {"dp_replicate": 2, "tp": 2}},
+    {"name": "cp", "groups": 4, "sizes": {"cp": 2}},
+    # The first two data-parallel ranks have two groups, and the others one: these run one of share 0.
+    {"name": "micro", "groups": 6, "sizes": {"dp_replicate": 2}, "num_groups": 1},
+    # Three groups in micro-batches of one and two; the others' are of one each.
+    {"name": "uneven", "groups": 10, "num_groups": 2},
+    {"name": "bfloat16", "groups": 4, "bfloat16": True},
+    {"name": "before", "groups": 4, "sizes": {"tp": 2}, "schedule": True, "save": "at", "steps": [0]},
+    {"name": "after", "groups": 4, "schedule": True, "load": "at", "steps": [1, 2, 3]},
+]  # fmt: skip
+for way in WAYS:
+    way |= {"max_grad_norm": NORM, "steps": way.get("steps", [0, 1, 2])}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Of every way, what each of its four ranks has found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    stores = [Rendezvous("127.0.0.1", DEADLINE_S) for _ in WAYS]
+    what = json.dumps([WAYS, [store.port for store in stores]])
+    ranks = [
+        subprocess.Popen((sys.executable, RANK, str(rank), str(folder), what)) for rank in range(4)
+    ]
+    try:
+        assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [0] * 4
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return {
+        way["name"]: [torch.load(folder / f"{way['name']}-{rank}.pt") for rank in range(4)]
+        for way in WAYS
+    }
+
+
+def trained(
+    way: dict[str, Any], size: int, steps: list[int]
+) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """The same in one process: the mean of the gradients of so many data-parallel ranks."""
+    torch.manual_seed(7)
+    model = Decoder()
+    stepper = optimizer(model)
+    rates = schedule(stepper)
+    metrics = []
+    for step in steps:
+        groups = batch(step, way["groups"])
+        whole: dict[str, torch.Tensor] = {}
+        last = 0.0
+        for index in range(size):
+            # As FSDP2 has it: parameters in bfloat16, gradients reduced in float32.
+            replica = copy.deepcopy(model).bfloat16() if way.get("bfloat16") else model
+            replica.zero_grad()
+            loss = mean_loss(replica, groups[index::size])
+            loss.backward()  # type: ignore[no-untyped-call]
+            last = float(loss.detach())
+            for name, parameter in replica.named_parameters():
+                assert parameter.grad is not None
+                whole[name] = whole.get(name, 0) + parameter.grad.float() / size
+        for name, parameter in model.named_parameters():
+            parameter.grad = whole[name].clone()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        assert norm > NORM
+        metrics.append({"loss": last, "grad_norm": float(norm)})
+        metrics[-1]["lr"] = stepper.param_groups[0]["lr"]
+        stepper.step()
+        if way.get("schedule"):
+            rates.step()
+    return {name: p.detach() for name, p in model.named_parameters()}, metrics
+
+
+def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert {*ours} == {*theirs}
+    return max(float((ours[name] - theirs[name]).detach().abs().max()) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "indices"),
+    [
+        ("fsdp", (0, 1, 2, 3)),
+        ("hsdp", (0, 1, 2, 3)),
+        ("tp", (0, 0, 1, 1)),
+        ("hsdp_tp", (0, 0, 1, 1)),
+        ("cp", (0, 0, 1, 1)),
+        ("micro", (0, 1, 2, 3)),
+        ("uneven", (0, 1, 2, 3)),
+        ("bfloat16", (0, 1, 2, 3)),
+        ("after", (0, 1, 2, 3)),
+    ],
+)
+def test_three_steps_on_a_mesh_are_those_of_one_process(
+    found: dict[str, list[dict[str, Any]]], name: str, indices: tuple[int, ...]
+) -> None:
+    (way,) = (way for way in WAYS if way["name"] == name)
+    ranks, size = found[name], max(indices) + 1
+    assert tuple(rank["data_parallel"] for rank in ranks) == tuple((i, size) for i in indices)
+    steps = way["steps"]
+    weights, metrics = trained(way, size, steps)
+    if name == "after":  # the first step was taken on another mesh, with other data-parallel ranks
+        metrics = check_resumed(found, way)
+    else:
+        ours = ranks[0]["weights"]
+        began, _ = trained(way, size, [])
+        assert distance(ours, began) > 0.05
+        assert distance(ours, weights) < (2e-3 if name == "bfloat16" else 2e-6)
+        if name == "bfloat16":
+            assert {each.dtype for each in ours.values()} == {torch.float32}
+            whole, _ = trained({**way, "bfloat16": False}, size, steps)
+            assert distance(ours, whole) > 4 * distance(ours, weights)
+    for rank in ranks:
+        assert distance(rank["weights"], ranks[0]["weights"]) == 0
+        for mine, expected in zip(rank["metrics"], metrics, strict=True):
+            assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+    last = ranks[indices.index(size - 1)]["metrics"]
+    if name != "cp":  # there a rank's loss is that of its part of the sequence
+        for mine, expected in zip(last, metrics, strict=True):
+            assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-2)
+
+
+def check_resumed(
+    found: dict[str, list[dict[str, Any]]], way: dict[str, Any]
+) -> list[dict[str, float]]:
+    """What follows a load is what would have followed: momentum and learning rate go on.
+
+    With as many samples for every rank, their number makes no difference.
+    """
+    weights, metrics = trained(way, 4, [0, 1, 2, 3])
+    assert distance(found["after"][0]["weights"], weights) < 2e-6
+    assert [each["lr"] for each in metrics] == [0.5, 0.5, 0.125, 0.125]
+    assert [each["lr"] for each in found["before"][0]["metrics"]] == [0.5]
+    assert [each["lr"] for each in found["after"][0]["metrics"]] == [0.5, 0.125, 0.125]
+    return metrics[1:]
+
+
+def test_what_fits_no_mesh_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"ParallelSizes: cp must be >= 1, got 0"):
+        ParallelSizes(cp=0)
+    with pytest.raises(
+        ConfigError, match=r"dp_replicate \* cp \* tp must divide the 4 ranks, got 1 \* 1 \* 3"
+    ):
+        ParallelSizes(tp=3).axes(4)
+    with pytest.raises(ConfigError, match=r"tensor_parallel must be given where sizes\.tp > 1"):
+        FsdpEngine(model=Decoder, optimizer=optimizer, loss=mean_loss, sizes=ParallelSizes(tp=2))
+    with pytest.raises(ConfigError, match=r"num_groups must be >= 0, got -1"):
+        FsdpEngine(model=Decoder, optimizer=optimizer, loss=mean_loss, num_groups=-1)
