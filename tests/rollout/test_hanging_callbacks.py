@@ -148,7 +148,10 @@ async def test_a_producer_waits_for_room_as_long_as_a_whole_step_may_take() -> N
     job = SimpleNamespace(
         config=SimpleNamespace(
             rollout=SimpleNamespace(batch_deadline_s=10.0, groups_per_step=4),
-            trainer=SimpleNamespace(step_deadline_s=100.0, publish_deadline_s=1000.0),
+            trainer=SimpleNamespace(
+                step_deadline_s=100.0, publish_deadline_s=1000.0, max_restarts=3
+            ),
+            start_deadline_s=10_000.0,
         ),
         controller=SimpleNamespace(rollouts=SimpleNamespace(wait_for_room=wait_for_room)),
         recipe=SimpleNamespace(tasks=lambda: iter(["task"])),
@@ -156,7 +159,8 @@ async def test_a_producer_waits_for_room_as_long_as_a_whole_step_may_take() -> N
     with pytest.raises(PeerTimeout):
         await _Job._produce(cast("Any", job))
     draw_s, score_s, step_s, save_s, publish_s = 10.0, 4 * 10.0, 100.0, 100.0, 1000.0
-    assert deadlines == [draw_s + score_s + step_s + save_s + publish_s]
+    restart_s = 2 * 10_000.0 + publish_s
+    assert deadlines == [draw_s + score_s + step_s + save_s + publish_s + 3 * restart_s]
 
 
 @pytest.fixture

@@ -12,14 +12,15 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import WSMsgType, web
 from test_rollout_loop import TOKEN, Rig, assert_right, finished
 
+from windlass.net.messages import Envelope, encode
 from windlass.rollout.messages import (
     CONTROLLER_FRAMES,
     WORKER_FRAMES,
-    CompletionAck,
     CompletionBatch,
     WorkerHello,
     decode_outcome,
@@ -113,11 +114,16 @@ class Proxy:
         self, far: aiohttp.ClientWebSocketResponse, near: web.WebSocketResponse
     ) -> None:
         async for message in far:
-            is_answer = isinstance(CONTROLLER_FRAMES.decode(message.data), CompletionAck)
-            if is_answer and self.num_answers_to_lose:
+            data, frame = message.data, CONTROLLER_FRAMES.decode(message.data)
+            if (
+                self.num_answers_to_lose
+                and isinstance(frame, Envelope)
+                and frame.command.acknowledged
+            ):
                 self.num_answers_to_lose -= 1
-                continue
-            await near.send_bytes(message.data)
+                lost = msgspec.structs.replace(frame.command, acknowledged=0)
+                data = encode(msgspec.structs.replace(frame, command=lost))
+            await near.send_bytes(data)
         await near.close()
 
 

@@ -26,7 +26,6 @@ from windlass.rollout import (
 from windlass.rollout.messages import (
     CONTROLLER_FRAMES,
     AttemptKey,
-    CompletionAck,
     CompletionBatch,
     EngineTarget,
     OutcomeStatus,
@@ -88,9 +87,9 @@ class PlayedWorker:
     async def read(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         async for message in socket:
             match CONTROLLER_FRAMES.decode(message.data):
-                case CompletionAck(last):
-                    self.acknowledged.put_nowait(last)
                 case Envelope(epoch, number, seq, TaskBatch() as batch):
+                    if batch.acknowledged:
+                        self.acknowledged.put_nowait(batch.acknowledged)
                     self.calls.put_nowait((epoch, number, seq))
                     for task in batch.tasks:
                         self.tasks.put_nowait(task)
@@ -146,6 +145,20 @@ async def test_an_outcome_that_comes_again_after_a_reconnect_is_acknowledged_and
     assert await worker.deliver(1, outcome) == 1
     stats = controller.stats()
     assert (stats.completed, stats.ignored, stats.retried, stats.lost) == (1, 1, 0, 0)
+
+
+async def test_what_comes_without_an_outcome_before_it_is_not_acknowledged(
+    played: tuple[RolloutController, PlayedWorker],
+) -> None:
+    controller, worker = played
+    handles = [controller.submit((1,), SAMPLING) for _ in range(2)]
+    tasks = [await worker.task() for _ in handles]
+    first, second = (accepted(task.task_id, task.attempt, token=42) for task in tasks)
+    await worker.socket.send_bytes(encode(CompletionBatch(2, (encode(second),))))
+    assert await worker.deliver(1, first) == 1, "or the worker would forget the second"
+    assert [handle.done() for handle in handles] == [True, False]
+    assert await worker.deliver(2, second) == 2
+    assert (await handles[1]).output_ids == (42,)
 
 
 async def test_a_call_that_was_not_answered_is_sent_again_over_the_next_connection(
@@ -261,6 +274,6 @@ async def test_a_worker_runs_an_attempt_once_however_often_it_is_handed_over() -
         ((_, encoded),) = worker._kept.values()
         outcome = msgspec.msgpack.decode(encoded, type=RolloutOutcome)
         assert outcome.result.output_ids == expected_tokens((3,), 3)
-        worker.on_frame(CompletionAck(1))
+        worker.execute(Envelope(1, 2, 0, TaskBatch((), (), 1)))
         assert worker.hello().attempts == ()
         assert engine.num_requests == 1

@@ -242,8 +242,8 @@ DECODERS = {
     "rollout controller frame": Decoder(
         rollout.CONTROLLER_FRAMES.decode,
         (
-            encode(Envelope(1, 1, 0, rollout.TaskBatch((TASK,)))),
-            encode(rollout.CompletionAck(1)),
+            encode(Envelope(1, 1, 0, rollout.TaskBatch((TASK,), (), 1))),
+            encode(rollout.WorkerWelcome("controller")),
         ),
     ),
     "training batch": Decoder(

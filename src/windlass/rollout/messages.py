@@ -239,6 +239,7 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
         workflows: names of the user code that it was started with.
         attempts: that it runs, or whose outcomes it keeps.
         newest_epoch: of the calls that it has received; those of a new controller are above it.
+        oldest_outcome: number of the first outcome that was not acknowledged, or will be the next.
     """
 
     protocol_version: int
@@ -248,6 +249,7 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     workflows: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=MAX_WORKFLOWS)] = ()
     attempts: Annotated[tuple[AttemptKey, ...], msgspec.Meta(max_length=MAX_ATTEMPTS)] = ()
     newest_epoch: _Count = 0
+    oldest_outcome: _Count = 1
 
 
 class CompletionBatch(msgspec.Struct, frozen=True, tag="completions"):
@@ -261,6 +263,11 @@ class CompletionBatch(msgspec.Struct, frozen=True, tag="completions"):
 
     last: _Count
     outcomes: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_OUTCOMES)]
+
+    @property
+    def first(self) -> int:
+        """Number of the first of them."""
+        return self.last - len(self.outcomes) + 1
 
 
 class WorkerLeaving(msgspec.Struct, frozen=True, tag="leaving"):
@@ -277,16 +284,15 @@ class WorkerWelcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class TaskBatch(msgspec.Struct, frozen=True):
-    """A call: run these attempts, each at most once, and cancel those; unknown ones are ignored."""
+    """A call: run these attempts, each at most once, and cancel those; unknown ones are ignored.
+
+    Attributes:
+        acknowledged: outcomes up to this number may be forgotten.
+    """
 
     tasks: tuple[RolloutTask, ...]
     cancelled: tuple[AttemptKey, ...] = ()
-
-
-class CompletionAck(msgspec.Struct, frozen=True, tag="completed"):
-    """Outcomes up to the number `last` may be forgotten."""
-
-    last: int
+    acknowledged: int = 0
 
 
 # --- controller -> trainer ranks -----------------------------------------------------------
@@ -318,7 +324,7 @@ class TrainingBatch(msgspec.Struct, frozen=True):
 
 
 WorkerFrame = WorkerHello | CompletionBatch | WorkerLeaving | Reply[None]
-ControllerFrame = WorkerWelcome | CompletionAck | Envelope[TaskBatch] | Refused
+ControllerFrame = WorkerWelcome | Envelope[TaskBatch] | Refused
 
 WORKER_FRAMES: Codec[WorkerFrame] = Codec(
     WorkerFrame, "frame of a worker", max_nbytes=MAX_FRAME_NBYTES

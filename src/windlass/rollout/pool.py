@@ -28,7 +28,6 @@ from windlass.rollout.messages import (
     MAX_FRAME_NBYTES,
     WORKER_FRAMES,
     AttemptKey,
-    CompletionAck,
     CompletionBatch,
     RolloutOutcome,
     RolloutTask,
@@ -151,6 +150,9 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
     Args:
         hello: how it introduced itself.
         running: attempts that an earlier controller process had sent.
+
+    Attributes:
+        next_outcome: number of the first outcome that was not taken.
     """
 
     def __init__(self, hello: WorkerHello, running: Mapping[str, int]) -> None:
@@ -158,8 +160,10 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
         Session.__init__(self, f"worker {hello.name}", keeps_calls=True)
         self.assigned.update(running)
         self.lost_timer: asyncio.TimerHandle | None = None
+        self.next_outcome = hello.oldest_outcome
         self._outbox: OrderedDict[str, RolloutTask] = OrderedDict()
         self._cancelled: list[AttemptKey] = []
+        self._acknowledged = 0  # what was not said yet; 0 for nothing
         self._under_way: frozenset[str] = frozenset()
         self._epoch, self._num_calls = hello.newest_epoch + 1, 0
         self._work = asyncio.Event()
@@ -198,6 +202,12 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
             self._cancelled.append(AttemptKey(task_id, attempt))
             self._work.set()
 
+    def acknowledge(self, last: int) -> None:
+        """Say with the next call that outcomes up to this number may be forgotten."""
+        self.next_outcome = max(self.next_outcome, last + 1)
+        self._acknowledged = self.next_outcome - 1
+        self._work.set()
+
     def compare(self, hello: WorkerHello) -> list[AttemptKey]:
         """Cancel what the worker has and nobody wants; return what it should have and has not."""
         wanted = {AttemptKey(*item) for item in self.assigned.items()}
@@ -233,10 +243,10 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
         while True:
             await self._work.wait()
             self._work.clear()
-            while self._outbox or self._cancelled:
+            while self._outbox or self._cancelled or self._acknowledged:
                 await self._send_tasks()
                 if len(self._outbox) < MAX_TASKS_PER_CALL:
-                    # What is dispatched meanwhile shares the next call. A rollout takes
+                    # What is dispatched or comes meanwhile shares the next call. A rollout takes
                     # seconds; the loop's time belongs to completions.
                     await asyncio.sleep(GATHER_S)
 
@@ -246,7 +256,8 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
         self._under_way = frozenset(task.task_id for task in tasks)
         self._num_calls += 1
         call_id = (self._epoch, self._num_calls, 0)
-        answer = await self.call(call_id, TaskBatch(tasks, cancelled))
+        acknowledged, self._acknowledged = self._acknowledged, 0
+        answer = await self.call(call_id, TaskBatch(tasks, cancelled, acknowledged))
         self._wait_for_answer()
         try:
             await answer
@@ -384,11 +395,14 @@ class WorkerPool:
         match frame:
             case CompletionBatch():
                 outcomes = await decode_outcomes(frame)
+                # The worker sends them again, after those before them: what is acknowledged covers all.
+                if frame.first > session.next_outcome:
+                    return
                 try:
                     self._on_outcomes(outcomes)
                 except RolloutError:
                     return  # the worker sends them again
-                await session.send(CompletionAck(frame.last))
+                session.acknowledge(frame.last)
             case Reply():
                 session.on_reply((frame.epoch, frame.round, frame.seq), None)
             case WorkerLeaving():
@@ -436,6 +450,7 @@ class WorkerPool:
             self._lose(known, "another process registered under its name")
         if isinstance(known, RemoteWorker) and known.hello.incarnation == hello.incarnation:
             worker = known
+            worker.next_outcome = hello.oldest_outcome
             if worker.lost_timer is not None:
                 worker.lost_timer.cancel()
         else:

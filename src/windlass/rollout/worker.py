@@ -15,7 +15,7 @@ import logging
 import signal
 import sys
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -35,7 +35,6 @@ from windlass.rollout.messages import (
     MAX_FRAME_NBYTES,
     MAX_OUTCOMES,
     AttemptKey,
-    CompletionAck,
     CompletionBatch,
     OutcomeStatus,
     Partial,
@@ -51,6 +50,8 @@ from windlass.rollout.workflows import Attempts, Workflow, check_workflows
 logger = logging.getLogger(__name__)
 REMEMBERED_ATTEMPTS = 1 << 16
 MAX_BATCH_NBYTES = 16 << 20
+MAX_IN_FLIGHT = 8
+"""Batches that are not acknowledged: the controller says so with its next call, a few milliseconds later."""
 MAX_OUTCOME_NBYTES = MAX_FRAME_NBYTES - (1 << 20)
 CHECKED_NBYTES = 1 << 20
 """An outcome that is larger is read here before it is sent: the controller would refuse it for ever."""
@@ -89,12 +90,12 @@ class _InLoop(concurrent.futures.Executor):
 
 
 @final
-class RolloutWorker(Client[TaskBatch, None, WorkerWelcome | CompletionAck]):
+class RolloutWorker(Client[TaskBatch, None, WorkerWelcome]):
     """Runs attempts of one worker incarnation; call everything in one event loop.
 
-    Outcomes are delivered at least once and in order, one batch in flight. One is sent at once when
-    nothing is in flight; those that end meanwhile form the next batch. So the batch grows with the
-    load and nobody waits for a timer.
+    Outcomes are delivered at least once and in order. One is sent at once while fewer than
+    `MAX_IN_FLIGHT` batches are not acknowledged; those that end meanwhile form the next batch. So the
+    batch grows with the load, and nobody waits for a timer.
 
     Args:
         settings: `controller`, name and times.
@@ -142,8 +143,10 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome | CompletionAck]):
         self._controller = ""
         self._remembered: OrderedDict[AttemptKey, None] = OrderedDict()
         self._kept: OrderedDict[int, tuple[AttemptKey, bytes]] = OrderedDict()
-        self._num_outcomes = 0
-        self._work, self._answered, self._empty = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._num_outcomes = self._num_sent = 0
+        self._in_flight: deque[int] = deque()  # the last outcome of each batch
+        self._send_again_at: float | None = None
+        self._work, self._empty = asyncio.Event(), asyncio.Event()
         self._empty.set()
 
     # --- net.rpc_client.Client -----------------------------------------------------------------
@@ -152,11 +155,15 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome | CompletionAck]):
         running = [AttemptKey(*key) for key in self._attempts.running]
         kept = [key for key, _ in self._kept.values()]
         return msgspec.structs.replace(
-            self._hello, attempts=(*running, *kept), newest_epoch=self._store.newest[0]
+            self._hello,
+            attempts=(*running, *kept),
+            newest_epoch=self._store.newest[0],
+            oldest_outcome=self._oldest_outcome,
         )
 
     def execute(self, call: Envelope[TaskBatch]) -> None:
         """Start attempts that were never seen before, and cancel those that run and shall not."""
+        self._forget(call.command.acknowledged)
         for task in call.command.tasks:
             key = AttemptKey(task.task_id, task.attempt)
             if (task.task_id, task.attempt) in self._attempts.running or key in self._remembered:
@@ -169,14 +176,7 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome | CompletionAck]):
         """See `Client`; the controller asks for attempts that it misses."""
         logger.error("%d tasks were not taken: %s", len(command.tasks), error)
 
-    def on_frame(self, frame: WorkerWelcome | CompletionAck) -> None:
-        if isinstance(frame, CompletionAck):
-            while self._kept and next(iter(self._kept)) <= frame.last:
-                self._kept.popitem(last=False)
-            if not self._kept:
-                self._empty.set()
-            self._answered.set()
-            return
+    def on_frame(self, frame: WorkerWelcome) -> None:
         # Attempts of a controller process that is gone would only hold engines.
         if self._controller not in {"", frame.controller}:
             self._attempts.cancel_all()
@@ -184,11 +184,11 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome | CompletionAck]):
 
     async def on_connected(self) -> None:
         """See `Client`: what was not acknowledged is sent again."""
-        self._work.set()
+        self._send_again()
 
     def on_lost(self) -> None:
         """See `Client`: no answer will come."""
-        self._answered.set()
+        self._send_again_at = None
 
     # --- outcomes ------------------------------------------------------------------------------
 
@@ -203,24 +203,57 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome | CompletionAck]):
         self._empty.clear()
         self._work.set()
 
+    @property
+    def _oldest_outcome(self) -> int:
+        return next(iter(self._kept), self._num_outcomes + 1)
+
+    def _forget(self, last: int) -> None:
+        """Outcomes up to this number were taken."""
+        if last < self._oldest_outcome:
+            return
+        while self._kept and self._oldest_outcome <= last:
+            self._num_sent = max(self._num_sent, self._kept.popitem(last=False)[0])
+        while self._in_flight and self._in_flight[0] <= last:
+            self._in_flight.popleft()
+        self._send_again_at = self._acknowledged_by() if self._in_flight else None
+        if not self._kept:
+            self._empty.set()
+        self._work.set()
+
+    def _acknowledged_by(self) -> float:
+        return asyncio.get_running_loop().time() + self._settings.call_deadline_s
+
+    def _send_again(self) -> None:
+        """Nothing counts as sent of what was not acknowledged."""
+        self._num_sent = self._oldest_outcome - 1
+        self._in_flight.clear()
+        self._send_again_at = None
+        self._work.set()
+
     async def _deliver(self) -> None:
         while True:
-            await self._work.wait()
+            try:
+                async with asyncio.timeout_at(self._send_again_at):
+                    await self._work.wait()
+            except TimeoutError:
+                logger.info("outcomes were not acknowledged, and are sent again")
+                self._send_again()
             self._work.clear()
-            while self._kept:
-                self._answered.clear()
-                if not await self.send(self._next_batch()):
-                    break  # the next connection begins with it
-                try:
-                    async with asyncio.timeout(self._settings.call_deadline_s):
-                        await self._answered.wait()
-                except TimeoutError:
-                    logger.info("outcomes were not acknowledged, and are sent again")
+            while self._num_sent < self._num_outcomes and len(self._in_flight) < MAX_IN_FLIGHT:
+                batch = self._next_batch()
+                if not self._in_flight:
+                    self._send_again_at = self._acknowledged_by()
+                self._in_flight.append(batch.last)
+                self._num_sent = batch.last
+                if not await self.send(batch):
+                    self._send_again_at = None
+                    break  # the next connection begins with what was not acknowledged
 
     def _next_batch(self) -> CompletionBatch:
         batch: list[bytes] = []
-        nbytes = last = 0
-        for number, (_, outcome) in self._kept.items():
+        nbytes, last = 0, self._num_sent
+        for number in range(self._num_sent + 1, self._num_outcomes + 1):
+            _, outcome = self._kept[number]
             nbytes += len(outcome)
             if batch and (nbytes > MAX_BATCH_NBYTES or len(batch) == MAX_OUTCOMES):
                 break
