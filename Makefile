@@ -127,9 +127,10 @@ test-clusters: setup
 	bash tools/install_slurm.sh
 	$(BIN)/pytest -m cluster tests/jobs $(ARGS)
 
-# Processes on hosts of their own: network namespaces, slow and lossy lines, partitions (root).
+# Processes on hosts of their own: network namespaces, slow and lossy lines, partitions, a live vLLM over two (root).
 test-hosts: setup
-	$(BIN)/pytest -m cluster tests/updates $(ARGS)
+	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
+	$(BIN)/pytest -m cluster tests/updates tests/integrations/test_vllm_hosts.py $(ARGS)
 
 # True verbs: a guest machine with two soft-RoCE devices. Emulated, so it takes many minutes.
 # RDMA_TESTS='-k Mooncake' for a part of it.

@@ -19,12 +19,10 @@ from sync_rank import Order, Sent, Settings, answer
 
 
 def main() -> None:
-    rank, world_size, port = (int(word) for word in sys.argv[1:4])
+    rank, world_size = (int(word) for word in sys.argv[1:3])
     settings = msgspec.json.decode(sys.argv[4], type=Settings)
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=world_size)
     import transformers
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -7,9 +7,10 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import msgspec
@@ -95,10 +96,17 @@ class Member:
 
 
 class Fleet:
-    """Members by name; engines and the trainer live on hosts of their names."""
+    """Members by name; engines and the trainer live on hosts of their names, but for those of `hosts`."""
 
-    def __init__(self, network: Network, config: ControlConfig, transport: str, rows: int) -> None:
-        self.network, self.config = network, config
+    def __init__(
+        self,
+        network: Network,
+        config: ControlConfig,
+        transport: str,
+        rows: int,
+        hosts: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.network, self.config, self.hosts = network, config, hosts
         self.transport, self.rows = transport, rows
         self.members: dict[str, Member] = {}
         self.version = -1
@@ -108,7 +116,9 @@ class Fleet:
         self, name: str, host: str, *arguments: str, environment: dict[str, str] | None = None
     ) -> Member:
         process = await asyncio.create_subprocess_exec(
-            *self.network.host(host).command(sys.executable, str(PROGRAM), *arguments),
+            *self.network.host(self.hosts.get(name, host)).command(
+                sys.executable, str(PROGRAM), *arguments
+            ),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "MC_LOG_LEVEL": "FATAL", **(environment or {})},
@@ -216,10 +226,11 @@ async def fleet_on(
     rows: int = ROWS,
     num_trainers: int = 1,
     config: ControlConfig | None = None,
+    hosts: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[Fleet]:
     """Controller, trainers and engines, each on its host, with version 0 published."""
     made = config or ControlConfig(mode=mode, deadlines=DEADLINES, heartbeat_s=8.0, max_rewrites=1)
-    fleet = Fleet(network, made, transport, rows)
+    fleet = Fleet(network, made, transport, rows, hosts)
     try:
         await fleet.start_controller()
         await fleet.start_trainers(num_trainers)

@@ -13,6 +13,7 @@ else lives in the namespaces: nothing is left behind, whatever happens here.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import ipaddress
 import os
@@ -22,10 +23,11 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
 
 import msgspec
 import wire
@@ -38,9 +40,13 @@ __all__ = ["Host", "Line", "Network", "why_no_hosts"]
 START_S = 20.0
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
-_OWN_SYS = 'mount -t sysfs sysfs /sys && exec "$@"'
+_NAMESPACES = (("net", "net"), ("mount", "mnt"))
+_CLONE_NEWNET = 0x40000000
+# UCX and others read the names of network devices in /sys; in /dev/shm engines find who is on their host.
+_OWN_MOUNTS = "mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm && echo ready && exec cat"
 _MTU = 16_000
 """Few and large packets: the wire is a Python program."""
+T = TypeVar("T")
 
 
 def why_no_hosts() -> str:
@@ -60,7 +66,7 @@ def why_no_hosts() -> str:
 @final
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One network namespace.
+    """One network namespace, with a /dev/shm of its own; processes and files are the machine's.
 
     Attributes:
         name: in its network.
@@ -80,9 +86,8 @@ class Host:
 
     def command(self, *argv: str) -> list[str]:
         """The command that runs `argv` on this host; every step replaces itself, so the pid is `argv`'s."""
-        # UCX and others read the names of network devices in /sys.
-        there = ("unshare", "--mount", "--", "sh", "-c", _OWN_SYS, "sh")
-        return ["nsenter", f"--net=/proc/{self.pid}/ns/net", "--", *there, *argv]
+        own = (f"--{kind}=/proc/{self.pid}/ns/{path}" for kind, path in _NAMESPACES)
+        return ["nsenter", *own, "--", "env", f"--chdir={os.getcwd()}", *argv]
 
     def run(self, *argv: str) -> str:
         """Run to the end; its output.
@@ -91,6 +96,19 @@ class Host:
             TransportUnavailable: it failed; carries what it said.
         """
         return _run(self.command(*argv))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call it in a thread of this process whose new sockets are this host's."""
+
+        def there() -> T:
+            with open(f"/proc/{self.pid}/ns/net") as namespace:
+                libc = ctypes.CDLL(None, use_errno=True)
+                if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+                    raise OSError(ctypes.get_errno(), f"setns: host {self.name}")
+            return function()
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(there).result()
 
 
 @final
@@ -187,7 +205,7 @@ class Network:
     def _namespace(self) -> int:
         """A process in a namespace of its own, which ends when this process does."""
         holder = subprocess.Popen(
-            ["unshare", "--net", "--", "sh", "-c", "echo ready; exec cat"],
+            ["unshare", "--net", "--mount", "--", "sh", "-c", _OWN_MOUNTS],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

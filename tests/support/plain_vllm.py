@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import transformers
+from hosts import Host
 from rank_processes import RankProcesses, running_ranks
 from servers import ROOT, VENVS, environment, save
 from sync_rank import Order, Sent
@@ -52,6 +55,19 @@ def add_tokenizer(folder: Path) -> None:
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="w0"
     ).save_pretrained(folder)
+
+
+WITH_WINDLASS = ("--weight-transfer-config", '{"backend": "windlass"}')
+# As `vllm serve --headless` does, which asks for the version of a package that the wheel for CPUs is not called.
+HEADLESS = """
+import sys
+from vllm.entrypoints.cli.serve import run_headless
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+args = make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])
+args.api_server_count = 0
+run_headless(args)
+"""
 
 
 @dataclass(frozen=True)
@@ -108,25 +124,34 @@ class PlainServer:
 
 @contextmanager
 def serving_plain(
-    model: Path, log: Path, *, tp: int = 1, port: int = 0, flags: Sequence[str] = ()
+    model: Path,
+    log: Path,
+    *,
+    tp: int = 1,
+    port: int = 0,
+    flags: Sequence[str] = (),
+    host: Host | None = None,
 ) -> Iterator[PlainServer]:
-    """A server as its user starts it."""
+    """A server as its user starts it, on this machine or on a host of a `Network`."""
     if not (python := VENVS["vllm"] / "bin/python").exists():
         pytest.skip(f"no {python}: make engines installs vllm")
     port = port or free_port()
     installed = log.with_suffix(".installed")
     if not installed.exists():  # it may be started again
         write_entry_points(installed)
+    address = "127.0.0.1" if host is None else host.address
+    command = (
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *("--host", address, "--port", str(port), "--tensor-parallel-size", str(tp)),
+        *WITH_WINDLASS,
+        *FLAGS,
+        *flags,
+    )
     process = subprocess.Popen(
-        [
-            *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-            *("--port", str(port), "--tensor-parallel-size", str(tp)),
-            *("--weight-transfer-config", '{"backend": "windlass"}'),
-            *FLAGS,
-            *flags,
-        ],
+        command if host is None else host.command(*command),
         env={
             **environment("vllm", tp, f"{ROOT / 'src'}:{installed}"),
+            **({} if host is None else on_host(host)),
             "VLLM_SERVER_DEV_MODE": "1",
         },
         stdout=subprocess.PIPE,
@@ -151,14 +176,57 @@ def serving_plain(
     try:
         assert ready.wait(START_S), log.read_text()[-4000:]
         assert not ended.is_set(), log.read_text()[-4000:]
-        _reach("127.0.0.1", port)  # it says so before it listens
-        yield PlainServer(process, f"http://127.0.0.1:{port}", log)
+        reach = partial(_reach, address, port)  # it says so before it listens
+        reach() if host is None else host.call(reach)
+        yield PlainServer(process, f"http://{address}:{port}", log)
     finally:
         process.terminate()
         process.wait(60)
         reader.join(30)
         if process.stdout is not None:
             process.stdout.close()
+
+
+def on_host(host: Host) -> dict[str, str]:
+    """Variables by which torch and vLLM take a host's own network."""
+    return {"GLOO_SOCKET_IFNAME": "rail0", "VLLM_HOST_IP": host.address}
+
+
+@contextmanager
+def serving_over_hosts(model: Path, log: Path, hosts: Sequence[Host]) -> Iterator[PlainServer]:
+    """One server with a tensor-parallel rank on each host, in vLLM's own way; it answers on the first."""
+    nodes = (
+        *("--nnodes", str(len(hosts)), "--distributed-executor-backend", "mp"),
+        *("--master-addr", hosts[0].address, "--master-port", str(free_port())),
+    )
+    num_ranks = len(hosts)
+    with ExitStack() as undo:
+        for number, host in enumerate(hosts[1:], 1):
+            own = log.with_suffix(f".{number}.log")
+            installed = write_entry_points(own.with_suffix(".installed"))
+            stream = undo.enter_context(own.open("w"))
+            follower = subprocess.Popen(
+                host.command(
+                    *(str(VENVS["vllm"] / "bin/python"), "-c", HEADLESS, "--model", str(model)),
+                    *("--headless", "--node-rank", str(number), *nodes),
+                    *("--tensor-parallel-size", str(num_ranks), *WITH_WINDLASS, *FLAGS),
+                ),
+                env={
+                    **environment("vllm", num_ranks, f"{ROOT / 'src'}:{installed}"),
+                    **on_host(host),
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            undo.callback(follower.wait, 30)
+            undo.callback(os.killpg, follower.pid, signal.SIGKILL)
+        yield undo.enter_context(
+            serving_plain(
+                model, log, tp=num_ranks, flags=(*nodes, "--node-rank", "0"), host=hosts[0]
+            )
+        )
 
 
 class Trainers(RankProcesses):
@@ -190,17 +258,35 @@ class Trainers(RankProcesses):
 
 @contextmanager
 def syncing(
-    folder: Path, num_ranks: int, *, by_factory: bool = False, **settings: Any
+    folder: Path,
+    num_ranks: int,
+    *,
+    by_factory: bool = False,
+    hosts: Sequence[Host] = (),
+    **settings: Any,
 ) -> Iterator[Trainers]:
     """Trainer ranks that have made a `WeightSync`, or said why not.
 
-    by_factory: in vLLM's environment, by its `WeightTransferTrainerFactory`. settings: of `sync_rank.Settings`.
+    by_factory: in vLLM's environment, by its `WeightTransferTrainerFactory`. hosts: of the ranks, where they are
+    on hosts of a `Network`. settings: of `sync_rank.Settings`.
     """
     folder.mkdir(parents=True)
     python = str(VENVS["vllm"] / "bin/python") if by_factory else sys.executable
     script = str(Path(__file__).with_name("factory_rank.py" if by_factory else "sync_rank.py"))
     logs = tuple(folder / f"{rank}.log" for rank in range(num_ranks))
-    of_all = str(num_ranks), str(free_port()), json.dumps(settings)
-    commands = [(python, script, str(rank), *of_all) for rank in range(num_ranks)]
+    store = f"tcp://{hosts[0].address if hosts else '127.0.0.1'}:{free_port()}"
+    of_all = str(num_ranks), store, json.dumps(settings)
+    commands: list[tuple[str, ...]] = [
+        (python, script, str(rank), *of_all) for rank in range(num_ranks)
+    ]
+    if hosts:
+        commands = [
+            tuple(
+                host.command(
+                    "env", *(f"{name}={value}" for name, value in on_host(host).items()), *command
+                )
+            )
+            for host, command in zip(hosts, commands, strict=True)
+        ]
     with running_ranks(commands, logs, {}, endings=(0, -signal.SIGKILL)) as processes:
         yield Trainers(processes, logs)

@@ -1,6 +1,6 @@
 """One rank of an FSDP2 trainer that sends its weights to plain vLLM servers by `WeightSync`.
 
-`python sync_rank.py RANK WORLD_SIZE PORT SETTINGS` answers with a line when it has joined, then reads one `Order` in JSON per
+`python sync_rank.py RANK WORLD_SIZE STORE SETTINGS` answers with a line when it has joined, then reads one `Order` in JSON per
 line, and answers each with a line.
 """
 
@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -47,7 +47,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
-    """How it ended. `error` begins with the name of the type."""
+    """How it ended. `error` begins with the name of the type; `links`, of rank 0: "source > destination" -> transport."""
 
     version: int = -1
     servers: list[str] = []
@@ -56,16 +56,15 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int = 0
     pause_s: float = 0.0
     took_s: float = 0.0
+    links: dict[str, str] = {}
     error: str = ""
 
 
 def main() -> None:
-    rank, world_size, port = (int(word) for word in sys.argv[1:4])
+    rank, world_size = (int(word) for word in sys.argv[1:3])
     settings = msgspec.json.decode(sys.argv[4], type=Settings)
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=world_size)
     from trainer_rank import Fsdp
 
     from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
@@ -109,6 +108,7 @@ def main() -> None:
                     version=sent.version, servers=list(sent.servers), left_out=dict(sent.left_out),
                     digest_ok=sent.report.digest_ok, nbytes=sent.report.nbytes,
                     pause_s=sent.report.pause_s, took_s=time.monotonic() - began_s,
+                    links=links_of(sync) if rank == 0 else {},
                 )
             )  # fmt: skip
     dist.destroy_process_group()
@@ -125,6 +125,18 @@ def kill_in_phase(sync: WeightSync, order: Order) -> None:
     fleet = sync._fleet
     assert fleet is not None
     fleet._controller.coordinator.on_phase(killed)
+
+
+def links_of(sync: WeightSync) -> dict[str, str]:
+    """Which transport each link took: the controller's status has it."""
+    fleet = sync._fleet
+    assert fleet is not None
+
+    async def status() -> dict[str, Any]:
+        return fleet._controller.coordinator.status()
+
+    links = fleet._hosted.call(status()).result(30)["links"]
+    return {f"{link['source']} > {link['destination']}": link["transport"] for link in links}
 
 
 def answer(sent: Sent) -> None:

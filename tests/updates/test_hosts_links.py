@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
 import time
 
 import pytest
-from host_fleet import HOSTS, fleet_on
+from host_fleet import HOSTS, TRANSPORT, fleet_on
 from hosts import Host, Line, Network, why_no_hosts
 
 from windlass.config import UpdateMode
@@ -18,6 +19,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(bool(why_no_hosts()), reason=f"hosts: {why_no_hosts()}"),
 ]
+NIXL = '{"type": "nixl", "wire": "tcp", "device": "rail0"}'
 SERVE = """
 import socket, sys
 listener = socket.create_server((sys.argv[1], 5000), family=int(sys.argv[2]))
@@ -106,9 +108,34 @@ async def test_a_whole_update_while_packets_are_lost_and_overtake_each_other(
 
 async def test_a_whole_update_by_nixl_over_tcp() -> None:
     pytest.importorskip("nixl")
-    transport = '{"type": "nixl", "wire": "tcp", "device": "rail0"}'
     with Network(HOSTS) as network:
         network.everywhere(Line(delay_s=0.01))
-        async with fleet_on(network, transport=transport) as fleet:
+        async with fleet_on(network, transport=NIXL) as fleet:
             assert await fleet.publish() == []
             await fleet.serves(["a", "b"])
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+@pytest.mark.parametrize("between", ["mooncake", "nixl"])
+async def test_links_in_a_host_and_between_hosts_take_what_reaches_in_one_update(
+    between: str, mode: UpdateMode
+) -> None:
+    """A trainer rank and an engine on each of two hosts; every rank writes both engines."""
+    pytest.importorskip(between)
+    wire = {"mooncake": TRANSPORT, "nixl": NIXL}[between]
+    offers = json.dumps({"type": "auto", "offers": ["cma", wire]})
+    near = {("trainer/0", "a/0"), ("trainer/1", "b/0")}
+    with Network(("control", "one", "two")) as network:
+        network.between("one", "two", Line(delay_s=0.05))
+        async with fleet_on(
+            network, mode, transport=offers, num_trainers=2,
+            hosts={"trainer0": "one", "a": "one", "trainer1": "two", "b": "two"},
+        ) as fleet:  # fmt: skip
+            for _ in range(2):
+                assert await fleet.publish() == []
+                await fleet.serves(["a", "b"])
+            links = (await fleet.status())["status"]["links"]
+            taken = {(link["source"], link["destination"]): link["transport"] for link in links}
+            far = {("trainer/0", "b/0"), ("trainer/1", "a/0")}
+            assert taken == dict.fromkeys(near, "cma") | dict.fromkeys(far, between)
+            assert all(link["nbytes"] > 0 and link["gbps"] > 0 for link in links), links

@@ -70,7 +70,7 @@ def capture_rank(
     settings: AgentSettings,
     api: Callable[[], EngineApi],
     *,
-    has_own_scheduler: bool = True,
+    is_launched: bool = True,
 ) -> CapturedLayout:
     """Capture what a rank holds of the checkpoint; in its main loop, on every rank of the server.
 
@@ -81,7 +81,7 @@ def capture_rank(
         engine_rank: keeps what was captured.
         settings: of the engine.
         api: see `EngineRank.capture`.
-        has_own_scheduler: see `refuse_unsafe_config`.
+        is_launched: see `refuse_unsafe_config`.
 
     Raises:
         RefusedByOtherRank: another rank could not, and has the reason.
@@ -89,7 +89,7 @@ def capture_rank(
     """
     rank = number_of(worker)
     refuse_unsafe_config(
-        worker.vllm_config, adapter=bool(settings.adapter), has_own_scheduler=has_own_scheduler
+        worker.vllm_config, adapter=bool(settings.adapter), is_launched=is_launched
     )
 
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -89,7 +89,10 @@ _ONE_SLOT = (
 )
 _OFFLOADED = "weights are copied to the GPU for every step"
 _EVICTED = "an adapter that shares slots can be evicted and is then read again from its folder"
-_HOSTS = "every rank must be on the launcher's host, where it writes what it has to say"
+_HOSTS = (
+    "every rank must be on the launcher's host, where it writes what it has to say; `vllm serve` with "
+    "--weight-transfer-config may span several"
+)
 _EXPERTS_LEAVE = "ranks come and go, and experts move with them"
 _LORA = "lora_config"
 _SCHEDULER = Rule(
@@ -98,6 +101,7 @@ _SCHEDULER = Rule(
     "Windlass gives its own, with which caches are kept apart by version",
     ("scheduler_config.scheduler_cls",),
 )
+_ONE_HOST = Rule("--nnodes", (1,), _HOSTS, ("parallel_config.nnodes",), ("-n",))
 _PLAIN_SCHEDULER = replace(
     _SCHEDULER, allowed=(None,), why="caches are kept apart by version in vLLM's own"
 )
@@ -119,7 +123,7 @@ RULES = (
          ("parallel_config.enable_eplb",)),
     Rule("--prefill-context-parallel-size", (1,), "its ranks have not been shown",
          ("parallel_config.prefill_context_parallel_size",), ("-pcp",)),
-    Rule("--nnodes", (1,), _HOSTS, ("parallel_config.nnodes",), ("-n",)),
+    _ONE_HOST,
     Rule("--quantization-config", (), "it has vLLM quantise while it loads"),
     Rule("--enable-lora", (None,), _ONE_SLOT, (_LORA,)),
     Rule("--lora-modules", (), _ONE_SLOT),
@@ -229,14 +233,15 @@ def _generate_options() -> tuple[str, ...]:
     return ("--enable-scale-out", "--middleware", f"{ROUTES}.GenerateRoute")
 
 
-def refuse_unsafe_config(config: object, *, adapter: bool, has_own_scheduler: bool = True) -> None:
+def refuse_unsafe_config(config: object, *, adapter: bool, is_launched: bool = True) -> None:
     """Check the resolved configuration of a rank; releases lack some of its places.
 
     Args:
         config: vLLM's `VllmConfig`.
         adapter: whether the rank's adapter is what is updated.
-        has_own_scheduler: whether `SCHEDULER` is what keeps caches apart by version; if not, vLLM's own
-            must be there, which the plugin knows.
+        is_launched: whether Windlass has started the server: with `SCHEDULER`, which keeps caches apart by
+            version, and on one host. If not, vLLM's own scheduler must be there, which the plugin knows, and
+            hosts may be several: ranks hear from vLLM, and tell the controller, whatever there is to say.
 
     Raises:
         ConfigError: names a setting with which an update would be wrong, and why.
@@ -251,8 +256,8 @@ def refuse_unsafe_config(config: object, *, adapter: bool, has_own_scheduler: bo
         return found
 
     rules = [rule for rule in RULES if not (adapter and _LORA in rule.settings)]
-    if not has_own_scheduler:
-        rules = [r if r.option != _SCHEDULER.option else _PLAIN_SCHEDULER for r in rules]
+    if not is_launched:
+        rules = [_PLAIN_SCHEDULER if r is _SCHEDULER else r for r in rules if r is not _ONE_HOST]
     refuse_settings("vLLM", rules, setting)
 
 

@@ -151,7 +151,7 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             serves_own_weights=True,
         )
         captured = capture_rank(
-            self.worker, self._engine_rank, settings, HeldLoop, has_own_scheduler=False
+            self.worker, self._engine_rank, settings, HeldLoop, is_launched=False
         )
         check_placed(info.name, [_of_all_ranks(folder, captured, info.world_size)])
         report_buffers(info.name, [captured])
