@@ -6,6 +6,7 @@ import asyncio
 import base64
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -17,8 +18,10 @@ from trained import report, sample
 from windlass_command import command
 
 import windlass
+from windlass.observability.history import FleetEvents
 from windlass.observability.page import saved_page
 from windlass.testing.resting_engine import RestingEngine
+from windlass.updates.fleet import EngineState
 from windlass.updates.messages import RoundOutcome, UpdateReport
 
 pytestmark = pytest.mark.skipif(
@@ -61,7 +64,26 @@ async def test_a_real_browser_shows_rounds_and_staleness_and_follows_them(
 
 
 HOSTILE = "<img src=x onerror=document.title='owned'>"
-CAUGHT_UP = "version 7: caught up"
+
+
+def of_engines(second: str) -> list[tuple[float, EngineState]]:
+    """What the story says of its engines, and when it was looked at."""
+    first = EngineState("engine-a", "", -1, routable=False, reason="")
+    other = msgspec.structs.replace(first, name=second)
+    why = f"its digest differs at {second}"
+
+    def at(state: EngineState, version: int, reason: str = "") -> EngineState:
+        return msgspec.structs.replace(state, version=version, routable=not reason, reason=reason)
+
+    return [
+        *((0.0, each) for each in (first, other)),
+        *((10.0, at(each, 5)) for each in (first, other)),
+        # A pause of an update, which ends no stretch.
+        *((20.0, msgspec.structs.replace(at(each, 5), routable=False)) for each in (first, other)),
+        *((30.0, each) for each in (at(first, 6), at(other, 5, why))),
+        *((60.0, at(each, 7)) for each in (first, other)),
+        (80.0, at(first, 7)),
+    ]
 
 
 def story(second: str) -> list[UpdateReport]:
@@ -89,36 +111,81 @@ def story(second: str) -> list[UpdateReport]:
     ]
 
 
-@pytest.mark.parametrize("second", [HOSTILE, "engine-b"])
-async def test_a_real_browser_draws_updates_on_one_scale_and_what_happened_to_engines(
-    tmp_path: Path, second: str
-) -> None:
-    """25 ms are drawn 25/1392 as long as 1392 ms; names of peers stay text."""
+async def test_a_real_browser_draws_updates_on_one_scale(tmp_path: Path) -> None:
+    """25 ms are drawn 25/1392 as long as 1392 ms."""
     async with (
         windlass.Controller(token=TOKEN) as running,
         asyncio.timeout(40),
         browser(tmp_path / "profile") as tab,
     ):
-        running.coordinator.reports.extend(story(second))
+        running.coordinator.reports.extend(story("engine-b"))
         await running.batches.put(0, [[sample(-1), sample(-2), sample(-2)]])
         await tab.call("Page.navigate", url=f"{running.url}/#token={TOKEN}")
-        page = await tab.html_with("published version -1")
+        await tab.html_with("published version -1")
         widths = await tab.value_of(
             "[...document.querySelectorAll('.bar')].map(b => [...b.children].reduce("
             "(w, s) => w + s.getBoundingClientRect().width, 0))"
         )
         assert len(widths) == 3
         assert widths[2] / widths[0] == pytest.approx(25 / 1392, rel=0.05)
-        assert "left out: its digest differs" in page
-        assert CAUGHT_UP in page
-        assert await tab.value_of("document.querySelectorAll('img').length") == 0
-        assert await tab.value_of("document.title") == "Windlass"
-        assert second in await tab.value_of("document.body.innerText")
         for scheme, background in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 23, 28)")):
             feature = {"name": "prefers-color-scheme", "value": scheme}
             await tab.call("Emulation.setEmulatedMedia", features=[feature])
             shown = await tab.value_of("getComputedStyle(document.body).backgroundColor")
             assert shown == background
+        await fits_a_phone(tab)
+
+
+@pytest.mark.parametrize("second", [HOSTILE, "engine-b"])
+async def test_a_real_browser_draws_engines_with_their_versions_over_time(
+    tmp_path: Path, second: str
+) -> None:
+    """As long as each version was held, on one axis of time; names of peers stay text."""
+    looks, events = of_engines(second), FleetEvents()
+    for at_s in dict.fromkeys(at_s for at_s, _ in looks):
+        events.compare(at_s, [each for when, each in looks if when == at_s])
+    overview = msgspec.json.decode(DEMO.read_bytes(), type=dict[str, object])
+    overview |= {"now_s": 100.0, "stretches": [asdict(each) for each in events.stretches]}
+    kept = tmp_path / "report.html"
+    kept.write_text(saved_page(overview, "engines over time"))
+    async with asyncio.timeout(40), browser(tmp_path / "profile") as tab:
+        await tab.call("Page.navigate", url=kept.as_uri())
+        await tab.html_with("published version")
+        lanes = await tab.value_of(
+            "[...document.querySelectorAll('.track')].map(track => [...track.children].map(part => ["
+            "part.title.split(': ').slice(1).join(': '), "
+            "Math.round(100 * part.getBoundingClientRect().width / track.getBoundingClientRect().width)]))"
+        )
+        assert sorted(lanes) == sorted(
+            [
+                [
+                    ["no version, waiting", 10],
+                    ["version 5, serving", 20],
+                    ["version 6, serving", 30],
+                    ["version 7, serving", 40],
+                ],
+                [
+                    ["no version, waiting", 10],
+                    ["version 5, serving", 20],
+                    [f"version 5, left out: its digest differs at {second}", 30],
+                    ["version 7, serving, caught up", 20],
+                    ["version 7, gone: its connections are gone", 20],
+                ],
+            ]
+        )
+        x, y = await tab.value_of(
+            "(part => { part.scrollIntoView({block: 'center'}); const box = part.getBoundingClientRect(); "
+            "return [box.left + 3, box.top + 3]; })(document.querySelector('.track .left-out'))"
+        )
+        await tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        said = await tab.value_of("document.querySelector('#pointed').innerText")
+        assert (
+            said
+            == f"{second}, 30 s to 1 min 0 s: version 5, left out: its digest differs at {second}"
+        )
+        assert await tab.value_of("document.querySelectorAll('img').length") == 0
+        assert await tab.value_of("document.title") == "Windlass"
+        assert second in await tab.value_of("document.querySelector('#lanes').innerText")
         await fits_a_phone(tab)
 
 
@@ -161,6 +228,8 @@ async def test_a_real_browser_shows_a_saved_page_of_a_real_update_and_real_rollo
         text = await tab.value_of("document.body.innerText")
         assert " % of 6 GB/s" in text
         assert "a: connected" in text
+        shown = await tab.value_of("[...document.querySelectorAll('.track span')].at(-1).title")
+        assert shown.endswith(": version 0, serving")
         assert "trainer/0\ta/0\tcma\t24\t" in text
         assert "completed 12" in text
         assert "saved 2" in text
@@ -182,7 +251,7 @@ async def test_a_real_browser_says_of_a_chart_what_the_pointer_is_on(tmp_path: P
     overview = msgspec.json.decode(DEMO.read_bytes(), type=dict[str, object])
     kept.write_text(saved_page(overview, "a demo on two cores"))
     async with asyncio.timeout(60), browser(tmp_path / "profile") as tab:
-        size = {"width": 1100, "height": 1500, "deviceScaleFactor": 1, "mobile": False}
+        size = {"width": 1100, "height": 1950, "deviceScaleFactor": 1, "mobile": False}
         await tab.call("Emulation.setDeviceMetricsOverride", **size)
         await tab.call("Page.navigate", url=kept.as_uri())
         await tab.html_with("published version 24")

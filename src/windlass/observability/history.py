@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields, replace
+from enum import StrEnum
 from typing import final
 
 from windlass.errors import ConfigError
 from windlass.updates.fleet import EngineState
 
+GONE = "its connections are gone"
 MAX_POINTS = 240
 MAX_EVENTS = 200
+MAX_STRETCHES = 600
 
 
 @final
@@ -107,13 +110,46 @@ class FleetEvent:
     is_bad: bool
 
 
+class Standing(StrEnum):
+    """How an engine stood to the published version."""
+
+    SERVING = "serving"
+    WAITING = "waiting"
+    LEFT_OUT = "left out"
+    GONE = "gone"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What an engine was from a moment on, until its next stretch.
+
+    Attributes:
+        at_s: seconds since the start. who: name of the engine.
+        version: that it held; -1 for none of this run.
+        why: it was left out, or has gone; empty for the others.
+    """
+
+    at_s: float
+    who: str
+    version: int
+    standing: Standing
+    why: str
+
+
 @final
 class FleetEvents:
-    """The newest `MAX_EVENTS` events, from what engines were and what they are."""
+    """The newest events and stretches, from what engines were and what they are.
+
+    Attributes:
+        newest: at most `MAX_EVENTS`. stretches: at most `MAX_STRETCHES` of the whole fleet, oldest first.
+    """
 
     def __init__(self) -> None:
         self.newest: deque[FleetEvent] = deque(maxlen=MAX_EVENTS)
+        self.stretches: deque[Stretch] = deque(maxlen=MAX_STRETCHES)
         self._states: dict[str, EngineState] = {}
+        self._current: dict[str, Stretch] = {}
         self._behind: set[str] = set()
 
     def add(self, at_s: float, who: str, what: str, *, is_bad: bool) -> None:
@@ -125,7 +161,9 @@ class FleetEvents:
         known, self._states = self._states, {state.name: state for state in states}
         for name in sorted(known.keys() - self._states.keys()):
             self._behind.discard(name)
-            self.add(at_s, name, "its connections are gone", is_bad=True)
+            self.add(at_s, name, GONE, is_bad=True)
+            last = self._current.pop(name)
+            self.stretches.append(replace(last, at_s=at_s, standing=Standing.GONE, why=GONE))
         for name, state in self._states.items():
             before = known.get(name)
             if before is None:
@@ -137,3 +175,22 @@ class FleetEvents:
             if state.reason and (before is None or state.reason != before.reason):
                 self._behind.add(name)
                 self.add(at_s, name, state.reason, is_bad=True)
+            self._begin(at_s, state)
+
+    def _begin(self, at_s: float, state: EngineState) -> None:
+        """Begin a stretch, unless the engine's goes on: a pause in an update ends none."""
+        standing = (
+            Standing.SERVING
+            if state.routable
+            else Standing.LEFT_OUT
+            if state.reason
+            else Standing.WAITING
+        )
+        now = Stretch(at_s, state.name, state.version, standing, state.reason)
+        before = self._current.get(state.name)
+        if before is not None:
+            is_pause = standing is Standing.WAITING and before.standing is Standing.SERVING
+            if replace(before, at_s=at_s) == now or (is_pause and before.version == now.version):
+                return
+        self._current[state.name] = now
+        self.stretches.append(now)

@@ -91,6 +91,7 @@ class Operations:
             "now_s": now_s,
             "history": self._history.columns(),
             "events": [asdict(event) for event in self._events.newest],
+            "stretches": [asdict(stretch) for stretch in self._events.stretches],
         }
 
     def _add_point(self, at_s: float, stats: RolloutStats) -> None:

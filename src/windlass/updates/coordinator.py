@@ -736,7 +736,13 @@ class Coordinator:
         binding = await self._bind_enough()
         moved = {rank.trainer for rank in ranks} - binding.signature
         if moved or len(ranks) != len(binding.trainers):
-            return _failed(version, f"trainer ranks came or went since they announced: {moved}")
+            names = sorted(name for name, _ in moved)
+            said = (
+                f"new are {names}"
+                if names
+                else f"{len(ranks)} announced, {len(binding.trainers)} are here"
+            )
+            return _failed(version, f"trainer ranks came or went since they announced: {said}")
         costs, self._bind_costs = self._bind_costs, {}
         report = await self._run_round(version, self._lineage, binding)
         report = msgspec.structs.replace(report, bound=costs)
