@@ -67,11 +67,15 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("benchmark", help="name of a script beside this one")
     options.add_argument("other", type=Path, help="the other checkout")
-    options.add_argument("--turns", type=int, default=5, help="runs of each checkout")
+    options.add_argument("--turns", type=int, default=6, help="runs of each checkout")
     options.add_argument("--at-once", action="store_true", help="both run at the same time")
     options.add_argument("--commit", help="of the other checkout, where git cannot say")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments, given = options.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+    if arguments.at_once and arguments.turns % 2:
+        options.error(
+            f"--turns must be even, or one has a half of the cores more often, got {arguments.turns}"
+        )
     checkouts = {"this": HERE.parent, "other": arguments.other.resolve()}
     found: dict[str, list[dict[tuple[str, str], Row]]] = defaultdict(list)
     cores = sorted(os.sched_getaffinity(0))
