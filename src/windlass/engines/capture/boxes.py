@@ -118,15 +118,15 @@ def _whole(
     if not len(flat):
         return None
     if line.length == 1:
-        if len(flat) != rows * width or (np.diff(flat) != 1).any():
+        if len(flat) != rows * width or (flat[1:] - flat[:-1] != 1).any():
             return None
         lines = place.reshape(rows, width)
-        if (np.diff(lines) != 1).any():
+        if (lines[:, 1:] - lines[:, :-1] != 1).any():
             return None
         place = lines[:, 0]
-    elif line != Line(width, 1) or len(flat) != rows or (np.diff(flat) != width).any():
+    elif line != Line(width, 1) or len(flat) != rows or (flat[1:] - flat[:-1] != width).any():
         return None
-    steps = np.diff(place)
+    steps = place[1:] - place[:-1]
     step = int(steps[0]) if len(steps) else 0
     if int(flat[0]) != 0 or (len(steps) and (step < 1 or (steps != step).any())):
         return None

@@ -51,6 +51,8 @@ _MIX_1 = 0x85EBCA6B - (1 << 32)
 _MIX_2 = 0xC2B2AE35 - (1 << 32)
 _HIGH = 0x9E3779B1 - (1 << 32)
 """For the high half of a number."""
+_LOW_HALVES = 1 << 32
+"""As many numbers share their high 32 bits."""
 
 _EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
 _SAFETENSORS = {dtype.safetensors_name: dtype for dtype in _EXACT}
@@ -170,6 +172,16 @@ def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, stored[name].get_tensor(name)
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Tensors whose elements have the numbers [first, last)."""
+
+    specs: list[CheckpointSpec]
+    first: int
+    last: int
+    is_chosen: bool
+
+
 class Codes:
     """ElementIds of all elements of a checkpoint, and the loads that spell them.
 
@@ -198,42 +210,47 @@ class Codes:
         self.num_digits = max(1, -(-max(0, total - 1).bit_length() // self.digit_bits))
         self._dtypes = tuple(sorted({spec.dtype for spec in specs}))
         self._kinds = torch.tensor([self._dtypes.index(s.dtype) for s in specs], device=self.device)
+        self._all = tuple(self._batches(range(len(specs))))
 
     def digits(self, position: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Make one load: the digit at `position` of every element, tensor by tensor."""
-        shift, mask = self.digit_bits * position, (1 << self.digit_bits) - 1
-        # By float32, from which every type of a checkpoint has a conversion.
         return self._load(
-            lambda numbers, _dtype, _chosen: (
-                numbers.bitwise_right_shift_(shift).bitwise_and_(mask).add_(1).float()
+            lambda first, last, _dtype, _chosen: _digits(
+                first, last, self.digit_bits, position, self.device
             )
         )
 
     def constant(self, value: float) -> Iterator[tuple[str, torch.Tensor]]:
         """Make one load of the same value everywhere."""
-        return self._load(
-            lambda numbers, _dtype, _chosen: torch.full(numbers.shape, value, device=numbers.device)
-        )
+        same = torch.full((1,), value, device=self.device)
+        return self._load(lambda first, last, _dtype, _chosen: same.expand(last - first))
 
     def random(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Make one load of ordinary values, the same for the same seed.
 
         Uniform, below 0.125; in float8 each of the 254 patterns that are a number.
         """
-        return self._load(lambda numbers, dtype, _chosen: _ordinary(numbers, seed, dtype))
+        return self._load(
+            lambda first, last, dtype, _chosen: _ordinary(*self._halves(first, last), seed, dtype)
+        )
 
     def some(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Make part of a load: the tensors named `chosen`, of larger values, below 2."""
         specs = [at for at, spec in enumerate(self.specs) if spec.name in chosen]
-        return self._load(lambda numbers, dtype, _chosen: _loud(numbers, seed, dtype), specs)
+        return self._load(
+            lambda first, last, dtype, _chosen: _loud(*self._halves(first, last), seed, dtype),
+            self._batches(specs),
+        )
 
     def mixed(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Make one load: `chosen` as in `some`, the others as in `random(0)`."""
         return self._load(
-            lambda numbers, dtype, is_chosen: (
-                _loud(numbers, seed, dtype) if is_chosen else _ordinary(numbers, 0, dtype)
+            lambda first, last, dtype, is_chosen: (
+                _loud(*self._halves(first, last), seed, dtype)
+                if is_chosen
+                else _ordinary(*self._halves(first, last), 0, dtype)
             ),
-            chosen=chosen,
+            self._batches(range(len(self.specs)), chosen),
         )
 
     def expected(
@@ -250,16 +267,23 @@ class Codes:
         Returns:
             (n,) of `dtype`: each value in its tensor's type, then cast.
         """
-        values = _loud if loud else _ordinary
+        make = _loud if loud else _ordinary
+
+        def values(numbers: torch.Tensor, stored: DType) -> torch.Tensor:
+            if self.starts[-1] <= _LOW_HALVES:
+                return make(numbers.to(torch.int32), 0, seed, stored)
+            halves = numbers.contiguous().view(torch.int32).view(-1, 2)
+            return make(halves[:, 0].clone(), halves[:, 1], seed, stored)
+
         if len(self._dtypes) == 1:
-            return values(numbers, seed, self._dtypes[0]).to(dtype)
+            return values(numbers, self._dtypes[0]).to(dtype)
         bounds = torch.from_numpy(self.starts[1:-1]).to(numbers.device)
         tensors = torch.searchsorted(bounds, numbers, right=True)
         kinds = self._kinds.to(numbers.device)[tensors]
         result = torch.empty(numbers.shape, dtype=dtype, device=numbers.device)
         for kind, stored in enumerate(self._dtypes):
             chosen = kinds == kind
-            bits_of(result)[chosen] = bits_of(values(numbers[chosen], seed, stored).to(dtype))
+            bits_of(result)[chosen] = bits_of(values(numbers[chosen], stored).to(dtype))
         return result
 
     def tensor_of(
@@ -268,54 +292,67 @@ class Codes:
         """Return the index of the tensor that each element number belongs to."""
         return np.searchsorted(self.starts, numbers, side="right") - 1
 
+    def _halves(self, first: int, last: int) -> tuple[torch.Tensor, int]:
+        """Return the low 32 bits of the numbers [first, last), and the high 32 bits, which all of them share."""
+        low = torch.arange(_signed(first), _signed(first) + last - first, device=self.device)
+        return low.to(torch.int32), first >> 32
+
     def _load(
         self,
-        values: Callable[[torch.Tensor, DType, bool], torch.Tensor],
-        specs: Sequence[int] | None = None,
-        chosen: frozenset[str] = frozenset(),
+        values: Callable[[int, int, DType, bool], torch.Tensor],
+        batches: Iterable[_Batch] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of `values(numbers, dtype, is_chosen)`, which may write over the numbers.
+        """Tensors of `values(first, last, dtype, is_chosen)`, called for numbers that share their high 32 bits.
 
         A model has thousands of tensors (experts), so that values are made for many at once.
         """
         most = batch_on(self.device)
-        for batch in self._batches(range(len(self.specs)) if specs is None else specs, chosen):
-            spec = self.specs[batch[0]]
-            first, last = int(self.starts[batch[0]]), int(self.starts[batch[-1] + 1])
-            dtype, is_chosen = torch_dtype(spec.dtype), spec.name in chosen
-            if len(batch) == 1:
-                tensor = torch.empty(spec.numel, dtype=dtype, device=self.device)
-                for begin in range(first, last, most):
-                    numbers = torch.arange(begin, min(last, begin + most), device=self.device)
-                    part = tensor[begin - first : begin - first + len(numbers)]
-                    part.copy_(values(numbers, spec.dtype, is_chosen))
-                yield spec.name, tensor.reshape(spec.shape)
+        for batch in self._all if batches is None else batches:
+            spec, first, last = batch.specs[0], batch.first, batch.last
+            dtype = torch_dtype(spec.dtype)
+            if len(batch.specs) == 1:
+                tensor = torch.empty(last - first, dtype=dtype, device=self.device)
+                begin = first
+                while begin < last:
+                    end = min(last, begin + most, ((begin >> 32) + 1) * _LOW_HALVES)
+                    tensor[begin - first : end - first] = values(
+                        begin, end, spec.dtype, batch.is_chosen
+                    )
+                    begin = end
+                yield spec.name, tensor.view(spec.shape)
                 continue
-            numbers = torch.arange(first, last, device=self.device)
-            made = values(numbers, spec.dtype, is_chosen).to(dtype)
-            sizes = [self.specs[index].numel for index in batch]
-            for index, part in zip(batch, torch.split(made, sizes), strict=True):
+            made = values(first, last, spec.dtype, batch.is_chosen).to(dtype)
+            parts = torch.split(made, [spec.numel for spec in batch.specs])
+            for spec, part in zip(batch.specs, parts, strict=True):
                 # Each is the loader's own: it may keep one, and read it as another type.
-                yield self.specs[index].name, part.clone().reshape(self.specs[index].shape)
+                yield spec.name, part.clone().view(spec.shape)
 
-    def _batches(self, specs: Iterable[int], chosen: frozenset[str]) -> Iterator[list[int]]:
-        """Indices of tensors that follow each other and are made alike, of `batch_on` elements in all."""
-        batch: list[int] = []
-        numel, most = 0, batch_on(self.device)
+    def _batches(
+        self, specs: Iterable[int], chosen: frozenset[str] = frozenset()
+    ) -> Iterator[_Batch]:
+        """Tensors that follow each other and are made alike, of `batch_on` elements in all.
+
+        The numbers of several share their high 32 bits.
+        """
+        batch: list[CheckpointSpec] = []
+        first = last = 0
+        most = batch_on(self.device)
         for index in specs:
             spec = self.specs[index]
+            begin, end = int(self.starts[index]), int(self.starts[index + 1])
             if batch:
-                first = self.specs[batch[0]]
-                alike = spec.dtype is first.dtype and (spec.name in chosen) == (
-                    first.name in chosen
-                )
-                if index != batch[-1] + 1 or not alike or numel + spec.numel > most:
-                    yield batch
-                    batch, numel = [], 0
-            batch.append(index)
-            numel += spec.numel
+                is_chosen = batch[0].name in chosen
+                alike = spec.dtype is batch[0].dtype and (spec.name in chosen) == is_chosen
+                fits = end - first <= most and (end - 1) >> 32 == first >> 32
+                if begin != last or not alike or not fits:
+                    yield _Batch(batch, first, last, is_chosen)
+                    batch = []
+            if not batch:
+                first = begin
+            batch.append(spec)
+            last = end
         if batch:
-            yield batch
+            yield _Batch(batch, first, last, batch[0].name in chosen)
 
 
 def bits_of(memory: torch.Tensor) -> torch.Tensor:
@@ -328,26 +365,51 @@ def _signed(number: int) -> int:
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def _loud(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
+def _digits(first: int, last: int, bits: int, position: int, device: torch.device) -> torch.Tensor:
+    """Make the digit at `position` of the numbers [first, last), plus 1, in float32.
+
+    A row of the table has the numbers that differ in their last digit alone: higher digits are the
+    same along a row, and the last one is the same in every row.
+    """
+    # By float32, from which every type of a checkpoint has a conversion.
+    if position:
+        rows = torch.arange(first >> bits, (last - 1 >> bits) + 1, device=device)
+        rows = rows.bitwise_right_shift_(bits * (position - 1)).bitwise_and_((1 << bits) - 1)
+        table = rows.add_(1).float()[:, None].expand(-1, 1 << bits)
+    else:
+        row = torch.arange(1, (1 << bits) + 1, device=device).float()
+        table = row.expand((last - 1 >> bits) + 1 - (first >> bits), -1)
+    begin = first & (1 << bits) - 1
+    return table.reshape(-1)[begin : begin + last - first]
+
+
+_HighHalf = torch.Tensor | int
+"""(n,) int32, or one that all numbers share."""
+
+
+def _loud(low: torch.Tensor, high: _HighHalf, seed: int, dtype: DType) -> torch.Tensor:
     """Make values as `_ordinary` does, but larger; float8 has none larger, others are multiplied, which is exact."""
-    values = _ordinary(numbers, seed, dtype)
+    values = _ordinary(low, high, seed, dtype)
     return values if dtype is DType.FLOAT8_E4M3 else values * LOUDNESS
 
 
-def _ordinary(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
-    """Make a value of `dtype` for each number, the same on every device: 24 bits of a hash."""
-    bits = _bits24(numbers, _signed((seed + 1) * _HIGH))
+def _ordinary(low: torch.Tensor, high: _HighHalf, seed: int, dtype: DType) -> torch.Tensor:
+    """Make a value of `dtype` for each number, the same on every device: 24 bits of a hash.
+
+    `low`, (n,) int32, is written over.
+    """
+    bits = _bits24(low, high, _signed((seed + 1) * _HIGH))
     if dtype is DType.FLOAT8_E4M3:
         pattern = bits.remainder_(254)
         pattern += pattern >= 127  # 127 and 255 are no numbers
         return pattern.to(torch.uint8).view(torch.float8_e4m3fn)
-    return (bits.sub_(1 << 23).to(torch.float32) * 2.0**-26).to(torch_dtype(dtype))
+    return bits.sub_(1 << 23).to(torch.float32).mul_(2.0**-26).to(torch_dtype(dtype))
 
 
-def _bits24(numbers: torch.Tensor, seed: int) -> torch.Tensor:
-    """(n,) int32 of the caller's own."""
-    halves = numbers.contiguous().view(torch.int32).view(-1, 2)
-    state = (halves[:, 1] * _HIGH).bitwise_xor_(halves[:, 0]).add_(seed)
+def _bits24(low: torch.Tensor, high: _HighHalf, seed: int) -> torch.Tensor:
+    """Hash numbers, given as halves; overwrite `low` with the results and return it."""
+    mixed = _signed(high * _HIGH) if isinstance(high, int) else high * _HIGH
+    state = low.bitwise_xor_(mixed).add_(seed)
     state.bitwise_xor_(state >> 16).mul_(_MIX_1)
     state.bitwise_xor_(state >> 13).mul_(_MIX_2)
     return state.bitwise_xor_(state >> 16).bitwise_right_shift_(4).bitwise_and_(0xFFFFFF)

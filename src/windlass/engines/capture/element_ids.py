@@ -66,11 +66,11 @@ def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1
     """
     base = 1 << bits
     exact = values.double() if values.element_size() > 4 or factor != 1.0 else values.float()
-    digit = (exact / factor).nan_to_num(nan=-1.0, posinf=-1.0, neginf=-1.0)
-    digit = digit.round().clamp(-1, base + 1)
+    digit = (exact if factor == 1.0 else exact / factor).round()
     spelt = digit == exact if factor == 1.0 else scaled(digit.to(values.dtype), factor) == values
-    valid = (digit >= 1) & (digit <= base) & spelt
-    return torch.where(valid, (digit.to(torch.int64) - 1) << (bits * position), _NOTHING)
+    valid = spelt.logical_and_(digit >= 1).logical_and_(digit <= base)
+    found = digit.where(valid, 0).to(torch.int64).sub_(1).bitwise_left_shift_(bits * position)
+    return found.masked_fill_(valid.logical_not_(), _NOTHING)
 
 
 @final
@@ -81,7 +81,10 @@ class Exact:
         self._numbers = torch.zeros(reach, dtype=torch.int64, device=device)
 
     def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
-        self._numbers += read_digit(holding.memory(), codes.digit_bits, position, factor)
+        memory = holding.memory()
+        for begin, numbers in self.chunks():
+            part = memory[begin : begin + len(numbers)]
+            numbers.add_(read_digit(part, codes.digit_bits, position, factor))
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
         step = chunk_on(self._numbers.device)

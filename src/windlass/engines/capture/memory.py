@@ -96,7 +96,6 @@ def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind
                 yield f"{path}.{attribute}" if path else attribute, value, Kind.ATTRIBUTE
 
 
-_CHUNK = 1 << 24
 # odd constants of splitmix64, as signed numbers
 _WEIGHT = 0xBF58476D1CE4E5B9 - (1 << 64)
 _STEP = 0x94D049BB133111EB - (1 << 64)
@@ -109,14 +108,22 @@ def fingerprint(memory: torch.Tensor) -> int:
         memory: (n,) contiguous.
     """
     words = _words_of(memory)
+    chunk = (
+        1 << 15 if words.device.type == "cpu" else 1 << 24
+    )  # fits a core's cache; keeps a GPU busy
+    steps = torch.arange(min(chunk, len(words)), device=words.device).mul_(_STEP)
     total = 0
-    for begin in range(0, len(words), _CHUNK):
-        part = words[begin : begin + _CHUNK].to(torch.int64)
-        places = torch.arange(begin, begin + len(part), device=part.device)
-        mixed = (part + 1).mul_(_WEIGHT).add_(places.mul_(_STEP))
+    for begin in range(0, len(words), chunk):
+        mixed = words[begin : begin + chunk].to(torch.int64, copy=True)
+        mixed.add_(1).mul_(_WEIGHT).add_(steps[: len(mixed)]).add_(_signed(begin * _STEP))
         mixed.bitwise_xor_(mixed >> 29).mul_(_STEP)
         total += int(mixed.bitwise_xor_(mixed >> 32).sum())
     return total % (1 << 64)
+
+
+def _signed(number: int) -> int:
+    """Wrap a number as 64 signed bits hold it."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _words_of(memory: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,11 @@ class Reading(TorchFunctionMode):
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same tensors, watched from then on."""
-        for name, tensor in weights:
+        while True:
+            with torch._C.DisableTorchFunction():  # making them is not reading them
+                name, tensor = next(weights, ("", None))
+            if tensor is None:
+                return
             self._given[id(tensor)] = weakref.ref(tensor), name
             yield name, tensor
             del tensor
