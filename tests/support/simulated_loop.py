@@ -146,8 +146,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         *,
         name: object = None,
         context: Context | None = None,
+        eager_start: bool | None = None,
     ) -> asyncio.Task[ResultT]:
-        """A task of the current host: it ends with it."""
+        """A task of the current host: it ends with it. It begins in its turn, though Python 3.14 may ask for more."""
+        del eager_start
         task: asyncio.Task[ResultT] = super().create_task(coro, name=name, context=context)
         self.network.current_host().adopt(task)
         return task
