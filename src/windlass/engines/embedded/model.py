@@ -204,8 +204,10 @@ class _SlotCache:
         value_states: torch.Tensor,
         layer_idx: int,
         *_unused: object,
+        kwargs: object = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store (B, heads, T, D) and return (B, heads, span, D)."""
+        """Store (B, heads, T, D) and return (B, heads, span, D); transformers passes `kwargs` from 5.24 on."""
+        del kwargs
         if layer_idx not in self._keys:
             _, heads, _, dim = key_states.shape
             shape = (self._num_slots, self._max_positions, heads, dim)
