@@ -42,7 +42,7 @@ def serve(folder: Path, versions: Sequence[int], *, kept: bool) -> TrainingSampl
         if version != before and not kept:
             cache = DynamicCache()
         fed = torch.tensor([tokens[cache.get_seq_length() :]])
-        chances = models[version](fed, past_key_values=cache).logits[0, -1].log_softmax(-1)
+        chances = models[version](fed, None, None, cache).logits[0, -1].log_softmax(-1)
         token = int(chances.topk(2).indices[len(tokens) % 2])
         tokens.append(token)
         logprobs.append(float(chances[token]))

@@ -245,12 +245,9 @@ class ForwardRunner:
         self._cache.aim(torch.tensor(step.slots), positions, max(span, int(positions.max()) + 1))
         reach = torch.arange(max(span, int(positions.max()) + 1))[None, None, None, :]
         visible = reach <= positions[:, None, :, None]
+        # By position: transformers 5.24 gave the cache another name.
         hidden = self._module.model(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=self._additive(visible),
-            past_key_values=self._cache,
-            use_cache=True,
+            tokens, self._additive(visible), positions, self._cache, use_cache=True
         ).last_hidden_state
         last = hidden[torch.arange(len(lengths)), lengths - 1]
         logits: torch.Tensor = self._module.lm_head(last)

@@ -155,7 +155,8 @@ def _logprobs(
         end = num_prompt + indices[-1]
         if not kept:
             cache, num_cached = DynamicCache(), 0
-        logits = model(tokens[:, num_cached:end], past_key_values=cache).logits
+        # By position: transformers 5.24 gave the cache another name.
+        logits = model(tokens[:, num_cached:end], None, None, cache).logits
         parts.append(logits[:, -len(indices) :].float().log_softmax(-1))
         num_cached = end
     chosen: torch.Tensor = torch.cat(parts, 1).gather(2, outputs[..., None])[..., 0]
