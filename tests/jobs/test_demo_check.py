@@ -99,7 +99,12 @@ def test_one_token_of_another_version_is_found(versions_dir: Path, kept: bool, a
     true = serve(versions_dir, (1,) * 8, kept=kept)
     named = tuple(2 if i >= at else 1 for i in range(8))
     forged = msgspec.structs.replace(true, versions=named)
-    assert check(versions_dir, forged, kept=kept).torn == 1
+    found = check(versions_dir, forged, kept=kept)
+    assert found.torn == 1
+    (worst,) = found.worst
+    assert worst.sample == forged
+    assert worst.expected["version 1"] == pytest.approx(true.logprobs, abs=1e-4), "what made it"
+    assert worst.expected["as named"] != pytest.approx(true.logprobs, abs=1e-3)
 
 
 def test_a_version_that_was_never_published_is_torn(versions_dir: Path) -> None:
