@@ -1,0 +1,190 @@
+"""Which feature works on which memory: the tests that show it are run, what became of them is kept, and docs/features.md is made of that.
+
+    python tools/features.py run MEMORY --json benchmarks/results/features_MEMORY_MACHINE_DATE.json
+    python tools/features.py render [--check]
+
+MEMORY is `host` or `gpu`. Every test runs trainers and engines in processes of their own and compares every element of every
+parameter that an engine serves. The page shows the newest results of each memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "features.md"
+DEADLINE_S = 420
+ON_GPU = "tests/transfer/test_backends_on_gpu.py"
+BACKENDS = "tests/transfer/test_backends.py::test_every_backend_delivers_every_byte"
+LIVE = "tests/updates/test_live_update.py"
+LINKS = "tests/updates/test_link_transports.py"
+MIXED = f"{LINKS}::test_links_within_a_host_and_between_hosts_take_what_is_fastest_for_each"
+BROADCASTS = f"{ON_GPU}::test_broadcasts_deliver_every_byte_from_gpu_to_gpu"
+DRIVEN = f"{ON_GPU}::test_a_trainer_that_drives_its_updates_fills_gpu_memory"
+CALLS = "tests/trainers/test_callback.py"
+BUCKETS = f"{CALLS}::test_buckets_by_broadcast_arrive_whole_and_a_group_lives_from_update_to_update"
+RELAY = "tests/transfer/test_relay.py"
+RESHARD = "tests/transfer/test_reshard.py"
+LATE = f"{RESHARD}::test_engines_that_join_late_are_brought_up_by_a_peer_without_a_trainer"
+REPLICA = "tests/transfer/test_replica.py"
+COPIED = f"{REPLICA}::test_weights_that_change_after_they_were_copied_are_served_as_they_were"
+REPLICA_ON_GPU = "tests/transfer/test_replica_on_gpu.py"
+FEATURES: dict[str, dict[str, tuple[str, str]]] = {
+    "p2p within a host": {
+        "host": (BACKENDS, "p2p"),
+        "gpu": (f"{LIVE}::test_engines_hold_the_full_tensors_after_every_publish", ""),
+    },
+    "p2p over a network": {
+        "host": (MIXED, ""),
+        "gpu": (f"{LIVE}::test_the_same_over_wires_that_reach_other_hosts", ""),
+    },
+    "xccl, gloo": {"host": (BACKENDS, "xccl"), "gpu": (BROADCASTS, "gloo")},
+    "xccl, NCCL": {"gpu": (BROADCASTS, "nccl")},
+    "disk": {
+        "host": (BACKENDS, "disk"),
+        "gpu": (f"{ON_GPU}::test_files_are_written_from_and_read_into_gpu_memory", ""),
+    },
+    "driven by the trainer, gloo and files": {"host": (BUCKETS, ""), "gpu": (DRIVEN, "gloo")},
+    "driven by the trainer, NCCL and files": {"gpu": (DRIVEN, "nccl")},
+    "relay": {
+        "host": (f"{RELAY}::test_trainers_send_one_copy_and_every_engine_has_every_byte", ""),
+        "gpu": (f"{ON_GPU}::test_engines_relay_from_gpu_memory_what_they_have_verified", ""),
+    },
+    "catch-up of a newcomer": {
+        "host": (LATE, ""),
+        "gpu": (f"{ON_GPU}::test_a_newcomer_on_a_gpu_catches_up_from_an_engine", ""),
+    },
+    "replica": {
+        "host": (COPIED, ""),
+        "gpu": (f"{REPLICA_ON_GPU}::test_engines_hold_the_copy_whatever_became_of_the_weights", ""),
+    },
+}
+"""Of each memory the test, and a word of the cases that belong to the feature."""
+HEAD = """# Which feature on which memory
+
+Made by `tools/features.py` from committed results, not edited by hand. Each cell is the number of cases that passed, of those that ran;
+cases are modes of updates, fabrics and wires. Every case compares every element of every parameter that an engine serves. *Not run* names
+what was skipped on that machine, with the reason that the test gave.
+
+"""
+
+
+def run(memory: str, path: Path) -> int:
+    """Run the tests of one memory and write what became of each case; 0 when none failed."""
+    chosen = {
+        test for ways in FEATURES.values() for kind, (test, _) in ways.items() if kind == memory
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default")
+        subprocess.run(
+            [*pytest, "-m", "not engines and not cluster", f"--junit-xml={report}", *sorted(chosen)],
+            cwd=ROOT, timeout=DEADLINE_S, check=False,
+        )  # fmt: skip
+        cases = [_case(case) for case in ET.parse(report).iter("testcase")]
+    gpus = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+        capture_output=True, text=True, check=False,
+    ).stdout.splitlines() if memory == "gpu" else []  # fmt: skip
+    found = {
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "machine": f"{len(gpus)} x {gpus[0]}" if gpus else f"{platform.machine()}, no GPU",
+        "cases": cases,
+    }
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    outcomes = Counter(case["outcome"] for case in cases)
+    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())))
+    return 0 if cases and not outcomes["failed"] else 1
+
+
+def _case(case: ET.Element) -> dict[str, str]:
+    """Return the name, the outcome and the reason of one case."""
+    test = case.attrib["name"]
+    file = case.attrib["classname"].replace(".", "/") + ".py"
+    for tag, outcome in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
+        if (told := case.find(tag)) is not None:
+            return {
+                "test": f"{file}::{test}",
+                "outcome": outcome,
+                "reason": told.attrib.get("message", ""),
+            }
+    return {"test": f"{file}::{test}", "outcome": "passed", "reason": ""}
+
+
+def render() -> str:
+    """Return the page that the newest results of each memory give."""
+    machines, rows, reasons = [], [], Counter[str]()
+    newest = {memory: _newest(memory) for memory in ("host", "gpu")}
+    for memory, (path, found) in newest.items():
+        machines.append(f"- {memory} memory: {found['machine']}, {found['date']} (`{path.name}`)")
+    for feature, ways in FEATURES.items():
+        cells = []
+        for memory, (_, found) in newest.items():
+            if memory not in ways:
+                cells.append("no such thing")
+                continue
+            test, word = ways[memory]
+            cases = [
+                case for case in found["cases"]
+                if case["test"].partition("[")[0] == test and word in case["test"].partition("[")[2]
+            ]  # fmt: skip
+            passed = sum(case["outcome"] == "passed" for case in cases)
+            skipped = [case for case in cases if case["outcome"] == "skipped"]
+            for case in skipped:
+                reasons[f"{feature}, {memory} memory: {case['reason']}"] += 1
+            ran = len(cases) - len(skipped)
+            name = test.partition("::")[2]
+            cells.append(f"{passed} of {ran}: `{name}`" if ran else f"not run: `{name}`")
+        rows.append(f"| {feature} | " + " | ".join(cells) + " |")
+    lines = [*machines, "", "| feature | host memory | GPU memory |", "|---|---|---|", *rows]
+    if reasons:
+        lines += ["", "Not run:", ""]
+        lines += [f"- {count} of {reason}" for reason, count in sorted(reasons.items())]
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def _newest(memory: str) -> tuple[Path, dict[str, object]]:
+    """Return the results of one memory with the last date.
+
+    Raises:
+        SystemExit: there are none.
+    """
+    files = [(json.loads(p.read_text()), p) for p in RESULTS.glob(f"features_{memory}_*.json")]
+    if not files:
+        raise SystemExit(f"features: {RESULTS} has no features_{memory}_*.json")
+    found, path = max(files, key=lambda item: (item[0]["date"], item[1].name))
+    return path, found
+
+
+def main() -> int:
+    """Run or render, as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("run", help="run the tests of one memory")
+    runs.add_argument("memory", choices=["host", "gpu"])
+    runs.add_argument("--json", type=Path, required=True)
+    commands.add_parser("render", help="write the page").add_argument(
+        "--check", action="store_true"
+    )
+    args = parser.parse_args()
+    if args.command == "run":
+        return run(args.memory, args.json)
+    page = render()
+    if args.check:
+        return 0 if PAGE.read_text() == page else 1
+    PAGE.write_text(page)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
