@@ -14,17 +14,18 @@ from hypothesis import strategies as st
 from numpy_gpu import numpy_gpu
 from strategies import Fleet, fleets
 
-from windlass.errors import PlanError, ProtocolError, UnsupportedLayout
+from windlass.errors import PlanError, ProtocolError
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.memory.packing import row_major_blocks
+from windlass.memory.cuda.gpu import Gpu
+from windlass.memory.cuda.ops import CudaMemory
 from windlass.planning import replicated
 from windlass.planning.replicated import (
     HELD,
-    BlockSchedule,
     Replicated,
     ReplicatedPart,
+    due_pieces,
     find_replicated,
 )
 from windlass.transfer.base import ParameterMemory
@@ -144,18 +145,36 @@ def test_every_byte_that_two_ranks_hold_is_compared_and_no_other(
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=4, max_size=4), st.sampled_from((1, 2, 4, 8)))
-def test_blocks_follow_each_other_row_major(sizes: list[int], itemsize: int) -> None:
+@given(
+    st.lists(st.integers(1, 9), min_size=4, max_size=4),
+    st.integers(1, 60),
+    st.integers(1, 5),
+    st.integers(1, 3),
+)
+def test_pieces_follow_each_other_row_major_and_each_has_one_turn(
+    sizes: list[int], row_nbytes: int, period: int, run: int
+) -> None:
+    steps = (100_000, 10_000, 1000, 100)
     held = np.zeros(1, HELD)
-    held["sizes"][:, -4:], held["strides"][:, -4:] = sizes, (1000, 100, 10, 1)
+    held["sizes"][:, -4:], held["strides"][:, -4:] = sizes, steps
     held["sizes"][:, :-4] = 1
-    held["run"] = 1
-    due = BlockSchedule(held, np.array([itemsize])).due(0, 1)
-    want = [
-        (sum(i * s for i, s in zip(start, (1000, 100, 10, 1), strict=True)), list(block))
-        for start, block in row_major_blocks(sizes, 24 // itemsize)
+    held["row_nbytes"], held["run"] = row_nbytes, run
+    starts = [
+        sum(i * step for i, step in zip(at, steps, strict=True))
+        for at in itertools.product(*map(range, sizes))
     ]
-    assert list(zip(due.offset.tolist(), due.sizes[:, -4:].tolist(), strict=True)) == want
+    want = [
+        (start + part, min(row_nbytes - part, 24))
+        for start in starts
+        for part in range(0, row_nbytes, 24)
+    ]
+    _, offset, nbytes = due_pieces(held, 0, 1)
+    assert list(zip(offset.tolist(), nbytes.tolist(), strict=True)) == want
+    per_run = run * max(24 // row_nbytes, 1)
+    for turn in range(period):
+        _, offset, nbytes = due_pieces(held, turn, period)
+        due = [piece for at, piece in enumerate(want) if at // per_run % period == turn]
+        assert list(zip(offset.tolist(), nbytes.tolist(), strict=True)) == due
 
 
 def hold(worker: str, box: Box, strides: tuple[int, ...], dtype: DType = INT32) -> ShardManifest:
@@ -180,9 +199,12 @@ LAYOUTS = {
 
 @pytest.fixture
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = numpy_gpu()
+    use_gpu(numpy_gpu(), monkeypatch)
+
+
+def use_gpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.transfer.replicated_digests.gpu_of", lambda _: 0)
-    monkeypatch.setattr("windlass.transfer.replicated_digests.shared_gpu", lambda _: gpu)
+    monkeypatch.setattr("windlass.transfer.replicated_digests.memory_on", lambda _: CudaMemory(gpu))
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
@@ -255,44 +277,45 @@ def test_what_is_cut_ahead_is_used_where_nothing_moved(
         digests.close()
 
 
-def test_a_gpu_keeps_the_memory_of_tables_from_turn_to_turn_and_frees_it(
+def test_tables_on_a_gpu_last_from_one_turn_to_the_next_and_are_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = numpy_gpu()
-    monkeypatch.setattr("windlass.transfer.replicated_digests.gpu_of", lambda _: 0)
-    monkeypatch.setattr("windlass.transfer.replicated_digests.shared_gpu", lambda _: gpu)
+    use_gpu(gpu, monkeypatch)
     allocated = gpu.device.allocated  # type: ignore[attr-defined]
     ranks = Ranks([hold(f"trainer/{rank}", WHOLE, PLAIN) for rank in range(2)])
+    first, second = ranks.digests.values()
     assert ranks.compare(0, 1) == ""
-    kept = dict(allocated)
-    assert len(kept) == 2
+    assert not allocated
     for turn in range(1, 5):
         assert ranks.compare(turn, 3) == ""
-        assert allocated.keys() == kept.keys()
-    monkeypatch.setattr("windlass.transfer.replicated_digests.KEPT_NBYTES", 0)
+        assert not allocated
+        first.cut_ahead()
+        kept = dict(allocated)
+        first.cut_ahead()  # nothing more to do
+        assert allocated.keys() == kept.keys() != set()
+    monkeypatch.setattr("windlass.transfer.replicated_digests.BATCH_PIECES", 1)
     assert ranks.compare(5, 1) == ""
     assert not allocated
-    monkeypatch.undo()
-    monkeypatch.setattr("windlass.transfer.replicated_digests.gpu_of", lambda _: 0)
-    monkeypatch.setattr("windlass.transfer.replicated_digests.shared_gpu", lambda _: gpu)
     assert ranks.compare(6, 3) == ""
-    first, second = ranks.digests.values()
+    for digests in (first, second):
+        digests.cut_ahead()
+    both = len(allocated)
     first.close()
-    assert len(allocated) == 1
+    assert len(allocated) == both // 2
     gpu.distrust("kernels that go on for ever")  # may read the other's: it stays
     second.close()
-    assert len(allocated) == 1
+    assert len(allocated) == both // 2
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
-def test_transposed_storage_is_compared_on_a_gpu_where_all_ranks_have_it() -> None:
-    transposed = (4, 12, 60, 360)
-    ranks = Ranks([hold(f"trainer/{rank}", WHOLE, transposed) for rank in range(2)])
+@pytest.mark.parametrize("first", [PLAIN, (4, 12, 60, 360)])
+def test_transposed_storage_is_compared_on_a_gpu(first: tuple[int, ...]) -> None:
+    strides = {"trainer/0": first, "trainer/1": (4, 12, 60, 360)}
+    ranks = Ranks([hold(worker, WHOLE, of) for worker, of in strides.items()])
     assert ranks.compare() == ""
     ranks.memory["trainer/0"][0][5] ^= 1
     assert "'weight' [0:3, 0:5, 0:6, 0:10]" in ranks.compare()
-    with pytest.raises(UnsupportedLayout, match="rows must be contiguous"):
-        Ranks([hold("trainer/0", WHOLE, PLAIN), hold("trainer/1", WHOLE, transposed)]).compare()
 
 
 def test_ranks_that_hold_another_dtype_are_compared_among_themselves() -> None:
@@ -308,7 +331,7 @@ def test_ranks_that_hold_another_dtype_are_compared_among_themselves() -> None:
     box_of = {worker: part.held["box"].tolist() for worker, part in found.parts.items()}
     assert box_of["trainer/0"] == box_of["trainer/2"] != box_of["trainer/1"] == box_of["trainer/3"]
     for worker, part in found.parts.items():
-        assert part.held["strides"][0, -1] == (4 if worker[-1] in "02" else 8)
+        assert part.held["row_nbytes"][0] == 900 * (4 if worker[-1] in "02" else 8)
     assert sorted(find_replicated(manifests[:3]).parts) == ["trainer/0", "trainer/2"]
     assert find_replicated(manifests[:2]).parts == {}
 
@@ -348,9 +371,9 @@ def test_a_sample_is_a_small_part_of_what_is_sent_and_never_empty() -> None:
     for sent in (1 << 30, 64 * nbytes + 64, 16 * nbytes, 4 * nbytes, 0):
         period = ranks.found.period(sent)
         sizes = [
-            int(ranks.digests["trainer/0"]._schedule.due(t, period).sizes.prod(1).sum())
+            int(due_pieces(ranks.found.parts["trainer/0"].held, t, period)[2].sum())
             for t in range(period)
         ]
-        assert sum(sizes) * 4 == nbytes
+        assert sum(sizes) == nbytes
         assert min(sizes) > 0
         assert period == 1 if sent > 64 * nbytes else period > 1

@@ -33,7 +33,7 @@ SOURCE = str(Path(windlass.__file__).parent)
 def outside() -> bytes:
     """A row whose bytes wrap around 64 bits, so that they seem to lie in the parameter."""
     row = np.zeros(1, HELD)
-    row["sizes"], row["run"] = 1, 1
+    row["sizes"], row["run"], row["row_nbytes"] = 1, 1, 4
     row["sizes"][0, 0], row["strides"][0, 0] = (1 << 62) + 1, 4
     return row.tobytes()
 

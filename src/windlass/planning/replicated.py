@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from windlass.planning.intersect import (
     classes_by_pattern,
     counted,
     find_holders,
+    ranges,
     unique_boxes,
 )
 from windlass.planning.plan import ITEMSIZES
@@ -32,7 +32,7 @@ BLOCK_NBYTES = 256 << 10
 """What boxes are cut into."""
 RUN_BLOCKS = 64
 """The most blocks, of one box or of boxes that follow each other, that are due in the same turn: a GPU
-digests a long piece of one box as quickly as a short one of it, and many boxes one after the other."""
+digests a long part of one box as quickly as a short one of it, and many boxes one after the other."""
 LEAST_RUNS = 1024
 """Runs are shorter where there would be fewer of them."""
 SAMPLE_SHARE = 1 / 64
@@ -47,28 +47,16 @@ HELD = np.dtype(
         ("offset", "<i8"),
         ("sizes", "<i8", (MAX_DIMS,)),
         ("strides", "<i8", (MAX_DIMS,)),
+        ("row_nbytes", "<i8"),
         ("first", "<i8"),
         ("run", "<i4"),
     ]
 )
-"""Where a rank holds a box: `offset` and `strides` in bytes, `sizes` in elements, slowest dim first.
-`first`: number of its first block, all boxes of the fleet counted through; `run`: blocks in a run."""
+"""Where a rank holds a box, as rows of `row_nbytes` contiguous bytes, equally long at every holder: `sizes` rows per
+dim, slowest first; `offset` and `strides` in bytes. `first`: number of its first block, all boxes of the fleet
+counted through; `run`: blocks in a run."""
 DIGESTED = np.dtype([("box", "<i4"), ("kind", "u1"), ("a", "<u8"), ("b", "<u8")])
 """What a rank found in a box; digests of one `kind` (of algorithm) can be compared."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DueBlocks:
-    """Blocks to be digested, box after box, in the order of their digest.
-
-    Attributes:
-        row: (n,) row of the part. offset: (n,) bytes from the start of the parameter.
-        sizes: (n, MAX_DIMS) elements; strides are the row's.
-    """
-
-    row: Int64Array
-    offset: Int64Array
-    sizes: Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,112 +87,67 @@ class ReplicatedPart:
             held = np.frombuffer(data, HELD)
         except ValueError as error:
             raise ProtocolError(f"replicated boxes of {manifest.worker}: {error}") from error
-        sizes, strides = held["sizes"], held["strides"]
-        extents = np.array([spec.nbytes for spec in manifest.parameters], np.int64)
-        known = (held["parameter"] >= 0) & (held["parameter"] < len(extents))
-        inside = known.all() and (sizes > 0).all() and (strides >= 0).all()
-        inside = inside and (held["first"] >= 0).all() and (held["run"] > 0).all()
-        if inside and len(held):
-            itemsizes = np.array([spec.dtype.itemsize for spec in manifest.parameters], np.int64)
-            # In floating point first: integers that are sent may be such that their sum wraps around.
-            steps = ((sizes - 1.0) * strides).sum(axis=1) + held["offset"]
-            inside = (steps <= 2.0 * extents[held["parameter"]]).all()
-            reach = held["offset"] + ((sizes - 1) * strides).sum(axis=1)
-            ends = reach + itemsizes[held["parameter"]]
-            inside = (
-                inside
-                and (held["offset"] >= 0).all()
-                and (ends <= extents[held["parameter"]]).all()
-            )
-        if not inside:
+        sizes, strides, row_nbytes = held["sizes"], held["strides"], held["row_nbytes"]
+        extents = np.array([*(spec.nbytes for spec in manifest.parameters), 0], np.int64)
+        known = (held["parameter"] >= 0) & (held["parameter"] < len(extents) - 1)
+        extent = extents[np.where(known, held["parameter"], -1)]
+        inside = known & (held["offset"] >= 0) & (held["first"] >= 0) & (held["run"] > 0)
+        inside &= (row_nbytes > 0) & (sizes > 0).all(axis=1) & (strides >= 0).all(axis=1)
+        # In floating point, which does not wrap around; what lies in a parameter is exact in it.
+        inside &= held["offset"] + ((sizes - 1.0) * strides).sum(axis=1) + row_nbytes <= extent
+        inside &= sizes.prod(axis=1, dtype=np.float64) * row_nbytes <= extent
+        if not inside.all():
             raise PlanError(f"replicated boxes of {manifest.worker} must lie in its parameters")
         return cls(held)
 
 
-@final
-class BlockSchedule:
-    """Which blocks of a rank's boxes are due when.
+def num_pieces(held: StructuredArray) -> Int64Array:
+    """Return how many pieces each of (n,) boxes has: rows, cut where they are longer than a block."""
+    pieces: Int64Array = held["sizes"].prod(axis=1) * -(-held["row_nbytes"] // BLOCK_NBYTES)
+    return pieces
+
+
+def _pieces_per_block(held: StructuredArray) -> Int64Array:
+    pieces: Int64Array = np.maximum(BLOCK_NBYTES // held["row_nbytes"], 1)
+    return pieces
+
+
+def _num_blocks(held: StructuredArray) -> Int64Array:
+    return -(-num_pieces(held) // _pieces_per_block(held))
+
+
+def due_pieces(
+    held: StructuredArray, turn: int, period: int
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """The pieces of blocks whose turn it is: of those of run r if r % period == turn % period.
 
     Args:
-        held: `ReplicatedPart.held`.
-        itemsizes: (n,) of each row's elements.
+        held: (n,) `HELD`.
+        turn: counts comparisons.
+        period: in so many turns every block is due once; >= 1.
+
+    Returns:
+        (row of `held`, bytes from the start of the parameter, contiguous bytes) per piece, box after box, in
+        the order of their digest.
     """
-
-    def __init__(self, held: StructuredArray, itemsizes: Int64Array) -> None:
-        self._sizes = held["sizes"].astype(np.int64)
-        self._strides = held["strides"].astype(np.int64)
-        self._offset = held["offset"].astype(np.int64)
-        self._first = held["first"].astype(np.int64)
-        self._run = held["run"].astype(np.int64)
-        self._cut = _Cut.of(self._sizes, itemsizes)
-        self._stop = self._first + self._cut.num_blocks
-
-    def due(self, turn: int, period: int) -> DueBlocks:
-        """The blocks whose turn it is: those of run r if r % period == turn % period.
-
-        Args:
-            turn: counts comparisons.
-            period: in so many turns every block is due once; >= 1.
-        """
-        lowest, highest = self._first // self._run, (self._stop - 1) // self._run
-        lowest = lowest + (turn - lowest) % period
-        num_runs = np.maximum((highest - lowest) // period + 1, 0)
-        row = np.repeat(np.arange(len(num_runs)), num_runs)
-        run = lowest[row] + counted(num_runs) * period
-        start = np.maximum(self._first[row], run * self._run[row])
-        stop = np.minimum(self._stop[row], (run + 1) * self._run[row])
-        number = np.repeat(start - self._first[row], stop - start) + counted(stop - start)
-        row = np.repeat(row, stop - start)
-        at, block = self._cut.place(self._sizes, row, number)
-        offset = self._offset[row] + (at * self._strides[row]).sum(axis=1)
-        return DueBlocks(row=row, offset=offset, sizes=block)
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How boxes are cut into blocks that follow each other row-major: by their sizes alone.
-
-    Attributes:
-        dim: (n,) dims before `dim - 1` are walked one by one, it in chunks, the others whole; 0: one block.
-        chunk, per_dim: (n,) elements of that dim in a block, and blocks along it.
-        num_blocks: (n,).
-    """
-
-    dim: Int64Array
-    chunk: Int64Array
-    per_dim: Int64Array
-    num_blocks: Int64Array
-
-    @classmethod
-    def of(cls, sizes: Int64Array, itemsizes: Int64Array) -> _Cut:
-        limit = BLOCK_NBYTES // itemsizes
-        inner, dim = sizes.prod(axis=1), np.zeros(len(sizes), np.int64)
-        for axis in range(MAX_DIMS):
-            over = inner > limit
-            inner = np.where(over, inner // sizes[:, axis], inner)
-            dim = np.where(over, axis + 1, dim)
-        chunk = np.maximum(limit // np.maximum(inner, 1), 1)
-        along = np.take_along_axis(sizes, np.maximum(dim - 1, 0)[:, None], 1)[:, 0]
-        per_dim = np.where(dim > 0, -(-along // chunk), 1)
-        before = np.arange(MAX_DIMS)[None, :] < dim[:, None] - 1
-        return cls(dim, chunk, per_dim, np.where(before, sizes, 1).prod(axis=1) * per_dim)
-
-    def place(
-        self, sizes: Int64Array, row: Int64Array, number: Int64Array
-    ) -> tuple[Int64Array, Int64Array]:
-        """Where block `number` of box `row` starts and how large it is: (m, MAX_DIMS) each."""
-        whole, at = sizes[row], self.dim[row] - 1
-        outer, along = np.divmod(number, self.per_dim[row])
-        start = np.zeros_like(whole)
-        for axis in range(MAX_DIMS - 1, -1, -1):
-            walked = axis < at
-            start[:, axis] = np.where(walked, outer % whole[:, axis], 0)
-            outer = np.where(walked, outer // whole[:, axis], outer)
-            start[:, axis] += np.where(axis == at, along * self.chunk[row], 0)
-        axes = np.arange(MAX_DIMS)[None, :]
-        left = np.minimum(self.chunk[row][:, None], whole - start)
-        block = np.where(axes < at[:, None], 1, np.where(axes == at[:, None], left, whole))
-        return start, block
+    first, run, per_block = held["first"], held["run"].astype(np.int64), _pieces_per_block(held)
+    stop = first + _num_blocks(held)
+    lowest, highest = first // run, (stop - 1) // run
+    lowest = lowest + (turn - lowest) % period
+    num_runs = np.maximum((highest - lowest) // period + 1, 0)
+    row = np.repeat(np.arange(len(held)), num_runs)
+    number = lowest[row] + counted(num_runs) * period
+    begin = np.maximum(number * run[row], first[row]) - first[row]
+    end = np.minimum((number + 1) * run[row], stop[row]) - first[row]
+    begin, end = begin * per_block[row], np.minimum(end * per_block[row], num_pieces(held)[row])
+    piece, row = ranges(begin, end - begin), np.repeat(row, end - begin)
+    row_nbytes = held["row_nbytes"][row]
+    at_row, part = np.divmod(piece, -(-row_nbytes // BLOCK_NBYTES))
+    offset = held["offset"][row] + part * BLOCK_NBYTES
+    for dim in range(MAX_DIMS - 1, -1, -1):
+        at_row, index = np.divmod(at_row, held["sizes"][row, dim])
+        offset += index * held["strides"][row, dim]
+    return row, offset, np.minimum(row_nbytes - part * BLOCK_NBYTES, BLOCK_NBYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,13 +273,14 @@ def find_replicated(sources: Sequence[ShardManifest]) -> Replicated:
     held["offset"] = table.offset_bytes[rows] + (inside * strides).sum(axis=1)
     first = np.searchsorted(box, np.arange(int(several.sum())))
     dims = _slowest_first(sizes[atom[first]], strides[first])[box]
-    of_box = np.take_along_axis(sizes[atom[first]], dims[first], 1)
-    num_blocks = _Cut.of(of_box, ITEMSIZES[table.dtype[rows[first]]].astype(np.int64)).num_blocks
+    held["sizes"] = np.take_along_axis(sizes[atom], dims, 1)
+    held["strides"] = np.take_along_axis(strides, dims, 1)
+    held["row_nbytes"] = ITEMSIZES[table.dtype[rows]]
+    _join_rows(held, first)
+    num_blocks = _num_blocks(held[first])
     total = int(num_blocks.sum())
     run = min(max(total // LEAST_RUNS, 1), RUN_BLOCKS)
     held["first"], held["run"] = (np.cumsum(num_blocks) - num_blocks)[box], run
-    held["sizes"] = np.take_along_axis(sizes[atom], dims, 1)
-    held["strides"] = np.take_along_axis(strides, dims, 1)
     rank, nbytes = table.rank[rows], sizes[atom].prod(axis=1) * ITEMSIZES[table.dtype[rows]]
     per_rank = np.bincount(rank, nbytes, len(sources))
     tensors = [names.names[int(name)] for name in table.tensor[rows[first]]]
@@ -363,3 +307,13 @@ def _slowest_first(sizes: Int64Array, strides: Int64Array) -> Int64Array:
         np.where(sizes == 1, np.iinfo(np.int64).min, -strides), 1, "stable"
     )
     return order
+
+
+def _join_rows(held: StructuredArray, first: Int64Array) -> None:
+    """Make rows of the inner dims that are contiguous at every holder. `first`: (b,) row of each box."""
+    sizes, joins = held["sizes"], np.ones(len(held), np.bool_)
+    for dim in range(MAX_DIMS - 1, -1, -1):
+        follows = (sizes[:, dim] == 1) | (held["strides"][:, dim] == held["row_nbytes"])
+        joins &= np.logical_and.reduceat(follows, first)[held["box"]]
+        held["row_nbytes"] *= np.where(joins, sizes[:, dim], 1)
+        sizes[joins, dim] = 1

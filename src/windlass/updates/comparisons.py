@@ -13,7 +13,7 @@ class Comparison:
     """What one update compares.
 
     Attributes:
-        turn: counts comparisons, see `BlockSchedule.due`.
+        turn: counts comparisons, see `due_pieces`.
         is_first: everything is compared, and nobody is charged for it.
     """
 

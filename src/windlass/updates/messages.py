@@ -313,7 +313,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
     Attributes:
         version: to be written next.
-        turn: counts comparisons, see `BlockSchedule.due`.
+        turn: counts comparisons, see `due_pieces`.
         period: in so many turns every block is compared once; 0: nothing is compared now.
     """
 

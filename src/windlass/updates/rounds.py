@@ -126,7 +126,7 @@ class RoundSpec:
         relay: member of a relay group -> those that it passes on to; empty without a relay.
         replicated: what trainers hold in common and must agree about; None if this round compares
             nothing.
-        turn, period: see `BlockSchedule.due`.
+        turn, period: see `due_pieces`.
         lineage: see `Publish`.
     """
 

@@ -62,8 +62,6 @@ class PieceTable:
         pieces: (n,) `PIECE`.
         kernel: for them, without the suffix of a hashing one.
         dst_itemsize: of their elements where they are stored.
-        uploaded_at: memory of the caller's where `pieces` lie by the time kernels are queued; 0: own
-            memory, uploaded to now.
 
     Raises:
         TransferFailed: the GPU has no room for them.
@@ -73,13 +71,7 @@ class PieceTable:
     """
 
     def __init__(
-        self,
-        device: Device,
-        pieces: StructuredArray,
-        kernel: str,
-        dst_itemsize: int,
-        *,
-        uploaded_at: int = 0,
+        self, device: Device, pieces: StructuredArray, kernel: str, dst_itemsize: int
     ) -> None:
         self.kernel = kernel
         self.itemsize = dst_itemsize
@@ -91,14 +83,13 @@ class PieceTable:
         small = mean <= SMALL_PIECE_NBYTES and not kernel.startswith("fp8")
         self.block = SMALL_BLOCK if small else LARGE_BLOCK
         self._device = device
-        self._owns = not uploaded_at
-        self.address = uploaded_at or device.allocate(max(pieces.nbytes, 1))
-        if self._owns and len(pieces):
+        self.address = device.allocate(max(pieces.nbytes, 1))
+        if len(pieces):
             device.upload(self.address, np.ascontiguousarray(pieces).view(np.uint8).data)
 
     def close(self) -> None:
         """Free the table. Idempotent."""
-        if self.address and self._owns:
+        if self.address:
             self._device.free(self.address)
         self.address = 0
 

@@ -316,20 +316,20 @@ class _CudaChunks(_OnGpu):
         raw = PieceKind(Transform.NONE, DType.UINT8, DType.UINT8)
         with self._building():
             (self._table,) = self._load([(raw, pieces)])
-            self._words = self._allocate(max(len(begin), 1) * WORDS_NBYTES)
+            self._nbytes = max(len(begin), 1) * WORDS_NBYTES
+            self._words = self._allocate(self._nbytes)
 
     def take(self, chunks: Sequence[int], deadline_s: float) -> list[str]:
         gpu = self._gpu
+        gpu.device.clear(self._words, self._nbytes, gpu.stream)
         for chunk in chunks:
-            self._clear(self._at(chunk))
             part = range(int(self._first[chunk]), int(self._first[chunk + 1]))
-            gpu.kernels.hash(self._table, gpu.stream, self._at(chunk), part)
+            gpu.kernels.hash(self._table, gpu.stream, self._words + chunk * WORDS_NBYTES, part)
         if chunks:
             gpu.finish(deadline_s)
-        return [read_digest(gpu, self._at(chunk)) for chunk in chunks]
-
-    def _at(self, chunk: int) -> int:
-        return self._words + chunk * WORDS_NBYTES
+        found = np.frombuffer(gpu.device.download(self._words, self._nbytes, gpu.stream), "<u8")
+        words = found.reshape(-1, WORDS_NBYTES // 8).tolist()
+        return [f"{a:016x}{b:016x}" for a, b, _ in (words[chunk] for chunk in chunks)]
 
 
 @final
