@@ -93,20 +93,17 @@ class MegatronRank(Rank):
     def sums(self) -> dict[str, tuple[int, int]]:
         """Of every checkpoint tensor, units and units times their row, summed over this rank's part."""
         found: dict[str, tuple[int, int]] = {}
-        table = self.manifest.table
-        for row in range(len(table)):
-            spec = self.manifest.tensors[int(table.tensor[row])]
-            lead = 4 - len(spec.shape)
-            flat, start = self.elements(int(table.parameter[row]))
-            sizes = table.sizes[row, lead:].tolist()
-            strides = [s // 2 for s in table.strides_bytes[row, lead:].tolist()]
-            part = flat.as_strided(sizes, strides, (start + int(table.offset_bytes[row])) // 2)
+        index_of = {p.name: index for index, p in enumerate(self.manifest.parameters)}
+        for shard in self.manifest.shards():
+            flat, start = self.elements(index_of[shard.parameter])
+            strides = [s // 2 for s in shard.strides_bytes]
+            part = flat.as_strided(shard.box.sizes, strides, (start + shard.offset_bytes) // 2)
             values = part.to(torch.int64)
-            at = torch.arange(sizes[0], device="cuda") + int(table.offsets[row, lead])
-            weight = at.reshape(-1, *([1] * (len(sizes) - 1)))
+            at = torch.arange(shard.box.sizes[0], device="cuda") + shard.box.offsets[0]
+            weight = at.reshape(-1, *([1] * (shard.box.num_dims - 1)))
             one, two = int(values.sum()), int((values * weight).sum())
-            old = found.get(spec.name, (0, 0))
-            found[spec.name] = (old[0] + one, old[1] + two)
+            old = found.get(shard.tensor, (0, 0))
+            found[shard.tensor] = (old[0] + one, old[1] + two)
         return found
 
     def gathered(self) -> tuple[int, int]:

@@ -34,7 +34,7 @@ from harness import Row, median_p95, parser, report, save
 from tools.plan.synthesis import engine_manifests, trainer_manifests
 from tools.plan.topology import Topology, parse_topology
 from windlass.config import UpdateMode
-from windlass.layout.manifest import ShardManifest
+from windlass.layout.manifest import ShardManifest, TensorSpec
 from windlass.memory.cuda.kernels import PIECE, Kernels, PieceTable
 from windlass.memory.cuda.links import WORDS_NBYTES
 from windlass.planning.plan import TransferPlan
@@ -171,29 +171,31 @@ class Rank:
         torch.cuda.synchronize()
 
     def _expected(self) -> Any:
-        manifest, table = self.manifest, self.manifest.table
-        source_is_float = self.float32
-        for row in range(len(table)):
-            spec = manifest.tensors[int(table.tensor[row])]
-            lead = 4 - len(spec.shape)
-            sizes = table.sizes[row, lead:].tolist()
-            starts = table.offsets[row, lead:].tolist()
-            strides = table.strides_bytes[row, lead:].tolist()
+        index_of = {p.name: index for index, p in enumerate(self.manifest.parameters)}
+        for shard, spec in zip(self.manifest.shards(), self._specs(), strict=True):
             index = torch.zeros(1, dtype=torch.int64, device="cuda")
-            for size, start, extent in zip(sizes, starts, spec.shape, strict=True):
+            for size, start, extent in zip(
+                shard.box.sizes, shard.box.offsets, spec.shape, strict=True
+            ):
                 index = index[..., None] * extent + torch.arange(start, start + size, device="cuda")
-            values = index.reshape(sizes) * 40503 + hash_name(spec.name)
-            parameter = manifest.parameters[int(table.parameter[row])]
-            memory, start = self.elements(int(table.parameter[row]))
-            offset = start + int(table.offset_bytes[row])
-            itemsize = parameter.dtype.itemsize
+            values = index.reshape(shard.box.sizes) * 40503 + hash_name(spec.name)
+            number = index_of[shard.parameter]
+            memory, start = self.elements(number)
+            itemsize = self.manifest.parameters[number].dtype.itemsize
             base = memory.view(torch.float32) if itemsize == 4 else memory
-            view = base.as_strided(sizes, [s // itemsize for s in strides], offset // itemsize)
-            if source_is_float or self.casting:
+            strides = [s // itemsize for s in shard.strides_bytes]
+            view = base.as_strided(
+                shard.box.sizes, strides, (start + shard.offset_bytes) // itemsize
+            )
+            if self.float32 or self.casting:
                 # Integers up to 256 are exact in bfloat16, so the cast can be checked exactly.
                 yield view, ((values >> 2) + self.round) % 256
             else:
                 yield view, ((values >> 2) + self.round).to(torch.int16)
+
+    def _specs(self) -> list[TensorSpec]:
+        """The checkpoint tensor of every shard."""
+        return [self.manifest.tensors[int(index)] for index in self.manifest.table.tensor]
 
     def elements(self, parameter: int) -> tuple[torch.Tensor, int]:
         """Flat memory that a parameter lies in, and where it begins there, in bytes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,50 +155,29 @@ def gather(
     full: dict[str, torch.Tensor] = {}
     held: set[tuple[str, tuple[int, ...]]] = set()
     for owner, manifest in enumerate(manifests):
-        for row, (name, shape, offsets, sizes) in enumerate(_rows(manifest)):
-            if (name, offsets) in held:  # a replica
+        shapes = {spec.name: spec.shape for spec in manifest.tensors}
+        index_of = {p.name: index for index, p in enumerate(manifest.parameters)}
+        for shard in manifest.shards():
+            name, box = shard.tensor, shard.box
+            if (name, box.offsets) in held:  # a replica
                 continue
-            held.add((name, offsets))
+            held.add((name, box.offsets))
             if rank == owner:
-                part = _view(manifest, row, sizes, tensors)
+                flat = tensors[index_of[shard.parameter]].detach().reshape(-1)
+                itemsize = flat.element_size()
+                strides = [s // itemsize for s in shard.strides_bytes]
+                part = flat.as_strided(box.sizes, strides, shard.offset_bytes // itemsize)
                 if owner != 0:
                     dist.send(part.contiguous(), 0, group=group)
                     continue
             elif rank == 0:
-                part = torch.empty(sizes, dtype=torch.bfloat16, device="cuda")
+                part = torch.empty(box.sizes, dtype=torch.bfloat16, device="cuda")
                 dist.recv(part, owner, group=group)
             else:
                 continue
             if name not in full:
-                full[name] = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-            place = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+                full[name] = torch.empty(shapes[name], dtype=torch.bfloat16, device="cuda")
+            place = tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))
             full[name][place] = part
     torch.cuda.synchronize()
     return list(full.items())
-
-
-def _rows(
-    manifest: Any,
-) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Per shard: tensor name, its shape, offsets and sizes of the box in it."""
-    table = manifest.table
-    for row in range(len(table)):
-        spec = manifest.tensors[int(table.tensor[row])]
-        lead = 4 - len(spec.shape)
-        yield (
-            spec.name,
-            tuple(spec.shape),
-            tuple(table.offsets[row, lead:].tolist()),
-            tuple(table.sizes[row, lead:].tolist()),
-        )
-
-
-def _view(
-    manifest: Any, row: int, sizes: tuple[int, ...], tensors: list[torch.Tensor]
-) -> torch.Tensor:
-    table = manifest.table
-    tensor = tensors[int(table.parameter[row])].detach().reshape(-1)
-    strides = table.strides_bytes[row, 4 - len(sizes) :].tolist()
-    itemsize = tensor.element_size()
-    offset = int(table.offset_bytes[row]) // itemsize
-    return tensor.as_strided(sizes, [s // itemsize for s in strides], offset)
