@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from windlass.config import ControlConfig
 from windlass.errors import ConfigError
@@ -104,7 +104,7 @@ class Controller:
         """Count the staleness of samples that go to trainers by another way than `batches`."""
         self._operations.observe_samples(samples)
 
-    def overview(self) -> dict[str, object]:
+    def overview(self) -> dict[str, Any]:
         """What `/v1/overview` answers and the page shows: fleet, updates, rollouts, history. In the loop."""
         return self._operations.overview()
 

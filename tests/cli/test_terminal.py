@@ -21,9 +21,9 @@ from trained import report, sample
 from windlass_command import command
 
 import windlass
-from windlass.cli.commands.status import status_of
 from windlass.cli.main import main
 from windlass.jobs.progress import Progress
+from windlass.observability.terminal import status_of
 from windlass.updates.measures import Measure
 
 REPOSITORY = Path(__file__).parents[2]

@@ -15,8 +15,9 @@ from slurm_cluster import missing_reason, slurm_cluster
 
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
-from windlass.jobs.schedulers.ray import ray_scheduler
-from windlass.jobs.schedulers.slurm import SlurmOptions, slurm_scheduler
+from windlass.jobs.schedulers.configs import SchedulerConfig, create_scheduler
+from windlass.jobs.schedulers.ray import RaySchedulerConfig
+from windlass.jobs.schedulers.slurm import SlurmOptions, SlurmSchedulerConfig
 from windlass.jobs.train_controller import TrainController
 from windlass.net.server import ControlServer
 
@@ -76,11 +77,10 @@ def cluster(
 
 @asynccontextmanager
 async def opened(cluster: str, log_dir: Path) -> AsyncIterator[Scheduler]:
+    config: SchedulerConfig = SlurmSchedulerConfig(host="127.0.0.1", processes=OPTIONS)
     if cluster:
-        scheduler = ray_scheduler(address=cluster)
-    else:
-        scheduler = slurm_scheduler(log_dir, processes=OPTIONS, host="127.0.0.1")
-    async with scheduler:
+        config = RaySchedulerConfig(address=cluster)
+    async with create_scheduler(config, log_dir) as scheduler:
         yield scheduler
 
 

@@ -14,9 +14,10 @@ import pytest
 
 from windlass.envs import control_token, inherited_environment, secret_value
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
+from windlass.jobs.schedulers.configs import create_scheduler
 from windlass.jobs.schedulers.local import LocalScheduler
-from windlass.jobs.schedulers.ray import ray_scheduler
-from windlass.jobs.schedulers.slurm import slurm_scheduler
+from windlass.jobs.schedulers.ray import RaySchedulerConfig
+from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 from windlass.net.access import Access, role_environment, role_token
 
 SECRET = "of-the-owner-alone"
@@ -75,7 +76,8 @@ async def test_a_slurm_job_gets_the_token_of_its_role_alone(
         tool.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("RECORDED", str(tmp_path))
-    async with slurm_scheduler(tmp_path / "logs", host="127.0.0.1") as scheduler:
+    config = SlurmSchedulerConfig(host="127.0.0.1")
+    async with create_scheduler(config, tmp_path / "logs") as scheduler:
         check((await shown(scheduler)).partition(" b'")[0])
         script = (tmp_path / "logs" / "slurm-lease.sh").read_text()
         assert SECRET not in script
@@ -104,8 +106,8 @@ async def test_a_local_process_gets_the_token_of_its_role_alone(tmp_path: Path) 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-async def test_a_ray_process_and_its_actor_get_the_token_of_its_role_alone() -> None:
-    async with ray_scheduler(num_cpus=1) as scheduler:
+async def test_a_ray_process_and_its_actor_get_the_token_of_its_role_alone(tmp_path: Path) -> None:
+    async with create_scheduler(RaySchedulerConfig(num_cpus=1), tmp_path) as scheduler:
         check(await shown(scheduler))
 
 

@@ -13,7 +13,7 @@ from windlass.errors import ConfigError
 from windlass.jobs import load_config
 from windlass.jobs.launch import check_job
 from windlass.jobs.recipe import load_recipe
-from windlass.jobs.schedulers.configs import SlurmSchedulerConfig
+from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "launch" / "job.toml"
 

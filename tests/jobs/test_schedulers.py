@@ -20,9 +20,10 @@ from slurm_cluster import missing_reason, slurm_cluster
 
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
+from windlass.jobs.schedulers.configs import SchedulerConfig, create_scheduler
 from windlass.jobs.schedulers.local import LocalBackend, LocalScheduler
-from windlass.jobs.schedulers.ray import ray_scheduler
-from windlass.jobs.schedulers.slurm import slurm_scheduler
+from windlass.jobs.schedulers.ray import RaySchedulerConfig
+from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 
 NO_SLURM = missing_reason()
 NO_RAY = "" if importlib.util.find_spec("ray") else "ray is not installed"
@@ -53,15 +54,16 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @asynccontextmanager
 async def opened(kind: str, log_dir: Path) -> AsyncIterator[Scheduler]:
     environment = {"FROM_THE_SCHEDULER": "yes"}
+    configs: dict[str, SchedulerConfig] = {
+        "slurm": SlurmSchedulerConfig(host="127.0.0.1"),
+        "ray": RaySchedulerConfig(num_cpus=4),
+    }
     if kind == "local":
         async with LocalScheduler(log_dir, environment) as local:
             yield local
-    elif kind == "slurm":
-        async with slurm_scheduler(log_dir, environment, host="127.0.0.1") as slurm:
-            yield slurm
     else:
-        async with ray_scheduler(environment, num_cpus=4) as ray:
-            yield ray
+        async with create_scheduler(configs[kind], log_dir, environment) as scheduler:
+            yield scheduler
 
 
 def python(name: str, code: str, **environment: str) -> ProcessSpec:

@@ -15,19 +15,17 @@ import pytest
 from windlass.cli.main import main
 from windlass.errors import ConfigError
 from windlass.observability.speed_of_light import SpeedOfLight
+from windlass.updates.messages import RoundOutcome, UpdateReport
 
 
 def report(ceiling_gbps: float = 100.0, num_links: int = 2) -> SpeedOfLight:
-    return SpeedOfLight(
+    update = UpdateReport(
         version=3,
-        nbytes=20_000_000_000,
-        wire_s=0.125,
-        update_s=0.2,
-        pause_s=0.05,
+        outcome=RoundOutcome.PUBLISHED,
+        measures={"nbytes": 20_000_000_000, "wire_s": 0.125, "update_s": 0.2, "pause_s": 0.05},
         phase_s={"write": 0.13, "verify": 0.02},
-        ceiling_gbps=ceiling_gbps,
-        num_links=num_links,
     )
+    return SpeedOfLight(update, ceiling_gbps, num_links)
 
 
 def test_the_limit_is_the_bytes_over_all_links_at_their_ceiling() -> None:

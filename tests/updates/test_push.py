@@ -302,7 +302,7 @@ async def test_a_push_is_seen_wherever_updates_are_seen(monkeypatch: pytest.Monk
     assert report.nbytes == 2 * 2 * 32  # two tensors, to two ranks each
     shown = [Phase.PREPARE, Phase.WRITE, Phase.VERIFY, Phase.APPLY, Phase.PUBLISH, Phase.DONE]
     assert [phase for _, phase in phases] == shown
-    assert (overview["phase"], len(overview["rounds"])) == ("", 1)  # type: ignore[arg-type]
+    assert (overview["phase"], len(overview["rounds"])) == ("", 1)
     assert b'windlass_rounds_total{outcome="published"} 1.0' in metrics
     assert b"windlass_round_pause_seconds_count 1.0" in metrics
     began, publishing, published = (

@@ -15,7 +15,7 @@ from windlass.envs import control_token
 from windlass.errors import AuthenticationError, PeerTimeout, PeerUnreachable, ProtocolError
 from windlass.net.addresses import check_url
 from windlass.net.sockets import open_http
-from windlass.observability.page import HEARTBEAT_S
+from windlass.observability.operations import HEARTBEAT_S
 
 
 def add_controller(parser: argparse.ArgumentParser) -> None:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from windlass.jobs.schedulers.base import ProcessSpec as ProcessSpec
     from windlass.jobs.schedulers.base import ProcessStatus as ProcessStatus
     from windlass.jobs.schedulers.base import Scheduler as Scheduler
-    from windlass.jobs.schedulers.configs import LocalSchedulerConfig as LocalSchedulerConfig
-    from windlass.jobs.schedulers.configs import RaySchedulerConfig as RaySchedulerConfig
-    from windlass.jobs.schedulers.configs import SlurmSchedulerConfig as SlurmSchedulerConfig
     from windlass.jobs.schedulers.configs import create_scheduler as create_scheduler
     from windlass.jobs.schedulers.local import LocalScheduler as LocalScheduler
+    from windlass.jobs.schedulers.local import LocalSchedulerConfig as LocalSchedulerConfig
+    from windlass.jobs.schedulers.ray import RaySchedulerConfig as RaySchedulerConfig
+    from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig as SlurmSchedulerConfig
     from windlass.jobs.train_controller import StepResult as StepResult
     from windlass.jobs.train_controller import TrainController as TrainController
     from windlass.jobs.train_worker import TrainContext as TrainContext

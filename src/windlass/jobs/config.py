@@ -15,7 +15,8 @@ import msgspec
 from windlass.config import ControlConfig, ReplicaPlace, check_numbers, take_name
 from windlass.engines.spec import ENGINES
 from windlass.errors import DECODE_ERRORS, ConfigError
-from windlass.jobs.schedulers.configs import LocalSchedulerConfig, SchedulerConfig
+from windlass.jobs.schedulers.configs import SchedulerConfig
+from windlass.jobs.schedulers.local import LocalSchedulerConfig
 from windlass.rollout.messages import SamplingParams
 from windlass.rollout.staleness import OnStale
 from windlass.transports.registry import parse_transport

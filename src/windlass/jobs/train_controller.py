@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import msgspec
@@ -34,6 +34,7 @@ from windlass.jobs.train_worker import (
     Welcome,
 )
 from windlass.net.access import Access, role_environment
+from windlass.net.clock import Deadline
 from windlass.net.messages import PROTOCOL_VERSION, Garbled
 from windlass.net.rpc import Session, serve
 from windlass.net.server import ControlServer
@@ -64,44 +65,56 @@ class _RankEnded(Exception):
     """More to the point than what a rank's peers say of it."""
 
 
-_Session = Session[TrainCommand, TrainResult]
-_Wait = asyncio.Future[TrainResult] | asyncio.Task[None]
+_Wait = asyncio.Future[TrainResult] | asyncio.Task[bool]
 
 
-def rank_names(name: str, world_size: int) -> list[str]:
-    """Return what the processes of a `TrainController` of this name are called."""
-    return [f"{name}-{rank}" for rank in range(world_size)]
+def rank_specs(
+    name: str,
+    command: Sequence[str],
+    world_size: int,
+    *,
+    num_cpus: int,
+    num_gpus: int,
+    num_nodes: int,
+) -> list[ProcessSpec]:
+    """Return what starts the ranks of a `TrainController` with these arguments, in rank order."""
+    per_node, specs = world_size // num_nodes, []
+    for rank in range(world_size):
+        node, local = divmod(rank, per_node)
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            # A rank that has GPUs sees its own alone, and counts them from 0.
+            "LOCAL_RANK": "0" if num_gpus else str(local),
+            "LOCAL_WORLD_SIZE": "1" if num_gpus else str(per_node),
+        }
+        specs.append(
+            ProcessSpec(
+                name=f"{name}-{rank}",
+                command=tuple(command),
+                environment=environment,
+                num_nodes=num_nodes,
+                num_cpus=num_cpus * per_node,
+                num_gpus=num_gpus * per_node,
+                colocate_with=f"{name}-0" if rank else "",
+                node=node,
+                gpus=tuple(range(local * num_gpus, (local + 1) * num_gpus)),
+            )
+        )
+    return specs
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where a rank is in the reservation of all: its node, and its GPUs there."""
+@final
+class _Rank(Session[TrainCommand, TrainResult]):
+    """A rank: one session, which goes on over every connection that its process makes."""
 
-    node: int
-    gpus: tuple[int, ...]
-
-
-def rank_place(rank: int, ranks_per_node: int, num_gpus: int) -> RankPlace:
-    """Return the place of a rank that has `num_gpus` GPUs."""
-    node, local = divmod(rank, ranks_per_node)
-    return RankPlace(node, tuple(range(local * num_gpus, (local + 1) * num_gpus)))
-
-
-@dataclass(slots=True)
-class _Rank:
-    """A rank; its session goes on over every connection that its process makes."""
-
-    name: str
-    session: _Session
-    incarnation: str = ""
-    joined: asyncio.Event = field(default_factory=asyncio.Event)
-    watch: asyncio.Task[str] | None = None
-    data_parallel: Done = field(default_factory=Done)
-    operations: tuple[str, ...] = ()
-
-
-def _new_ranks(name: str, world_size: int) -> list[_Rank]:
-    return [_Rank(each, Session(each, keeps_calls=True)) for each in rank_names(name, world_size)]
+    def __init__(self, spec: ProcessSpec) -> None:
+        super().__init__(spec.name, keeps_calls=True)
+        self.spec, self.incarnation = spec, ""
+        self.joined = asyncio.Event()
+        self.watch: asyncio.Task[str] | None = None
+        self.data_parallel = Done()
+        self.operations: tuple[str, ...] = ()
 
 
 @final
@@ -153,13 +166,14 @@ class TrainController:
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
             raise ConfigError(f"TrainController: name must be of A-Z a-z 0-9 _ . -, got {name!r}")
         self._scheduler, self._token, self._name = scheduler, token, name
-        self._command = tuple(command)
         self._environment = dict(environment or {})
-        self._num_cpus, self._num_gpus, self._num_nodes = num_cpus, num_gpus, num_nodes
         self._coordinator = coordinator
         self._under_way: CalledUpdate | None = None
         self._is_served = False
-        self._ranks = _new_ranks(name, world_size)
+        specs = rank_specs(
+            name, command, world_size, num_cpus=num_cpus, num_gpus=num_gpus, num_nodes=num_nodes
+        )
+        self._ranks = [_Rank(spec) for spec in specs]
         self.ranks_started = asyncio.Event()
         self._store = ("", 0)
         self._num_calls = 0
@@ -193,54 +207,31 @@ class TrainController:
         Raises:
             TrainerError: a rank died, did not come, or its setup raised.
         """
-        loop = asyncio.get_running_loop()
-        end = loop.time() + deadline_s
+        deadline = Deadline.after(deadline_s, "connect")
         await self._end_ranks(BROKEN_GRACE_S)
-        self._ranks = _new_ranks(self._name, len(self._ranks))
+        self._ranks = [_Rank(rank.spec) for rank in self._ranks]
         self._failure, self._under_way = "", None
-        job = secrets.token_hex(8)
-        per_node = len(self._ranks) // self._num_nodes
-        for index, rank in enumerate(self._ranks):
-            place = rank_place(index, per_node, self._num_gpus)
-            environment = {
-                **self._environment,
-                **role_environment(self._token, Access.TRAINER),
-                "WINDLASS_TRAIN_URL": url,
-                "WINDLASS_TRAIN_NAME": self._name,
-                "WINDLASS_JOB": job,
-                "RANK": str(index),
-                "WORLD_SIZE": str(len(self._ranks)),
-                # A rank that has GPUs sees its own alone, and counts them from 0.
-                "LOCAL_RANK": "0" if self._num_gpus else str(index % per_node),
-                "LOCAL_WORLD_SIZE": "1" if self._num_gpus else str(per_node),
-            }
-            spec = ProcessSpec(
-                name=rank.name,
-                command=self._command,
-                environment=environment,
-                num_nodes=self._num_nodes,
-                num_cpus=self._num_cpus * per_node,
-                num_gpus=self._num_gpus * per_node,
-                colocate_with=self._ranks[0].name if index else "",
-                node=place.node,
-                gpus=place.gpus,
-            )
-            await self._scheduler.start(spec)
-            rank.watch = asyncio.create_task(self._watch(rank))
+        environment = {
+            **self._environment,
+            **role_environment(self._token, Access.TRAINER),
+            "WINDLASS_TRAIN_URL": url,
+            "WINDLASS_TRAIN_NAME": self._name,
+            "WINDLASS_JOB": secrets.token_hex(8),
+        }
+        for rank in self._ranks:
+            given = {**environment, **rank.spec.environment}
+            await self._scheduler.start(msgspec.structs.replace(rank.spec, environment=given))
+            rank.watch = asyncio.create_task(self._watch(rank.peer))
         self.ranks_started.set()
-        joins = [asyncio.create_task(_wait(rank.joined)) for rank in self._ranks]
-        await self._wait_for_all(joins, end, deadline_s, "connect")
-        remaining = max(end - loop.time(), 0.1)
-        host, port = self._store
-        commands = [Setup(host, port, remaining)] * len(self._ranks)
-        for rank, done in zip(
-            self._ranks, await self._collective(commands, remaining), strict=True
-        ):
+        joins = [asyncio.create_task(rank.joined.wait()) for rank in self._ranks]
+        await self._wait_for_all(joins, deadline)
+        left_s = max(deadline.remaining_s, 0.1)
+        answers = await self._collective([Setup(*self._store, left_s)] * len(self._ranks), left_s)
+        for rank, done in zip(self._ranks, answers, strict=True):
             if not 0 <= done.data_parallel_rank < done.data_parallel_size <= len(self._ranks):
                 raise TrainerError(
-                    f"{rank.name}: data-parallel rank must be in [0, size <= "
-                    f"{len(self._ranks)}), got {done.data_parallel_rank} of "
-                    f"{done.data_parallel_size}"
+                    f"{rank.peer}: data-parallel rank must be in [0, size <= {len(self._ranks)}), "
+                    f"got {done.data_parallel_rank} of {done.data_parallel_size}"
                 )
             rank.data_parallel = done
 
@@ -272,32 +263,26 @@ class TrainController:
         """
         if self._coordinator is None:
             raise ConfigError("TrainController: publish needs a coordinator, got none")
-        loop = asyncio.get_running_loop()
-        end = loop.time() + deadline_s
-        await self._finish_update(deadline_s)
-        left_s = max(end - loop.time(), 0.1)
+        deadline = Deadline.after(deadline_s, "publish")
+        await self._finish_update(deadline)
+        left_s = max(deadline.remaining_s, 0.1)
         answers = await self._collective([PreparePublish(version)] * len(self._ranks), left_s)
-        update = self._coordinator.begin_publish(version, deadline_s=left_s)
+        self._under_way = self._coordinator.begin_publish(version, deadline_s=left_s)
         if self._is_served and all(answer.sends_copies for answer in answers):
-            self._under_way = update
-            await self._wait_for(_copied(update), end, deadline_s)
+            await self._wait_for(_copied(self._under_way), deadline)
         else:
-            await self._wait_for(_published(update), end, deadline_s)
+            await self._finish_update(deadline)
             self._is_served = True
 
-    async def _finish_update(self, deadline_s: float) -> None:
+    async def _finish_update(self, deadline: Deadline) -> None:
         """Wait for the one under way."""
         update, self._under_way = self._under_way, None
         if update is not None:
-            end = asyncio.get_running_loop().time() + deadline_s
-            await self._wait_for(_published(update), end, deadline_s)
+            await self._wait_for(_published(update), deadline)
 
-    async def _wait_for(
-        self, work: Coroutine[Any, Any, TrainResult], end: float, deadline_s: float
-    ) -> None:
+    async def _wait_for(self, work: Coroutine[Any, Any, TrainResult], deadline: Deadline) -> None:
         """A rank that ends meanwhile is the reason, as in every call."""
-        waits = [asyncio.create_task(work)] * len(self._ranks)
-        await self._wait_for_all(waits, end, deadline_s, "publish")
+        await self._wait_for_all([asyncio.create_task(work)] * len(self._ranks), deadline)
 
     async def save(self, path: str, *, deadline_s: float) -> None:
         """All ranks write a checkpoint.
@@ -356,7 +341,7 @@ class TrainController:
             if not isinstance(value, list) or len(value) != len(shard):
                 got = len(value) if isinstance(value, list) else type(value).__name__
                 raise TrainerError(
-                    f"{rank.name}: operation {operation} must return a list of {len(shard)} results, "
+                    f"{rank.peer}: operation {operation} must return a list of {len(shard)} results, "
                     f"got {got}"
                 )
             found[index::size] = value
@@ -370,7 +355,7 @@ class TrainController:
         ]
 
     def _commands(self, operation: str, arguments: Sequence[object]) -> list[TrainCommand]:
-        lacking = [rank.name for rank in self._ranks if operation not in rank.operations]
+        lacking = [rank.peer for rank in self._ranks if operation not in rank.operations]
         if lacking:
             known = sorted({name for rank in self._ranks for name in rank.operations})
             raise ConfigError(
@@ -388,7 +373,7 @@ class TrainController:
         """
         if not self._failure:
             try:
-                await self._finish_update(grace_s)
+                await self._finish_update(Deadline.after(grace_s, "publish"))
             except TrainerError as error:
                 _log.warning("the last update: %s", error)
         broken = bool(self._failure)
@@ -410,8 +395,8 @@ class TrainController:
             rank.watch.cancel()
             await asyncio.gather(rank.watch, return_exceptions=True)
             rank.watch = None
-            await self._scheduler.delete(rank.name, grace_s=grace_s)
-            await rank.session.close()
+            await self._scheduler.delete(rank.peer, grace_s=grace_s)
+            await rank.close()
 
     async def _collective(
         self, commands: Sequence[TrainCommand], deadline_s: float
@@ -419,38 +404,33 @@ class TrainController:
         async with self._lock:
             if self._failure:  # of the call before this one, too
                 raise TrainerError(self._failure)
-            end = asyncio.get_running_loop().time() + deadline_s
+            deadline = Deadline.after(deadline_s, type(commands[0]).__name__)
             self._num_calls += 1
             call_id = (1, self._num_calls, 1)
             try:
                 replies = await asyncio.gather(
                     *(
-                        rank.session.call(call_id, command, within_s=deadline_s)
+                        rank.call(call_id, command, within_s=deadline_s)
                         for rank, command in zip(self._ranks, commands, strict=True)
                     )
                 )
-                return await self._wait_for_all(
-                    replies, end, deadline_s, type(commands[0]).__name__
-                )
+                return await self._wait_for_all(replies, deadline)
             finally:
                 for rank in self._ranks:
-                    rank.session.forget(call_id)
+                    rank.forget(call_id)
 
-    async def _wait_for_all(
-        self, waits: Sequence[_Wait], end: float, deadline_s: float, what: str
-    ) -> tuple[Done, ...]:
+    async def _wait_for_all(self, waits: Sequence[_Wait], deadline: Deadline) -> tuple[Done, ...]:
         """Wait for all; the first rank that dies or raises, or the deadline, fails all.
 
         A rank that has answered may end afterwards: that is how `Stop` looks.
         """
         answers = [
-            asyncio.create_task(_answer(rank, wait, what))
+            asyncio.create_task(_answer(rank, wait, deadline.purpose))
             for rank, wait in zip(self._ranks, waits, strict=True)
         ]
-        left_s = max(end - asyncio.get_running_loop().time(), 0.0)
         try:
             done, missing = await asyncio.wait(
-                answers, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION
+                answers, timeout=deadline.remaining_s, return_when=asyncio.FIRST_EXCEPTION
             )
             if missing and any(answer.exception() for answer in done):
                 # A peer's collective often fails a moment before the dead rank is reported.
@@ -459,34 +439,27 @@ class TrainController:
                 )
             errors = [e for answer in answers if answer.done() and (e := answer.exception())]
             errors.sort(key=lambda error: not isinstance(error, _RankEnded))
-            if errors:
-                raise errors[0]
-            if missing:
+            if missing and not errors:
                 pairs = zip(self._ranks, answers, strict=True)
-                silent = [rank for rank, answer in pairs if not answer.done()]
-                await self._raise_hang(silent, what, deadline_s)
+                names = [rank.peer for rank, answer in pairs if not answer.done()]
+                tails = [f"{name}:\n{await self._log_tail(name)}" for name in names]
+                said = f"{deadline.purpose}: no answer from {', '.join(names)} within "
+                said += f"{deadline.seconds} s; logs end:\n{''.join(tails)}"
+                errors.append(TrainerError(said))
+            if errors:
+                self._failure = str(errors[0])
+                raise TrainerError(self._failure) from errors[0]
             return tuple(answer.result() for answer in answers)
-        except (TrainerError, _RankEnded) as error:
-            self._failure = str(error)
-            raise TrainerError(self._failure) from None
         finally:
             for wait in (*answers, *waits):
                 wait.cancel()
 
-    async def _raise_hang(self, ranks: Sequence[_Rank], what: str, deadline_s: float) -> None:
-        tails = [
-            f"{rank.name}:\n{await self._scheduler.log_tail(rank.name, LOG_LINES)}"
-            for rank in ranks
-        ]
-        raise TrainerError(
-            f"{what}: no answer from {', '.join(rank.name for rank in ranks)} within {deadline_s} s; "
-            f"logs end:\n{''.join(tails)}"
-        )
+    async def _watch(self, name: str) -> str:
+        status = await self._scheduler.wait(name)
+        return f"{name} ended with {status.returncode}; its log ends:\n{await self._log_tail(name)}"
 
-    async def _watch(self, rank: _Rank) -> str:
-        status = await self._scheduler.wait(rank.name)
-        tail = await self._scheduler.log_tail(rank.name, LOG_LINES)
-        return f"{rank.name} ended with {status.returncode}; its log ends:\n{tail}"
+    async def _log_tail(self, name: str) -> str:
+        return await self._scheduler.log_tail(name, LOG_LINES)
 
     # --- connections -------------------------------------------------------------------------
 
@@ -499,7 +472,7 @@ class TrainController:
         self,
         first: RankFrame,
         socket: web.WebSocketResponse,  # noqa: ARG002
-    ) -> tuple[_Session, Welcome]:
+    ) -> tuple[_Rank, Welcome]:
         if not isinstance(first, Joined):
             raise ProtocolError("train worker: a reply before its Joined")
         if first.protocol_version != PROTOCOL_VERSION:
@@ -514,23 +487,21 @@ class TrainController:
             )
         rank = self._ranks[first.rank]
         if rank.incarnation not in ("", first.incarnation):
-            raise ProtocolError(f"train worker: {rank.name} is taken by another process")
+            raise ProtocolError(f"train worker: {rank.peer} is taken by another process")
         rank.incarnation, rank.operations = first.incarnation, first.operations
         if first.rank == 0:
             self._store = (first.store_host, first.store_port)
-        return rank.session, Welcome()
+        return rank, Welcome()
 
-    async def admitted(self, session: _Session) -> None:
-        for rank in self._ranks:
-            if rank.session is session:
-                rank.joined.set()
+    async def admitted(self, session: _Rank) -> None:
+        session.joined.set()
 
-    async def received(self, session: _Session, frame: RankFrame) -> None:
+    async def received(self, session: _Rank, frame: RankFrame) -> None:
         if isinstance(frame, Joined):
             raise Garbled(f"{session.peer}: Joined may be sent only once")
         session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
 
-    async def lost(self, session: _Session, reason: str, *, ended: bool) -> None:  # noqa: ARG002
+    async def lost(self, session: _Rank, reason: str, *, ended: bool) -> None:  # noqa: ARG002
         """See `rpc.Owner`. A process that has ended is seen by its scheduler."""
         _log.info("%s: %s", session.peer, reason)
 
@@ -543,8 +514,8 @@ async def _answer(rank: _Rank, wait: _Wait, what: str) -> Done:
         raise _RankEnded(f"{what}: {watches[0].result()}")
     result = wait.result()
     if isinstance(result, Failed):
-        raise TrainerError(f"{rank.name}: {result.error}")
-    return result or Done()
+        raise TrainerError(f"{rank.peer}: {result.error}")
+    return result if isinstance(result, Done) else Done()
 
 
 def _value_of(rank: _Rank, done: Done) -> Any:
@@ -552,7 +523,7 @@ def _value_of(rank: _Rank, done: Done) -> Any:
     try:
         return msgspec.msgpack.decode(done.value)
     except DECODE_ERRORS as error:
-        raise TrainerError(f"{rank.name}: value of {len(done.value)} bytes: {error}") from error
+        raise TrainerError(f"{rank.peer}: value of {len(done.value)} bytes: {error}") from error
 
 
 async def _published(update: CalledUpdate) -> TrainResult:
@@ -567,10 +538,6 @@ async def _copied(update: CalledUpdate) -> TrainResult:
     await asyncio.wait([copied, update.report], return_when=asyncio.FIRST_COMPLETED)
     copied.cancel()
     return Done() if update.copied.is_set() else await _published(update)
-
-
-async def _wait(event: asyncio.Event) -> None:
-    await event.wait()
 
 
 def _weighted_mean(

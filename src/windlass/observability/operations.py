@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import final
+from typing import Any, final
 
 import msgspec
 from aiohttp import web
@@ -14,7 +14,7 @@ from aiohttp import web
 from windlass.net.server import ControlServer
 from windlass.observability.history import FleetEvents, History, Point
 from windlass.observability.metrics import CONTENT_TYPE, ControllerMetrics
-from windlass.observability.page import StatusPage
+from windlass.observability.page import POLICY, read_page
 from windlass.observability.spans import find_tracer, record_round
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
@@ -25,6 +25,8 @@ from windlass.updates.measures import Measure
 from windlass.updates.messages import RoundOutcome, UpdateReport
 from windlass.updates.rounds import Phase
 
+HEARTBEAT_S = 15.0
+SEND_DEADLINE_S = 10.0
 LAST_ROUNDS = 20
 BINDING = "binding "
 LOOK_AFTER_S = 0.2
@@ -41,7 +43,9 @@ class Operations:
         self._coordinator, self._rollouts = coordinator, rollouts
         self._metrics = ControllerMetrics()
         self._tracer = find_tracer()
-        self._page = StatusPage(self.overview)
+        self._page = read_page().encode()
+        self._open_pages: set[asyncio.Event] = set()
+        self._closed = False
         self._staleness: Counter[int] = Counter()
         self._history, self._events = History(), FleetEvents()
         self._look_timer: asyncio.TimerHandle | None = None
@@ -57,20 +61,32 @@ class Operations:
     def mount(self, server: ControlServer) -> None:
         """Add the routes to a server that has not started; from the loop."""
         self._started_at = asyncio.get_running_loop().time()
-        self._page.mount(server)
-        server.add_routes([web.get("/metrics", self._serve_metrics)])
+        server.add_public_route("/", self._serve_page)
+        server.add_routes(
+            [
+                web.get("/metrics", self._serve_metrics),
+                web.get("/v1/overview", self._serve_overview),
+                web.get("/v1/events", self._serve_events),
+            ]
+        )
 
     def close(self) -> None:
         """End open streams. Idempotent."""
         if self._look_timer is not None:
             self._look_timer.cancel()
-        self._page.close()
+        self._closed = True
+        self._notify()
+
+    def _notify(self) -> None:
+        """Something changed: every open page gets the new state. Changes in between coalesce."""
+        for event in self._open_pages:
+            event.set()
 
     def _now_s(self) -> float:
         """Since the start."""
         return asyncio.get_running_loop().time() - self._started_at
 
-    def overview(self) -> dict[str, object]:
+    def overview(self) -> dict[str, Any]:
         """What `/v1/overview` answers and every event carries."""
         stats, now_s = self._rollouts.stats(), self._now_s()
         self._add_point(now_s, stats)
@@ -114,21 +130,21 @@ class Operations:
     def _on_rollouts(self) -> None:
         if self._history.is_due(now_s := self._now_s()):
             self._add_point(now_s, self._rollouts.stats())
-            self._page.notify()
+            self._notify()
 
     def _on_fleet(self) -> None:
         binds = self._coordinator.binds
         if bool(binds) != self._phase.startswith(BINDING) and not self._coordinator.in_round:
             self._enter(f"{BINDING}{', '.join(binds)}" if binds else "")
-        self._page.notify()
-        if self._look_timer is None and not self._page.closed:
+        self._notify()
+        if self._look_timer is None and not self._closed:
             self._look_timer = asyncio.get_running_loop().call_later(LOOK_AFTER_S, self._look)
 
     def _look(self) -> None:
         """See how engines differ from the last look; what is new goes to open pages."""
         self._look_timer = None
         self._events.compare(self._now_s(), self._coordinator.engines())
-        self._page.notify()
+        self._notify()
 
     def _on_update(self, report: UpdateReport) -> None:
         self._metrics.observe_round(report.outcome.value, report.measures)
@@ -143,12 +159,12 @@ class Operations:
         if report.outcome is not RoundOutcome.PUBLISHED:
             said = f"version {report.version} {report.outcome}: {report.reason}"
             self._events.add(self._now_s(), "", said, is_bad=True)
-        self._page.notify()
+        self._notify()
 
     def _on_phase(self, version: int, phase: Phase) -> None:
         what = f"version {version}" if version >= 0 else "a push"  # its trainer names it at the end
         self._enter("" if phase is Phase.DONE else f"{phase.value} of {what}")
-        self._page.notify()
+        self._notify()
 
     def _enter(self, phase: str) -> None:
         self._phase, self._phase_began_s = phase, self._now_s()
@@ -167,7 +183,7 @@ class Operations:
             staleness=totals.staleness + sum(ages),
             stalest=max(totals.stalest, *ages, 0),
         )
-        self._page.notify()
+        self._notify()
 
     async def _serve_metrics(self, _request: web.Request) -> web.Response:
         coordinator = self._coordinator
@@ -180,3 +196,47 @@ class Operations:
             rollouts=msgspec.to_builtins(self._rollouts.stats()),
         )
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _serve_page(self, _request: web.Request) -> web.StreamResponse:
+        return web.Response(
+            body=self._page,
+            content_type="text/html",
+            charset="utf-8",
+            headers={
+                "Content-Security-Policy": f"{POLICY}; connect-src 'self'; frame-ancestors 'none'; "
+                "base-uri 'none'"
+            },
+        )
+
+    async def _serve_overview(self, _request: web.Request) -> web.Response:
+        return web.Response(
+            body=msgspec.json.encode(self.overview()), content_type="application/json"
+        )
+
+    async def _serve_events(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        )
+        await response.prepare(request)
+        changed = asyncio.Event()
+        changed.set()
+        self._open_pages.add(changed)
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await changed.wait()
+                except TimeoutError:
+                    frame = b": still here\n\n"
+                else:
+                    changed.clear()
+                    frame = b"data: " + msgspec.json.encode(self.overview()) + b"\n\n"
+                if self._closed:
+                    break
+                async with asyncio.timeout(SEND_DEADLINE_S):
+                    await response.write(frame)
+        except (ConnectionError, TimeoutError):
+            pass  # the page was closed, or does not read
+        finally:
+            self._open_pages.discard(changed)
+        return response

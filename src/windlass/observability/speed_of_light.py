@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from windlass.errors import ConfigError
+from windlass.observability.plots import drawn_to
+from windlass.updates.messages import UpdateReport
 
 
 @final
@@ -16,11 +18,7 @@ class SpeedOfLight:
     """One update against its ceiling.
 
     Attributes:
-        version: as in `UpdateReport`, like the next five.
-        nbytes: that travelled.
-        wire_s: the slowest rank's time inside writes. update_s: first command to last reply.
-        pause_s: the longest that an engine stood still.
-        phase_s: seconds per phase, by name.
+        report: of the update.
         ceiling_gbps: of one link, measured on this machine in this state, in 10^9 bytes per second.
         num_links: that work side by side: the smaller number of ranks, one link each, say.
 
@@ -28,12 +26,7 @@ class SpeedOfLight:
         ConfigError: a ceiling or a number of links that is not positive.
     """
 
-    version: int
-    nbytes: int
-    wire_s: float
-    update_s: float
-    pause_s: float
-    phase_s: Mapping[str, float]
+    report: UpdateReport
     ceiling_gbps: float
     num_links: int
 
@@ -45,34 +38,44 @@ class SpeedOfLight:
 
     @property
     def limit_s(self) -> float:
-        """`nbytes` over all links at their ceiling."""
-        return self.nbytes / self.num_links / self.ceiling_gbps / 1e9
+        """Its bytes over all links at their ceiling."""
+        return self.report.nbytes / self.num_links / self.ceiling_gbps / 1e9
 
     @property
     def stages(self) -> tuple[tuple[str, float], ...]:
         """(name, seconds), in order; `other` is what no stage accounts for."""
-        other = max(0.0, self.update_s - sum(self.phase_s.values()))
-        return (*self.phase_s.items(), ("other", other))
+        phase_s = self.report.phase_s
+        other = max(0.0, self.report.update_s - sum(phase_s.values()))
+        return (*phase_s.items(), ("other", other))
 
     @property
     def achieved_gbps(self) -> float:
         """Of one link, while bytes travelled."""
-        return self.nbytes / self.num_links / self.wire_s / 1e9 if self.wire_s else 0.0
+        wire_s = self.report.wire_s
+        return self.report.nbytes / self.num_links / wire_s / 1e9 if wire_s else 0.0
 
     @property
     def wire_fraction(self) -> float:
         """Limit over wire time: 1 is the speed of light."""
-        return self.limit_s / self.wire_s if self.wire_s else 0.0
+        return self.limit_s / self.report.wire_s if self.report.wire_s else 0.0
 
     @property
     def update_fraction(self) -> float:
         """Limit over the whole update."""
-        return self.limit_s / self.update_s if self.update_s else 0.0
+        return self.limit_s / self.report.update_s if self.report.update_s else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, for JSON."""
+        report = self.report
         return {
-            **asdict(self),
+            "version": report.version,
+            "nbytes": report.nbytes,
+            "wire_s": report.wire_s,
+            "update_s": report.update_s,
+            "pause_s": report.pause_s,
+            "phase_s": report.phase_s,
+            "ceiling_gbps": self.ceiling_gbps,
+            "num_links": self.num_links,
             "limit_s": self.limit_s,
             "stages": dict(self.stages),
             "achieved_gbps": self.achieved_gbps,
@@ -82,41 +85,35 @@ class SpeedOfLight:
 
     def text(self) -> str:
         """A few lines for a terminal."""
+        report = self.report
         head = (
-            f"version {self.version}: {self.nbytes / 1e9:.3f} GB over {self.num_links} links of "
+            f"version {report.version}: {report.nbytes / 1e9:.3f} GB over {self.num_links} links of "
             f"{self.ceiling_gbps:.1f} GB/s: limit {1e3 * self.limit_s:.2f} ms"
         )
         wire = (
-            f"  wire {1e3 * self.wire_s:.2f} ms = {100 * self.wire_fraction:.0f} % of the limit "
-            f"({self.achieved_gbps:.1f} GB/s per link), update {1e3 * self.update_s:.2f} ms = "
-            f"{100 * self.update_fraction:.0f} %, pause {1e3 * self.pause_s:.2f} ms"
+            f"  wire {1e3 * report.wire_s:.2f} ms = {100 * self.wire_fraction:.0f} % of the limit "
+            f"({self.achieved_gbps:.1f} GB/s per link), update {1e3 * report.update_s:.2f} ms = "
+            f"{100 * self.update_fraction:.0f} %, pause {1e3 * report.pause_s:.2f} ms"
         )
         lines = [head, wire]
         for name, seconds in self.stages:
-            share = seconds / self.update_s if self.update_s else 0.0
+            share = seconds / report.update_s if report.update_s else 0.0
             lines.append(f"  {name:<8} {1e3 * seconds:9.2f} ms {100 * share:5.1f} %")
         return "\n".join(lines)
 
 
 def save_plot(updates: Sequence[SpeedOfLight], path: Path) -> None:
     """A PNG: the stages of every update as a stacked bar, the limit as a line."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 5), constrained_layout=True)
     places = range(len(updates))
     base = [0.0] * len(updates)
     names = dict.fromkeys(name for update in updates for name, _ in update.stages)
-    for name in names:
-        heights = [1e3 * dict(update.stages).get(name, 0.0) for update in updates]
-        axes.bar(places, heights, bottom=base, label=name)
-        base = [below + height for below, height in zip(base, heights, strict=True)]
-    axes.plot(places, [1e3 * u.limit_s for u in updates], "k_", markersize=14, label="limit")
-    axes.set(ylabel="milliseconds", xlabel="version", title="Updates against the speed of light")
-    axes.set_xticks(list(places), [str(update.version) for update in updates])
-    axes.legend()
-    axes.grid(alpha=0.3, axis="y")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with drawn_to(path) as (axes,):
+        for name in names:
+            heights = [1e3 * dict(update.stages).get(name, 0.0) for update in updates]
+            axes.bar(places, heights, bottom=base, label=name)
+            base = [below + height for below, height in zip(base, heights, strict=True)]
+        axes.plot(places, [1e3 * u.limit_s for u in updates], "k_", markersize=14, label="limit")
+        axes.set(
+            ylabel="milliseconds", xlabel="version", title="Updates against the speed of light"
+        )
+        axes.set_xticks(list(places), [str(update.report.version) for update in updates])

@@ -18,13 +18,10 @@ from windlass.engines.spec import ENGINES
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 from windlass.jobs.config import EngineSection, LaunchConfig, TrainerSection, load_config
-from windlass.jobs.schedulers.configs import (
-    LocalSchedulerConfig,
-    RaySchedulerConfig,
-    SchedulerConfig,
-    SlurmSchedulerConfig,
-)
-from windlass.jobs.schedulers.local import visible_gpus
+from windlass.jobs.schedulers.configs import SchedulerConfig
+from windlass.jobs.schedulers.local import LocalSchedulerConfig, visible_gpus
+from windlass.jobs.schedulers.ray import RaySchedulerConfig
+from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 from windlass.net.addresses import free_port
 from windlass.net.logs import configure_logging
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -12,8 +11,9 @@ from windlass.cli import Command
 from windlass.cli.controller import add_controller, overview
 from windlass.errors import ConfigError
 from windlass.observability.ceilings import measure_memcpy_gbps
-from windlass.observability.page import saved_page, taken_at
+from windlass.observability.page import saved_page
 from windlass.observability.speed_of_light import SpeedOfLight, save_plot
+from windlass.updates.messages import RoundOutcome, UpdateReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
     view = overview(args)
     ceiling = measure_memcpy_gbps() if args.ceiling_gbps is None else args.ceiling_gbps
     updates = [
-        _compare(each, ceiling, args.links)
-        for each in view["rounds"]
-        if each["outcome"] == "published"
+        SpeedOfLight(report, ceiling, args.links)
+        for report in msgspec.convert(view["rounds"], list[UpdateReport])
+        if report.outcome is RoundOutcome.PUBLISHED
     ]
     for update in updates:
         print(update.text())
@@ -59,22 +59,9 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         save_plot(updates, args.plot)
     if args.html is not None:
-        args.html.write_text(saved_page(view, taken_at(args.url)), encoding="utf-8")
+        args.html.write_text(saved_page(view, args.url), encoding="utf-8")
         print(f"wrote {args.html}: open it in a browser, or send it")
     return 0
-
-
-def _compare(report: dict[str, Any], ceiling_gbps: float, num_links: int) -> SpeedOfLight:
-    return SpeedOfLight(
-        version=report["version"],
-        nbytes=int(report["measures"].get("nbytes", 0)),
-        wire_s=report["measures"].get("wire_s", 0),
-        update_s=report["measures"].get("update_s", 0),
-        pause_s=report["measures"].get("pause_s", 0),
-        phase_s=report["phase_s"],
-        ceiling_gbps=ceiling_gbps,
-        num_links=num_links,
-    )
 
 
 COMMAND = Command(

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Iterator
-from typing import Any
 
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
 from windlass.cli import Command
 from windlass.cli.controller import add_controller, follow_overview, overview
 from windlass.envs import control_token
-from windlass.net.logs import printable
-from windlass.updates.measures import Measure
-
-MAX_LINKS = 20
-"""Of a fleet, shown in a table."""
-LAST_ROUNDS = 10
+from windlass.observability.terminal import status_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,123 +49,6 @@ async def _watch(args: argparse.Namespace, console: Console) -> None:
     with Live(console=console, auto_refresh=False, screen=True) as live:
         async for view in views:
             live.update(status_of(view), refresh=True)
-
-
-def status_of(view: dict[str, Any]) -> RenderableType:
-    """Draw what `/v1/overview` answers; nothing of it is cut off on 80 columns."""
-    return Group(*_parts(_printable(view)))
-
-
-def _printable(value: Any) -> Any:
-    """What peers say of themselves stands in it: their control characters must not reach a terminal."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, list):
-        return [_printable(each) for each in value]
-    if isinstance(value, dict):
-        return {printable(key): _printable(each) for key, each in value.items()}
-    return value
-
-
-def _table(*columns: str, right: int = 0, gap: int = 2) -> Table:
-    """A table whose last `right` columns are figures."""
-    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
-    for number, column in enumerate(columns):
-        is_figure = number >= len(columns) - right
-        table.add_column(
-            column, overflow="fold", justify="right" if is_figure else "left", no_wrap=is_figure
-        )
-    return table
-
-
-def _parts(view: dict[str, Any]) -> Iterator[RenderableType]:
-    now = f", now in {view['phase']} for {view['phase_for_s']:.1f} s" if view["phase"] else ""
-    yield Text(
-        f"published version {view['published_version']}, epoch {view['epoch']}, "
-        f"mode {view['mode']}{now}"
-    )
-    yield from _engines(view)
-    yield from _links(view["links"])
-    yield from _rounds(view["rounds"][-LAST_ROUNDS:])
-    rollouts = view["rollouts"]
-    for what, words in (
-        ("", ("outstanding", "running", "waiting", "completed", "failed", "lost", "workers")),
-        (" thrown away", ("too_old", "stopped_early", "dropped", "rejected", "wasted_tokens")),
-    ):
-        counts = ", ".join(f"{word.replace('_', ' ')} {rollouts[word]}" for word in words)
-        yield Text(f"rollouts{what}: {counts}")
-    ages = ", ".join(f"{age}: {count}" for age, count in view["staleness"].items()) or "none yet"
-    yield Text(f"staleness of trained samples (versions: count): {ages}")
-
-
-def _engines(view: dict[str, Any]) -> Iterator[RenderableType]:
-    engines = _table("engine", "version", "ranks", "state", "address")
-    for each in view["engines"]:
-        state = (
-            Text("serving", style="green")
-            if each["routable"]
-            else Text("mixed weights", style="red")
-            if each["mixed_weights"]
-            else Text("not resumed", style="red")
-            if each.get("not_resumed")
-            else Text("waiting", style="yellow")
-        )
-        ranks = f"{each['ranks']}/{each['world_size']}"
-        engines.add_row(each["name"], str(each["version"]), ranks, state, each["url"])
-    yield engines
-    for each in view["engines"]:
-        if each["reason"]:
-            yield Text(f"{each['name']}: {each['reason']}", style="red")
-    for who, reason in view["refused"].items():
-        yield Text(f"refused: {who}: {reason}", style="red")
-
-
-def _links(links: list[dict[str, Any]]) -> Iterator[RenderableType]:
-    if not links:
-        return
-    table = _table("from", "to", "transport", "GB/s", "at best", right=2)
-    for each in links[:MAX_LINKS]:
-        reached = f"{each['gbps']:.2f}" if each["gbps"] else "-"
-        ends = each["source"], each["destination"], each["transport"]
-        table.add_row(*ends, reached, f"{each['ceiling_gbps']:g}")
-    yield table
-    if (left := len(links) - MAX_LINKS) > 0:
-        yield Text(f"and {left} links more: --json shows all")
-    for transport, reason in dict.fromkeys((e["transport"], e["reason"]) for e in links):
-        yield Text(f"{transport}: {reason}", style="dim")
-
-
-def _rounds(rounds: list[dict[str, Any]]) -> Iterator[RenderableType]:
-    """Bytes, and milliseconds of what took time in any of them."""
-    taken = [
-        measure
-        for measure in Measure
-        if measure.unit == "seconds" and any(each["measures"].get(measure) for each in rounds)
-    ]
-    figures = [measure.label for measure in taken]
-    table = _table("version", "outcome", "bytes", *figures, right=len(figures) + 1, gap=1)
-    table.caption, table.caption_justify = "times in milliseconds", "left"
-    for each in rounds:
-        nbytes = each["measures"].get(Measure.NBYTES, 0)
-        values = (measure.text(each["measures"].get(measure, 0.0)) for measure in taken)
-        table.add_row(str(each["version"]), each["outcome"], size(nbytes), *values)
-    if rounds:
-        yield table
-    for each in rounds:
-        version = f"version {each['version']}"
-        if each["reason"]:
-            yield Text(f"{version} {each['outcome']}: {each['reason']}", style="red")
-        for name, reason in each["left_out"].items():
-            yield Text(f"{version} went on without {name}: {reason}", style="yellow")
-
-
-def size(nbytes: float) -> str:
-    """Bytes in at most 7 characters: `1.23 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 999.5:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
 
 
 COMMAND = Command(

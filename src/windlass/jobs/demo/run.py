@@ -96,8 +96,9 @@ async def run_demo(
         await asyncio.to_thread(prepare_server, config)
     ceiling_gbps, began_s = measure_memcpy_gbps(), time.perf_counter()
     folder = Path(config.output_dir)
-    with DemoView(config, recipe, ceiling_gbps, plain=plain) as view:
-        recipe.show = view.show
+    view = DemoView(config, recipe, plain=plain)
+    recipe.show = view.show
+    with view.shown:
         job = await run_job(config, recipe=recipe, notify=lambda _: None, progress=view.progress)
     if job.stopped_by:
         return 128 + job.stopped_by

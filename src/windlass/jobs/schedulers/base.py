@@ -109,31 +109,23 @@ class ClusterBackend(Protocol):
         """
         ...
 
-    async def granted(self, reservation: str) -> None:
-        """Return once the reservation may be used.
-
-        Raises:
-            PeerUnreachable: it never will be.
-        """
-        ...
-
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
-        """Start the process there; returns its pid.
+        """Start the process there, once the reservation is granted; returns its pid.
 
         Raises:
-            ConfigError: the program does not exist.
+            ConfigError: the program does not exist. PeerUnreachable: the reservation is never granted.
         """
         ...
 
-    async def wait(self, reservation: str, name: str) -> int:
-        """The process's return code, once it has ended."""
+    async def wait(self, name: str) -> int:
+        """The return code of a process that was launched, once it has ended."""
         ...
 
-    async def signal(self, reservation: str, name: str, signal_number: int) -> None:
+    async def signal(self, name: str, signal_number: int) -> None:
         """Signal the process and everything it started; nothing when it has ended."""
         ...
 
-    async def log_tail(self, reservation: str, name: str, num_lines: int) -> str:
+    async def log_tail(self, name: str, num_lines: int) -> str:
         """The last lines printed."""
         ...
 
@@ -232,12 +224,10 @@ class Scheduler:
         return _Process(spec, host.reservation, host.reserved)
 
     async def _drive(self, process: _Process) -> None:
-        backend, reservation = self._backend, process.reservation
         try:
-            await backend.granted(reservation)
-            process.pid = await backend.launch(reservation, process.spec)
+            process.pid = await self._backend.launch(process.reservation, process.spec)
             process.left_queue.set()
-            process.returncode = await backend.wait(reservation, process.spec.name)
+            process.returncode = await self._backend.wait(process.spec.name)
         except WindlassError as error:
             process.failure = str(error)
         finally:
@@ -286,7 +276,7 @@ class Scheduler:
         """Send a signal to the process and everything it started; nothing when it has ended."""
         process = self._process(name)
         if process.is_running:
-            await self._backend.signal(process.reservation, name, signal_number)
+            await self._backend.signal(name, signal_number)
 
     async def log_tail(self, name: str, num_lines: int = 40) -> str:
         """The last lines that the process printed."""
@@ -294,7 +284,7 @@ class Scheduler:
         if not process.pid:
             return process.failure
         try:
-            tail = await self._backend.log_tail(process.reservation, name, num_lines)
+            tail = await self._backend.log_tail(name, num_lines)
         except (PeerUnreachable, PeerTimeout) as error:
             return str(error)
         return f"{tail}{process.failure}"
@@ -304,10 +294,10 @@ class Scheduler:
         process = self._process(name)
         await self._terminate([process], grace_s)
         del self._processes[name]
-        if any(other.reservation == process.reservation for other in self._processes.values()):
-            await self._backend.signal(process.reservation, name, signal.SIGKILL)
-        else:
+        if all(other.reservation != process.reservation for other in self._processes.values()):
             await self._backend.release(process.reservation)
+        elif process.pid:
+            await self._backend.signal(name, signal.SIGKILL)
         await self._join([process])
 
     async def close(self, *, grace_s: float = 5.0) -> None:
@@ -327,7 +317,7 @@ class Scheduler:
         for process in live:
             for number in (signal.SIGTERM, signal.SIGCONT):  # a stopped one cannot end itself
                 try:
-                    await self._backend.signal(process.reservation, process.spec.name, number)
+                    await self._backend.signal(process.spec.name, number)
                 except WindlassError as error:  # its reservation is released all the same
                     _log.warning("%s: not signalled: %s", process.spec.name, error)
         waits = [asyncio.ensure_future(process.ended.wait()) for process in live]

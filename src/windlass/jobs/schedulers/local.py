@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
 
+import msgspec
+
 from windlass.envs import environment_value, inherited_environment
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.jobs.schedulers import parent_watchdog
@@ -21,6 +23,18 @@ from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, Scheduler
 
 START_DEADLINE_S = 60.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class LocalSchedulerConfig(
+    msgspec.Struct, frozen=True, tag="local", tag_field="kind", forbid_unknown_fields=True
+):
+    """Subprocesses of this host, which end with this process.
+
+    Attributes:
+        gpus: those to give out, as CUDA_VISIBLE_DEVICES has them; all that this process sees when omitted.
+    """
+
+    gpus: tuple[str, ...] | None = None
 
 
 @final
@@ -101,9 +115,6 @@ class LocalBackend(ClusterBackend):
         self._reserved[spec.name] = tuple(free[: spec.num_gpus])
         return spec.name
 
-    async def granted(self, reservation: str) -> None:  # noqa: ARG002
-        return
-
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
         gpus = self._reserved.get(reservation, ())
         if spec.gpus:
@@ -132,13 +143,13 @@ class LocalBackend(ClusterBackend):
         self._processes[spec.name] = reservation, process
         return process.pid
 
-    async def wait(self, reservation: str, name: str) -> int:  # noqa: ARG002
+    async def wait(self, name: str) -> int:
         return await self._processes[name][1].wait()
 
-    async def signal(self, reservation: str, name: str, signal_number: int) -> None:  # noqa: ARG002
+    async def signal(self, name: str, signal_number: int) -> None:
         _signal_group(self._processes[name][1], signal_number)
 
-    async def log_tail(self, reservation: str, name: str, num_lines: int) -> str:  # noqa: ARG002
+    async def log_tail(self, name: str, num_lines: int) -> str:
         with self._log_path(name).open(errors="replace") as log:
             return "".join(deque(log, maxlen=num_lines))
 

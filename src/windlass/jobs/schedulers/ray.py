@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from typing import Any, final
+
+import msgspec
 
 from windlass.envs import inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
-from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, Scheduler
+from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec
 from windlass.jobs.schedulers.local import LocalBackend
 
 MAX_CALLS = 1000
@@ -25,22 +27,18 @@ CALL_DEADLINE_S = 60.0
 START_TRIES = 3
 
 
-def ray_scheduler(
-    environment: Mapping[str, str] | None = None,
-    *,
-    address: str = "",
-    num_cpus: int | None = None,
-    namespace: str = "windlass",
-) -> Scheduler:
-    """A scheduler on a Ray cluster.
+class RaySchedulerConfig(
+    msgspec.Struct, frozen=True, tag="ray", tag_field="kind", forbid_unknown_fields=True
+):
+    """A Ray cluster.
 
-    Args:
-        environment: variables for every process.
-        address: of a running cluster; empty starts one on this host that ends with the scheduler.
-        num_cpus: cores of a cluster that is started here; Ray counts them when omitted.
-        namespace: Ray's.
+    Attributes:
+        address: of a running one; empty starts one on this host that ends with the scheduler.
+        num_cpus: of a cluster that is started here; Ray counts the cores when omitted.
     """
-    return Scheduler(RayBackend(address, num_cpus, namespace), environment)
+
+    address: str = ""
+    num_cpus: int | None = None
 
 
 @final
@@ -49,12 +47,12 @@ class RayBackend(ClusterBackend):
 
     queues = True
 
-    def __init__(self, address: str, num_cpus: int | None, namespace: str) -> None:
-        self._address, self._num_cpus, self._namespace = address, num_cpus, namespace
+    def __init__(self, config: RaySchedulerConfig) -> None:
+        self._config = config
         # Ray's handles have no types that mypy knows.
         self._groups: dict[str, Any] = {}
         self._launchers: dict[str, list[Any]] = {}
-        self._nodes: dict[tuple[str, str], int] = {}
+        self._launcher_of: dict[str, Any] = {}
         self._opened = False
 
     async def open(self) -> None:
@@ -63,14 +61,15 @@ class RayBackend(ClusterBackend):
         except ImportError as error:
             raise TransportUnavailable("ray: not installed; pip install 'windlass[ray]'") from error
         inherited_environment()  # takes the tokens out of what Ray's own processes inherit
-        tries = 1 if self._address else START_TRIES
+        address = self._config.address
+        tries = 1 if address else START_TRIES
         while not self._opened:
             tries -= 1
             try:
                 ray.init(
-                    address=self._address or "local",
-                    num_cpus=None if self._address else self._num_cpus,
-                    namespace=self._namespace,
+                    address=address or "local",
+                    num_cpus=None if address else self._config.num_cpus,
+                    namespace="windlass",
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level="ERROR",
@@ -80,7 +79,7 @@ class RayBackend(ClusterBackend):
             except Exception as error:
                 ray.shutdown()
                 if not tries:
-                    raise ConfigError(f"ray: address {self._address!r}: {error}") from error
+                    raise ConfigError(f"ray: address {address!r}: {error}") from error
 
     async def reserve(self, spec: ProcessSpec) -> str:
         import ray
@@ -107,32 +106,22 @@ class RayBackend(ClusterBackend):
         ]
         return reservation
 
-    async def granted(self, reservation: str) -> None:
-        # How long it may queue is the caller's deadline on `wait_healthy`.
-        for launcher in self._launchers[reservation]:
-            await _answer(launcher.granted.remote(reservation), None)
-
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
-        self._nodes[reservation, spec.name] = spec.node
-        launcher = self._launcher(reservation, spec.name)
+        launcher = self._launcher_of[spec.name] = self._launchers[reservation][spec.node]
+        # How long it may queue is the caller's deadline on `wait_healthy`.
+        await _answer(launcher.open.remote(), None)
         pid: int = await _answer(launcher.launch.remote(reservation, spec))
         return pid
 
-    def _launcher(self, reservation: str, name: str) -> Any:
-        return self._launchers[reservation][self._nodes[reservation, name]]
-
-    async def wait(self, reservation: str, name: str) -> int:
-        launcher = self._launcher(reservation, name)
-        code: int = await _answer(launcher.wait.remote(reservation, name), None)
+    async def wait(self, name: str) -> int:
+        code: int = await _answer(self._launcher_of[name].wait.remote(name), None)
         return code
 
-    async def signal(self, reservation: str, name: str, signal_number: int) -> None:
-        launcher = self._launcher(reservation, name)
-        await _answer(launcher.signal.remote(reservation, name, signal_number))
+    async def signal(self, name: str, signal_number: int) -> None:
+        await _answer(self._launcher_of[name].signal.remote(name, signal_number))
 
-    async def log_tail(self, reservation: str, name: str, num_lines: int) -> str:
-        launcher = self._launcher(reservation, name)
-        return str(await _answer(launcher.log_tail.remote(reservation, name, num_lines)))
+    async def log_tail(self, name: str, num_lines: int) -> str:
+        return str(await _answer(self._launcher_of[name].log_tail.remote(name, num_lines)))
 
     async def release(self, reservation: str) -> None:
         import ray
@@ -142,7 +131,6 @@ class RayBackend(ClusterBackend):
         if group is None:
             return
         launchers = self._launchers.pop(reservation)
-        self._nodes = {key: node for key, node in self._nodes.items() if key[0] != reservation}
         await asyncio.gather(*map(_close, launchers))
         for launcher in launchers:
             ray.kill(launcher)

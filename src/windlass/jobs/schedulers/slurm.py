@@ -33,7 +33,7 @@ import msgspec
 from windlass.envs import inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
 from windlass.jobs.schedulers import parent_watchdog
-from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, Scheduler
+from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec
 from windlass.jobs.schedulers.local import LocalBackend
 
 COMMAND_DEADLINE_S = 30.0
@@ -70,51 +70,41 @@ class SlurmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for key, options in (("options", self.options), ("srun_options", self.srun_options)):
             for option in options:
-                _refuse_owned(key, option)
-
-    def followed_by(self, other: SlurmOptions) -> SlurmOptions:
-        """Both, where the other's come last, which Slurm goes by."""
-        return SlurmOptions(
-            self.options + other.options,
-            self.srun_options + other.srun_options,
-            other.prefix or self.prefix,
-            other.gpu_type or self.gpu_type,
-        )
+                rule = ""
+                if not re.match(r"--?[A-Za-z]", option):
+                    rule = "be one option a string, as --time=2:00:00"
+                elif OWNED_OPTION.match(option):
+                    rule = "leave to the scheduler what follows from the job file's other keys"
+                if rule:
+                    raise ConfigError(f"scheduler.{key} must {rule}, got {option!r}")
 
 
-def _refuse_owned(key: str, option: str) -> None:
-    """Raise for what is no option, or one that the scheduler gives itself."""
-    rule = ""
-    if not re.match(r"--?[A-Za-z]", option):
-        rule = "be one option a string, as --time=2:00:00"
-    elif OWNED_OPTION.match(option):
-        rule = "leave to the scheduler what follows from the job file's other keys"
-    if rule:
-        raise ConfigError(f"scheduler.{key} must {rule}, got {option!r}")
+class SlurmSchedulerConfig(
+    SlurmOptions, frozen=True, tag="slurm", tag_field="kind", forbid_unknown_fields=True
+):
+    """The Slurm cluster of this host.
 
-
-NO_OPTIONS = SlurmOptions()
-
-
-def slurm_scheduler(
-    log_dir: Path,
-    environment: Mapping[str, str] | None = None,
-    *,
-    options: SlurmOptions = NO_OPTIONS,
-    processes: Mapping[str, SlurmOptions] | None = None,
-    host: str = "",
-) -> Scheduler:
-    """A scheduler that submits to the Slurm cluster of this host.
-
-    Args:
-        log_dir: where `NAME.log` is written, on this host.
-        environment: variables for every process.
-        options: of all jobs and steps.
-        processes: added for those whose names fit the key, a pattern as `engine-*`.
-        host: of this host, as the nodes reach it; empty for its host name.
+    Attributes:
+        options, srun_options, prefix, gpu_type: of every process, see `SlurmOptions`.
+        host: address of this host as the nodes reach it; empty for its host name.
+        processes: what is added for those whose names fit the key: `trainer-*`, `engine-a`, `worker-*`.
     """
-    backend = SlurmBackend(log_dir, options=options, processes=processes or {}, host=host)
-    return Scheduler(backend, environment)
+
+    host: str = ""
+    processes: Mapping[str, SlurmOptions] = {}
+
+    def options_of(self, name: str) -> SlurmOptions:
+        """Return the options of a process, those of patterns that its name fits last: Slurm goes by them."""
+        found: SlurmOptions = self
+        for pattern, added in self.processes.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                found = SlurmOptions(
+                    found.options + added.options,
+                    found.srun_options + added.srun_options,
+                    added.prefix or found.prefix,
+                    added.gpu_type or found.gpu_type,
+                )
+        return found
 
 
 @dataclass(slots=True)
@@ -135,22 +125,16 @@ class SlurmBackend(ClusterBackend):
 
     queues = True
 
-    def __init__(
-        self,
-        log_dir: Path,
-        *,
-        options: SlurmOptions,
-        processes: Mapping[str, SlurmOptions],
-        host: str,
-    ) -> None:
+    def __init__(self, log_dir: Path, config: SlurmSchedulerConfig) -> None:
         self._clients = LocalBackend(log_dir, watched=True, gpus=())
         self._script = log_dir / "slurm-lease.sh"
-        self._options, self._processes = options, dict(processes)
-        self._host = host or socket.gethostname()
+        self._config = config
+        self._host = config.host or socket.gethostname()
         self._server: asyncio.Server | None = None
         self._address: tuple[str, int] = ("", 0)
         self._unclaimed: dict[str, _Job] = {}
         self._jobs: dict[str, _Job] = {}
+        self._job_of: dict[str, str] = {}
 
     async def open(self) -> None:
         missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -175,7 +159,7 @@ class SlurmBackend(ClusterBackend):
 
     async def reserve(self, spec: ProcessSpec) -> str:
         lease, mark = secrets.token_hex(16), await self._clients.mark()
-        options = self._options_of(spec.name)
+        options = self._config.options_of(spec.name)
         kind = f"gpu:{options.gpu_type}" if options.gpu_type else "gpu"
         gpus = (f"--gres={kind}:{spec.num_gpus}",) if spec.num_gpus else ()
         client = await asyncio.create_subprocess_exec(
@@ -226,15 +210,14 @@ class SlurmBackend(ClusterBackend):
         job.lease = writer
         job.is_known.set()
 
-    async def granted(self, reservation: str) -> None:
+    async def launch(self, reservation: str, spec: ProcessSpec) -> int:
         # How long a job may queue is the caller's deadline on `wait_healthy`.
         job = self._jobs[reservation]
         await job.is_known.wait()
         if job.lease is None:
             raise PeerUnreachable(job.failure)
-
-    async def launch(self, reservation: str, spec: ProcessSpec) -> int:
-        options = self._options_of(spec.name)
+        self._job_of[spec.name] = reservation
+        options = self._config.options_of(spec.name)
         # `cut` counts from 1.
         fields = ",".join(str(gpu + 1) for gpu in spec.gpus)
         sees = ("/bin/sh", "-c", SEE_GPUS, "sh", fields) if spec.gpus else ()
@@ -244,35 +227,27 @@ class SlurmBackend(ClusterBackend):
                 *("srun", f"--jobid={reservation}", "--overlap", "--nodes=1", "--ntasks=1"),
                 *(f"--relative={spec.node}", f"--job-name={spec.name}", "--export=ALL"),
                 # Steps that overlap would all be bound to the first cores if they asked for fewer.
-                f"--cpus-per-task={self._jobs[reservation].num_cpus}",
+                f"--cpus-per-task={job.num_cpus}",
                 *(*options.srun_options, "--", *sees, *options.prefix, *spec.command),
             ),
             environment=spec.environment,
         )
         return await self._clients.launch(reservation, client)
 
-    def _options_of(self, name: str) -> SlurmOptions:
-        found = self._options
-        for pattern, added in self._processes.items():
-            if fnmatch.fnmatchcase(name, pattern):
-                found = found.followed_by(added)
-        return found
-
-    async def wait(self, reservation: str, name: str) -> int:
-        code = await self._clients.wait(reservation, name)
+    async def wait(self, name: str) -> int:
+        code = await self._clients.wait(name)
         return code if code <= 128 else 128 - code  # srun reports a signal as a shell does
 
-    async def signal(self, reservation: str, name: str, signal_number: int) -> None:
-        listed = await _run(
-            "squeue", "--noheader", "--steps", f"--jobs={reservation}", "--format=%i|%j"
-        )
+    async def signal(self, name: str, signal_number: int) -> None:
+        jobs = f"--jobs={self._job_of[name]}"
+        listed = await _run("squeue", "--noheader", "--steps", jobs, "--format=%i|%j")
         for line in listed.splitlines():
             step, _, step_name = line.strip().partition("|")
             if step_name == name:
                 await _run("scancel", f"--signal={signal_number}", step, tolerate=True)
 
-    async def log_tail(self, reservation: str, name: str, num_lines: int) -> str:
-        return await self._clients.log_tail(reservation, name, num_lines)
+    async def log_tail(self, name: str, num_lines: int) -> str:
+        return await self._clients.log_tail(name, num_lines)
 
     async def release(self, reservation: str) -> None:
         job = self._jobs.pop(reservation, None)
