@@ -16,19 +16,45 @@ import pytest
 
 import windlass
 from windlass.net import rpc, server
-from windlass.net.sockets import close_socket
+from windlass.net.sockets import close_socket, open_http
 
 TOKEN = "secret of the test"
 CALLERS, ROUNDS, KEPT = 3, 2, 60
+WITHIN_S = 30.0
+
+
+def asking_for(path: str) -> bytes:
+    """What an agent sends first, or a page."""
+    return (
+        f"GET {path} HTTP/1.1\r\nHost: controller\r\nAuthorization: Bearer {TOKEN}\r\n"
+        "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    ).encode()
+
+
+@pytest.mark.parametrize("path", ["/v1/agents", "/v1/events", "/v1/overview"])
+async def test_who_has_left_before_it_is_served_is_no_error(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Many that come back at once wait to be let in, and some give up meanwhile."""
+    async with windlass.Controller(token=TOKEN) as controller:
+        port = urlsplit(controller.url).port
+        assert port is not None
+
+        def come_and_go() -> None:
+            for _ in range(10):
+                with socket.create_connection(("127.0.0.1", port), timeout=WITHIN_S) as connection:
+                    connection.sendall(asking_for(path))
+
+        await asyncio.to_thread(come_and_go)
+        async with asyncio.timeout(WITHIN_S), open_http(TOKEN) as http:  # it came after them
+            await (await http.get(f"{controller.url}/v1/overview")).read()
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def call_again_and_again(port: int, over: threading.Event) -> None:
     """What agents do that were sent away: connect, ask for the channel, and again."""
-    asked = (
-        f"GET /v1/agents HTTP/1.1\r\nHost: controller\r\nAuthorization: Bearer {TOKEN}\r\n"
-        "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-    ).encode()
+    asked = asking_for("/v1/agents")
     kept: list[socket.socket] = []
     while not over.is_set():
         try:

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import permutations
 from pathlib import Path
 
 from windlass.cli.commands.bench import count_gpus
@@ -37,6 +38,9 @@ class Status(StrEnum):
     WORKS = "works"
     LIMITED = "limited"
     FAILS = "fails"
+
+
+WORKS, LIMITED, FAILS = Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ def _transports() -> list[Finding]:
         try:
             kind = config_type(name)
         except WindlassError as error:
-            findings.append(Finding(name, Status.FAILS, str(error), "mend or remove its package"))
+            findings.append(Finding(name, FAILS, str(error), "mend or remove its package"))
             continue
         needs_gpu = MemoryType.HOST not in kind.memory
         if name in _NOT_LOOKED_AT or (needs_gpu and count_gpus() == 0):
@@ -88,7 +92,7 @@ def _start(config: TransportConfig) -> tuple[Finding, tuple[TransportOffer, ...]
     try:
         transport = create_transport(config)
     except WindlassError as error:
-        return Finding(config.name, Status.FAILS, str(error), config.remedy), ()
+        return Finding(config.name, FAILS, str(error), config.remedy), ()
     try:
         report, traits, offers = transport.report(), transport.traits, transport.offers()
     finally:
@@ -96,7 +100,7 @@ def _start(config: TransportConfig) -> tuple[Finding, tuple[TransportOffer, ...]
     reach = "processes of this host" if traits.same_host else "other hosts too"
     one_sided = "" if traits.one_sided else "; the receiving process must run"
     found = f"{report.protocol}, {report.detail}; reaches {reach}{one_sided}"
-    return Finding(config.name, Status.WORKS, found), offers
+    return Finding(config.name, WORKS, found), offers
 
 
 def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
@@ -113,124 +117,92 @@ def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
             else:
                 said.append(f"{where} {choice.transport}")
         if here:
-            findings.append(Finding(f"auto, {kind} memory", Status.WORKS, "; ".join(said)))
+            findings.append(Finding(f"auto, {kind} memory", WORKS, "; ".join(said)))
     return findings
 
 
 def _of_mooncake(finding: Finding) -> Finding:
-    extra = _mooncake_extra()
+    """Offer the extra whose wheel takes the memory that is here: GPUs want that of their CUDA release."""
+    extra = "mooncake"
+    if count_gpus():
+        try:
+            import torch
+        except ImportError:
+            release = ""
+        else:
+            release = torch.version.cuda or ""
+        extra = "mooncake-cuda12" if release.startswith("12.") else "mooncake-cuda13"
     install = f"pip install 'windlass[{extra}]' and the package libibverbs1"
-    if finding.status is Status.FAILS:
+    if finding.status is FAILS:
         return replace(finding, remedy=install)
     if extra != "mooncake" and is_installed(WITHOUT_CUDA):
-        return Finding(
-            finding.name,
-            Status.LIMITED,
-            f"{finding.found}; {WITHOUT_CUDA} is built for host memory, and there are GPUs",
-            f"pip uninstall {WITHOUT_CUDA}; {install}",
-        )
+        found = f"{finding.found}; {WITHOUT_CUDA} is built for host memory, and there are GPUs"
+        return Finding(finding.name, LIMITED, found, f"pip uninstall {WITHOUT_CUDA}; {install}")
     return finding
-
-
-def _mooncake_extra() -> str:
-    """The extra whose wheel takes the memory that is here: GPUs want that of their CUDA release."""
-    if count_gpus() == 0:
-        return "mooncake"
-    try:
-        import torch
-    except ImportError:
-        release = ""
-    else:
-        release = torch.version.cuda or ""
-    return "mooncake-cuda12" if release.startswith("12.") else "mooncake-cuda13"
 
 
 def _ptrace() -> Finding:
     name = "ptrace scope"
     if not _PTRACE_SCOPE.exists():
-        return Finding(name, Status.WORKS, "no Yama: processes of one user may write each other")
+        return Finding(name, WORKS, "no Yama: processes of one user may write each other")
     scope = _PTRACE_SCOPE.read_text().strip()
     if scope == "0":
-        return Finding(name, Status.WORKS, "0")
-    return Finding(
-        name,
-        Status.LIMITED,
-        f"{scope}: cma needs CAP_SYS_PTRACE",
-        "sysctl kernel.yama.ptrace_scope=0, add CAP_SYS_PTRACE, or use shm",
-    )
+        return Finding(name, WORKS, "0")
+    remedy = "sysctl kernel.yama.ptrace_scope=0, add CAP_SYS_PTRACE, or use shm"
+    return Finding(name, LIMITED, f"{scope}: cma needs CAP_SYS_PTRACE", remedy)
 
 
 def _locked_memory() -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    name, (soft, _) = "locked memory", resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Finding("locked memory", Status.WORKS, "unlimited")
+        return Finding(name, WORKS, "unlimited")
     if locks_without_limit():
-        return Finding("locked memory", Status.WORKS, "unlimited, by CAP_IPC_LOCK")
-    return Finding(
-        "locked memory",
-        Status.LIMITED,
-        f"{soft >> 10} KiB: RDMA registers no more than this",
-        "ulimit -l unlimited, or --ulimit memlock=-1 for a container",
-    )
+        return Finding(name, WORKS, "unlimited, by CAP_IPC_LOCK")
+    remedy = "ulimit -l unlimited, or --ulimit memlock=-1 for a container"
+    return Finding(name, LIMITED, f"{soft >> 10} KiB: RDMA registers no more than this", remedy)
 
 
 def _shared_memory() -> Finding:
     name = str(_SHARED_MEMORY)
     if not _SHARED_MEMORY.is_dir():
-        return Finding(name, Status.FAILS, "is not there", "mount a tmpfs at /dev/shm")
+        return Finding(name, FAILS, "is not there", "mount a tmpfs at /dev/shm")
     space = os.statvfs(_SHARED_MEMORY)
     total, free = space.f_blocks * space.f_frsize >> 20, space.f_bavail * space.f_frsize >> 20
     found = f"{free} of {total} MiB free"
     if total < _USUAL_CONTAINER_MIB * 2:
-        return Finding(
-            name,
-            Status.LIMITED,
-            f"{found}: engines talk through it",
-            "--shm-size for a container, or mount -o remount,size=50% /dev/shm",
-        )
-    return Finding(name, Status.WORKS, found)
+        remedy = "--shm-size for a container, or mount -o remount,size=50% /dev/shm"
+        return Finding(name, LIMITED, f"{found}: engines talk through it", remedy)
+    return Finding(name, WORKS, found)
 
 
 def _network_cards() -> Finding:
     cards = sorted(_RDMA_FOLDER.iterdir()) if _RDMA_FOLDER.is_dir() else []
-    if not cards:
-        return Finding(
-            "RDMA",
-            Status.LIMITED,
-            "no device: mooncake and nixl use TCP between hosts",
-            "expose /dev/infiniband to this container, if the host has cards",
-        )
     ports = {f"{p.parent.parent.name}:{p.name}": p for c in cards for p in c.glob("ports/*")}
     said = {n: (p / "state").read_text().split(":")[-1].strip() for n, p in sorted(ports.items())}
-    found = ", ".join(f"{name} {state}" for name, state in said.items())
-    usable = [p for p in _VERBS_FOLDER.glob("uverbs*") if os.access(p, os.R_OK | os.W_OK)]
-    if not usable:
-        return Finding(
-            "RDMA",
-            Status.FAILS,
-            f"{found}; no /dev/infiniband/uverbs* that this user may open",
-            "expose /dev/infiniband to this container, and give this user read and write access",
+    status, found, remedy = WORKS, ", ".join(f"{name} {state}" for name, state in said.items()), ""
+    if not cards:
+        status, found = LIMITED, "no device: mooncake and nixl use TCP between hosts"
+        remedy = "expose /dev/infiniband to this container, if the host has cards"
+    elif not any(os.access(p, os.R_OK | os.W_OK) for p in _VERBS_FOLDER.glob("uverbs*")):
+        status, found = FAILS, f"{found}; no /dev/infiniband/uverbs* that this user may open"
+        remedy = (
+            "expose /dev/infiniband to this container, and give this user read and write access"
         )
-    if "ACTIVE" not in said.values():
-        return Finding(
-            "RDMA", Status.FAILS, f"{found}: no port is active", "see to cable, switch and ip link"
-        )
-    if any(state != "ACTIVE" for state in said.values()):
-        return Finding(
-            "RDMA", Status.LIMITED, found, "name the active ones as device of mooncake and nixl"
-        )
-    return Finding("RDMA", Status.WORKS, found)
+    elif "ACTIVE" not in said.values():
+        status, found = FAILS, f"{found}: no port is active"
+        remedy = "see to cable, switch and ip link"
+    elif any(state != "ACTIVE" for state in said.values()):
+        status, remedy = LIMITED, "name the active ones as device of mooncake and nixl"
+    return Finding("RDMA", status, found, remedy)
 
 
 def _allocator() -> Finding:
-    if asked := expandable_segments():
-        return Finding(
-            "allocator",
-            Status.FAILS,
-            f"{asked}: such memory cannot be registered or shared",
-            f"unset expandable_segments in {asked.partition('=')[0]} for engines",
-        )
-    return Finding("allocator", Status.WORKS, "no expandable segments asked for")
+    asked = expandable_segments()
+    if not asked:
+        return Finding("allocator", WORKS, "no expandable segments asked for")
+    remedy = f"unset expandable_segments in {asked.partition('=')[0]} for engines"
+    found = f"{asked}: such memory cannot be registered or shared"
+    return Finding("allocator", FAILS, found, remedy)
 
 
 def _peer_access() -> Finding:
@@ -238,28 +210,20 @@ def _peer_access() -> Finding:
     try:
         import torch
     except ImportError:
-        return Finding(
-            name, Status.LIMITED, "torch is not installed", "pip install 'windlass[torch]'"
-        )
+        return Finding(name, LIMITED, "torch is not installed", "pip install 'windlass[torch]'")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        return Finding(
-            name, Status.LIMITED, f"torch {torch.__version__}, no CUDA device: no cuda_ipc"
-        )
+        return Finding(name, LIMITED, f"torch {torch.__version__}, no CUDA device: no cuda_ipc")
     blocked = [
         f"{a}-{b}"
-        for a in range(count)
-        for b in range(count)
-        if a != b and not torch.cuda.can_device_access_peer(a, b)
+        for a, b in permutations(range(count), 2)
+        if not torch.cuda.can_device_access_peer(a, b)
     ]
-    if blocked:
-        return Finding(
-            name,
-            Status.LIMITED,
-            f"{count} devices, no peer access between {', '.join(blocked)}",
-            "disable ACS, or keep trainer and engine ranks on connected devices",
-        )
-    return Finding(name, Status.WORKS, f"{count} devices, every pair")
+    if not blocked:
+        return Finding(name, WORKS, f"{count} devices, every pair")
+    found = f"{count} devices, no peer access between {', '.join(blocked)}"
+    remedy = "disable ACS, or keep trainer and engine ranks on connected devices"
+    return Finding(name, LIMITED, found, remedy)
 
 
 def _engines() -> list[Finding]:
@@ -269,7 +233,7 @@ def _engines() -> list[Finding]:
         try:
             releases = ENGINES.find(name).releases
         except ConfigError as error:
-            findings.append(Finding(f"engine {name}", Status.FAILS, str(error), "pip uninstall it"))
+            findings.append(Finding(f"engine {name}", FAILS, str(error), "pip uninstall it"))
             continue
         if releases is None:
             continue
@@ -280,18 +244,18 @@ def _engines() -> list[Finding]:
     if findings:
         return findings
     remedy = "pip install 'windlass[vllm]' or 'windlass[sglang]'; or --engine-python PATH, which looks into theirs"
-    return [Finding(" and ".join(missing), Status.LIMITED, "not in this environment", remedy)]
+    return [Finding(" and ".join(missing), LIMITED, "not in this environment", remedy)]
 
 
 def _engine(engine: EngineReleases, version: str) -> Finding:
     verdict = judge(engine, version, device_of(engine))
     if verdict.refused:
         remedy = f"install one of {', '.join(f'{engine.name} {r}' for r in engine.proven)}"
-        return Finding(engine.name, Status.FAILS, verdict.refused, remedy)
+        return Finding(engine.name, FAILS, verdict.refused, remedy)
     if verdict.warnings:
         remedy = "docs/capabilities.md says what each release has"
-        return Finding(engine.name, Status.LIMITED, "; ".join(verdict.warnings), remedy)
-    return Finding(engine.name, Status.WORKS, version)
+        return Finding(engine.name, LIMITED, "; ".join(verdict.warnings), remedy)
+    return Finding(engine.name, WORKS, version)
 
 
 def check_flags(command: str, checkpoint: Path | None = None) -> Finding:
@@ -314,17 +278,17 @@ def check_flags(command: str, checkpoint: Path | None = None) -> Finding:
         raise ConfigError(
             f"--engine-flags must begin with one of {list(ENGINES.names())}, got {command!r}"
         )
-    name, rules = f"{engine} flags", ENGINES.find(engine).rules
+    name, said = f"{engine} flags", " ".join(options)
     try:
-        refuse_options(options, rules)
+        refuse_options(options, ENGINES.find(engine).rules)
         if checkpoint is not None:
             require_followed(checkpoint, options)
     except ConfigError as error:
-        return Finding(name, Status.FAILS, str(error), "leave it out")
+        return Finding(name, FAILS, str(error), "leave it out")
     if checkpoint is None and any(o.startswith(("--quant", "-q")) for o in options):
-        found = f"{' '.join(options)}: whether it may quantise depends on the checkpoint"
-        return Finding(name, Status.LIMITED, found, "add --checkpoint DIR")
-    return Finding(name, Status.WORKS, " ".join(options))
+        found = f"{said}: whether it may quantise depends on the checkpoint"
+        return Finding(name, LIMITED, found, "add --checkpoint DIR")
+    return Finding(name, WORKS, said)
 
 
 def _checkpoint(folder: Path) -> Finding:
@@ -334,15 +298,12 @@ def _checkpoint(folder: Path) -> Finding:
         quantised = require_followed(folder, ())
         specs = checkpoint_specs(folder)
     except WindlassError as error:
-        return Finding(
-            "checkpoint",
-            Status.FAILS,
-            str(error),
-            "use a checkpoint in bfloat16, or in block float8 (docs/engines.md)",
-        )
-    elements = sum(spec.numel for spec in specs)
-    return Finding(
-        "checkpoint",
-        Status.WORKS,
-        f"{len(specs)} tensors{' in block float8' if quantised else ''}; capture needs up to {elements * 8 >> 20} MiB per engine rank; tensors from which an engine computes others stay there a second time, in buffers",
+        remedy = "use a checkpoint in bfloat16, or in block float8 (docs/engines.md)"
+        return Finding("checkpoint", FAILS, str(error), remedy)
+    nbytes = 8 * sum(spec.numel for spec in specs)
+    found = (
+        f"{len(specs)} tensors{' in block float8' if quantised else ''}; capture needs up to "
+        f"{nbytes >> 20} MiB per engine rank; tensors from which an engine computes others stay there a "
+        "second time, in buffers"
     )
+    return Finding("checkpoint", WORKS, found)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
-from windlass.cli.checks import Finding, Status
+from windlass.cli.checks import FAILS, LIMITED, WORKS, Finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +90,10 @@ def check_framework(name: str) -> tuple[Finding, ...]:
     The integration is imported, and the framework with it.
     """
     framework = FRAMEWORKS[name]
-    findings = [_release(name, framework), *(_needed(each) for each in framework.needs)]
+    findings = [_release(name, framework), *map(_needed, framework.needs)]
     if framework.group:
         findings.append(_entry_point(framework))
-    if findings[0].status is not Status.FAILS:
+    if findings[0].status is not FAILS:
         findings.append(_module(framework))
     return tuple(findings)
 
@@ -106,38 +106,32 @@ def _installed(distribution: str) -> str:
 
 
 def _release(name: str, framework: Framework) -> Finding:
-    found = [version for each in framework.distributions if (version := _installed(each))]
-    if not found:
+    version = next(filter(None, map(_installed, framework.distributions)), "")
+    if not version:
         remedy = "run windlass doctor with the interpreter that it is installed for, or --engine-python PATH"
-        return Finding(name, Status.FAILS, "not in this environment", remedy)
-    version = found[0]
+        return Finding(name, FAILS, "not in this environment", remedy)
     numbers = tuple(int(part) for part in version.split("+")[0].split(".") if part.isdecimal())
     if numbers < framework.least:
-        return Finding(name, Status.FAILS, version, f"install {framework.releases}")
+        return Finding(name, FAILS, version, f"install {framework.releases}")
     if numbers >= framework.below:
-        return Finding(name, Status.LIMITED, version, f"{framework.releases} were read, not this")
-    return Finding(name, Status.WORKS, version)
+        return Finding(name, LIMITED, version, f"{framework.releases} were read, not this")
+    return Finding(name, WORKS, version)
 
 
 def _needed(distribution: str) -> Finding:
-    version = _installed(distribution)
-    if version:
-        return Finding(distribution, Status.WORKS, version)
-    return Finding(
-        distribution, Status.FAILS, "not in this environment", f"pip install {distribution}"
-    )
+    if version := _installed(distribution):
+        return Finding(distribution, WORKS, version)
+    remedy = f"pip install {distribution}"
+    return Finding(distribution, FAILS, "not in this environment", remedy)
 
 
 def _entry_point(framework: Framework) -> Finding:
     for point in metadata.entry_points(group=framework.group):
         if point.value.partition(":")[0] == framework.module:
-            return Finding(framework.group, Status.WORKS, f"{point.name} = {point.value}")
-    return Finding(
-        framework.group,
-        Status.LIMITED,
-        "no entry point of Windlass: it is on a path here, and not installed",
-        f"pip install windlass in this environment; else {framework.without}",
-    )
+            return Finding(framework.group, WORKS, f"{point.name} = {point.value}")
+    found = "no entry point of Windlass: it is on a path here, and not installed"
+    remedy = f"pip install windlass in this environment; else {framework.without}"
+    return Finding(framework.group, LIMITED, found, remedy)
 
 
 def _module(framework: Framework) -> Finding:
@@ -146,5 +140,5 @@ def _module(framework: Framework) -> Finding:
     # The boundary of the framework: whatever its own import raises is the finding.
     except Exception as error:  # noqa: BLE001
         found = f"{type(error).__name__}: {error}"
-        return Finding(framework.module, Status.FAILS, found, "install what it names")
-    return Finding(framework.module, Status.WORKS, "can be imported")
+        return Finding(framework.module, FAILS, found, "install what it names")
+    return Finding(framework.module, WORKS, "can be imported")

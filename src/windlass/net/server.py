@@ -180,7 +180,12 @@ class ControlServer:
         if refusal:
             return web.json_response({"error": refusal}, status=403)
         CALLER.set(role)
-        return await handler(request)
+        try:
+            return await handler(request)
+        except ConnectionError:
+            if request.transport is not None and not request.transport.is_closing():
+                raise
+            return web.Response(status=499)  # whoever has asked has left: nobody gets this
 
 
 async def _hide_software(_request: web.Request, response: web.StreamResponse) -> None:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -28,29 +27,16 @@ STOP_DEADLINE_S = 60.0
 """For what a benchmark has started to be ended by it, before it is killed."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Suite:
-    """A script and how many GPUs it needs."""
-
-    script: str
-    num_gpus: int = 0
-
-
+_ON_CPU = (
+    *("planner", "transports", "update", "replica", "control", "xccl", "relay", "engines"),
+    *("rollout", "journal", "simulation"),
+)
 _SUITES = {
-    "planner": _Suite("bench_planner.py"),
-    "transports": _Suite("bench_transports.py"),
-    "update": _Suite("bench_update.py"),
-    "replica": _Suite("bench_replica.py"),
-    "control": _Suite("bench_control.py"),
-    "xccl": _Suite("bench_xccl.py"),
-    "relay": _Suite("bench_relay.py"),
-    "engines": _Suite("bench_engines.py"),
-    "rollout": _Suite("bench_rollout.py"),
-    "journal": _Suite("bench_journal.py"),
-    "simulation": _Suite("bench_simulation.py"),
-    "nvlink": _Suite("gpu/bench_nvlink.py", num_gpus=2),
-    "live-engine": _Suite("gpu/bench_live_engine.py", num_gpus=4),
+    **{name: (f"bench_{name}.py", 0) for name in _ON_CPU},
+    "nvlink": ("gpu/bench_nvlink.py", 2),
+    "live-engine": ("gpu/bench_live_engine.py", 4),
 }
+"""Name of a suite -> its script, and the GPUs that it needs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,14 +64,14 @@ def run(args: argparse.Namespace) -> int:
     summary = Table("suite", "result", "seconds", "rows", box=None)
     failed = False
     for name in args.suite or _SUITES:
-        suite = _SUITES[name]
-        if suite.num_gpus > num_gpus:
-            summary.add_row(name, f"needs {suite.num_gpus} GPUs, found {num_gpus}", "", "")
+        script, least_gpus = _SUITES[name]
+        if least_gpus > num_gpus:
+            summary.add_row(name, f"needs {least_gpus} GPUs, found {num_gpus}", "", "")
             continue
-        target = args.out / f"{Path(suite.script).stem}.json"
+        target = args.out / f"{Path(script).stem}.json"
         start = time.monotonic()
-        script = str(args.scripts / suite.script)
-        status = _run_script([sys.executable, script, "--json", str(target)])
+        command = [sys.executable, str(args.scripts / script), "--json", str(target)]
+        status = _run_script(command)
         failed |= status != 0
         rows = len(json.loads(target.read_text())) if status == 0 else 0
         result = str(target) if status == 0 else f"failed with {status}"
@@ -132,8 +118,4 @@ def count_gpus() -> int:
     return count.value
 
 
-COMMAND = Command(
-    "the benchmarks that this machine can run",
-    add_arguments,
-    run,
-)
+COMMAND = Command("the benchmarks that this machine can run", add_arguments, run)

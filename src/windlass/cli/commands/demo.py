@@ -229,7 +229,5 @@ def _on_gpus(
 
 
 COMMAND = Command(
-    "asynchronous GRPO on this machine: trainers, engines and rollouts, live",
-    add_arguments,
-    run,
+    "asynchronous GRPO on this machine: trainers, engines and rollouts, live", add_arguments, run
 )

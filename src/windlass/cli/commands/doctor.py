@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.cli import Command
-from windlass.cli.checks import Finding, Status, check_flags, run_checks
+from windlass.cli.checks import FAILS, LIMITED, WORKS, Finding, check_flags, run_checks
 from windlass.cli.frameworks import FRAMEWORKS, check_framework
 
-_STYLES = {Status.WORKS: "green", Status.LIMITED: "yellow", Status.FAILS: "red"}
+_STYLES = {WORKS: "green", LIMITED: "yellow", FAILS: "red"}
 _ELSEWHERE_DEADLINE_S = 180.0
 
 Report = dict[str, tuple[Finding, ...]]
@@ -97,28 +97,24 @@ def _look_elsewhere(path: str, framework: str | None) -> tuple[Finding, ...]:
             check=False,
         )
     except OSError as error:
-        return (Finding("interpreter", Status.FAILS, str(error), "name an engine's python"),)
+        return (Finding("interpreter", FAILS, str(error), "name an engine's python"),)
     except subprocess.TimeoutExpired:
         found = f"no answer within {_ELSEWHERE_DEADLINE_S:.0f} s"
-        return (Finding("interpreter", Status.FAILS, found),)
+        return (Finding("interpreter", FAILS, found),)
     lines = done.stdout.splitlines()
     if not lines or (done.returncode != 0 and not framework):
         said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        return (
-            Finding(
-                "windlass",
-                Status.FAILS,
-                f"does not run there: {said[-1]}",
-                f"{path} -m pip install windlass, or put its src and its light dependencies "
-                "(docs/engines.md) on PYTHONPATH",
-            ),
+        remedy = (
+            f"{path} -m pip install windlass, or put its src and its light dependencies "
+            "(docs/engines.md) on PYTHONPATH"
         )
+        return (Finding("windlass", FAILS, f"does not run there: {said[-1]}", remedy),)
     (findings,) = msgspec.json.decode(lines[-1], type=Report).values()
     return findings
 
 
 def _missing(report: Mapping[str, Sequence[Finding]], required: list[str]) -> list[str]:
-    works = {f.name for there in report.values() for f in there if f.status is Status.WORKS}
+    works = {f.name for there in report.values() for f in there if f.status is WORKS}
     return [name for name in required if name not in works]
 
 
@@ -126,12 +122,10 @@ def _finds_windlass(framework: str | None, report: Report) -> bool:
     """Whether one of these environments has the framework, and can import what that loads."""
     if framework is None:
         return True
-    good = {f.name for there in report.values() for f in there if f.status is not Status.FAILS}
+    good = {f.name for there in report.values() for f in there if f.status is not FAILS}
     return {framework, FRAMEWORKS[framework].module} <= good
 
 
 COMMAND = Command(
-    "what will and will not work in this environment, and how to mend it",
-    add_arguments,
-    run,
+    "what will and will not work in this environment, and how to mend it", add_arguments, run
 )

@@ -64,8 +64,4 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-COMMAND = Command(
-    "the last updates of a controller against the speed of light",
-    add_arguments,
-    run,
-)
+COMMAND = Command("the last updates of a controller against the speed of light", add_arguments, run)

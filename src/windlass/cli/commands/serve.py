@@ -120,7 +120,5 @@ async def _serve(config: ControlConfig, token: str, args: argparse.Namespace) ->
 
 
 COMMAND = Command(
-    "a controller of weight updates for training loops of your own",
-    add_arguments,
-    run,
+    "a controller of weight updates for training loops of your own", add_arguments, run
 )

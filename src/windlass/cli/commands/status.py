@@ -51,8 +51,4 @@ async def _watch(args: argparse.Namespace, console: Console) -> None:
             live.update(status_of(view), refresh=True)
 
 
-COMMAND = Command(
-    "what a running controller knows of its fleet",
-    add_arguments,
-    run,
-)
+COMMAND = Command("what a running controller knows of its fleet", add_arguments, run)

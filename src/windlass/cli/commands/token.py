@@ -23,7 +23,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    "the token of a role, from the owner's secret in WINDLASS_TOKEN",
-    add_arguments,
-    run,
+    "the token of a role, from the owner's secret in WINDLASS_TOKEN", add_arguments, run
 )
