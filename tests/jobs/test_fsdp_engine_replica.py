@@ -10,19 +10,15 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from served_linear import served_linear
 
 import windlass
 from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
-from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import TransferFailed
 from windlass.jobs.fsdp_engine import FsdpEngine
 from windlass.jobs.train_worker import TrainContext
-from windlass.layout.manifest import Role
-from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
-from windlass.transfer.dtensor import describe_module, parameter_addresses
 from windlass.transports.base import WriteBatch
-from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
 
 TOKEN = "secret of the test"
@@ -77,27 +73,6 @@ def weight_of(engine: FsdpEngine) -> torch.Tensor:
     (parameter,) = engine.model.parameters()
     assert isinstance(parameter, dist.tensor.DTensor)
     return parameter.to_local().detach().clone()
-
-
-@contextmanager
-def served(url: str) -> Iterator[torch.Tensor]:
-    module = build().requires_grad_(requires_grad=False)
-    module.weight.fill_(0.0)  # type: ignore[operator]
-    manifest = describe_module(module, "engine/0", Role.ENGINE)
-    (address,), transport = parameter_addresses(module), create_transport(CmaConfig())
-    with EngineClient(
-        EngineWeights(
-            manifest=manifest,
-            addresses=[address],
-            regions=[transport.register(address, manifest.parameters[0].nbytes)],
-        ),
-        transport=transport,
-        hooks=RestingEngine(),
-        controller=url,
-        token=TOKEN,
-    ):
-        (weight,) = module.parameters()
-        yield weight
 
 
 @pytest.fixture
@@ -173,7 +148,7 @@ async def in_job(
 ) -> AsyncIterator[tuple[torch.Tensor, FsdpEngine]]:
     """An engine and a trainer rank; who blocks does so in other threads, as in other processes."""
     with ExitStack() as stack:
-        live = await asyncio.to_thread(stack.enter_context, served(controller.url))
+        live = await asyncio.to_thread(stack.enter_context, served_linear(controller.url, TOKEN))
         engine = await asyncio.to_thread(stack.enter_context, trained(controller.url))
         try:
             yield live, engine
