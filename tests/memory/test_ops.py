@@ -198,12 +198,11 @@ def test_both_ends_of_a_link_take_one_digest_and_a_changed_element_another(
     (sent,) = bind_links(at_source, sending=True)
     (received,) = bind_links(at_destination, sending=False)
     ends = [
-        rig.memory.digests(
-            {"peer": program},
-            np.array([t.data_ptr() for t in tensors], np.uint64),
-            at_source=is_source,
+        digests({"peer": program}, np.array([t.data_ptr() for t in tensors], np.uint64))
+        for digests, program, tensors in (
+            (rig.memory.sent_digests, sent, sources),
+            (rig.memory.received_digests, received, targets),
         )
-        for program, tensors, is_source in ((sent, sources, True), (received, targets, False))
     ]
     rig.memory.settle(SECONDS)
     here, there = (end.take(["peer"], SECONDS)["peer"] for end in ends)

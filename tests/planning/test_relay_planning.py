@@ -214,7 +214,7 @@ def test_chunks_are_the_payload_in_order_and_have_its_digests(
             targets = np.array([b.ctypes.data for b in destinations[manifest.worker]], np.uint64)
             digests = payload.digests(HostMemory(), payload.at_destination(targets, 0))
             stream, begin = link_bytes(part, program.peer, sources).tobytes(), 0
-            for chunk, found in enumerate(digests.take(range(payload.num_chunks), 20.0)):
+            for chunk, found in digests.take(range(payload.num_chunks), 20.0).items():
                 expected, nbytes = new_digest(), payload.chunk_nbytes(chunk)
                 expected.update(stream[begin : begin + nbytes])
                 assert found == expected.hexdigest()

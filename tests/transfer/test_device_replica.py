@@ -30,7 +30,7 @@ from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.cuda import driver, range_copy, sources
 from windlass.memory.cuda.driver import MemoryKind
 from windlass.memory.cuda.gpu import Gpu
-from windlass.memory.cuda.links import DeviceLink, load_link
+from windlass.memory.cuda.links import DeviceLink
 from windlass.planning.planner import plan_transfer
 from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import TrainerClient, TrainerWeights
@@ -237,9 +237,9 @@ def test_weights_that_move_need_no_new_tables_of_links(
 
     def load(*arguments: Any) -> DeviceLink:
         cut.append(1)
-        return load_link(*arguments)
+        return DeviceLink(*arguments)
 
-    monkeypatch.setattr(stored_links, "load_link", load)
+    monkeypatch.setattr(stored_links, "DeviceLink", load)
     for version in range(3):
         pair.weights.refill(version)
         pair.begin(version)

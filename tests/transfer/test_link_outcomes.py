@@ -386,7 +386,7 @@ def test_a_last_chunk_that_could_not_be_verified_is_missing(
     digests, num_taken = node._bound.digests["trainer/0"], itertools.count(1)
     take, num_chunks = digests.take, node._bound.payloads["trainer/0"].num_chunks
 
-    def refuse(chunks: Sequence[int], deadline_s: float) -> list[str]:
+    def refuse(chunks: Sequence[int], deadline_s: float) -> dict[int, str]:
         if next(num_taken) == num_chunks:
             raise MemoryError("none left")
         return take(chunks, deadline_s)

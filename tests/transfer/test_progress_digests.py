@@ -18,7 +18,7 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.cuda import kernels
 from windlass.memory.cuda import pieces as blocks
-from windlass.memory.cuda.links import WORDS_NBYTES, load_link, read_digest, unload_links
+from windlass.memory.cuda.links import WORDS_NBYTES, DeviceLink, read_digest
 from windlass.memory.cuda.pieces import block_tables
 from windlass.planning.planner import plan_transfer
 from windlass.planning.program import bind_links
@@ -73,7 +73,7 @@ class Pair:
         (program,) = bind_links(self.plan.for_source(SOURCE), sending=True)
         sources = np.array([b.ctypes.data for b in self.trained], np.uint64)
         targets = np.array(self.binding.parameter_addresses, np.uint64)
-        link = load_link(self.gpu, program, block_tables(program, sources, targets))
+        link = DeviceLink(self.gpu, program, block_tables(program, sources, targets))
         self.gpu.device.clear(link.digest, WORDS_NBYTES, self.gpu.stream)
         told = []
         for number, table in enumerate(link.tables):
@@ -81,7 +81,7 @@ class Pair:
                 self.gpu.kernels.put(table, self.gpu.stream, link.digest, part)
                 told.append(PartWritten(SOURCE, version, name, number, part.start, part.stop))
         digest = read_digest(self.gpu, link.digest)
-        unload_links(self.gpu, {SOURCE: link})
+        link.close()
         return digest, told
 
     def tell(self, told: list[PartWritten]) -> None:

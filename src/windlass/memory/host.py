@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import TYPE_CHECKING, final
@@ -20,6 +19,8 @@ from windlass.layout.quantization import BLOCK, scale_shape
 from windlass.memory.ops import (
     ALIGNMENT,
     ChunkDigests,
+    Digests,
+    Key,
     LinkDigests,
     MemoryOps,
     PreparedCopies,
@@ -31,6 +32,7 @@ from windlass.memory.packing import (
     copy_cast,
     hash_strided,
     new_digest,
+    offset_of,
     overflow_text,
     row_major_blocks,
     strided_view,
@@ -65,32 +67,32 @@ class HostMemory(MemoryOps):
     ) -> _HostCopies:
         return _HostCopies(copies)
 
-    def digests(
-        self,
-        programs: Mapping[str, LinkProgram],
-        addresses: UInt64Array,
-        *,
-        at_source: bool,
-        staging_address: int = 0,
-    ) -> _HostDigests:
-        return _HostDigests(programs, addresses, at_source, staging_address)
+    def sent_digests(
+        self, programs: Mapping[str, LinkProgram], addresses: UInt64Array
+    ) -> LinkDigests:
+        return _HostDigests(lambda peer: _hash_sent(programs[peer], addresses))
+
+    def received_digests(
+        self, programs: Mapping[str, LinkProgram], addresses: UInt64Array, staging_address: int = 0
+    ) -> LinkDigests:
+        return _HostDigests(lambda peer: _hash_received(programs[peer], addresses, staging_address))
 
     def chunk_digests(
         self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
-    ) -> _HostChunks:
-        return _HostChunks(addresses, nbytes, chunk_start)
+    ) -> ChunkDigests:
+        pieces, first = (
+            list(zip(addresses.tolist(), nbytes.tolist(), strict=True)),
+            chunk_start.tolist(),
+        )
+        return _HostDigests(lambda chunk: _hash_ranges(pieces[first[chunk] : first[chunk + 1]]))
 
     def least_pack_nbytes(self, program: LinkProgram) -> int:
         return least_half(program)
 
     def pack_link(
-        self,
-        program: LinkProgram,
-        addresses: UInt64Array,
-        places: Sequence[int],
-        capacity_nbytes: int,
+        self, program: LinkProgram, addresses: UInt64Array, places: Sequence[range]
     ) -> _HostPack:
-        return _HostPack(program, addresses, places, capacity_nbytes)
+        return _HostPack(program, addresses, places)
 
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
@@ -131,103 +133,45 @@ class _HostCopies(PreparedCopies):
 
 
 @final
-class _HostDigests(LinkDigests):
-    def __init__(
-        self,
-        programs: Mapping[str, LinkProgram],
-        addresses: UInt64Array,
-        at_source: bool,
-        staging_address: int,
-    ) -> None:
-        self._programs, self._addresses = programs, addresses
-        self._at_source, self._staging = at_source, staging_address
+class _HostDigests(Digests[Key]):
+    def __init__(self, digest: Callable[[Key], str]) -> None:
+        self._digest = digest
 
     def take(
         self,
-        peers: Iterable[str],
+        keys: Iterable[Key],
         deadline_s: float,  # noqa: ARG002
         threads: Executor | None = None,
-    ) -> dict[str, str]:
-        of = self._at_the_source if self._at_source else self._at_the_destination
-        wanted = list(peers)
-        programs = [self._programs[peer] for peer in wanted]
-        found = map(of, programs) if threads is None else threads.map(of, programs)
+    ) -> dict[Key, str]:
+        wanted = list(keys)
+        found = (map if threads is None else threads.map)(self._digest, wanted)
         return dict(zip(wanted, found, strict=True))
-
-    def _at_the_source(self, program: LinkProgram) -> str:
-        return hash_link(program, self._addresses)
-
-    def _at_the_destination(self, program: LinkProgram) -> str:
-        digest = new_digest()
-        for op in program.ops:
-            if op.lands and self._staging:
-                address, strides = self._staging + op.staging_offset, op.packed_strides
-            else:
-                address = int(self._addresses[op.dst_parameter]) + op.dst_offset
-                strides = op.dst_strides
-            hash_strided(digest, address, op.sizes, strides, op.dst_dtype)
-        return digest.hexdigest()
-
-
-@final
-class _HostChunks(ChunkDigests):
-    def __init__(self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array) -> None:
-        self._pieces = list(zip(addresses.tolist(), nbytes.tolist(), strict=True))
-        self._start = chunk_start.tolist()
-
-    def take(self, chunks: Sequence[int], deadline_s: float) -> list[str]:  # noqa: ARG002
-        return [self._digest(chunk) for chunk in chunks]
-
-    def _digest(self, chunk: int) -> str:
-        digest = new_digest()
-        for address, nbytes in self._pieces[self._start[chunk] : self._start[chunk + 1]]:
-            digest.update(bytes_at(address, nbytes))
-        return digest.hexdigest()
 
 
 @final
 class _HostPack:
     def __init__(
-        self,
-        program: LinkProgram,
-        addresses: UInt64Array,
-        places: Sequence[int],
-        capacity_nbytes: int,
+        self, program: LinkProgram, addresses: UInt64Array, places: Sequence[range]
     ) -> None:
         self._program, self._addresses = program, addresses
-        turns = Turns(places, capacity_nbytes)
-        self._ops: list[list[BoundOp]] = [[]]
+        turns: Turns[BoundOp] = Turns(places)
+        self._packed: dict[int, list[tuple[BoundOp, int]]] = {}
         for index, op in enumerate(program.ops):
             start = 0
-            for part in () if op.is_direct else split_op(op, capacity_nbytes):
-                turns.place(index, start, part.nbytes)
-                if len(self._ops) < len(turns.parts):
-                    self._ops.append([])
-                self._ops[-1].append(part)
+            for part in () if op.is_direct else split_op(op, len(places[0])):
+                address = turns.place(index, start, part.nbytes, part)
+                self._packed.setdefault(index, []).append((part, address))
                 start += part.nbytes
-        self.turns = turns.parts
+        self.turns, self._ops = turns.parts, turns.work
 
     def pack(self, turn: int, deadline_s: float) -> None:  # noqa: ARG002
         for op, part in zip(self._ops[turn], self.turns[turn], strict=True):
             pack_op(op, int(self._addresses[op.src_parameter]), part.address)
 
     def pack_and_hash(self, deadline_s: float) -> str:  # noqa: ARG002
-        """Hashes while what was packed is in the cache."""
-        digest = new_digest()
-        packed = itertools.chain.from_iterable(
-            zip(ops, parts, strict=True) for ops, parts in zip(self._ops, self.turns, strict=True)
+        return _hash_source(
+            self._program, self._addresses, lambda index, _: self._packed.get(index, ())
         )
-        following = next(packed, None)
-        for index, op in enumerate(self._program.ops):
-            if op.is_direct:
-                address = int(self._addresses[op.src_parameter]) + op.src_offset
-                hash_strided(digest, address, op.sizes, op.src_strides, op.src_dtype)
-            while following is not None and following[1].op == index:
-                cut, part = following
-                pack_op(cut, int(self._addresses[cut.src_parameter]), part.address)
-                digest.update(bytes_at(part.address, part.nbytes))
-                following = next(packed, None)
-        return digest.hexdigest()
 
     def close(self) -> None:
         """Free nothing."""
@@ -272,25 +216,60 @@ def pack_op(op: BoundOp, src_parameter: int, address: int) -> None:
     copy_cast(target, source, op.tensor)
 
 
-def hash_link(program: LinkProgram, sources: UInt64Array) -> str:
-    """Digest what a link is to deliver, from host memory as it is; nothing is packed. From any thread.
+def _hash_sent(program: LinkProgram, sources: UInt64Array) -> str:
+    """Digest what a link is to deliver, from host memory as it is; nothing is packed. From any thread."""
+    limit = max(SCRATCH_NBYTES, least_half(program))
+    scratch: UInt8Array = np.empty(limit, np.uint8)
+
+    def parts(_: int, op: BoundOp) -> Iterable[tuple[BoundOp, int]]:
+        if op.transform is Transform.NONE and op.src_dtype is op.dst_dtype:
+            return ()
+        return ((part, int(scratch.ctypes.data)) for part in split_op(op, limit))
+
+    return _hash_source(program, sources, parts)
+
+
+def _hash_source(
+    program: LinkProgram,
+    sources: UInt64Array,
+    parts: Callable[[int, BoundOp], Iterable[tuple[BoundOp, int]]],
+) -> str:
+    """Digest a link; each part is hashed as soon as it is packed, while it is in the cache.
 
     Args:
         program: of the link.
         sources: where the parameters lie, in manifest order.
+        parts: of an op and its index, and the address at which to pack each; none to hash it as it lies.
     """
     digest = new_digest()
-    limit = max(SCRATCH_NBYTES, least_half(program))
-    scratch: UInt8Array = np.empty(limit, np.uint8)
-    for op in program.ops:
-        parameter = int(sources[op.src_parameter])
-        if op.transform is Transform.NONE and op.src_dtype is op.dst_dtype:
+    for index, op in enumerate(program.ops):
+        parameter, is_packed = int(sources[op.src_parameter]), False
+        for part, address in parts(index, op):
+            is_packed = True
+            pack_op(part, parameter, address)
+            digest.update(bytes_at(address, part.nbytes))
+        if not is_packed:
             address = parameter + op.src_offset
             hash_strided(digest, address, op.sizes, op.src_strides, op.src_dtype)
-            continue
-        for part in split_op(op, limit):
-            pack_op(part, parameter, int(scratch.ctypes.data))
-            digest.update(scratch[: part.nbytes].data)
+    return digest.hexdigest()
+
+
+def _hash_received(program: LinkProgram, addresses: UInt64Array, staging_address: int) -> str:
+    digest = new_digest()
+    for op in program.ops:
+        if op.lands and staging_address:
+            address, strides = staging_address + op.staging_offset, op.packed_strides
+        else:
+            address = int(addresses[op.dst_parameter]) + op.dst_offset
+            strides = op.dst_strides
+        hash_strided(digest, address, op.sizes, strides, op.dst_dtype)
+    return digest.hexdigest()
+
+
+def _hash_ranges(ranges: Iterable[tuple[int, int]]) -> str:
+    digest = new_digest()
+    for address, nbytes in ranges:
+        digest.update(bytes_at(address, nbytes))
     return digest.hexdigest()
 
 
@@ -298,57 +277,41 @@ def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
     """Cut an op whose payload is one run at the destination into parts of at most `limit` bytes.
 
     PACKED and staged ops are such by construction, so a part's bytes follow those of the part
-    before.
+    before. Parts say what is read; where they go is for the caller to count.
     """
     if op.nbytes <= limit:
         yield op
         return
-    if op.transform is not Transform.NONE:
-        yield from _split_blocks(op, limit)
-        return
-    itemsize = op.dst_dtype.itemsize
-    packed = op.packed_strides
-    for start, sizes in row_major_blocks(op.sizes, limit // itemsize):
-        offset = _dot(start, packed)
+    if op.transform is Transform.NONE:
+        blocks = row_major_blocks(op.sizes, limit // op.dst_dtype.itemsize)
+        cut = ((start, sizes, sizes) for start, sizes in blocks)
+    else:
+        cut = _rows_of_blocks(op, limit)
+    for start, src_sizes, sizes in cut:
         yield replace(
             op,
             sizes=sizes,
-            src_sizes=sizes,
-            src_offset=op.src_offset + _dot(start, op.src_strides),
-            dst_offset=op.dst_offset + _dot(start, op.dst_strides),
-            nbytes=math.prod(sizes) * itemsize,
-            staging_offset=op.staging_offset + offset if op.lands else op.staging_offset,
+            src_sizes=src_sizes,
+            src_offset=op.src_offset + offset_of(start, op.src_strides),
+            nbytes=math.prod(sizes) * op.dst_dtype.itemsize,
         )
 
 
-def _split_blocks(op: BoundOp, limit: int) -> Iterator[BoundOp]:
-    """Yield rows of blocks; a payload of values or of scales is cut between them."""
-    scales = op.transform is Transform.FP8_BLOCK_SCALES
+def _rows_of_blocks(
+    op: BoundOp, limit: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """Yield (first element, sizes at the source, sizes of the payload) of rows of blocks, which are not cut."""
     step = _row_of_blocks(op)
     if step > limit:
         raise PlanError(
             f"arena_nbytes: half of it must hold one row of blocks, {step} bytes, got {limit}"
         )
-    num_steps = limit // step
+    num_rows = limit // step * BLOCK
     rows, columns = op.src_sizes
-    for first in range(0, rows, num_steps * BLOCK):
-        src_sizes = min(num_steps * BLOCK, rows - first), columns
-        sizes = scale_shape(src_sizes) if scales else src_sizes
-        start = first // BLOCK if scales else first
-        offset = start * op.packed_strides[0]
-        yield replace(
-            op,
-            sizes=sizes,
-            src_sizes=src_sizes,
-            src_offset=op.src_offset + first * op.src_strides[0],
-            dst_offset=op.dst_offset + start * op.dst_strides[0],
-            nbytes=sizes[0] * op.packed_strides[0],
-            staging_offset=op.staging_offset + offset if op.lands else op.staging_offset,
-        )
-
-
-def _dot(index: Sequence[int], strides: Sequence[int]) -> int:
-    return sum(i * s for i, s in zip(index, strides, strict=True))
+    for first in range(0, rows, num_rows):
+        src_sizes = min(num_rows, rows - first), columns
+        scales = op.transform is Transform.FP8_BLOCK_SCALES
+        yield (first, 0), src_sizes, scale_shape(src_sizes) if scales else src_sizes
 
 
 def pack_quantized(

@@ -6,10 +6,11 @@ and is the same code for both. `tests/memory/test_ops.py` is the conformance sui
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar, final
 
 from windlass.errors import PlanError
 from windlass.layout.columns import Int64Array, UInt64Array
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
     from windlass.memory.cuda.gpu import Gpu
     from windlass.memory.cuda.links import DeviceLink
+
+Key = TypeVar("Key")
+Work = TypeVar("Work")
 
 OWN_WORK_S = 60.0
 """Deadline of work on memory of one's own, which takes milliseconds."""
@@ -63,6 +67,11 @@ class StridedCopy:
     dst_strides: tuple[int, ...]
     dst_dtype: DType
     tensor: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """What is stored."""
+        return math.prod(self.sizes) * self.dst_dtype.itemsize
 
     @classmethod
     def of_op(cls, op: BoundOp, src_address: int, dst_address: int) -> StridedCopy:
@@ -130,8 +139,8 @@ class PreparedCopies(Protocol):
         return
 
 
-class LinkDigests(Protocol):
-    """The digests of links at one of their ends, to be taken any number of times.
+class Digests(Protocol[Key]):
+    """Digests of what lies in memory, to be taken any number of times: of links by peer, of chunks by number.
 
     Attributes:
         links: at the destination, on a GPU: by peer, the tables of its pieces, for whoever hashes them
@@ -143,17 +152,17 @@ class LinkDigests(Protocol):
         return {}
 
     def take(
-        self, peers: Iterable[str], deadline_s: float, threads: Executor | None = None
-    ) -> dict[str, str]:
-        """Read the links' elements as they are now, and wait for the result.
+        self, keys: Iterable[Key], deadline_s: float, threads: Executor | None = None
+    ) -> dict[Key, str]:
+        """Read these links or chunks as they are now, and wait for the result.
 
         Args:
-            peers: which links, by the worker at their other end.
+            keys: which.
             deadline_s: of all of them.
             threads: run what can run side by side.
 
         Returns:
-            peer -> digest, hex.
+            key -> digest, hex, in the order of `keys`.
 
         Raises:
             TransferFailed: at the source: a cast overflows.
@@ -162,24 +171,12 @@ class LinkDigests(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what was prepared. Idempotent."""
-        return
-
-
-class ChunkDigests(Protocol):
-    """The digests of chunks of bytes, to be taken any number of times."""
-
-    def take(self, chunks: Sequence[int], deadline_s: float) -> list[str]:
-        """Read these chunks as they are now; hex, in the order of `chunks`.
-
-        Raises:
-            TransferOutcomeUnknown: not within `deadline_s`, for all of them.
-        """
-        ...
-
-    def close(self) -> None:
         """Free what was prepared, unless late kernels may still use it. Idempotent."""
         return
+
+
+LinkDigests = Digests[str]
+ChunkDigests = Digests[int]
 
 
 class PackedPart(NamedTuple):
@@ -192,31 +189,35 @@ class PackedPart(NamedTuple):
 
 
 @final
-class Turns:
-    """Places for parts of a payload, one behind the other, in memory that is packed again and again.
+class Turns(Generic[Work]):
+    """Parts of a payload, placed one behind the other in memory that is packed again and again.
 
     Args:
-        places: addresses that turns are packed at, in rotation.
-        capacity_nbytes: at each of them.
+        places: see `MemoryOps.pack_link`.
 
     Attributes:
         parts: by turn, in the order of the payload.
+        work: what packs each of them.
     """
 
-    def __init__(self, places: Sequence[int], capacity_nbytes: int) -> None:
-        self._places, self._capacity = places, capacity_nbytes
-        self._used = 0
-        self.parts: list[list[PackedPart]] = [[]]
+    def __init__(self, places: Sequence[range]) -> None:
+        self._places = places
+        self._at = self._stop = 0
+        self.parts: list[list[PackedPart]] = []
+        self.work: list[list[Work]] = []
 
-    def place(self, op: int, start: int, nbytes: int) -> PackedPart:
-        """Return where a part goes: in the turn of the last one, or in another."""
-        if self._used + aligned(nbytes) > self._capacity:
+    def place(self, op: int, start: int, nbytes: int, work: Work) -> int:
+        """Return the address of a part: in the turn of the last one, or in another."""
+        if not self.parts or self._at + aligned(nbytes) > self._stop:
+            place = self._places[len(self.parts) % len(self._places)]
+            self._at, self._stop = place.start, place.stop
             self.parts.append([])
-            self._used = 0
-        address = self._places[(len(self.parts) - 1) % len(self._places)] + self._used
-        self._used += aligned(nbytes)
+            self.work.append([])
+        address = self._at
+        self._at += aligned(nbytes)
         self.parts[-1].append(PackedPart(op, start, address, nbytes))
-        return self.parts[-1][-1]
+        self.work[-1].append(work)
+        return address
 
 
 class LinkPack(Protocol):
@@ -254,6 +255,10 @@ class LinkPack(Protocol):
 
 class MemoryOps(Protocol):
     """Host memory, or the memory of one GPU. Thread-safe; what it makes is not.
+
+    Everywhere `addresses` is (num_parameters,) where this rank's parameters begin, in manifest order. What
+    is prepared is closed by the caller; to prepare raises `TransferFailed` where a GPU has no room for its
+    tables, and `UnsupportedLayout` where quantised rows on a GPU have gaps.
 
     Attributes:
         ordinal: of the GPU; -1 for host memory.
@@ -295,31 +300,25 @@ class MemoryOps(Protocol):
                 of a GPU to that.
 
         Raises:
-            TransferFailed: a GPU without room for its tables.
             ConfigError: nothing casts between the dtypes.
         """
         ...
 
-    def digests(
-        self,
-        programs: Mapping[str, LinkProgram],
-        addresses: UInt64Array,
-        *,
-        at_source: bool,
-        staging_address: int = 0,
+    def sent_digests(
+        self, programs: Mapping[str, LinkProgram], addresses: UInt64Array
     ) -> LinkDigests:
-        """Prepare digests of what links deliver, in the destination's dtype, in plan order.
+        """Prepare digests of what links, by peer, are to deliver: in plan order, in the destination's dtype.
 
-        Args:
-            programs: by peer.
-            addresses: (num_parameters,) where this rank's parameters begin.
-            at_source: this rank sends; elements are cast as they are read, nothing is stored.
-            staging_address: at the destination: where peers write the payload of ops that are staged; 0: where each
-                element belongs.
+        Elements are cast as they are read; nothing is stored.
+        """
+        ...
 
-        Raises:
-            TransferFailed: a GPU without room for its tables.
-            UnsupportedLayout: on a GPU, quantised rows with gaps.
+    def received_digests(
+        self, programs: Mapping[str, LinkProgram], addresses: UInt64Array, staging_address: int = 0
+    ) -> LinkDigests:
+        """Prepare digests of what links have delivered: those of `sent_digests` where all of it arrived.
+
+        `staging_address`: where peers write the payload of ops that are staged; 0: where each element belongs.
         """
         ...
 
@@ -332,9 +331,6 @@ class MemoryOps(Protocol):
             addresses: (n,) of the pieces.
             nbytes: (n,) of each, >= 1.
             chunk_start: (num_chunks + 1,) first piece of each chunk, and n.
-
-        Raises:
-            TransferFailed: a GPU without room for its tables.
         """
         ...
 
@@ -343,24 +339,18 @@ class MemoryOps(Protocol):
         ...
 
     def pack_link(
-        self,
-        program: LinkProgram,
-        addresses: UInt64Array,
-        places: Sequence[int],
-        capacity_nbytes: int,
+        self, program: LinkProgram, addresses: UInt64Array, places: Sequence[range]
     ) -> LinkPack:
         """Prepare to pack a link at its source.
 
         Args:
             program: of the link.
-            addresses: (num_parameters,) where this rank's parameters begin.
-            places: addresses that turns are packed at, in rotation.
-            capacity_nbytes: at each of them; every op begins at a multiple of `ALIGNMENT`.
+            addresses: of the parameters.
+            places: addresses that turns are packed at, in rotation, all of one length; every op begins at
+                a multiple of `ALIGNMENT`.
 
         Raises:
             PlanError: less than `least_pack_nbytes`, where it is needed.
-            TransferFailed: a GPU without room for its tables.
-            UnsupportedLayout: on a GPU, quantised rows with gaps.
         """
         ...
 

@@ -159,7 +159,7 @@ def hash_strided(
         digest.update(bytes_at(address, run_nbytes))
     elif run_nbytes >= RUN_NBYTES:
         for start, _ in row_major_blocks(sizes[:outer], 1):
-            digest.update(bytes_at(address + _offset(start, strides_bytes), run_nbytes))
+            digest.update(bytes_at(address + offset_of(start, strides_bytes), run_nbytes))
     else:
         _hash_gathered(digest, address, sizes, strides_bytes, dtype)
 
@@ -178,10 +178,11 @@ def _hash_gathered(
     scratch = torch.empty(GATHER_NBYTES // dtype.itemsize, dtype=torch_dtype(dtype))
     raw = scratch.view(torch.uint8).numpy()
     for start, block in row_major_blocks(sizes, len(scratch)):
-        view = strided_view(address + _offset(start, strides_bytes), block, strides_bytes, dtype)
+        view = strided_view(address + offset_of(start, strides_bytes), block, strides_bytes, dtype)
         scratch[: view.numel()].view(block).copy_(view)
         digest.update(raw[: view.numel() * dtype.itemsize].data)
 
 
-def _offset(index: Sequence[int], strides_bytes: Sequence[int]) -> int:
+def offset_of(index: Sequence[int], strides_bytes: Sequence[int]) -> int:
+    """Return bytes from the first element to the one at `index`, of the outer dims or of all."""
     return sum(i * s for i, s in zip(index, strides_bytes, strict=False))

@@ -184,11 +184,8 @@ class Destination:
             self._shadow = ShadowCopy(self.memory, self.manifest, self._live, self._allocate)
         self.addresses = self._shadow.addresses if shadow and self._shadow else self._live
         self.staging_address = self._stage(plan.staging_nbytes[index] if staged else 0)
-        self.digests = self.memory.digests(
-            programs,
-            np.array(self.addresses, np.uint64),
-            at_source=False,
-            staging_address=self.staging_address,
+        self.digests = self.memory.received_digests(
+            programs, np.array(self.addresses, np.uint64), self.staging_address
         )
         self.programs = programs
         self._flip = self.memory.prepare(list(self._not_live()))

@@ -192,7 +192,7 @@ class Packer:
         if self._digests is None or self._hashed != tuple(programs):
             self._drop_digests()
             links = {program.peer: program for program in programs}
-            self._digests = self.memory.digests(links, self._sources, at_source=True)
+            self._digests = self.memory.sent_digests(links, self._sources)
             self._hashed = tuple(programs)
         return self._digests.take([program.peer for program in programs], OWN_WORK_S, threads)
 
@@ -209,8 +209,9 @@ class Packer:
         self.memory.settle(OWN_WORK_S)
         nbytes, key = packed_capacity((program,)), (program.peer, offset)
         if key not in self._packs:
-            places = (self._address + offset,)
-            self._packs[key] = self.memory.pack_link(program, self._sources, places, nbytes)
+            start = self._address + offset
+            places = (range(start, start + nbytes),)
+            self._packs[key] = self.memory.pack_link(program, self._sources, places)
         pack = self._packs[key]
         return pack, pack.pack_and_hash(OWN_WORK_S), offset + nbytes
 
@@ -236,10 +237,11 @@ class Packer:
         key = program.peer, -1
         if key not in self._packs:
             nbytes = self.nbytes // 2 & -ALIGNMENT
-            places: tuple[int, ...] = (self._address, self._address + nbytes)
+            start, middle = self._address, self._address + nbytes
+            places: tuple[range, ...] = (range(start, middle), range(middle, middle + nbytes))
             if nbytes < self._least(program) and self.holds((program,)):
-                nbytes, places = self.nbytes, places[:1]  # of a link that is written again
-            self._packs[key] = self.memory.pack_link(program, self._sources, places, nbytes)
+                places = (range(start, start + self.nbytes),)  # of a link that is written again
+            self._packs[key] = self.memory.pack_link(program, self._sources, places)
         return self._packs[key]
 
     @property

@@ -535,7 +535,7 @@ class GroupWrite:
             self.close()
             self._hashes = payload.digests(memory, local)
         self._local = local
-        self._chunks = tuple(self._hashes.take(range(payload.num_chunks), OWN_WORK_S))
+        self._chunks = tuple(self._hashes.take(range(payload.num_chunks), OWN_WORK_S).values())
         self.digest = digest
 
     def forget(self) -> None:
@@ -683,12 +683,12 @@ class RelayRound:
         if left is None or key not in left:
             return
         self._first_s = self._first_s or time.perf_counter()
-        (digest,) = self._bound.digests[landed.source].take([landed.chunk], OWN_WORK_S)
+        found = self._bound.digests[landed.source].take([landed.chunk], OWN_WORK_S)
         self._last_s = time.perf_counter()
         left.discard(key)  # until here it counts as missing, whatever stops this
         if not left:
             del self._left[upstream]
-        if digest != landed.digest:
+        if found[landed.chunk] != landed.digest:
             self._missing.add(landed.source)
             return
         stripe = landed.chunk % len(self._bound.upstream)

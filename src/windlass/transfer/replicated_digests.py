@@ -108,7 +108,9 @@ class ReplicatedDigests:
                 table = np.zeros(len(digests), DIGESTED)
                 table["box"], table["kind"] = cut.boxes, _KINDS.index(cut.memory.digest_kind)
                 for name, half in (("a", slice(0, 16)), ("b", slice(16, 32))):
-                    table[name] = np.array([int(digest[half], 16) for digest in digests], np.uint64)
+                    table[name] = np.array(
+                        [int(digest[half], 16) for digest in digests.values()], np.uint64
+                    )
                 found.append(table)
             self._last = turn, period, located
             self.compare_s = time.perf_counter() - began - waited_s

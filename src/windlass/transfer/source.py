@@ -177,7 +177,7 @@ class SourceMemory:
         """
         self.memory.settle(OWN_WORK_S)
         if self._digests is None:
-            self._digests = self.memory.digests(self.programs, self.addresses, at_source=True)
+            self._digests = self.memory.sent_digests(self.programs, self.addresses)
         self._found = self._digests.take(self.programs, OWN_WORK_S)
 
     def delivered(self, destinations: Sequence[str]) -> tuple[LinkOutcome, ...]:

@@ -18,7 +18,7 @@ from windlass.errors import PeerUnreachable, RegionError, TransferFailed, Transf
 from windlass.layout.columns import UInt64Array
 from windlass.memory.cuda.driver import Event
 from windlass.memory.cuda.gpu import end_queued
-from windlass.memory.cuda.links import WORDS_NBYTES, DeviceLink, load_link, read_sent, unload_links
+from windlass.memory.cuda.links import WORDS_NBYTES, DeviceLink, read_sent
 from windlass.memory.cuda.pieces import block_tables
 from windlass.memory.cuda.sources import SourceMemory
 from windlass.net.clock import Deadline
@@ -178,18 +178,17 @@ class StoredLinks:
         """Cut and upload the tables of links that have none."""
         links: dict[str, DeviceLink] = {}
         with ExitStack() as undo:
-            undo.callback(lambda: unload_links(self.gpu, links))
             for peer, (program, targets) in self._programs.items():
                 if peer not in self._links:
                     tables = block_tables(program, sources, targets)
-                    links[peer] = load_link(self.gpu, program, tables)
+                    links[peer] = DeviceLink(self.gpu, program, tables)
+                    undo.callback(links[peer].close)
             undo.pop_all()
         self._links |= links
 
     def _unload(self, names: Collection[str]) -> None:
-        links = {name: link for name, link in self._links.items() if name in names}
-        self._links = {name: link for name, link in self._links.items() if name not in names}
-        unload_links(self.gpu, links)
+        for name in [name for name in self._links if name in names]:
+            self._links.pop(name).close()
 
     def _reach(self, program: LinkProgram, binding: DestinationBinding) -> UInt64Array:
         """The peer's parameter addresses as this process reaches them.

@@ -1,102 +1,121 @@
-"""A link's pieces on a GPU, and the words that its digest is added up in."""
+"""What is prepared on a GPU: tables of pieces, and the words that digests are added up in."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import assert_never
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TypeVar, final
 
 import numpy as np
 
 from windlass.layout.columns import StructuredArray
 from windlass.memory.cuda.gpu import Gpu
-from windlass.memory.cuda.kernels import PieceTable, put_kernel
+from windlass.memory.cuda.kernels import PieceTable
 from windlass.memory.cuda.pieces import PieceKind
 from windlass.memory.packing import overflow_text
-from windlass.planning.plan import Transform
 from windlass.planning.program import LinkProgram
+
+Item = TypeVar("Item")
 
 DIGEST_NBYTES = 16
 WORDS_NBYTES = DIGEST_NBYTES + 8
 """Of a link: a digest, and a word that says where a cast overflowed."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceLink:
-    """A link on the device. `digest`: address of its words.
+class GpuTables:
+    """Tables and words of one preparation in a GPU's memory, freed together.
 
-    `tables`: one per kind of piece, in the same order and with the same pieces at both ends.
-    """
-
-    program: LinkProgram
-    tables: tuple[PieceTable, ...]
-    digest: int
-
-
-def load_link(
-    gpu: Gpu, program: LinkProgram, tables: Mapping[PieceKind, StructuredArray]
-) -> DeviceLink:
-    """Upload the tables of a link; all of them, or none is left behind.
+    Derived classes build theirs within `_building`, and none under late kernels.
 
     Raises:
-        TransferFailed: the GPU has no room for them.
+        TransferOutcomeUnknown: kernels outlived a deadline.
+        TransferFailed: the GPU has no room for them; nothing is left behind.
     """
-    with ExitStack() as undo:
+
+    def __init__(self, gpu: Gpu) -> None:
+        gpu.refuse_late()
+        self._gpu = gpu
+        self._held: list[Callable[[], None]] = []
+
+    def close(self) -> None:
+        """Free them, unless late kernels may still use them. Idempotent."""
+        held, self._held = self._held, []
+        if not self._gpu.is_late:
+            for free in held:
+                free()
+
+    @contextmanager
+    def _building(self) -> Iterator[None]:
+        """Leave nothing behind of a preparation that fails."""
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            yield
+            undo.pop_all()
+
+    def _load(self, tables: Mapping[PieceKind, StructuredArray]) -> list[PieceTable]:
+        """Upload a table per kind of piece."""
         loaded = []
         for kind, pieces in tables.items():
-            loaded.append(load_table(gpu, kind, pieces))
-            undo.callback(loaded[-1].close)
-        link = DeviceLink(program, tuple(loaded), gpu.device.allocate(WORDS_NBYTES))
-        undo.pop_all()
-    return link
+            loaded.append(load_table(self._gpu, kind, pieces))
+            self._held.append(loaded[-1].close)
+        return loaded
+
+    def _allocate(self, nbytes: int) -> int:
+        address = self._gpu.device.allocate(nbytes)
+        self._held.append(partial(self._gpu.device.free, address))
+        return address
+
+    def _queue_digest(
+        self, words: int, hashed: Iterable[PieceTable], stored: Iterable[PieceTable] = ()
+    ) -> None:
+        """Queue the digest of what is hashed where it lies, and of what is stored meanwhile."""
+        gpu = self._gpu
+        gpu.device.clear(words, WORDS_NBYTES, gpu.stream)
+        for table in hashed:
+            gpu.kernels.hash(table, gpu.stream, words)
+        for table in stored:
+            gpu.kernels.put(table, gpu.stream, words)
+
+
+@final
+class DeviceLink(GpuTables):
+    """A link on the device.
+
+    Attributes:
+        program: of the link.
+        tables: one per kind of piece, in the same order and with the same pieces at both ends.
+        digest: address of its words.
+    """
+
+    def __init__(
+        self, gpu: Gpu, program: LinkProgram, tables: Mapping[PieceKind, StructuredArray]
+    ) -> None:
+        super().__init__(gpu)
+        self.program = program
+        with self._building():
+            self.tables = tuple(self._load(tables))
+            self.digest = self._allocate(WORDS_NBYTES)
 
 
 def load_table(gpu: Gpu, kind: PieceKind, pieces: StructuredArray) -> PieceTable:
     """Upload pieces of one kind; the caller closes the table."""
-    return PieceTable(gpu.device, pieces, _kernel_of(kind), kind.dst_dtype.itemsize)
-
-
-def _kernel_of(kind: PieceKind) -> str:
-    match kind.transform:
-        case Transform.NONE:
-            return put_kernel(kind.src_dtype, kind.dst_dtype)
-        case Transform.FP8_BLOCK_VALUES:
-            return f"fp8_values_{kind.src_dtype}"
-        case Transform.FP8_BLOCK_SCALES:
-            return f"fp8_scales_{kind.src_dtype}"
-        case _:
-            assert_never(kind.transform)
-
-
-def unload_links(gpu: Gpu, links: Mapping[str, DeviceLink]) -> None:
-    """Free their tables and words."""
-    for link in links.values():
-        for table in link.tables:
-            table.close()
-        gpu.device.free(link.digest)
+    return PieceTable(gpu.device, pieces, kind.kernel, kind.dst_dtype.itemsize)
 
 
 def read_digest(gpu: Gpu, address: int) -> str:
     """Return the digest at `address`, as links report it; waits for no other stream."""
-    a, b, _ = read_words(gpu, address)
-    return f"{a:016x}{b:016x}"
+    return digest_text(read_words(gpu, address))
 
 
 def read_sent(gpu: Gpu, address: int, program: LinkProgram) -> tuple[str, str]:
-    """Return what kernels noted of a link at its source.
-
-    Returns:
-        (digest, which tensor's cast overflowed or empty).
-    """
-    a, b, overflow = read_words(gpu, address)
-    reason = ""
-    if overflow:
-        ends = itertools.accumulate(op.nbytes for op in program.ops)
-        op = next(op for op, end in zip(program.ops, ends, strict=True) if overflow <= end)
+    """Return what kernels noted of a link at its source: its digest, and which tensor's cast overflowed or empty."""
+    words, reason = read_words(gpu, address), ""
+    if words[2]:
+        op = item_at(words[2], program.ops, (op.nbytes for op in program.ops))
         reason = overflow_text(op.tensor, op.src_dtype, op.cast_dtype)
-    return f"{a:016x}{b:016x}", reason
+    return digest_text(words), reason
 
 
 def read_words(gpu: Gpu, address: int) -> list[int]:
@@ -104,3 +123,14 @@ def read_words(gpu: Gpu, address: int) -> list[int]:
     found = gpu.device.download(address, WORDS_NBYTES, gpu.stream)
     words: list[int] = np.frombuffer(found, "<u8").tolist()
     return words
+
+
+def item_at(overflow: int, items: Sequence[Item], nbytes: Iterable[int]) -> Item:
+    """Return which of `items`, whose payloads of `nbytes` follow each other, the third word names."""
+    ends = itertools.accumulate(nbytes)
+    return next(item for item, end in zip(items, ends, strict=True) if overflow <= end)
+
+
+def digest_text(words: Sequence[int]) -> str:
+    """Return a digest as links report it, of words as `read_words` gives them."""
+    return f"{words[0]:016x}{words[1]:016x}"

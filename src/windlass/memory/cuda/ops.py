@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from windlass.errors import RegionError, TransferFailed
-from windlass.layout.columns import Int64Array, StructuredArray, UInt64Array
+from windlass.layout.columns import Int64Array, UInt64Array
 from windlass.layout.dtypes import DType
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PieceTable
 from windlass.memory.cuda.links import (
     WORDS_NBYTES,
     DeviceLink,
-    load_table,
+    GpuTables,
+    digest_text,
+    item_at,
     read_digest,
     read_sent,
     read_words,
 )
 from windlass.memory.cuda.pieces import (
+    KindOfPieces,
+    OpPieces,
     PieceKind,
+    block_tables,
     cut_copy,
     cut_ops,
     cut_ranges,
@@ -36,7 +39,7 @@ from windlass.memory.cuda.pieces import (
     payload_parts,
     store_packed,
 )
-from windlass.memory.ops import StridedCopy, Turns
+from windlass.memory.ops import ChunkDigests, Digests, LinkDigests, StridedCopy, Turns
 from windlass.memory.packing import overflow_text
 from windlass.planning.plan import Transform
 from windlass.planning.program import DigestKind, LinkProgram
@@ -98,32 +101,28 @@ class CudaMemory:
     ) -> _CudaCopies:
         return _CudaCopies(self._gpu, copies, BESIDE_TRANSFERS if beside_transfers else 0)
 
-    def digests(
-        self,
-        programs: Mapping[str, LinkProgram],
-        addresses: UInt64Array,
-        *,
-        at_source: bool,
-        staging_address: int = 0,
-    ) -> _CudaDigests:
-        return _CudaDigests(self._gpu, programs, addresses, at_source, staging_address)
+    def sent_digests(
+        self, programs: Mapping[str, LinkProgram], addresses: UInt64Array
+    ) -> LinkDigests:
+        return _SentDigests(self._gpu, programs, addresses)
+
+    def received_digests(
+        self, programs: Mapping[str, LinkProgram], addresses: UInt64Array, staging_address: int = 0
+    ) -> LinkDigests:
+        return _ReceivedDigests(self._gpu, programs, addresses, staging_address)
 
     def chunk_digests(
         self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
-    ) -> _CudaChunks:
-        return _CudaChunks(self._gpu, addresses, nbytes, chunk_start)
+    ) -> ChunkDigests:
+        return _ChunkDigests(self._gpu, addresses, nbytes, chunk_start)
 
     def least_pack_nbytes(self, program: LinkProgram) -> int:
         return least_packed_nbytes(program)
 
     def pack_link(
-        self,
-        program: LinkProgram,
-        addresses: UInt64Array,
-        places: Sequence[int],
-        capacity_nbytes: int,
+        self, program: LinkProgram, addresses: UInt64Array, places: Sequence[range]
     ) -> _CudaPack:
-        return _CudaPack(self._gpu, program, addresses, places, capacity_nbytes)
+        return _CudaPack(self._gpu, program, addresses, places)
 
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
@@ -157,151 +156,122 @@ class _DeviceBytes:
         }
 
 
-class _OnGpu:
-    """Tables and words of one preparation in a GPU's memory, freed together.
-
-    Derived classes build theirs within `_building`, and none under late kernels.
-    """
-
-    def __init__(self, gpu: Gpu) -> None:
-        gpu.refuse_late()
-        self._gpu = gpu
-        self._held: list[Callable[[], None]] = []
-
-    @contextmanager
-    def _building(self) -> Iterator[None]:
-        """Leave nothing behind of a preparation that fails."""
-        with ExitStack() as undo:
-            undo.callback(self.close)
-            yield
-            undo.pop_all()
-
-    def _load(self, cut: Iterable[tuple[PieceKind, StructuredArray]]) -> list[PieceTable]:
-        """Upload pieces, a table per kind."""
-        tables = []
-        for kind, pieces in join_tables(cut).items():
-            tables.append(load_table(self._gpu, kind, pieces))
-            self._held.append(tables[-1].close)
-        return tables
-
-    def _allocate(self, nbytes: int) -> int:
-        address = self._gpu.device.allocate(nbytes)
-        self._held.append(partial(self._gpu.device.free, address))
-        return address
-
-    def _clear(self, words: int) -> None:
-        self._gpu.device.clear(words, WORDS_NBYTES, self._gpu.stream)
-
-    def close(self) -> None:
-        held, self._held = self._held, []
-        if self._gpu.is_late:
-            return  # kernels may still use it
-        for free in held:
-            free()
-
-
 @final
-class _CudaCopies(_OnGpu):
+class _CudaCopies(GpuTables):
     def __init__(self, gpu: Gpu, copies: Sequence[StridedCopy], num_multiprocessors: int) -> None:
         super().__init__(gpu)
         self._copies, self._num_multiprocessors = tuple(copies), num_multiprocessors
-        self._ends = list(itertools.accumulate(map(_nbytes_of, copies)))
-        cut = [
-            (PieceKind(Transform.NONE, c.src_dtype, c.dst_dtype), cut_copy(c, end - _nbytes_of(c)))
-            for c, end in zip(copies, self._ends, strict=True)
-        ]
-        overflows = [kind.may_overflow for kind in dict.fromkeys(kind for kind, _ in cut)]
+        position, cut = 0, []
+        for c in copies:
+            kind = PieceKind(Transform.NONE, c.src_dtype, c.dst_dtype)
+            cut.append((kind, cut_copy(c, position)))
+            position += c.nbytes
+        tables = join_tables(cut)
+        overflows = [kind.may_overflow for kind in tables]
         with self._building():
-            self._tables = list(zip(self._load(cut), overflows, strict=True))
+            self._tables = list(zip(self._load(tables), overflows, strict=True))
             self._words = self._allocate(WORDS_NBYTES) if any(overflows) else 0
 
     def run(self) -> None:
+        gpu = self._gpu
         if self._words:
-            self._clear(self._words)
+            gpu.device.clear(self._words, WORDS_NBYTES, gpu.stream)
         for table, may_overflow in self._tables:
             # Only kernels that hash tell of an overflow.
-            self._gpu.kernels.put(
-                table,
-                self._gpu.stream,
-                self._words if may_overflow else 0,
-                num_multiprocessors=self._num_multiprocessors,
-            )
+            words = self._words if may_overflow else 0
+            gpu.kernels.put(table, gpu.stream, words, num_multiprocessors=self._num_multiprocessors)
 
     def check(self) -> None:
-        overflow = read_words(self._gpu, self._words)[2] if self._words else 0
-        if overflow:
-            copy = next(
-                c for c, end in zip(self._copies, self._ends, strict=True) if overflow <= end
-            )
+        if overflow := read_words(self._gpu, self._words)[2] if self._words else 0:
+            copy = item_at(overflow, self._copies, (c.nbytes for c in self._copies))
             raise TransferFailed(overflow_text(copy.tensor, copy.src_dtype, copy.dst_dtype))
 
 
-def _nbytes_of(copy: StridedCopy) -> int:
-    return math.prod(copy.sizes) * copy.dst_dtype.itemsize
+class _LinkDigests(GpuTables, Digests[str]):
+    """Derived classes queue and read the digest of a link."""
+
+    def take(
+        self,
+        keys: Iterable[str],
+        deadline_s: float,
+        threads: Executor | None = None,  # noqa: ARG002
+    ) -> dict[str, str]:
+        wanted = list(keys)
+        for peer in wanted:
+            self._queue(peer)
+        if wanted:
+            self._gpu.finish(deadline_s)
+        return {peer: self._read(peer) for peer in wanted}
+
+    @abstractmethod
+    def _queue(self, peer: str) -> None: ...
+
+    @abstractmethod
+    def _read(self, peer: str) -> str: ...
 
 
 @final
-class _CudaDigests(_OnGpu):
-    """Tables per link; at the source a cast needs somewhere to store: all pieces share one place."""
-
+class _ReceivedDigests(_LinkDigests):
     def __init__(
         self,
         gpu: Gpu,
         programs: Mapping[str, LinkProgram],
         addresses: UInt64Array,
-        at_source: bool,
         staging_address: int,
     ) -> None:
         super().__init__(gpu)
-        self._at_source = at_source
         self._links: dict[str, DeviceLink] = {}
-        self._cast: dict[str, list[PieceTable]] = {}
-        scratch = 0
         with self._building():
             for peer, program in programs.items():
-                if at_source:
-                    hashed, cast = _split_source(program, addresses)
-                else:
-                    hashed, cast = list(_delivered(program, addresses, staging_address)), []
-                tables, words = tuple(self._load(hashed)), self._allocate(WORDS_NBYTES)
-                self._links[peer] = DeviceLink(program, tables, words)
-                if cast and not scratch:
-                    scratch = self._allocate(MAX_PIECE_NBYTES)
-                for _, pieces in cast:
-                    # Digests are of what threads hold: what they store over each other is never read.
-                    pieces["dst"], pieces["dst_pitch"] = scratch, pieces["pos_pitch"]
-                self._cast[peer] = self._load(cast)
+                tables = block_tables(program, None, addresses, staging_address)
+                self._links[peer] = DeviceLink(gpu, program, tables)
+                self._held.append(self._links[peer].close)
 
     @property
     def links(self) -> Mapping[str, DeviceLink]:
-        return {} if self._at_source else self._links
+        return self._links
 
-    def take(
-        self,
-        peers: Iterable[str],
-        deadline_s: float,
-        threads: Executor | None = None,  # noqa: ARG002
-    ) -> dict[str, str]:
-        gpu, wanted = self._gpu, list(peers)
-        for peer in wanted:
-            link = self._links[peer]
-            self._clear(link.digest)
-            for table in link.tables:
-                gpu.kernels.hash(table, gpu.stream, link.digest)
-            for table in self._cast[peer]:
-                gpu.kernels.put(table, gpu.stream, link.digest)
-        if wanted:
-            gpu.finish(deadline_s)
-        return {peer: self._read(self._links[peer]) for peer in wanted}
+    def _queue(self, peer: str) -> None:
+        self._queue_digest(self._links[peer].digest, self._links[peer].tables)
 
-    def _read(self, link: DeviceLink) -> str:
-        if not self._at_source:
-            return read_digest(self._gpu, link.digest)
-        return _digest_sent(self._gpu, link.digest, link.program)
+    def _read(self, peer: str) -> str:
+        return read_digest(self._gpu, self._links[peer].digest)
 
 
 @final
-class _CudaChunks(_OnGpu):
+class _SentDigests(_LinkDigests):
+    """Per link: words, tables that are hashed, and tables that are cast, which needs somewhere to store."""
+
+    def __init__(
+        self, gpu: Gpu, programs: Mapping[str, LinkProgram], addresses: UInt64Array
+    ) -> None:
+        super().__init__(gpu)
+        self._programs = programs
+        self._links: dict[str, tuple[int, list[PieceTable], list[PieceTable]]] = {}
+        with self._building():
+            scratch = self._allocate(MAX_PIECE_NBYTES)
+            for peer, program in programs.items():
+                hashed, cast = list[KindOfPieces](), list[KindOfPieces]()
+                for op, _, pieces in _source_pieces(program, addresses):
+                    if op.transform is Transform.NONE and op.src_dtype is op.dst_dtype:
+                        hashed.append((kind_of(op), pieces))
+                        continue
+                    # Digests are of what threads hold: what they store over each other is never read.
+                    pieces["dst"], pieces["dst_pitch"] = scratch, pieces["pos_pitch"]
+                    cast.append((kind_of(op), pieces))
+                words = self._allocate(WORDS_NBYTES)
+                loaded = [self._load(join_tables(cut)) for cut in (hashed, cast)]
+                self._links[peer] = words, loaded[0], loaded[1]
+
+    def _queue(self, peer: str) -> None:
+        self._queue_digest(*self._links[peer])
+
+    def _read(self, peer: str) -> str:
+        return _digest_sent(self._gpu, self._links[peer][0], self._programs[peer])
+
+
+@final
+class _ChunkDigests(GpuTables, Digests[int]):
     """One table of raw bytes, in the order of the chunks; words for each chunk."""
 
     def __init__(
@@ -311,16 +281,20 @@ class _CudaChunks(_OnGpu):
         pieces, first = cut_ranges(addresses, nbytes)
         self._first = first[chunk_start]
         begin = np.append(0, np.cumsum(nbytes))[chunk_start[:-1]]
-        counts = np.diff(self._first)
-        pieces["pos"] -= np.repeat(begin, counts).astype(np.uint64)
+        pieces["pos"] -= np.repeat(begin, np.diff(self._first)).astype(np.uint64)
         raw = PieceKind(Transform.NONE, DType.UINT8, DType.UINT8)
         with self._building():
-            (self._table,) = self._load([(raw, pieces)])
+            (self._table,) = self._load({raw: pieces})
             self._nbytes = max(len(begin), 1) * WORDS_NBYTES
             self._words = self._allocate(self._nbytes)
 
-    def take(self, chunks: Sequence[int], deadline_s: float) -> list[str]:
-        gpu = self._gpu
+    def take(
+        self,
+        keys: Iterable[int],
+        deadline_s: float,
+        threads: Executor | None = None,  # noqa: ARG002
+    ) -> dict[int, str]:
+        gpu, chunks = self._gpu, list(keys)
         gpu.device.clear(self._words, self._nbytes, gpu.stream)
         for chunk in chunks:
             part = range(int(self._first[chunk]), int(self._first[chunk + 1]))
@@ -329,62 +303,52 @@ class _CudaChunks(_OnGpu):
             gpu.finish(deadline_s)
         found = np.frombuffer(gpu.device.download(self._words, self._nbytes, gpu.stream), "<u8")
         words = found.reshape(-1, WORDS_NBYTES // 8).tolist()
-        return [f"{a:016x}{b:016x}" for a, b, _ in (words[chunk] for chunk in chunks)]
+        return {chunk: digest_text(words[chunk]) for chunk in chunks}
 
 
 @final
-class _CudaPack(_OnGpu):
+class _CudaPack(GpuTables):
     """Tables per turn. Both ends cut ops alike, because a digest by position depends on how rows are cut."""
 
     def __init__(
-        self,
-        gpu: Gpu,
-        program: LinkProgram,
-        addresses: UInt64Array,
-        places: Sequence[int],
-        capacity_nbytes: int,
+        self, gpu: Gpu, program: LinkProgram, addresses: UInt64Array, places: Sequence[range]
     ) -> None:
         super().__init__(gpu)
         self._program = program
-        turns = Turns(places, capacity_nbytes)
-        packed: list[list[tuple[PieceKind, StructuredArray]]] = [[]]
-        direct: list[tuple[PieceKind, StructuredArray]] = []
-        for index, found in enumerate(cut_ops(program, at_source=True)):
-            op, pieces = found.op, found.pieces
-            pieces["src"] += addresses[op.src_parameter]
-            if op.is_direct:
-                pieces["dst"], pieces["dst_pitch"] = pieces["src"], pieces["src_pitch"]
-                direct.append((kind_of(op), pieces))
+        turns: Turns[KindOfPieces] = Turns(places)
+        direct: list[KindOfPieces] = []
+        for index, found in enumerate(_source_pieces(program, addresses)):
+            kind = kind_of(found.op)
+            if found.op.is_direct:
+                direct.append((kind, found.pieces))
                 continue
-            for part in payload_parts(found, capacity_nbytes):
-                placed = turns.place(index, part.start, part.nbytes)
-                store_packed(part.pieces, found.position + part.start, placed.address)
-                if len(packed) < len(turns.parts):
-                    packed.append([])
-                packed[-1].append((kind_of(op), part.pieces))
+            for part in payload_parts(found, len(places[0])):
+                address = turns.place(index, part.start, part.nbytes, (kind, part.pieces))
+                store_packed(part.pieces, found.position + part.start, address)
         self.turns = turns.parts
         with self._building():
             self._words = self._allocate(WORDS_NBYTES)
-            self._direct = self._load(direct)
-            self._packed = [self._load(cut) for cut in packed]
+            self._direct = self._load(join_tables(direct))
+            self._packed = [self._load(join_tables(cut)) for cut in turns.work]
 
     def pack(self, turn: int, deadline_s: float) -> None:
-        self._queue(turn)
+        for table in self._packed[turn]:
+            self._gpu.kernels.put(table, self._gpu.stream, self._words)
         self._gpu.finish(deadline_s)
 
     def pack_and_hash(self, deadline_s: float) -> str:
-        gpu = self._gpu
-        self._clear(self._words)
-        for table in self._direct:
-            gpu.kernels.hash(table, gpu.stream, self._words)
-        for turn in range(len(self.turns)):
-            self._queue(turn)
-        gpu.finish(deadline_s)
-        return _digest_sent(gpu, self._words, self._program)
+        self._queue_digest(self._words, self._direct, itertools.chain.from_iterable(self._packed))
+        self._gpu.finish(deadline_s)
+        return _digest_sent(self._gpu, self._words, self._program)
 
-    def _queue(self, turn: int) -> None:
-        for table in self._packed[turn]:
-            self._gpu.kernels.put(table, self._gpu.stream, self._words)
+
+def _source_pieces(program: LinkProgram, addresses: UInt64Array) -> Iterator[OpPieces]:
+    """Yield ops whose pieces are hashed where the source's elements lie."""
+    for found in cut_ops(program, at_source=True):
+        pieces = found.pieces
+        pieces["src"] += addresses[found.op.src_parameter]
+        pieces["dst"], pieces["dst_pitch"] = pieces["src"], pieces["src_pitch"]
+        yield found
 
 
 def _digest_sent(gpu: Gpu, words: int, program: LinkProgram) -> str:
@@ -392,32 +356,3 @@ def _digest_sent(gpu: Gpu, words: int, program: LinkProgram) -> str:
     if overflow:
         raise TransferFailed(overflow)
     return digest
-
-
-def _delivered(
-    program: LinkProgram, addresses: UInt64Array, staging_address: int
-) -> Iterator[tuple[PieceKind, StructuredArray]]:
-    """Yield where the elements of a link are written."""
-    for op, position, pieces in cut_ops(program, at_source=False):
-        if op.lands and staging_address:
-            store_packed(pieces, position, staging_address + op.staging_offset)
-        else:
-            pieces["dst"] += addresses[op.dst_parameter]
-        yield kind_of(op), pieces
-
-
-def _split_source(
-    program: LinkProgram, addresses: UInt64Array
-) -> tuple[list[tuple[PieceKind, StructuredArray]], list[tuple[PieceKind, StructuredArray]]]:
-    """Return what is hashed as it lies, and what is cast or quantised first."""
-    hashed: list[tuple[PieceKind, StructuredArray]] = []
-    cast: list[tuple[PieceKind, StructuredArray]] = []
-    for op, _, pieces in cut_ops(program, at_source=True):
-        kind = kind_of(op)
-        pieces["src"] += addresses[op.src_parameter]
-        if op.transform is Transform.NONE and op.src_dtype is op.dst_dtype:
-            pieces["dst"], pieces["dst_pitch"] = pieces["src"], pieces["src_pitch"]
-            hashed.append((kind, pieces))
-        else:
-            cast.append((kind, pieces))
-    return hashed, cast

@@ -17,7 +17,7 @@ from windlass.errors import PlanError, UnsupportedLayout
 from windlass.layout.columns import Int64Array, StructuredArray, UInt64Array
 from windlass.layout.dtypes import DType, can_overflow
 from windlass.layout.quantization import BLOCK
-from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PIECE, raw_pieces
+from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PIECE, put_kernel, raw_pieces
 from windlass.memory.ops import StridedCopy
 from windlass.planning.plan import Transform
 from windlass.planning.program import BoundOp, LinkProgram
@@ -35,25 +35,53 @@ class PieceKind(NamedTuple):
         """Whether a finite element may become infinite."""
         return self.src_dtype is not self.dst_dtype and can_overflow(self.src_dtype, self.dst_dtype)
 
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel, without the suffix of a hashing one.
+
+        Raises:
+            ConfigError: nothing casts between the dtypes.
+        """
+        match self.transform:
+            case Transform.NONE:
+                return put_kernel(self.src_dtype, self.dst_dtype)
+            case Transform.FP8_BLOCK_VALUES:
+                return f"fp8_values_{self.src_dtype}"
+            case Transform.FP8_BLOCK_SCALES:
+                return f"fp8_scales_{self.src_dtype}"
+            case _:
+                assert_never(self.transform)
+
+
+KindOfPieces = tuple[PieceKind, StructuredArray]
+
 
 def block_tables(
-    program: LinkProgram, sources: UInt64Array, targets: UInt64Array
+    program: LinkProgram,
+    sources: UInt64Array | None,
+    targets: UInt64Array,
+    staging_address: int = 0,
 ) -> dict[PieceKind, StructuredArray]:
     """Return the pieces of a link by what a kernel does with them.
 
     Args:
         program: of the link.
-        sources: (num_parameters,) where the source's parameters begin; empty at the destination,
+        sources: (num_parameters,) where the source's parameters begin; None at the destination,
             which only hashes: there scales are rows of one element, as the source sends them.
         targets: (num_parameters,) where the destination's begin, as the kernel reaches them.
+        staging_address: of the payload of ops that are staged; 0: they are stored in their places.
 
     Returns:
         `PIECE` arrays. Positions count the link's payload from 0.
     """
     found = []
-    for op, _, pieces in cut_ops(program, at_source=len(sources) > 0):
-        pieces["src"] += sources[op.src_parameter] if len(sources) else np.uint64(0)
-        pieces["dst"] += targets[op.dst_parameter]
+    for op, position, pieces in cut_ops(program, at_source=sources is not None):
+        if sources is not None:
+            pieces["src"] += sources[op.src_parameter]
+        if op.lands and staging_address:
+            store_packed(pieces, position, staging_address + op.staging_offset)
+        else:
+            pieces["dst"] += targets[op.dst_parameter]
         found.append((kind_of(op), pieces))
     return join_tables(found)
 
@@ -98,7 +126,7 @@ def cut_ranges(addresses: UInt64Array, nbytes: Int64Array) -> tuple[StructuredAr
 
 
 def join_tables(
-    found: Iterable[tuple[PieceKind, StructuredArray]],
+    found: Iterable[KindOfPieces],
 ) -> dict[PieceKind, StructuredArray]:
     """Return one table per kind, each in the order given."""
     parts: dict[PieceKind, list[StructuredArray]] = {}

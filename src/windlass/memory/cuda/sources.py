@@ -6,7 +6,6 @@ casts, and stores them through NVLink into the engine. Nothing is uploaded first
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import final
 
 from windlass.errors import RegionError
 from windlass.memory.cuda.driver import Device, MemoryKind, memory_kind, pointer_device
+from windlass.memory.host import HostBuffer
 
 _NUM_TOUCHING = 8
 _TOUCHED_NBYTES = 256 << 20
@@ -60,17 +60,13 @@ class SourceMemory:
             self._device.pin(start, stop - start)
             self._pinned.append(start)
         return [
-            self._reach(address, kind) for (address, _), kind in zip(parameters, kinds, strict=True)
+            self._reached(address, kind) if kind else 0
+            for (address, _), kind in zip(parameters, kinds, strict=True)
         ]
 
-    def _reach(self, address: int, kind: MemoryKind | None) -> int:
-        if kind is None:
-            return 0
-        if kind is MemoryKind.DEVICE:
-            return self._on_device(address)
-        return self._device.device_pointer(address)
-
-    def _on_device(self, address: int) -> int:
+    def _reached(self, address: int, kind: MemoryKind) -> int:
+        if kind is not MemoryKind.DEVICE:
+            return self._device.device_pointer(address)
         if (ordinal := pointer_device(address)) != self._device.ordinal:
             raise RegionError(
                 f"prepare: parameters must be on GPU {self._device.ordinal} or in host memory, one is "
@@ -120,10 +116,8 @@ class PinnedArena:
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device, self.nbytes = device, nbytes
-        self._mapping = mmap.mmap(-1, nbytes)
-        with contextlib.suppress(OSError):  # a kernel without huge pages works as well
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._memory = HostBuffer(nbytes)
+        self._start = self._memory.address
         with ThreadPoolExecutor(_NUM_TOUCHING, "windlass-pin") as threads:
             for _ in threads.map(self._touch, range(0, nbytes, _TOUCHED_NBYTES)):
                 pass
@@ -139,5 +133,5 @@ class PinnedArena:
         """Let go of the pages; unmapped when nothing refers to them. Idempotent."""
         if self.address:
             self._device.unpin(self._start)
-            self._mapping.close()
+            self._memory.close()
             self.address = 0
