@@ -21,7 +21,8 @@ from windlass.testing.peer_process import PeerProcess, digest_of
 from windlass.transfer.arena import Arena
 from windlass.transports.base import OneSidedTransport, RemoteRegion, TransportConfig, WriteBatch
 from windlass.transports.cma import CmaConfig
-from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
+from windlass.transports.mooncake.native import MooncakeProtocol
+from windlass.transports.mooncake.transport import MooncakeConfig
 from windlass.transports.registry import create_transport
 from windlass.transports.shm import ShmConfig
 

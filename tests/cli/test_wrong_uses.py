@@ -27,8 +27,10 @@ from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.trainers.client import version_number
 from windlass.transports.cma import CmaTransport
-from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
-from windlass.transports.nixl.config import NixlConfig, NixlWire
+from windlass.transports.mooncake.native import MooncakeProtocol
+from windlass.transports.mooncake.transport import MooncakeConfig
+from windlass.transports.nixl.native import NixlWire
+from windlass.transports.nixl.transport import NixlConfig
 from windlass.transports.registry import parse_transport
 
 TOKEN = "a token"

@@ -14,9 +14,10 @@ from test_verbs_conformance import VerbsConfig
 from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import Rig, scattered
 from windlass.transfer.arena import Arena
-from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
-from windlass.transports.mooncake.transport import REQUEST_NBYTES
-from windlass.transports.nixl.config import NixlConfig, NixlWire
+from windlass.transports.mooncake.native import MooncakeProtocol
+from windlass.transports.mooncake.transport import REQUEST_NBYTES, MooncakeConfig
+from windlass.transports.nixl.native import NixlWire
+from windlass.transports.nixl.transport import NixlConfig
 from windlass.transports.registry import create_transport
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]

@@ -31,7 +31,7 @@ from windlass.rollout.journal import PersistedState, Started
 from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_index
 from windlass.transfer.relay import FRAMES, ChunkLanded, End, Open
 from windlass.transports.base import PeerEndpoint, RemoteRegion
-from windlass.transports.nixl.peer import NixlKey, decode_keys, encode_keys
+from windlass.transports.nixl.transport import NixlKey, decode_keys, encode_keys
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     AGENT_FRAMES,

@@ -27,9 +27,9 @@ from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion, W
 from windlass.transports.cuda_ipc import CudaIpcTransport
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.mooncake import transport as mooncake
-from windlass.transports.mooncake.config import MooncakeConfig
 from windlass.transports.mooncake.native import NativeEngine, Started
-from windlass.transports.mooncake.transport import MooncakeTransport
+from windlass.transports.mooncake.transport import MooncakeConfig, MooncakeTransport
+from windlass.transports.network import Outcome
 from windlass.transports.regions import DeferredFree
 
 SECONDS = 20.0
@@ -259,9 +259,9 @@ class Ends:
     def end_of_call(self) -> None:
         """Return once the write that was lost has come back."""
         self.native.may_go.set()
-        (known,) = self.source._peers.values()
+        (peer,) = self.source._peers.values()
         before = time.monotonic()
-        while not known.peer.may_be_forgotten:
+        while peer.is_in_use or peer.is_open():
             assert time.monotonic() - before < SECONDS
             threading.Event().wait(0.001)
 
@@ -328,7 +328,7 @@ def test_a_mooncake_write_of_unknown_outcome_is_not_settled_by_another_that_was_
 ) -> None:
     """As a relay's threads write to one peer: the second call waits in line behind the first."""
     ends.write(ends.arena, SECONDS)
-    (known,) = ends.source._peers.values()
+    (peer,) = ends.source._peers.values()
     native = ends.native
     native.began.clear()
     native.codes = queue.SimpleQueue()
@@ -339,7 +339,7 @@ def test_a_mooncake_write_of_unknown_outcome_is_not_settled_by_another_that_was_
 
     def move(deadline_s: float) -> None:
         try:
-            known.peer.write((local, remote, nbytes), Deadline.after(deadline_s, "write"))
+            peer.write((local, remote, nbytes), Deadline.after(deadline_s, "write"))
         except TransferOutcomeUnknown as error:
             found.append(error)
 
@@ -353,7 +353,9 @@ def test_a_mooncake_write_of_unknown_outcome_is_not_settled_by_another_that_was_
     assert native.began.wait(SECONDS)
     jobs[1].join(SECONDS)
     native.codes.put(0)
-    assert known.peer._start(lambda: 0).done.wait(SECONDS)
+    with peer.lock:
+        last = peer._queue(lambda: 0, local, nbytes)
+    assert peer._wait(last, Deadline.after(SECONDS, "the last")) is Outcome.DONE
     assert len(found) == 2
     with pytest.raises(TransferOutcomeUnknown, match="an earlier write is open"):
         ends.write(ends.arena, SECONDS)
@@ -364,15 +366,16 @@ def test_a_mooncake_write_of_unknown_outcome_is_not_settled_by_another_that_was_
 def test_a_mooncake_write_that_never_began_keeps_no_arena(ends: Ends) -> None:
     """It was in line behind one that is stuck, and ran out of time."""
     ends.lose()
-    (known,) = ends.source._peers.values()
-    known.peer._unknown.clear()  # as if the other thread were waiting still
+    (peer,) = ends.source._peers.values()
+    peer._under_way.update(peer._given_up)  # as if the other thread were waiting still
+    peer._given_up.clear()
     arena = Arena(ends.source, NBYTES)
     memory = weakref.ref(arena.bytes)
     local, remote, nbytes = (
         np.array([value], np.uint64) for value in (arena.address, ends.landing.address, NBYTES)
     )
     with pytest.raises(TransferFailed, match="nothing more was sent"):
-        known.peer.write((local, remote, nbytes), Deadline.after(0.1, "write"))
+        peer.write((local, remote, nbytes), Deadline.after(0.1, "write"))
     arena.close()
     assert memory() is None
     assert ends.memory() is not None

@@ -95,7 +95,8 @@ def test_silence_behind_a_connection_that_was_reset_is_no_end(
     ended: list[bool] = []
 
     def watch() -> None:
-        liveness.watch()
+        while not liveness.wait_ended(SECONDS):
+            pass
         ended.append(True)
 
     watching = threading.Thread(target=watch)
@@ -113,7 +114,7 @@ def test_silence_behind_a_connection_that_was_reset_is_no_end(
 
 def test_closing_a_peer_s_liveness_ends_whoever_watches_it(listener: LivenessListener) -> None:
     liveness = enter(listener.port)
-    watching = threading.Thread(target=liveness.watch)
+    watching = threading.Thread(target=liveness.wait_ended, args=(SECONDS,))
     watching.start()
     liveness.close()
     watching.join(SECONDS)

@@ -28,9 +28,9 @@ from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
 from windlass.transfer.arena import Arena
 from windlass.transports.base import WriteBatch
-from windlass.transports.nixl.config import NixlConfig, NixlWire
-from windlass.transports.nixl.peer import NixlPeer
-from windlass.transports.nixl.transport import NixlTransport
+from windlass.transports.liveness import PeerLiveness
+from windlass.transports.nixl.native import NixlWire
+from windlass.transports.nixl.transport import NixlConfig, NixlPeer, NixlTransport
 from windlass.transports.registry import create_transport
 
 CMA = NixlConfig(wire=NixlWire.CMA)
@@ -74,7 +74,8 @@ class TestNixlCma(ProcessConformance):
 PLANTED = """
 import os, sys
 os.symlink("victim", f"windlass-ucx.{os.getpid()}.log")
-from windlass.transports.nixl.config import NixlConfig, NixlWire
+from windlass.transports.nixl.native import NixlWire
+from windlass.transports.nixl.transport import NixlConfig
 transport = NixlConfig(host="127.0.0.1", wire=NixlWire.CMA).create()
 print(len(os.listdir(".")))
 for name in os.listdir("."):
@@ -106,6 +107,11 @@ def test_a_link_that_was_planted_in_the_shared_folder_leads_ucx_to_no_file_of_th
     assert len(list(tmp_path.iterdir())) == 2, "it goes with the process"
 
 
+def until_ended(liveness: PeerLiveness) -> None:
+    """The kernel says so, a moment after the process has gone."""
+    assert liveness.wait_ended(20.0)
+
+
 def test_peers_that_have_ended_hold_no_descriptor_once_another_is_written() -> None:
     transport = create_transport(CMA)
     assert isinstance(transport, NixlTransport)
@@ -128,7 +134,7 @@ def test_peers_that_have_ended_hold_no_descriptor_once_another_is_written() -> N
                 assert list(transport._peers) == [peer.region.endpoint]
                 assert [liveness._socket.fileno() for liveness in before] == [-1] * min(number, 1)
                 peer.kill()
-                transport._peers[peer.region.endpoint].liveness.watch()  # until the kernel says so
+                until_ended(transport._peers[peer.region.endpoint].liveness)
     finally:
         transport.close()
 
@@ -330,12 +336,12 @@ def test_closing_beside_a_write_ends_it_and_what_is_on_its_way_arrives_whole(
     mortal_peer: Mortal,
 ) -> None:
     ends, found, begun = mortal_peer, list[Exception](), threading.Event()
-    post, patch = NixlPeer._post, pytest.MonkeyPatch()
+    begin, patch = NixlPeer._begin, pytest.MonkeyPatch()
 
-    def post_and_tell(*args: Any) -> Any:
-        handle = post(*args)
+    def begin_and_tell(*args: Any) -> Any:
+        call = begin(*args)
         begun.set()
-        return handle
+        return call
 
     def write() -> None:
         try:
@@ -343,7 +349,7 @@ def test_closing_beside_a_write_ends_it_and_what_is_on_its_way_arrives_whole(
         except TransferOutcomeUnknown as error:
             found.append(error)
 
-    patch.setattr(NixlPeer, "_post", post_and_tell)
+    patch.setattr(NixlPeer, "_begin", begin_and_tell)
     thread = threading.Thread(target=write)
     thread.start()
     assert begun.wait(20.0)

@@ -33,7 +33,7 @@ from windlass.testing.transport_conformance import (
     scattered,
 )
 from windlass.transports.base import MemoryRegion, OneSidedTransport, RemoteRegion
-from windlass.transports.nixl.config import NixlConfig
+from windlass.transports.nixl.transport import NixlConfig
 from windlass.transports.registry import create_transport
 
 HERE, THERE = NixlConfig(gpu=0), NixlConfig(gpu=1)

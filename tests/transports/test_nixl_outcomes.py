@@ -18,10 +18,8 @@ from windlass.transports import regions
 from windlass.transports.base import WriteBatch
 from windlass.transports.liveness import PeerLiveness
 from windlass.transports.nixl import transport as nixl
-from windlass.transports.nixl.config import NixlConfig, NixlWire
-from windlass.transports.nixl.native import NativeAgent, WireLog
-from windlass.transports.nixl.peer import forget_ended
-from windlass.transports.nixl.transport import NixlTransport
+from windlass.transports.nixl.native import NativeAgent, NixlWire, WireLog
+from windlass.transports.nixl.transport import NixlConfig, NixlTransport
 
 NBYTES = 4096
 WORD_NBYTES = 8
@@ -305,18 +303,18 @@ def test_a_peer_is_not_removed_under_a_transfer_of_another_thread(ends: Ends) ->
 def test_a_peer_that_has_ended_is_not_forgotten_under_a_call(ends: Ends) -> None:
     """Nobody would know any more that the call touches its memory."""
     ends.write(ends.arenas[0], SECONDS)
-    peers = dict(ends.ours._peers)
+    peers = ends.ours._peers
     (peer,) = peers.values()
     ends.target.close()
     ends.theirs.close()
-    peer.liveness.watch()
+    assert peer.liveness.wait_ended(SECONDS)
     column = np.array([ends.arenas[0].address], np.uint64)
     with ends.ours._lock:
-        call = peer.call((column, column, column))
-        call.__enter__()
-        forget_ended(peers)
+        call = peer._begin((column, column, column))
+        peer._under_way.add(call)
+        ends.ours._forget_ended()
         assert list(peers.values()) == [peer]
-    call.__exit__(None, None, None)
+    peer._end(call)
     with ends.ours._lock:
-        forget_ended(peers)
+        ends.ours._forget_ended()
     assert not peers

@@ -12,8 +12,10 @@ from windlass.errors import ConfigError, RegionError, TransportUnavailable
 from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, Rig, scattered
 from windlass.transfer.arena import Arena
-from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
-from windlass.transports.nixl.config import NixlConfig, NixlWire
+from windlass.transports.mooncake.native import MooncakeProtocol
+from windlass.transports.mooncake.transport import MooncakeConfig
+from windlass.transports.nixl.native import NixlWire
+from windlass.transports.nixl.transport import NixlConfig
 from windlass.transports.registry import create_transport
 
 KINDS: dict[str, MooncakeConfig | NixlConfig] = {

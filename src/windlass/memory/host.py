@@ -273,6 +273,10 @@ def _hash_ranges(ranges: Iterable[tuple[int, int]]) -> str:
     return digest.hexdigest()
 
 
+_Cut = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""First element, sizes at the source and sizes of the payload."""
+
+
 def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
     """Cut an op whose payload is one run at the destination into parts of at most `limit` bytes.
 
@@ -284,7 +288,7 @@ def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
         return
     if op.transform is Transform.NONE:
         blocks = row_major_blocks(op.sizes, limit // op.dst_dtype.itemsize)
-        cut = ((start, sizes, sizes) for start, sizes in blocks)
+        cut: Iterable[_Cut] = ((start, sizes, sizes) for start, sizes in blocks)
     else:
         cut = _rows_of_blocks(op, limit)
     for start, src_sizes, sizes in cut:
@@ -297,10 +301,8 @@ def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
         )
 
 
-def _rows_of_blocks(
-    op: BoundOp, limit: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Yield (first element, sizes at the source, sizes of the payload) of rows of blocks, which are not cut."""
+def _rows_of_blocks(op: BoundOp, limit: int) -> Iterator[_Cut]:
+    """Yield parts that are rows of blocks, which are not cut."""
     step = _row_of_blocks(op)
     if step > limit:
         raise PlanError(

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from windlass.transports.cma import CmaConfig as CmaConfig
     from windlass.transports.cuda_ipc import CudaIpcConfig as CudaIpcConfig
     from windlass.transports.memory import MemoryConfig as MemoryConfig
-    from windlass.transports.mooncake.config import MooncakeConfig as MooncakeConfig
-    from windlass.transports.nixl.config import NixlConfig as NixlConfig
+    from windlass.transports.mooncake.transport import MooncakeConfig as MooncakeConfig
+    from windlass.transports.nixl.transport import NixlConfig as NixlConfig
     from windlass.transports.processes import OwnProcess as OwnProcess
     from windlass.transports.processes import PeerProcesses as PeerProcesses
     from windlass.transports.processes import check_alive as check_alive

@@ -170,35 +170,27 @@ class PeerLiveness:
             self._is_broken = state is _State.BROKEN
             return state
 
-    def wait_ended(self, timeout_s: float) -> bool:
-        """As `has_ended`, but waits for it."""
-        self._wait(max(timeout_s, 0.0))
+    def wait_ended(self, timeout_s: float, wake: int = -1) -> bool:
+        """As `has_ended`, but waits for it, or until `wake` can be read from; once, and not longer than `timeout_s`."""
+        waiting = select.poll()
+        if wake >= 0:
+            waiting.register(wake, select.POLLIN)
+        if self._look() is _State.BROKEN:
+            timeout_s = min(timeout_s, RECONNECT_S)
+        else:
+            with contextlib.suppress(OSError, ValueError):  # closed by this side
+                waiting.register(self._socket, select.POLLIN)
+        waiting.poll(max(timeout_s, 0.0) * 1e3)
         return self._look() is not _State.OPEN and self.has_ended()
 
-    def watch(self) -> None:
-        """Return once the peer has ended or this side has called `close`."""
-        while not self.has_ended():
-            self._wait(None)
-
     def close(self) -> None:
-        """Close the connection; `watch` returns."""
+        """Close the connection; whoever waits is woken."""
         self._closed.set()
         with self._lock:
             for connection in (*self._broken, self._socket):
                 with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)  # wakes `watch`
+                    connection.shutdown(socket.SHUT_RDWR)  # wakes whoever waits
                 connection.close()
-
-    def _wait(self, timeout_s: float | None) -> None:
-        """Wait until something happens to the connection."""
-        connection = self._socket
-        if self._look() is _State.BROKEN:
-            self._closed.wait(RECONNECT_S if timeout_s is None else min(timeout_s, RECONNECT_S))
-            return
-        waiting = select.poll()
-        with contextlib.suppress(OSError, ValueError):  # closed by this side
-            waiting.register(connection, select.POLLIN)
-            waiting.poll(None if timeout_s is None else timeout_s * 1e3)
 
     def _reconnect(self) -> bool:
         """Connect anew; return whether nobody listens any more, or another process does. Silence is no answer."""

@@ -1,16 +1,35 @@
-"""What transports between hosts share: settings, registration in steps, native calls, memory that is freed late."""
+"""What transports between hosts share: settings, and the way of a write through a library that knows no deadline.
+
+A library is given native calls (`NativeCall`). Each is followed to its end, to the deadline or to the end of
+the peer's process, whichever comes first. One whose outcome is unknown then is kept, with the memory that it
+reads, until it is over, and the peer is closed to other writes for as long: an error of a library is no
+fence. Verbs say nothing about the process behind a queue pair, so each peer's liveness is watched
+(`liveness.py`). What differs between libraries is what a call is, how its end is seen, and how a peer proves
+before the first byte that it can be reached.
+"""
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterable, Iterator
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
 from pathlib import Path
-from threading import Lock
-from typing import ClassVar, Self
+from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
 
-from windlass.errors import ConfigError, RegionError
+from windlass.errors import (
+    ConfigError,
+    PeerUnreachable,
+    RegionError,
+    TransferError,
+    TransferFailed,
+    TransferOutcomeUnknown,
+)
+from windlass.layout.columns import UInt64Array
 from windlass.memory.ranges import (
     Pieces,
     calls,
@@ -20,14 +39,24 @@ from windlass.memory.ranges import (
     split_pieces,
 )
 from windlass.net.addresses import own_address
+from windlass.net.clock import Deadline
 from windlass.transports.base import (
+    MemoryRegion,
     MemoryType,
     PeerEndpoint,
+    RemoteRegion,
     TransportConfig,
     WriteBatch,
 )
+from windlass.transports.liveness import LivenessListener, PeerLiveness
 from windlass.transports.region_transport import RegionTransport
+from windlass.transports.regions import overlaps
 
+GRACE_S = 0.25
+"""How long after an error the kernel may take to tell that the peer's process has ended."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
+"""Between two looks at a call whose library has no event for its end. The end of the peer is an event, and
+the wait is on that."""
 _CAP_IPC_LOCK = 14
 
 
@@ -70,41 +99,372 @@ class NetworkConfig(TransportConfig, frozen=True):
         )
 
 
-class NetworkTransport(RegionTransport):
+class Outcome(Enum):
+    """What is known of a native call."""
+
+    PENDING = auto()
+    DONE = auto()
+    FAILED = auto()
+
+
+class NativeCall(ABC):
+    """Something that a library has been given to do for a peer, guarded by the lock of that peer.
+
+    Args:
+        local: addresses of registered memory that it reads.
+        nbytes: sizes of these pieces.
+
+    Attributes:
+        wake: a descriptor that can be read from when it is over; -1 where only looking tells.
+        is_late: given up for no other reason than that its deadline had passed.
+    """
+
+    def __init__(self, local: UInt64Array, nbytes: UInt64Array) -> None:
+        self.local, self.nbytes = local.copy(), nbytes.copy()
+        self.wake = -1
+        self.is_late = False
+
+    @abstractmethod
+    def look(self) -> Outcome:
+        """Return what is known now."""
+
+    @property
+    @abstractmethod
+    def error(self) -> str:
+        """What the library said of one that failed."""
+
+    @abstractmethod
+    def cancel(self) -> bool:
+        """Take it back; return whether that was in time, so that it never begins."""
+
+    def stop_waiting(self) -> None:
+        """Nobody waits for it any more, whether it is over or not."""
+        return
+
+
+class NetworkPeer(ABC):
+    """Calls to one incarnation of one peer. Thread-safe.
+
+    Args:
+        endpoint: the peer.
+        liveness: of its process; closed with this object.
+        lock: around all native calls of a library whose calls are not thread-safe, or of this peer's own.
+
+    Attributes:
+        is_closed: nothing is begun any more; whoever waits is told.
+    """
+
+    outlives_process: ClassVar[bool]
+    """Whether a call that has failed may still read local memory when the peer's process is gone."""
+
+    def __init__(
+        self, endpoint: PeerEndpoint, liveness: PeerLiveness, lock: threading.Lock
+    ) -> None:
+        self.endpoint, self.liveness, self.lock = endpoint, liveness, lock
+        self.is_closed = False
+        self._ended = threading.Condition(lock)
+        self._under_way: set[NativeCall] = set()
+        """Some thread follows them."""
+        self._given_up: dict[NativeCall, str] = {}
+        """Nobody does, and bytes may still land; and what is said of each."""
+
+    @abstractmethod
+    def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:
+        """See that the process that is meant can be reached, before a byte of a batch is sent. Takes the lock.
+
+        Raises:
+            PeerUnreachable: it cannot; nothing was sent.
+            RegionError: the key of a region cannot be read.
+            TransferFailed: the transport is closed.
+            TransferOutcomeUnknown: an earlier write to it may go on.
+        """
+
+    @abstractmethod
+    def step_nbytes(self, region: RemoteRegion) -> int:
+        """Return the step in which the peer has registered a region; 0 for at once.
+
+        Raises:
+            RegionError: its key names none.
+        """
+
+    @abstractmethod
+    def _begin(self, pieces: Pieces) -> NativeCall:
+        """Begin a write. Holds the lock; an error of the library is what the call says when it is looked at."""
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the library works for this peer, in any thread. Holds the lock."""
+        return bool(self._under_way)
+
+    def is_open(self) -> bool:
+        """Return whether a call that was given up may go on; forget those that are over. Holds the lock."""
+        if self._given_up:
+            has_ended = not self.outlives_process and self.liveness.has_ended(reconnect=False)
+            for call in list(self._given_up):
+                outcome = call.look()
+                if outcome is Outcome.DONE or (outcome is Outcome.FAILED and has_ended):
+                    del self._given_up[call]
+        return bool(self._given_up)
+
+    def touches(self, region: MemoryRegion) -> bool:
+        """Return whether a call that is not over may read a byte of the region. Holds the lock."""
+        self.is_open()
+        return any(
+            overlaps(region, call.local, call.nbytes)
+            for call in (*self._under_way, *self._given_up)
+        )
+
+    @contextmanager
+    def held(self, deadline: Deadline) -> Iterator[None]:
+        """Hold the lock of an open peer.
+
+        Raises:
+            TransferFailed: the transport is closed, or the lock was not to be had by the deadline.
+        """
+        if not self.lock.acquire(timeout=deadline.remaining_s):
+            raise self._crowded_out(deadline)
+        try:
+            self.refuse_closed(deadline)
+            yield
+        finally:
+            self.lock.release()
+
+    def refuse_closed(self, deadline: Deadline) -> None:
+        """Ask before a peer counts as gone: its liveness is closed with the transport.
+
+        Raises:
+            TransferFailed: the transport is closed.
+        """
+        if self.is_closed:
+            raise TransferFailed(f"{deadline.purpose}: the transport is closed")
+
+    def refuse_open(self, deadline: Deadline) -> None:
+        """Ask before anything is begun. Holds the lock.
+
+        Raises:
+            PeerUnreachable: the process has ended; its peer may have been forgotten by now.
+            TransferFailed: the transport is closed.
+            TransferOutcomeUnknown: a call that was given up may go on.
+        """
+        self.refuse_closed(deadline)
+        if self.liveness.has_ended(reconnect=False):
+            raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
+        if self.is_open():
+            why = next(iter(self._given_up.values()))
+            raise TransferOutcomeUnknown(f"an earlier write is open: {why}")
+
+    def write(self, pieces: Pieces, deadline: Deadline) -> None:
+        """Carry out one native write, from its beginning to its end. Takes the lock.
+
+        Raises:
+            PeerUnreachable: the peer's process is gone.
+            TransferFailed: not begun, or refused by the peer; it is over.
+            TransferOutcomeUnknown: given up, or an earlier one was and is not over.
+        """
+        with self.held(deadline):
+            self.refuse_open(deadline)
+            deadline.check_before_more()
+            call = self._begin(pieces)
+            self._under_way.add(call)
+        try:
+            outcome = self._follow(call, deadline)
+            if outcome is not Outcome.DONE:
+                raise self._failure(call, outcome, deadline)
+        finally:
+            self._end(call)
+
+    def close(self) -> None:
+        """Let whoever waits go; nothing is begun any more. Idempotent."""
+        self.is_closed = True
+        self.liveness.close()
+
+    def _follow(self, call: NativeCall, deadline: Deadline) -> Outcome:
+        """Return the outcome of a call; PENDING if the deadline passed, the peer ended or this side closed."""
+        pause_s, has_ended = FIRST_PAUSE_S, False
+        while True:
+            with self.lock:
+                outcome = call.look()
+            if outcome is not Outcome.PENDING or has_ended or deadline.remaining_s == 0:
+                return outcome
+            has_ended = self.liveness.wait_ended(
+                pause_s if call.wake < 0 else deadline.remaining_s, call.wake
+            )
+            pause_s = min(pause_s * 2, MAX_PAUSE_S)
+
+    def _failure(self, call: NativeCall, outcome: Outcome, deadline: Deadline) -> TransferError:
+        """Make an exception of a write that was not done, and keep it if it may go on; nothing else does."""
+        purpose, failed = deadline.purpose, outcome is Outcome.FAILED
+        if failed and self._has_refused(call, deadline):
+            return TransferFailed(
+                f"{purpose}: {self.endpoint.address} refused a piece ({call.error}); is the memory "
+                "still registered there?"
+            )
+        has_ended = self.liveness.wait_ended(GRACE_S if failed else 0.0)
+        with self.lock:
+            never_began = call.cancel()
+            error: type[TransferError] = TransferOutcomeUnknown
+            if self.is_closed:
+                why = "the transport was closed"
+                error = TransferFailed if never_began else error
+            elif has_ended:
+                error, why = PeerUnreachable, "the process is gone"
+            elif never_began:
+                if not failed:
+                    return self._crowded_out(deadline)
+                error, why = TransferFailed, f"not begun: {call.error}"
+            elif failed:
+                why = call.error
+            else:
+                call.is_late, why = True, f"not over within {deadline.seconds} s"
+            if error is TransferOutcomeUnknown:
+                why += "; bytes may still land"
+            if not never_began:
+                self._given_up[call] = f"{purpose}: {why}"
+            return error(f"{purpose}: {why}")
+
+    def _crowded_out(self, deadline: Deadline) -> TransferFailed:
+        return TransferFailed(
+            f"{deadline.purpose}: other writes took the deadline of {deadline.seconds} s; "
+            "nothing more was sent"
+        )
+
+    def _has_refused(self, call: NativeCall, deadline: Deadline) -> bool:  # noqa: ARG002
+        """Return whether a call that has failed is over all the same, and no byte of it will land."""
+        return False
+
+    def _end(self, call: NativeCall) -> None:
+        with self._ended:
+            call.stop_waiting()
+            self._under_way.discard(call)
+            self._ended.notify_all()
+
+
+PeerT = TypeVar("PeerT", bound=NetworkPeer)
+
+
+class Limits(NamedTuple):
+    """Of what a library is given in one native call: pieces, bytes of all, and bytes of each.
+
+    Between calls a passed deadline is a clean failure, inside one it is unknown.
+    """
+
+    num_pieces: int
+    nbytes: int
+    piece_nbytes: int
+
+
+class NetworkTransport(RegionTransport, Generic[PeerT]):
     """Base of transports whose registrations and writes are a library's.
 
     Derived classes start the library, then call `__init__` of this class.
 
     Args:
         endpoint: of this process.
+        liveness: what its peers watch; closed with the transport.
         step_nbytes: larger regions are registered in steps of this; 0 for at once.
+        limits: of a native call.
         lock: see `RegionTransport`.
     """
 
-    def __init__(self, endpoint: PeerEndpoint, step_nbytes: int, lock: Lock) -> None:
+    def __init__(
+        self,
+        endpoint: PeerEndpoint,
+        liveness: LivenessListener,
+        step_nbytes: int,
+        limits: Limits,
+        lock: threading.Lock,
+    ) -> None:
         super().__init__(endpoint, lock)
-        self._step_nbytes = step_nbytes
+        self._liveness, self._step_nbytes, self._limits = liveness, step_nbytes, limits
+        self._peers: dict[PeerEndpoint, PeerT] = {}
+        self._closed = False
+
+    def close(self) -> None:
+        """See `OneSidedTransport.close`; what a write that is not over uses is kept until the process ends."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            spans = self._table.spans()
+            self._table.clear()
+            for peer in self._peers.values():
+                peer.is_closed = True
+        for peer in self._peers.values():
+            peer.close()
+        self._liveness.close()
+        with self._lock, self._current():
+            self._deferred.close(self._is_touched)
+            self._close_library(spans)
+            self._peers = {}
+
+    @abstractmethod
+    def _close_library(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Take back what is registered, `spans` among it, and end the library if nothing is under way."""
+
+    @abstractmethod
+    def _new_peer(self, endpoint: PeerEndpoint, liveness: PeerLiveness) -> PeerT:
+        """Return the calls to a peer. Holds the lock."""
+
+    def _listener_of(self, endpoint: PeerEndpoint) -> PeerEndpoint:
+        """Return where a peer's liveness listener is, and what it sends."""
+        return endpoint
+
+    def _is_touched(self, region: MemoryRegion) -> bool:
+        return any(peer.touches(region) for peer in self._peers.values())
+
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
+        peer = self._peer(batch.endpoint, deadline)
+        peer.confirm(batch.regions, deadline)
+        for pieces in self._calls(batch, [peer.step_nbytes(region) for region in batch.regions]):
+            peer.write(pieces, deadline)
+
+    def _peer(self, endpoint: PeerEndpoint, deadline: Deadline) -> PeerT:
+        """Return a living peer, which is kept until it has ended."""
+        with self._lock:
+            found = self._peers.get(endpoint)
+        if found is None:
+            liveness = PeerLiveness(self._listener_of(endpoint), deadline)
+            try:
+                with self._lock:
+                    self._refuse_closed(deadline)
+                    self._forget_ended()
+                    found = self._peers.get(endpoint)
+                    if found is None:
+                        found = self._peers[endpoint] = self._new_peer(endpoint, liveness)
+            finally:
+                if found is None or found.liveness is not liveness:
+                    liveness.close()
+        if found.liveness.has_ended():
+            with self._lock:
+                self._refuse_closed(deadline)
+                self._forget_ended()
+            raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
+        return found
+
+    def _refuse_closed(self, deadline: Deadline) -> None:
+        if self._closed:
+            raise TransferFailed(f"{deadline.purpose}: the transport is closed")
+
+    def _forget_ended(self) -> None:
+        """Close what leads to processes that have ended, unless a call to one is not over. Holds the lock.
+
+        Whoever writes to one of them at this moment finds that it has ended.
+        """
+        for endpoint, peer in list(self._peers.items()):
+            if peer.liveness.has_ended(reconnect=False) and not (peer.is_in_use or peer.is_open()):
+                del self._peers[endpoint]
+                peer.close()
 
     def _starts(self, address: int, nbytes: int) -> list[int]:
         """Return where the steps begin in which a local region is registered."""
         return [address, *edges_of(address, nbytes, self._step_nbytes)]
 
-    def _calls(
-        self,
-        batch: WriteBatch,
-        remote_steps: Iterable[int],
-        max_pieces: int,
-        max_nbytes: int,
-        max_piece_nbytes: int,
-    ) -> Iterator[Pieces]:
+    def _calls(self, batch: WriteBatch, remote_steps: Sequence[int]) -> Iterator[Pieces]:
         """Yield what goes into one native call each; no piece crosses a seam between two registrations.
 
         Args:
-            batch: what is to be written or read.
+            batch: what is to be written.
             remote_steps: of every published region; step 0 for at once.
-            max_pieces: of one call.
-            max_nbytes: of one call.
-            max_piece_nbytes: of one piece.
         """
         pieces = cut_at_edges(
             merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
@@ -115,8 +475,9 @@ class NetworkTransport(RegionTransport):
                 for edge in (region.address, *edges_of(region.address, region.nbytes, step))
             ],
         )
-        local, remote, nbytes = split_pieces(*pieces, max_piece_nbytes)
-        for part in calls(nbytes, max_pieces=max_pieces, max_nbytes=max_nbytes):
+        limits = self._limits
+        local, remote, nbytes = split_pieces(*pieces, limits.piece_nbytes)
+        for part in calls(nbytes, max_pieces=limits.num_pieces, max_nbytes=limits.nbytes):
             yield local[part], remote[part], nbytes[part]
 
 

@@ -17,15 +17,18 @@ import re
 import signal
 import threading
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from windlass.envs import environment_value, set_defaults
 from windlass.errors import ConfigError, TransportUnavailable
 from windlass.transports.inbound import listening_ports
 from windlass.transports.liveness import listen_on
-from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
+
+if TYPE_CHECKING:
+    from windlass.transports.mooncake.transport import MooncakeConfig
 
 MAX_PIECES = 1024
 """Per call. Over 2048 pieces waiting at one peer, the engine fails every later call to it, for
@@ -43,7 +46,7 @@ _DISTRIBUTIONS = (
 _DEFAULTS = {
     "MC_LOG_LEVEL": "ERROR",
     # One connection per peer keeps writes in order, and that is what lets an error be told
-    # from an unknown outcome (see MooncakePeer). 1, 2 and 4 are equally fast on loopback.
+    # from an unknown outcome (see `transport.py`). 1, 2 and 4 are equally fast on loopback.
     "MC_TCP_LANES_PER_PEER": "1",
     # Soft-RoCE takes the engine's 7 retries for "for ever", and so would a call to a dead peer.
     "MC_SLICE_TIMEOUT": "30",
@@ -55,6 +58,14 @@ _MAX_MR_SIZE_OFFSET = 64 + 8 + 8
 _DEVICE_ATTR_NBYTES = 4096  # more than it is in any version
 _STARTING = threading.Lock()
 """One engine at a time, so that the devices opened meanwhile are its own."""
+
+
+class MooncakeProtocol(StrEnum):
+    """The wire that Mooncake must use; AUTO takes what it finds and reports it."""
+
+    AUTO = "auto"
+    TCP = "tcp"
+    RDMA = "rdma"
 
 
 class NativeEngine(Protocol):

@@ -3,61 +3,112 @@
 Over TCP it is one-sided for this side only: the target's process must be running. What the
 engine does not do is done here: sources are checked (TCP reads any), calls are kept to 1024 pieces
 and a few hundred megabytes, a process restarted on the same port is noticed, and deadlines hold.
+
+Native calls take no deadline (they give up after 30 to 62 s, or never), so each runs in a thread of
+its peer. Every failure is the one code -1, and it is no fence: bytes may land after it. Only where the
+wire is TCP with one connection per peer, and the call came back long before any of the engine's own
+timeouts, it can be told to be over: the engine's queue to the peer is first-in first-out and each
+entry is acknowledged by the peer before the next is sent, so when a read that is queued behind the
+failed write comes back good, nothing of that write is still on its way. A timeout means that a connection
+was given up with bytes in it; a read on the connection made after it proves nothing about those.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
+import queue
+import re
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 
-from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransportUnavailable
-from windlass.layout.columns import UInt8Array
-from windlass.net.addresses import join_host_port
+from windlass.config import take_names
+from windlass.errors import (
+    ConfigError,
+    PeerUnreachable,
+    RegionError,
+    TransferFailed,
+    TransportUnavailable,
+)
+from windlass.layout.columns import UInt8Array, UInt64Array
+from windlass.memory.ranges import Pieces
+from windlass.net.addresses import join_host_port, split_host_port
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
     CEILING_BYTES_PER_S,
     MemoryRegion,
+    OneSidedTransport,
     PeerEndpoint,
+    RemoteRegion,
     TransportTraits,
     WireReport,
-    WriteBatch,
 )
 from windlass.transports.inbound import end_connections
-from windlass.transports.liveness import LivenessListener
-from windlass.transports.mooncake.config import MooncakeConfig
-from windlass.transports.mooncake.native import MAX_PIECES, Started, start_engine
-from windlass.transports.mooncake.peer import (
-    TOKEN_NBYTES,
-    MooncakePeer,
-    format_incarnation,
-    liveness_name,
+from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener, PeerLiveness
+from windlass.transports.mooncake.native import (
+    MAX_PIECES,
+    MooncakeProtocol,
+    Started,
+    start_engine,
 )
-from windlass.transports.network import NetworkTransport
+from windlass.transports.network import (
+    Limits,
+    NativeCall,
+    NetworkConfig,
+    NetworkPeer,
+    NetworkTransport,
+    Outcome,
+)
 
-Page = UInt8Array
-FORGET_S = 600.0
-"""Peers that were not written for longer are forgotten when another one comes."""
+TOKEN_NBYTES = 16
 KEPT_PAGES = 64
 """That were given back are used again in turn once there are more."""
-
+PROMPT_S = 2.0
+"""A call that returns within this has met none of the engine's timeouts, which are >= 5 s."""
+JOIN_S = 1.0
+IDLE_S = 10.0
+READS = 4
 MAX_CALL_NBYTES = 256 << 20
-"""Per native call: between calls a passed deadline is a clean failure, inside one it is unknown."""
 REQUEST_NBYTES = 1 << 20
 """Of one piece where there are several NICs: the engine sends each through one, picked at random."""
 _OVERLAP = -7
+_OTHER_PROCESS = 1
 _MAX_KEY_CHARS = 20
 _PAGE = 4096
 """The least step: a peer's key must not make us cut a piece into bytes."""
+_NO_PIECES = np.empty(0, np.uint64)
+_INCARNATION = re.compile(r"([0-9a-f]{32})@([0-9a-f]{1,16}):([0-9]{1,5})")
+"""A random token, where its owner keeps it for peers to read, and the port of the liveness listener."""
+
+
+class MooncakeConfig(NetworkConfig, frozen=True, tag="mooncake"):
+    """Mooncake TransferEngine.
+
+    Attributes:
+        protocol: refused when Mooncake chooses another one.
+
+    Of the settings that all networks have, `max_registration_nbytes` 0 stands for the least of what
+    the NICs say and MC_MAX_MR_SIZE.
+    """
+
+    remedy: ClassVar[str] = "pip install 'windlass[mooncake]' and the package libibverbs1"
+
+    protocol: MooncakeProtocol = MooncakeProtocol.AUTO
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        take_names(self, {"protocol": MooncakeProtocol})
+
+    def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:
+        return MooncakeTransport(self.placed(towards=towards, gpu=gpu))
 
 
 @final
@@ -67,10 +118,10 @@ class _Engine:
     def __init__(self, started: Started) -> None:
         self.started = started
         self.contacted: dict[str, PeerEndpoint] = {}
-        self._pages: deque[Page] = deque()
+        self._pages: deque[UInt8Array] = deque()
 
-    def acquire_page(self) -> Page:
-        """Registered memory for a peer's token.
+    def acquire_page(self) -> UInt8Array:
+        """Registered memory for a peer's token, and for nobody else: bytes of a read that has failed may still come.
 
         Raises:
             PeerUnreachable: no memory can be registered.
@@ -80,16 +131,16 @@ class _Engine:
         page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         code = self.started.engine.register_memory(int(page.ctypes.data), page.nbytes)
         if code != 0:
-            raise PeerUnreachable(f"mooncake: no page for a peer can be registered (code {code})")
+            raise PeerUnreachable(f"mooncake: no memory can be registered (code {code})")
         return page
 
-    def give_back(self, page: Page) -> None:
-        """For another peer, much later: bytes of a read that has failed may still come."""
+    def give_back(self, page: UInt8Array) -> None:
+        """For another peer, much later."""
         self._pages.append(page)
 
     def pin(self, starts: list[int], end: int) -> int:
         """Register [starts[0], end) in steps; the first code that is not 0."""
-        for done, (start, stop) in enumerate(zip(starts, (*starts[1:], end), strict=True)):
+        for done, (start, stop) in enumerate(pairwise((*starts, end))):
             code = self.started.engine.register_memory(start, stop - start)
             if code != 0:
                 self.unpin(starts[:done])
@@ -109,23 +160,224 @@ class _Engine:
             self.started.engine.unregister_memory(start)
 
 
-@dataclass(slots=True)
-class _Known:
-    """A peer, how many calls use it now, and when the last one ended; monotonic seconds."""
+@final
+class _Call(NativeCall):
+    """A native call on its way through the peer's thread.
 
-    peer: MooncakePeer
-    engine: _Engine
-    num_users: int = 0
-    used_s: float = 0.0
+    Args:
+        run: the call; returns its code.
+        local, nbytes: see `NativeCall`; a peer's page is not named.
+    """
+
+    def __init__(self, run: Callable[[], int], local: UInt64Array, nbytes: UInt64Array) -> None:
+        super().__init__(local, nbytes)
+        self.run = run
+        self.wake = os.eventfd(0)
+        self.begun = self.cancelled = False
+        self.code: int | None = None
+        self.seconds = 0.0
+
+    def look(self) -> Outcome:
+        if self.code is None:
+            return Outcome.PENDING
+        return Outcome.DONE if self.code == 0 else Outcome.FAILED
+
+    @property
+    def error(self) -> str:
+        return f"code {self.code} of a peer that is still there"
+
+    def cancel(self) -> bool:
+        self.cancelled = not self.begun
+        return self.cancelled
+
+    def come_back(self, code: int) -> None:
+        """Wake whoever waits."""
+        self.code = code
+        if self.wake >= 0:
+            os.eventfd_write(self.wake, 1)
+
+    def stop_waiting(self) -> None:
+        wake, self.wake = self.wake, -1
+        os.close(wake)
 
 
 @final
-class MooncakeTransport(NetworkTransport):
+class MooncakePeer(NetworkPeer):
+    """See `NetworkPeer`. Calls are made one after the other, by a thread that ends when there are none.
+
+    Args:
+        engine: must not have talked to an earlier process at this address, because it remembers that
+            one's data port for good.
+        endpoint: the peer.
+        liveness: of it.
+    """
+
+    outlives_process = False
+
+    def __init__(self, engine: _Engine, endpoint: PeerEndpoint, liveness: PeerLiveness) -> None:
+        super().__init__(endpoint, liveness, threading.Lock())
+        token, address, _ = _parse(endpoint)
+        self._token, self._token_address = bytes.fromhex(token), address
+        self._engine = engine
+        self._page = engine.acquire_page()
+        self._answered = False
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._open: set[_Call] = set()
+        """Not come back."""
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_in_use(self) -> bool:
+        return super().is_in_use or any(not call.cancelled for call in self._open)
+
+    def step_nbytes(self, region: RemoteRegion) -> int:
+        key = region.key
+        if not key:
+            return 0
+        if len(key) > _MAX_KEY_CHARS or not (key.isascii() and key.isdigit()) or int(key) < _PAGE:
+            raise RegionError(f"mooncake: key must be empty or a step >= {_PAGE}, got {key[:40]!r}")
+        return int(key)
+
+    def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:  # noqa: ARG002
+        """See `NetworkPeer.confirm`. A connection that the peer has cut fails twice, and is made anew."""
+        code: int | None = None
+        for _ in range(READS):
+            with self.held(deadline):
+                self.refuse_open(deadline)
+                call = self._queue(self._read_token, _NO_PIECES, _NO_PIECES)
+            outcome = self._wait(call, deadline)
+            if outcome is Outcome.DONE:
+                return
+            with self.lock:
+                call.cancel()  # nothing was written, so whether it was in time does not matter
+                self.refuse_open(deadline)
+            code = call.code
+            if outcome is Outcome.PENDING:
+                raise PeerUnreachable(
+                    f"{deadline.purpose}: {self.endpoint.address} did not answer within "
+                    f"{deadline.seconds} s; nothing was sent"
+                )
+            if code == _OTHER_PROCESS:
+                raise PeerUnreachable(
+                    f"{deadline.purpose}: {self.endpoint.address} is another process than "
+                    f"{self.endpoint.incarnation}; nothing was sent"
+                )
+            if not self._answered:
+                break
+        raise PeerUnreachable(
+            f"{deadline.purpose}: {self.endpoint.address} is gone or was restarted (code {code}); "
+            "nothing was sent"
+        )
+
+    def close(self) -> None:
+        """See `NetworkPeer.close`; a native call that is stuck is left to end by itself."""
+        super().close()
+        with self.lock:
+            thread, stuck = self._thread, bool(self._given_up)
+        if thread is not None:
+            self._calls.put(None)
+            if not stuck:
+                thread.join(JOIN_S)
+        self._engine.give_back(self._page)
+
+    def _begin(self, pieces: Pieces) -> NativeCall:
+        engine, address = self._engine.started.engine, self.endpoint.address
+        columns = [column.tolist() for column in pieces]
+        local, _, nbytes = pieces
+        return self._queue(
+            lambda: engine.batch_transfer_sync_write(address, *columns), local, nbytes
+        )
+
+    def _has_refused(self, call: NativeCall, deadline: Deadline) -> bool:
+        """See the module."""
+        if not isinstance(call, _Call) or call.seconds >= PROMPT_S:
+            return False
+        with self.lock:
+            if self.is_closed or not self._engine.started.ordered:
+                return False
+            try:
+                read = self._queue(self._read_token, _NO_PIECES, _NO_PIECES)
+            except TransferFailed:
+                return False
+        return self._wait(read, deadline) is Outcome.DONE and read.seconds < PROMPT_S
+
+    def _wait(self, call: _Call, deadline: Deadline) -> Outcome:
+        try:
+            return self._follow(call, deadline)
+        finally:
+            self._end(call)
+
+    def _read_token(self) -> int:
+        engine = self._engine.started.engine
+        if not self._answered:
+            # The first contact of a peer that never answers holds a lock inside the engine for a
+            # minute, and other peers' first contacts with it. A probe holds none.
+            code = engine.send_probe(self.endpoint.address)
+            if code != 0:
+                return code
+            self._answered = True
+        self._page[:TOKEN_NBYTES] = 0
+        code = engine.transfer_sync_read(
+            self.endpoint.address, int(self._page.ctypes.data), self._token_address, TOKEN_NBYTES
+        )
+        if code == 0 and self._page[:TOKEN_NBYTES].tobytes() != self._token:
+            return _OTHER_PROCESS
+        return code
+
+    def _queue(self, run: Callable[[], int], local: UInt64Array, nbytes: UInt64Array) -> _Call:
+        """Have a call made behind those that wait. Holds the lock; whoever waits ends with `_end`.
+
+        Raises:
+            TransferFailed: there is no descriptor or thread for it; it was not begun.
+        """
+        try:
+            call = _Call(run, local, nbytes)
+            if self._thread is None:
+                # A daemon: a native call that is stuck must not keep the interpreter from ending.
+                name = f"mooncake-{self.endpoint.address}"
+                thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                thread.start()
+                self._thread = thread
+        except (OSError, RuntimeError) as error:
+            raise TransferFailed(
+                f"mooncake: {self.endpoint.address}: not begun: {error}"
+            ) from error
+        self._open.add(call)
+        self._calls.put(call)
+        return call
+
+    def _serve(self) -> None:
+        """Make calls, until there has been none for `IDLE_S`: most peers do not say that they end."""
+        while True:
+            try:
+                call = self._calls.get(timeout=IDLE_S)
+            except queue.Empty:
+                call = None
+            if call is None:
+                with self.lock:
+                    if self._calls.empty():
+                        self._thread = None
+                        return
+                continue
+            with self.lock:
+                call.begun = not call.cancelled
+            code, start = -1, time.monotonic()
+            try:
+                if call.begun:
+                    code = call.run()
+            finally:  # whoever waits gets code -1 rather than a deadline
+                with self.lock:
+                    call.seconds = time.monotonic() - start
+                    self._open.discard(call)
+                    call.come_back(code)
+
+
+@final
+class MooncakeTransport(NetworkTransport[MooncakePeer]):
     """`OneSidedTransport` over `mooncake.engine.TransferEngine`.
 
     An endpoint's address is the engine's `host:port`; its incarnation is a random token, the
-    address at which peers read it back before they write and, over RDMA, the port of a liveness
-    listener.
+    address at which peers read it back before they write, and the port of the liveness listener.
 
     Raises:
         TransportUnavailable: not installed, too old, or the wire is not the one asked for.
@@ -133,64 +385,54 @@ class MooncakeTransport(NetworkTransport):
 
     def __init__(self, config: MooncakeConfig) -> None:
         self._config = config
-        started = start_engine(config)
+        self._started = started = start_engine(config)
         self._engines = [_Engine(started)]
-        self._peers: dict[PeerEndpoint, _Known] = {}
-        self._closed = False
         token = secrets.token_bytes(TOKEN_NBYTES)
-        self._token_page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+        try:
+            self._token_page = self._engines[0].acquire_page()
+        except PeerUnreachable as error:
+            raise TransportUnavailable(str(error)) from error
         self._token_page[:TOKEN_NBYTES] = np.frombuffer(token, np.uint8)
-        address = int(self._token_page.ctypes.data)
-        code = started.engine.register_memory(address, self._token_page.nbytes)
-        if code != 0:
-            raise TransportUnavailable(f"mooncake: no memory can be registered (code {code})")
-        # Over TCP the engine's own connections end with the peer; over verbs nothing does.
-        self._liveness = (
-            LivenessListener(config.host, liveness_name(token), "mooncake")
-            if self._is_rdma()
-            else None
-        )
+        liveness = LivenessListener(config.host, token.hex()[:INCARNATION_NBYTES], "mooncake")
         endpoint = PeerEndpoint(
             "mooncake",
             join_host_port(config.host, started.engine.get_rpc_port()),
-            format_incarnation(
-                token, address, 0 if self._liveness is None else self._liveness.port
-            ),
+            f"{token.hex()}@{int(self._token_page.ctypes.data):x}:{liveness.port}",
         )
         step_nbytes = config.max_registration_nbytes or started.max_registration_nbytes
-        super().__init__(endpoint, step_nbytes, threading.Lock())
+        largest = REQUEST_NBYTES if started.num_nics > 1 else MAX_CALL_NBYTES
+        limits = Limits(MAX_PIECES, MAX_CALL_NBYTES, largest)
+        super().__init__(endpoint, liveness, step_nbytes, limits, threading.Lock())
 
     def _is_rdma(self) -> bool:
-        return self._engines[0].started.wire == "rdma"
+        return self._started.wire == "rdma"
 
     @property
     def traits(self) -> TransportTraits:
         return TransportTraits(
             same_host=False,
             one_sided=self._is_rdma(),
-            ceiling_bytes_per_s=CEILING_BYTES_PER_S[self._engines[0].started.wire],
+            ceiling_bytes_per_s=CEILING_BYTES_PER_S[self._started.wire],
             gpu=self._config.gpu,
         )
 
     def report(self) -> WireReport:
         """See `OneSidedTransport.report`; the wire was looked up, not assumed."""
-        started = self._engines[0].started
-        return WireReport("mooncake", started.wire, started.detail)
+        return WireReport("mooncake", self._started.wire, self._started.detail)
 
     def _register(self, address: int, nbytes: int) -> str:
-        done: list[_Engine] = []
         starts = self._starts(address, nbytes)
-        for engine in self._engines:
-            code = engine.pin(starts, address + nbytes)
-            if code != 0:
-                for other in done:
-                    other.unpin(starts)
-                what = "overlaps a registered region" if code == _OVERLAP else "is refused"
-                hint = "; over verbs see ulimit -l" if self._is_rdma() else ""
-                raise RegionError(
-                    f"register: [{address:#x}, {address + nbytes:#x}) {what} (code {code}){hint}"
-                )
-            done.append(engine)
+        with ExitStack() as undo:
+            for engine in self._engines:
+                code = engine.pin(starts, address + nbytes)
+                if code != 0:
+                    what = "overlaps a registered region" if code == _OVERLAP else "is refused"
+                    hint = "; over verbs see ulimit -l" if self._is_rdma() else ""
+                    raise RegionError(
+                        f"register: [{address:#x}, {address + nbytes:#x}) {what} (code {code}){hint}"
+                    )
+                undo.callback(engine.unpin, starts)
+            undo.pop_all()
         return self._key_of(nbytes)
 
     def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
@@ -214,20 +456,11 @@ class MooncakeTransport(NetworkTransport):
 
     def _unregister(self, region: MemoryRegion) -> None:
         """Take it back at once: later writes of peers are refused over TCP."""
+        self._unpin(region.address, region.nbytes)
+
+    def _unpin(self, address: int, nbytes: int) -> None:
         for engine in self._engines:
-            engine.unpin(self._starts(region.address, region.nbytes))
-
-    def _is_touched(self, region: MemoryRegion) -> bool:
-        return any(known.peer.touches(region) for known in self._peers.values())
-
-    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
-        several = self._engines[0].started.num_nics > 1
-        largest = REQUEST_NBYTES if several else MAX_CALL_NBYTES
-        with self._peer(batch.endpoint) as peer:
-            peer.confirm(deadline)
-            steps = [_step_of(region.key) for region in batch.regions]
-            for pieces in self._calls(batch, steps, MAX_PIECES, MAX_CALL_NBYTES, largest):
-                peer.write(pieces, deadline)
+            engine.unpin(self._starts(address, nbytes))
 
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`: over TCP connections are cut, over RDMA there is nothing."""
@@ -236,74 +469,19 @@ class MooncakeTransport(NetworkTransport):
             deadline = Deadline.after(deadline_s, "mooncake fence")
             end_connections(lambda own: own.getsockname()[1] in ports, deadline)
 
-    def close(self) -> None:
-        """See `OneSidedTransport.close`; a native call that is stuck is left to end by itself."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            peers = [known.peer for known in self._peers.values()]
-            spans = self._table.spans()
-            self._table.clear()
-        for peer in peers:
-            peer.close()
-        if self._liveness is not None:
-            self._liveness.close()
-        for engine in self._engines:
-            for address, nbytes in spans:
-                engine.unpin(self._starts(address, nbytes))
-        with self._lock:
-            self._deferred.close(self._is_touched)
-            self._peers = {}
+    def _close_library(self, spans: Sequence[tuple[int, int]]) -> None:
+        for span in spans:
+            self._unpin(*span)
 
-    @contextmanager
-    def _peer(self, endpoint: PeerEndpoint) -> Iterator[MooncakePeer]:
-        """Use the peer, which is kept for as long as it is used, and then until it is gone."""
-        known = self._use(endpoint)
-        unreachable = False
-        try:
-            yield known.peer
-        except PeerUnreachable:
-            unreachable = True
-            raise
-        finally:
-            with self._lock:
-                known.num_users -= 1
-                known.used_s = time.monotonic()
-                if unreachable:
-                    self._forget(endpoint)
+    def _listener_of(self, endpoint: PeerEndpoint) -> PeerEndpoint:
+        token, _, address = _parse(endpoint)
+        return PeerEndpoint("mooncake", address, token[:INCARNATION_NBYTES])
 
-    def _use(self, endpoint: PeerEndpoint) -> _Known:
-        with self._lock:
-            if self._closed:
-                raise TransferFailed(f"mooncake: {endpoint.address}: the transport is closed")
-            known = self._peers.get(endpoint)
-            if known is None:
-                self._forget_unused()
-                engine = self._engine_for(endpoint)
-                page = engine.acquire_page()
-                try:
-                    peer = MooncakePeer(engine.started, endpoint, page)
-                except PeerUnreachable:
-                    engine.give_back(page)
-                    raise
-                known = self._peers[endpoint] = _Known(peer, engine)
-                engine.contacted[endpoint.address] = endpoint
-            known.num_users += 1
-            return known
-
-    def _forget_unused(self) -> None:
-        """Forget peers that were not written for long: nobody says which have ended. One that has not is made anew."""
-        before_s = time.monotonic() - FORGET_S
-        for endpoint in [e for e, known in self._peers.items() if known.used_s < before_s]:
-            self._forget(endpoint)
-
-    def _forget(self, endpoint: PeerEndpoint) -> None:
-        known = self._peers.get(endpoint)
-        if known is not None and not known.num_users and known.peer.may_be_forgotten:
-            del self._peers[endpoint]
-            known.peer.close()
-            known.engine.give_back(known.peer.page)
+    def _new_peer(self, endpoint: PeerEndpoint, liveness: PeerLiveness) -> MooncakePeer:
+        engine = self._engine_for(endpoint)
+        peer = MooncakePeer(engine, endpoint, liveness)
+        engine.contacted[endpoint.address] = endpoint
+        return peer
 
     def _engine_for(self, endpoint: PeerEndpoint) -> _Engine:
         """Return an engine that has not talked to another process at this address.
@@ -323,10 +501,15 @@ class MooncakeTransport(NetworkTransport):
         return engine
 
 
-def _step_of(key: str) -> int:
-    """Return the step in which a peer registered a region; 0 for at once."""
-    if not key:
-        return 0
-    if len(key) > _MAX_KEY_CHARS or not (key.isascii() and key.isdigit()) or int(key) < _PAGE:
-        raise RegionError(f"mooncake: key must be empty or a step >= {_PAGE}, got {key[:40]!r}")
-    return int(key)
+def _parse(endpoint: PeerEndpoint) -> tuple[str, int, str]:
+    """Return the token of a peer in hex, where it lies there, and the address of the liveness listener."""
+    match = _INCARNATION.fullmatch(endpoint.incarnation)
+    if match is None:
+        raise PeerUnreachable(
+            f"mooncake: incarnation must be token@address:port, got {endpoint.incarnation!r}"
+        )
+    try:
+        host, _ = split_host_port(endpoint.address)
+    except ConfigError as error:
+        raise PeerUnreachable(f"mooncake: {error}") from error
+    return match[1], int(match[2], 16), join_host_port(host, int(match[3]))

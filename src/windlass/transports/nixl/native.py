@@ -18,11 +18,12 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, cast, final
+from typing import TYPE_CHECKING, Any, Protocol, cast, final
 
 import numpy as np
 
@@ -37,7 +38,20 @@ from windlass.transports.inbound import (
     listening_ports,
     new_mark,
 )
-from windlass.transports.nixl.config import NixlConfig, NixlWire
+
+if TYPE_CHECKING:
+    from windlass.transports.nixl.transport import NixlConfig
+
+
+class NixlWire(StrEnum):
+    """The wire that UCX must write through; AUTO takes what it finds and reports it."""
+
+    AUTO = "auto"
+    CMA = "cma"
+    TCP = "tcp"
+    RC = "rc"
+    UD = "ud"
+
 
 _TLS = {
     NixlWire.AUTO: "all",

@@ -2,8 +2,7 @@
 
 What NIXL lacks is done here. Its transfers have no deadline and its calls are not thread-safe. A
 handle released in flight does not stop the bytes, so a transfer that ran out of time is kept, with
-its descriptors, until it ends; the peer is closed to other writes until then, and the local memory
-under it, but no other, stays registered. Withdrawing memory at the target does not stop a peer that
+its descriptors, until it ends. Withdrawing memory at the target does not stop a peer that
 knows it: UCX keeps the pages registered, so a region that a peer may still write must stay mapped.
 
 Over TCP bytes of a process that has ended may still arrive, so `fence` ends every TCP connection
@@ -13,53 +12,356 @@ that may be TCP finds that out by a word which it writes first, and connects ane
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
 import mmap
 import secrets
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import final
+from typing import ClassVar, final
 
+import msgspec
 import numpy as np
 
-from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransportUnavailable
+from windlass.config import take_names
+from windlass.errors import (
+    DECODE_ERRORS,
+    PeerUnreachable,
+    RegionError,
+    TransferFailed,
+    TransportUnavailable,
+)
 from windlass.memory.cuda.driver import Device
+from windlass.memory.ranges import Pieces
 from windlass.net.addresses import join_host_port
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
     CEILING_BYTES_PER_S,
     MemoryRegion,
+    OneSidedTransport,
     PeerEndpoint,
+    RemoteRegion,
     TransportTraits,
     WireReport,
-    WriteBatch,
 )
 from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener, PeerLiveness
-from windlass.transports.network import NetworkTransport, check_lockable
-from windlass.transports.nixl.config import NixlConfig, NixlWire
+from windlass.transports.network import (
+    FIRST_PAUSE_S,
+    GRACE_S,
+    MAX_PAUSE_S,
+    Limits,
+    NativeCall,
+    NetworkConfig,
+    NetworkPeer,
+    NetworkTransport,
+    Outcome,
+    check_lockable,
+)
 from windlass.transports.nixl.native import (
     TCP_MARK,
+    NativeAgent,
+    NativeHandle,
+    NixlWire,
     TcpFence,
+    WireLog,
     may_use_tcp,
     may_use_verbs,
     memory_kind,
     native_errors,
+    new_write,
     start_agent,
 )
-from windlass.transports.nixl.peer import NixlAgent, NixlKey, NixlPeer, encode_keys, forget_ended
 
-MAX_CALL_NBYTES = 128 << 20
-"""Per native call: between calls a passed deadline is a clean failure, inside one it is unknown."""
-MAX_PIECES = 8192
+LIMITS = Limits(num_pieces=8192, nbytes=128 << 20, piece_nbytes=128 << 20)
 OWN_PINNED_NBYTES = 128 << 20
 """Room for what UCX pins for itself over verbs: 66 MB per agent were seen."""
+CONNECTIONS = 3
+"""To one peer, in one write, before it counts as unreachable."""
+_MAX_KEY_CHARS = 1 << 20
+_WORD_NBYTES = np.array([8], np.uint64)
 _STRANDED: list[object] = []
 """Agents with transfers that never ended: freeing one would free memory under a late write."""
 
 
+class NixlConfig(NetworkConfig, frozen=True, tag="nixl"):
+    """NIXL with its UCX backend.
+
+    Attributes:
+        wire: refused when UCX chooses another one.
+
+    Of the settings that all networks have, `device` takes UCX's names (`mlx5_0:1`, `eth0`), and
+    `max_registration_nbytes` 0 stands for one registration per region.
+    """
+
+    remedy: ClassVar[str] = "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
+
+    wire: NixlWire = NixlWire.AUTO
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        take_names(self, {"wire": NixlWire})
+
+    def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:
+        return NixlTransport(self.placed(towards=towards, gpu=gpu))
+
+
+class NixlKey(msgspec.Struct, frozen=True, array_like=True):
+    """NIXL's metadata for one region, and a word that peers may write first.
+
+    `step_nbytes`: the region is registered in steps of it; 0 for at once. `gpu`: -1 for host memory.
+    """
+
+    metadata: bytes
+    scratch: int
+    step_nbytes: int = 0
+    gpu: int = -1
+
+
+def encode_keys(keys: Sequence[NixlKey]) -> str:
+    """Return `RemoteRegion.key`."""
+    return base64.b64encode(msgspec.msgpack.encode(keys)).decode()
+
+
+def decode_keys(region: RemoteRegion) -> list[NixlKey]:
+    """Return the keys of a region; at least one.
+
+    Raises:
+        RegionError: it has none that can be read.
+    """
+    if len(region.key) > _MAX_KEY_CHARS:
+        raise RegionError(f"nixl: key must be <= {_MAX_KEY_CHARS} chars, got {len(region.key)}")
+    try:
+        raw = base64.b64decode(region.key, validate=True)
+        keys = msgspec.msgpack.decode(raw, type=list[NixlKey])
+    except (binascii.Error, *DECODE_ERRORS, ValueError) as error:
+        raise RegionError(f"nixl: key of {region.address:#x} cannot be read: {error}") from error
+    steps = [key.step_nbytes for key in keys]
+    if not steps or any(0 < step < mmap.PAGESIZE or step < 0 for step in steps):
+        raise RegionError(
+            f"nixl: key of {region.address:#x} must name steps of 0 or >= {mmap.PAGESIZE}, got {steps}"
+        )
+    return keys
+
+
+@dataclass
+class NixlAgent:
+    """The native agent of a transport. Its calls are not thread-safe: they are made under one lock.
+
+    Attributes:
+        native: writes; kept until whoever closes deletes it.
+        log: what UCX says of it.
+        errors: what its calls raise.
+        gpu: whose memory it registers, -1 for host memory.
+        wire: that UCX is limited to.
+        scratch: address of a word of its own, which is registered.
+        lock: around every use of it.
+    """
+
+    native: NativeAgent
+    log: WireLog
+    errors: tuple[type[Exception], ...]
+    gpu: int
+    wire: NixlWire
+    scratch: int
+    lock: threading.Lock
+
+
 @final
-class NixlTransport(NetworkTransport):
+class _Transfer(NativeCall):
+    """A native transfer, begun here; one that NIXL refuses to prepare has failed without being begun."""
+
+    def __init__(self, agent: NixlAgent, peer: str, pieces: Pieces, gpus: tuple[int, int]) -> None:
+        local, _, nbytes = pieces
+        super().__init__(local, nbytes)
+        self._agent, self._error = agent, "error"
+        self._handle: NativeHandle | None = None
+        try:
+            self._handle = new_write(agent.native, peer, pieces, gpus)
+            agent.native.transfer(self._handle)
+        except agent.errors as error:
+            self._error, self._failed = str(error), True
+        else:
+            self._failed = False
+
+    @property
+    def error(self) -> str:
+        return self._error
+
+    def look(self) -> Outcome:
+        if self._handle is None:
+            return Outcome.FAILED
+        try:
+            state = self._agent.native.check_xfer_state(self._handle)
+        except self._agent.errors as error:
+            state, self._error = "ERR", str(error)
+        if state == "DONE":
+            return Outcome.DONE
+        return Outcome.FAILED if state == "ERR" or self._failed else Outcome.PENDING
+
+    def cancel(self) -> bool:
+        return self._handle is None
+
+
+@final
+class NixlPeer(NetworkPeer):
+    """See `NetworkPeer`."""
+
+    outlives_process = True
+
+    def __init__(self, agent: NixlAgent, endpoint: PeerEndpoint, liveness: PeerLiveness) -> None:
+        super().__init__(endpoint, liveness, agent.lock)
+        self._agent = agent
+        self._keys: dict[str, tuple[NixlKey, ...]] = {}
+        """Of regions that NIXL knows."""
+        self._confirmed = False
+        """A word has arrived over the wire that was asked for."""
+        self._connection = 1
+        self._words: list[_Transfer] = []
+        """Late ones, which nobody waits for."""
+
+    @property
+    def is_in_use(self) -> bool:
+        return super().is_in_use or bool(self._words)
+
+    def step_nbytes(self, region: RemoteRegion) -> int:
+        return max(key.step_nbytes for key in self._keys[region.key])
+
+    def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:
+        """See `NetworkPeer.confirm`.
+
+        Raises:
+            TransportUnavailable: UCX picked another wire than the one asked for; nothing was sent.
+        """
+        self._wait_for_late(deadline)
+        if self._keys and may_use_tcp(self._agent.wire):
+            # Regions are loaded through the connection: NIXL never recovers where that fails.
+            self.reach(deadline)
+        with self.held(deadline):
+            self.refuse_open(deadline)
+            self._load(regions)
+        if self._keys and not self._confirmed:
+            self.reach(deadline)
+            self._agent.log.check(self._agent.wire)
+            self._confirmed = True
+
+    def _wait_for_late(self, deadline: Deadline) -> None:
+        """Give earlier transfers that are only late the time of this one to end. Takes the lock."""
+        pause_s = FIRST_PAUSE_S
+        while deadline.remaining_s > 0:
+            with self.held(deadline):
+                # One that has failed may never end.
+                if not self.is_open() or not all(
+                    call.is_late and call.look() is Outcome.PENDING for call in self._given_up
+                ):
+                    return
+            if self.liveness.wait_ended(pause_s):
+                return
+            pause_s = min(pause_s * 2, 10 * MAX_PAUSE_S)
+
+    def _load(self, regions: Iterable[RemoteRegion]) -> None:
+        """Have NIXL know the regions.
+
+        Raises:
+            RegionError: a key cannot be read, or is of another process.
+        """
+        for region in regions:
+            if region.key not in self._keys:
+                keys = decode_keys(region)
+                self._add(keys)
+                self._keys[region.key] = tuple(keys)
+
+    def _add(self, keys: Sequence[NixlKey]) -> None:
+        address = self.endpoint.address
+        for key in keys:
+            try:
+                name = self._agent.native.add_remote_agent(key.metadata)
+            except self._agent.errors as error:
+                raise RegionError(f"nixl: key of {address}: {error}") from error
+            if (name.decode() if isinstance(name, bytes) else name) != self.endpoint.incarnation:
+                raise RegionError(f"nixl: key of {address} is of another process")
+
+    def _begin(self, pieces: Pieces) -> _Transfer:
+        # One agent registers one kind of memory.
+        gpu = max(key.gpu for keys in self._keys.values() for key in keys)
+        return self._post(pieces, (self._agent.gpu, gpu))
+
+    def _post(self, pieces: Pieces, gpus: tuple[int, int]) -> _Transfer:
+        return _Transfer(self._agent, self.endpoint.incarnation, pieces, gpus)
+
+    def reach(self, deadline: Deadline) -> None:
+        """See that the connection is whole, or make another: the peer may have cut it. Takes the lock.
+
+        Raises:
+            PeerUnreachable: neither; nothing of the batch was sent.
+        """
+        for _ in range(CONNECTIONS):
+            connection = self._connection
+            if self._word_arrives(deadline):
+                return
+            if not may_use_tcp(self._agent.wire):
+                break
+            self._reconnect(connection, deadline)
+        raise PeerUnreachable(
+            f"{deadline.purpose}: no connection holds; nothing of the batch was sent"
+        )
+
+    def _word_arrives(self, deadline: Deadline) -> bool:
+        """Return whether a word that nobody reads gets there; a late one does no harm.
+
+        Raises:
+            PeerUnreachable: the process is gone, or it was not there by the deadline.
+        """
+        (*_, last), *_ = self._keys.values()
+        here, there = (np.array([a], np.uint64) for a in (self._agent.scratch, last.scratch))
+        with self.held(deadline):
+            # Under an open write no new connection is made.
+            self.refuse_open(deadline)
+            word = self._post((here, there, _WORD_NBYTES), (-1, -1))
+            self._under_way.add(word)
+        try:
+            outcome = self._follow(word, deadline)
+            if self.liveness.wait_ended(GRACE_S if outcome is Outcome.FAILED else 0.0):
+                self.refuse_closed(deadline)
+                raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
+            if outcome is Outcome.PENDING:
+                with self.lock:
+                    self._words.append(word)
+                raise PeerUnreachable(
+                    f"{deadline.purpose}: no answer within {deadline.seconds} s; nothing of the "
+                    "batch was sent"
+                )
+        finally:
+            self._end(word)
+        return outcome is Outcome.DONE
+
+    def _reconnect(self, connection: int, deadline: Deadline) -> None:
+        refused: tuple[type[Exception], ...] = (*self._agent.errors, RegionError)
+        with self.held(deadline):
+            # Others take the lock meanwhile: to part from a peer under a transfer is not safe.
+            self._ended.wait_for(
+                lambda: not self._under_way or self._connection != connection, deadline.remaining_s
+            )
+            self.refuse_closed(deadline)
+            if self._connection != connection:
+                return  # another thread has
+            if self._under_way:
+                raise PeerUnreachable(f"{deadline.purpose}: other writes go on; nothing was sent")
+            self.refuse_open(deadline)
+            try:
+                self._connection += 1
+                self._agent.native.remove_remote_agent(self.endpoint.incarnation)
+                for keys in self._keys.values():
+                    self._add(keys)
+            except refused as error:
+                raise PeerUnreachable(f"{deadline.purpose}: {error}; nothing was sent") from error
+
+
+@final
+class NixlTransport(NetworkTransport[NixlPeer]):
     """`OneSidedTransport` over a NIXL agent with a UCX backend.
 
     An endpoint's address is `host:port` of its liveness listener, its incarnation the agent's
@@ -73,32 +375,38 @@ class NixlTransport(NetworkTransport):
     def __init__(self, config: NixlConfig) -> None:
         self._config = config
         self._gpu = None if config.gpu < 0 else Device(config.gpu)
-        self._name = secrets.token_hex(INCARNATION_NBYTES // 2)
+        name = secrets.token_hex(INCARNATION_NBYTES // 2)
         self._fence = TcpFence(TCP_MARK)
         with self._current():  # UCX looks for GPUs in the thread that starts it
-            native, self._log, self._detail = start_agent(config, self._name)
+            native, log, self._detail = start_agent(config, name)
         self._page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         self._scratch = int(self._page.ctypes.data)
-        word = self._scratch + mmap.PAGESIZE // 2
-        self._agent = NixlAgent(native, native_errors(), config.gpu, config.wire, word)
-        self._liveness = LivenessListener(config.host, self._name, "nixl")
-        address = join_host_port(config.host, self._liveness.port)
-        endpoint = PeerEndpoint("nixl", address, self._name)
-        super().__init__(endpoint, config.max_registration_nbytes, self._agent.lock)
+        self._agent = NixlAgent(
+            native=native,
+            log=log,
+            errors=native_errors(),
+            gpu=config.gpu,
+            wire=config.wire,
+            scratch=self._scratch + mmap.PAGESIZE // 2,
+            lock=threading.Lock(),
+        )
+        liveness = LivenessListener(config.host, name, "nixl")
+        endpoint = PeerEndpoint("nixl", join_host_port(config.host, liveness.port), name)
+        steps_nbytes = config.max_registration_nbytes
+        super().__init__(endpoint, liveness, steps_nbytes, LIMITS, self._agent.lock)
         self._native: dict[int, object] = {}
-        self._peers: dict[PeerEndpoint, NixlPeer] = {}
         try:
             with self._current():
                 self._scratch_native = self._register_native(self._scratch, self._page.nbytes, -1)
         except RegionError as error:
-            self._liveness.close()
+            liveness.close()
             raise TransportUnavailable(f"nixl: no memory can be registered: {error}") from error
         self._fence.spare_own_connections()
 
     @property
     def traits(self) -> TransportTraits:
         """Of the wires that UCX has chosen so far; before the first write, of the one it is limited to."""
-        wires = self._log.put_wires()
+        wires = self._agent.log.put_wires()
         return TransportTraits(
             same_host=False,
             one_sided=bool(wires) and all(wire.one_sided for wire in wires),
@@ -114,7 +422,7 @@ class NixlTransport(NetworkTransport):
 
     def report(self) -> WireReport:
         """See `OneSidedTransport.report`; read from UCX's log, `ucx` until a peer was written."""
-        wires = sorted(self._log.put_wires())
+        wires = sorted(self._agent.log.put_wires())
         protocol = "+".join(sorted({wire.name for wire in wires})) or "ucx"
         devices = ", ".join(sorted({wire.device for wire in wires})) or "not known before a write"
         return WireReport(
@@ -162,56 +470,25 @@ class NixlTransport(NetworkTransport):
         except self._agent.errors as error:
             raise TransferFailed(f"nixl: memory stays registered: {error}") from error
 
-    def _is_touched(self, region: MemoryRegion) -> bool:
-        return any(peer.touches(region) for peer in self._peers.values())
-
-    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
-        """See `RegionTransport._write`.
-
-        Raises:
-            TransportUnavailable: UCX picked another wire than the one asked for; nothing was sent.
-        """
-        peer = self._peer(batch.endpoint, deadline)
-        peer.wait_for_late(deadline)
-        if peer.keys and may_use_tcp(self._agent.wire):
-            # Regions are loaded through the connection: NIXL never recovers where that fails.
-            peer.reach(deadline)
-        with self._agent.held(deadline):
-            peer.refuse_open(deadline)
-            peer.load(batch.regions)
-            steps = [max(key.step_nbytes for key in peer.keys[r.key]) for r in batch.regions]
-        if peer.keys and not peer.confirmed:
-            peer.reach(deadline)
-            self._log.check(self._config.wire)
-            peer.confirmed = True
-        for pieces in self._calls(batch, steps, MAX_PIECES, MAX_CALL_NBYTES, MAX_CALL_NBYTES):
-            peer.write(pieces, deadline)
-
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`; over other wires than TCP a process takes its writes along."""
         if may_use_tcp(self._config.wire):
             self._fence.cut(Deadline.after(deadline_s, "nixl fence"))
 
-    def close(self) -> None:
-        """See `OneSidedTransport.close`; an agent with an open write is kept until the process ends."""
-        with self._lock, self._current():
-            if self._agent.closed:
-                return
-            self._agent.closed = True
-            self._table.clear()
-            self._deferred.close(self._is_touched)
-            peers, self._peers = list(self._peers.values()), {}
-            if any(peer.is_open() or peer.is_in_use for peer in peers):
-                _STRANDED.append((self._agent.native, peers, self._page))
-            else:
-                for native in (*self._native.values(), self._scratch_native):
-                    self._agent.native.deregister_memory(native)
-                del self._agent.native  # ends UCX's progress thread
-                self._fence.close()
-            self._native.clear()
-        for peer in peers:
-            peer.liveness.close()
-        self._liveness.close()
+    def _close_library(self, spans: Sequence[tuple[int, int]]) -> None:  # noqa: ARG002
+        """See `NetworkTransport`; an agent with an open write is kept until the process ends."""
+        peers = list(self._peers.values())
+        if any(peer.is_open() or peer.is_in_use for peer in peers):
+            _STRANDED.append((self._agent.native, peers, self._page))
+        else:
+            for native in (*self._native.values(), self._scratch_native):
+                self._agent.native.deregister_memory(native)
+            del self._agent.native  # ends UCX's progress thread
+            self._fence.close()
+        self._native.clear()
+
+    def _new_peer(self, endpoint: PeerEndpoint, liveness: PeerLiveness) -> NixlPeer:
+        return NixlPeer(self._agent, endpoint, liveness)
 
     def _current(self) -> contextlib.AbstractContextManager[None]:
         """Return the GPU's context within: this may be the thread of a trainer, which has one of its own."""
@@ -225,7 +502,7 @@ class NixlTransport(NetworkTransport):
         except self._agent.errors as error:
             raise RegionError(
                 f"register: [{address:#x}, {address + nbytes:#x}) is refused ({error}; UCX: "
-                f"{self._log.complaints() or 'no word'}); over verbs see ulimit -l"
+                f"{self._agent.log.complaints() or 'no word'}); over verbs see ulimit -l"
             ) from error
 
     def _parts(self, address: int, nbytes: int, gpu: int) -> list[tuple[int, int, int, str]]:
@@ -250,18 +527,3 @@ class NixlTransport(NetworkTransport):
             for one, gpu in ((native, self._config.gpu), (self._scratch_native, -1))
         ]
         return encode_keys(keys)
-
-    def _peer(self, endpoint: PeerEndpoint, deadline: Deadline) -> NixlPeer:
-        with self._lock:
-            found = self._peers.get(endpoint)
-        if found is None:
-            liveness = PeerLiveness(endpoint, deadline)
-            with self._lock:
-                forget_ended(self._peers)
-                found = self._peers.setdefault(endpoint, NixlPeer(self._agent, endpoint, liveness))
-            if found.liveness is not liveness:
-                liveness.close()
-        if found.liveness.has_ended():
-            self._agent.refuse_closed(deadline)
-            raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
-        return found
