@@ -257,7 +257,7 @@ def test_nobody_waits_for_the_listener_of_a_peer_whose_connection_broke(
     held: list[bool] = []
 
     def reconnect(_: PeerLiveness) -> bool:
-        held.append(ends.ours._agent.lock.locked())
+        held.append(ends.ours._lock._is_owned())  # type: ignore[attr-defined]
         return False
 
     monkeypatch.setattr(PeerLiveness, "_reconnect", reconnect)

@@ -29,39 +29,6 @@ from windlass.transports.registry import create_transport, parse_transport
 ANSWER_S = 30.0
 
 
-class _Read(msgspec.Struct, tag="read"):
-    offset: int
-    nbytes: int
-
-
-class _Digest(msgspec.Struct, tag="digest"):
-    pass
-
-
-class _Fill(msgspec.Struct, tag="fill"):
-    value: int
-
-
-class _Register(msgspec.Struct, tag="register"):
-    pass
-
-
-class _Unregister(msgspec.Struct, tag="unregister"):
-    pass
-
-
-class _Fence(msgspec.Struct, tag="fence"):
-    pass
-
-
-class _SignalOnWrite(msgspec.Struct, tag="signal_on_write"):
-    offset: int
-    number: int
-
-
-_Command = _Read | _Digest | _Fill | _Register | _Unregister | _Fence | _SignalOnWrite
-
-
 class _Answer(msgspec.Struct):
     region: RemoteRegion
     data: bytes = b""
@@ -150,31 +117,31 @@ class PeerProcess:
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return bytes of the arena as the child sees them."""
-        return self._ask(_Read(offset, nbytes)).data
+        return self._ask("read", offset, nbytes).data
 
     def digest(self) -> str:
         """xxh3-128 of the whole arena."""
-        return self._ask(_Digest()).data.decode()
+        return self._ask("digest").data.decode()
 
     def fill(self, value: int) -> None:
         """Set every byte of the arena."""
-        self._ask(_Fill(value))
+        self._ask("fill", value)
 
     def unregister(self) -> None:
         """Unregister the arena; `region` is stale from now on."""
-        self._ask(_Unregister())
+        self._ask("unregister")
 
     def register(self) -> None:
         """Register the arena again; `region` is fresh."""
-        self._region = self._ask(_Register()).region
+        self._region = self._ask("register").region
 
     def fence(self) -> None:
         """See `OneSidedTransport.fence`; the arena is as it was."""
-        self._ask(_Fence())
+        self._ask("fence")
 
     def signal_on_write(self, offset: int, number: signal.Signals) -> None:
         """Have the child send itself a signal once the byte at `offset` changes."""
-        self._ask(_SignalOnWrite(offset, int(number)))
+        self._ask("signal_on_write", offset, int(number))
 
     def stop(self) -> None:
         """SIGSTOP: memory stays, nothing runs any more when this returns, if it is a child of ours."""
@@ -212,11 +179,11 @@ class PeerProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, command: _Command) -> _Answer:
+    def _ask(self, command: str, *numbers: int) -> _Answer:
         pipe = self._process.stdin
         if pipe is None:
             raise ProtocolError("peer process: it has no input")
-        pipe.write(msgspec.json.encode(command) + b"\n")
+        pipe.write(msgspec.json.encode((command, *numbers)) + b"\n")
         pipe.flush()
         return self._answer()
 
@@ -255,7 +222,6 @@ def serve(config: TransportConfig, nbytes: int) -> None:
     arena = Arena(transport, nbytes)
     arena.bytes[:] = 0xEE
     region = arena.region
-    decoder = msgspec.json.Decoder(_Command)
     output = sys.stdout.buffer
 
     def answer(data: bytes = b"") -> None:
@@ -265,22 +231,23 @@ def serve(config: TransportConfig, nbytes: int) -> None:
     answer()
     for line in sys.stdin.buffer:
         data = b""
-        command: _Command = decoder.decode(line)
-        match command:
-            case _Read(offset, count):
+        match msgspec.json.decode(line):
+            case ["read", offset, count]:
                 data = arena.bytes[offset : offset + count].tobytes()
-            case _Digest():
+            case ["digest"]:
                 data = digest_of(arena.bytes.data).encode()
-            case _Fill(value):
+            case ["fill", value]:
                 arena.bytes[:] = value
-            case _Unregister():
+            case ["unregister"]:
                 transport.unregister(region)
-            case _Register():
+            case ["register"]:
                 region = transport.register(arena.address, arena.nbytes)
-            case _Fence():
+            case ["fence"]:
                 transport.fence(deadline_s=ANSWER_S / 2)
-            case _SignalOnWrite(offset, number):
+            case ["signal_on_write", offset, number]:
                 threading.Thread(target=_watch, args=(arena, offset, number), daemon=True).start()
+            case unknown:
+                raise ProtocolError(f"peer process: there is no command {unknown!r}")
         answer(data)
     transport.close()
 

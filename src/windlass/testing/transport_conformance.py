@@ -278,21 +278,16 @@ class TransportConformance:
         check(not errors, f"threads failed: {errors}")
         rig.check_peer(rig.expected(local, remote, nbytes), "two threads")
 
-    def test_a_piece_of_zero_length_is_refused(self, rig: Rig) -> None:
-        rig.refused(rig.batch([0, 64], [0, 64], [16, 0]), RegionError)
-        rig.check_untouched("zero length")
-
     @pytest.mark.parametrize("offset", [-1, NBYTES - 15, NBYTES, 1 << 40])
-    def test_a_source_outside_registered_memory_is_refused(self, rig: Rig, offset: int) -> None:
-        batch = rig.batch([0, 0], [0, 64], [16, 16])
-        batch.local_addresses[1] = rig.arena.address + offset
-        rig.refused(batch, RegionError)
-        rig.check_untouched("the good piece of a batch with a bad one")
-
-    @pytest.mark.parametrize("offset", [-1, NBYTES - 15, NBYTES, 1 << 40])
-    def test_a_target_outside_published_memory_is_refused(self, rig: Rig, offset: int) -> None:
+    @pytest.mark.parametrize("side", ["source", "target"])
+    def test_a_piece_outside_registered_or_published_memory_is_refused(
+        self, rig: Rig, side: str, offset: int
+    ) -> None:
         batch = rig.batch([0, 64], [0, 64], [16, 16])
-        batch.remote_addresses[1] = rig.peer.region.address + offset
+        if side == "source":
+            batch.local_addresses[1] = rig.arena.address + offset
+        else:
+            batch.remote_addresses[1] = rig.peer.region.address + offset
         rig.refused(batch, RegionError)
         rig.check_untouched("the good piece of a batch with a bad one")
 
@@ -302,32 +297,28 @@ class TransportConformance:
         rig.refused(batch, RegionError)
         rig.check_untouched("a wrapping piece")
 
-    def test_a_piece_across_two_adjacent_regions_is_refused(self, rig: Rig) -> None:
-        region = rig.peer.region
+    def test_batches_that_are_none_are_refused(self, rig: Rig) -> None:
+        replace, region = msgspec.structs.replace, rig.peer.region
         half = NBYTES // 2
         halves = (
-            msgspec.structs.replace(region, nbytes=half),
-            msgspec.structs.replace(region, address=region.address + half, nbytes=half),
+            replace(region, nbytes=half),
+            replace(region, address=region.address + half, nbytes=half),
         )
-        rig.refused(rig.batch([0], [half - 8], [16], regions=halves), RegionError)
-        rig.check_untouched("a piece across two regions")
-
-    def test_without_published_regions_every_write_is_refused(self, rig: Rig) -> None:
-        rig.refused(rig.batch([0], [0], [16], regions=()), RegionError)
-        rig.check_untouched("no published regions")
-
-    def test_columns_of_different_lengths_are_refused(self, rig: Rig) -> None:
-        rig.refused(rig.batch([0, 8], [0], [8, 8]), RegionError)
-
-    def test_a_region_of_another_endpoint_is_refused(self, rig: Rig) -> None:
-        other = msgspec.structs.replace(rig.peer.region.endpoint, incarnation="another")
-        foreign = msgspec.structs.replace(rig.peer.region, endpoint=other)
-        rig.refused(rig.batch([0], [0], [16], regions=(foreign,)), RegionError)
-
-    def test_an_endpoint_of_another_transport_is_refused(self, rig: Rig) -> None:
-        other = msgspec.structs.replace(rig.peer.region.endpoint, transport="another")
-        region = msgspec.structs.replace(rig.peer.region, endpoint=other)
-        rig.refused(rig.batch([0], [0], [16], endpoint=other, regions=(region,)), RegionError)
+        successor = replace(region, endpoint=replace(region.endpoint, incarnation="another"))
+        other = replace(region.endpoint, transport="another")
+        batches = {
+            "a piece of zero length": rig.batch([0, 64], [0, 64], [16, 0]),
+            "a piece across two adjacent regions": rig.batch([0], [half - 8], [16], regions=halves),
+            "no published regions": rig.batch([0], [0], [16], regions=()),
+            "columns of different lengths": rig.batch([0, 8], [0], [8, 8]),
+            "a region of another endpoint": rig.batch([0], [0], [16], regions=(successor,)),
+            "an endpoint of another transport": rig.batch(
+                [0], [0], [16], endpoint=other, regions=(replace(region, endpoint=other),)
+            ),
+        }
+        for what, batch in batches.items():
+            rig.refused(batch, RegionError)
+            rig.check_untouched(what)
 
     @pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1:1", "999999999", "-1", "0"])
     def test_a_wrong_address_is_unreachable(self, rig: Rig, address: str) -> None:

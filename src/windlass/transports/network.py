@@ -148,7 +148,7 @@ class NetworkPeer(ABC):
     Args:
         endpoint: the peer.
         liveness: of its process; closed with this object.
-        lock: around all native calls of a library whose calls are not thread-safe, or of this peer's own.
+        lock: of this peer; of the transport where the library's calls are not thread-safe.
 
     Attributes:
         is_closed: nothing is begun any more; whoever waits is told.
@@ -158,7 +158,7 @@ class NetworkPeer(ABC):
     """Whether a call that has failed may still read local memory when the peer's process is gone."""
 
     def __init__(
-        self, endpoint: PeerEndpoint, liveness: PeerLiveness, lock: threading.Lock
+        self, endpoint: PeerEndpoint, liveness: PeerLiveness, lock: threading.RLock
     ) -> None:
         self.endpoint, self.liveness, self.lock = endpoint, liveness, lock
         self.is_closed = False
@@ -170,7 +170,7 @@ class NetworkPeer(ABC):
 
     @abstractmethod
     def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:
-        """See that the process that is meant can be reached, before a byte of a batch is sent. Takes the lock.
+        """See that the process that is meant can be reached, before a byte of a batch is sent.
 
         Raises:
             PeerUnreachable: it cannot; nothing was sent.
@@ -193,26 +193,28 @@ class NetworkPeer(ABC):
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the library works for this peer, in any thread. Holds the lock."""
+        """Whether the library works for this peer, in any thread."""
         return bool(self._under_way)
 
     def is_open(self) -> bool:
-        """Return whether a call that was given up may go on; forget those that are over. Holds the lock."""
-        if self._given_up:
-            has_ended = not self.outlives_process and self.liveness.has_ended(reconnect=False)
-            for call in list(self._given_up):
-                outcome = call.look()
-                if outcome is Outcome.DONE or (outcome is Outcome.FAILED and has_ended):
-                    del self._given_up[call]
-        return bool(self._given_up)
+        """Return whether a call that was given up may go on; forget those that are over."""
+        with self.lock:
+            if self._given_up:
+                has_ended = not self.outlives_process and self.liveness.has_ended(reconnect=False)
+                for call in list(self._given_up):
+                    outcome = call.look()
+                    if outcome is Outcome.DONE or (outcome is Outcome.FAILED and has_ended):
+                        del self._given_up[call]
+            return bool(self._given_up)
 
     def touches(self, region: MemoryRegion) -> bool:
-        """Return whether a call that is not over may read a byte of the region. Holds the lock."""
-        self.is_open()
-        return any(
-            overlaps(region, call.local, call.nbytes)
-            for call in (*self._under_way, *self._given_up)
-        )
+        """Return whether a call that is not over may read a byte of the region."""
+        with self.lock:
+            self.is_open()
+            return any(
+                overlaps(region, call.local, call.nbytes)
+                for call in (*self._under_way, *self._given_up)
+            )
 
     @contextmanager
     def held(self, deadline: Deadline) -> Iterator[None]:
@@ -254,7 +256,7 @@ class NetworkPeer(ABC):
             raise TransferOutcomeUnknown(f"an earlier write is open: {why}")
 
     def write(self, pieces: Pieces, deadline: Deadline) -> None:
-        """Carry out one native write, from its beginning to its end. Takes the lock.
+        """Carry out one native write, from its beginning to its end.
 
         Raises:
             PeerUnreachable: the peer's process is gone.
@@ -363,7 +365,6 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         liveness: what its peers watch; closed with the transport.
         step_nbytes: larger regions are registered in steps of this; 0 for at once.
         limits: of a native call.
-        lock: see `RegionTransport`.
     """
 
     def __init__(
@@ -372,9 +373,8 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         liveness: LivenessListener,
         step_nbytes: int,
         limits: Limits,
-        lock: threading.Lock,
     ) -> None:
-        super().__init__(endpoint, lock)
+        super().__init__(endpoint)
         self._liveness, self._step_nbytes, self._limits = liveness, step_nbytes, limits
         self._peers: dict[PeerEndpoint, PeerT] = {}
         self._closed = False

@@ -30,13 +30,12 @@ class RegionTransport(OneSidedTransport):
 
     Args:
         endpoint: of this process.
-        lock: around every registration and every look at writes that are not over; None for its own.
     """
 
-    def __init__(self, endpoint: PeerEndpoint, lock: threading.Lock | None = None) -> None:
+    def __init__(self, endpoint: PeerEndpoint) -> None:
         self._endpoint = endpoint
         # Who frees an allocation of the transport itself, in `released`, takes the lock again.
-        self._lock = threading.RLock() if lock is None else lock
+        self._lock = threading.RLock()
         self._table = RegionTable()
         self._deferred = DeferredFree(endpoint.transport)
 

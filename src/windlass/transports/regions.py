@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-import threading
 from collections.abc import Callable, Iterable
 from typing import final
 
@@ -28,10 +27,9 @@ _KEPT: list[Callable[[], None]] = []
 
 
 class RegionTable:
-    """Registered local regions: disjoint, sorted, thread-safe."""
+    """Registered local regions: disjoint and sorted. Changed under the lock of its transport, read by any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._regions: list[MemoryRegion] = []
 
     def check_free(self, spans: Iterable[tuple[int, int]]) -> None:
@@ -43,21 +41,6 @@ class RegionTable:
         Raises:
             RegionError: one is empty, or overlaps a registered region or another one of them.
         """
-        with self._lock:
-            self._check_free(spans)
-
-    def add(self, *regions: MemoryRegion) -> None:
-        """Remember regions.
-
-        Raises:
-            RegionError: see `check_free`; none is remembered.
-        """
-        with self._lock:
-            self._check_free((region.address, region.nbytes) for region in regions)
-            for region in regions:
-                bisect.insort(self._regions, region, key=_address)
-
-    def _check_free(self, spans: Iterable[tuple[int, int]]) -> None:
         ordered = sorted(spans)
         for start, nbytes in ordered:
             check_extent(start, nbytes)
@@ -67,30 +50,39 @@ class RegionTable:
         for before, span in itertools.pairwise(ordered):
             _check_apart(span, before, "")
 
+    def add(self, *regions: MemoryRegion) -> None:
+        """Remember regions.
+
+        Raises:
+            RegionError: see `check_free`; none is remembered.
+        """
+        self.check_free((region.address, region.nbytes) for region in regions)
+        for region in regions:
+            bisect.insort(self._regions, region, key=_address)
+
     def remove(self, region: MemoryRegion) -> None:
         """Forget a region.
 
         Raises:
             RegionError: not registered.
         """
-        with self._lock:
-            slot = bisect.bisect_left(self._regions, region.address, key=_address)
-            if slot == len(self._regions) or self._regions[slot] != region:
-                raise RegionError(
-                    f"unregister: region at {region.address:#x} with {region.nbytes} bytes is not "
-                    "registered"
-                )
-            del self._regions[slot]
+        slot = bisect.bisect_left(self._regions, region.address, key=_address)
+        if self._regions[slot : slot + 1] != [region]:
+            raise RegionError(
+                f"unregister: region at {region.address:#x} with {region.nbytes} bytes is not "
+                "registered"
+            )
+        del self._regions[slot]
 
     def clear(self) -> None:
         """Forget every region."""
-        with self._lock:
-            self._regions.clear()
+        self._regions = []
 
     def spans(self) -> list[tuple[int, int]]:
         """(address, nbytes) of every region, by address."""
-        with self._lock:
-            return [(r.address, r.nbytes) for r in self._regions]
+        return [
+            (r.address, r.nbytes) for r in self._regions.copy()
+        ]  # others may change it meanwhile
 
 
 def _address(region: MemoryRegion) -> int:

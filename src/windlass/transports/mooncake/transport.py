@@ -215,7 +215,7 @@ class MooncakePeer(NetworkPeer):
     outlives_process = False
 
     def __init__(self, engine: _Engine, endpoint: PeerEndpoint, liveness: PeerLiveness) -> None:
-        super().__init__(endpoint, liveness, threading.Lock())
+        super().__init__(endpoint, liveness, threading.RLock())
         token, address, _ = _parse(endpoint)
         self._token, self._token_address = bytes.fromhex(token), address
         self._engine = engine
@@ -228,7 +228,8 @@ class MooncakePeer(NetworkPeer):
 
     @property
     def is_in_use(self) -> bool:
-        return super().is_in_use or any(not call.cancelled for call in self._open)
+        with self.lock:
+            return super().is_in_use or any(not call.cancelled for call in self._open)
 
     def step_nbytes(self, region: RemoteRegion) -> int:
         key = region.key
@@ -402,7 +403,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         step_nbytes = config.max_registration_nbytes or started.max_registration_nbytes
         largest = REQUEST_NBYTES if started.num_nics > 1 else MAX_CALL_NBYTES
         limits = Limits(MAX_PIECES, MAX_CALL_NBYTES, largest)
-        super().__init__(endpoint, liveness, step_nbytes, limits, threading.Lock())
+        super().__init__(endpoint, liveness, step_nbytes, limits)
 
     def _is_rdma(self) -> bool:
         return self._started.wire == "rdma"

@@ -149,7 +149,7 @@ def decode_keys(region: RemoteRegion) -> list[NixlKey]:
 
 @dataclass
 class NixlAgent:
-    """The native agent of a transport. Its calls are not thread-safe: they are made under one lock.
+    """The native agent of a transport. Its calls are not thread-safe: they are made under the transport's lock.
 
     Attributes:
         native: writes; kept until whoever closes deletes it.
@@ -158,7 +158,6 @@ class NixlAgent:
         gpu: whose memory it registers, -1 for host memory.
         wire: that UCX is limited to.
         scratch: address of a word of its own, which is registered.
-        lock: around every use of it.
     """
 
     native: NativeAgent
@@ -167,7 +166,6 @@ class NixlAgent:
     gpu: int
     wire: NixlWire
     scratch: int
-    lock: threading.Lock
 
 
 @final
@@ -212,8 +210,14 @@ class NixlPeer(NetworkPeer):
 
     outlives_process = True
 
-    def __init__(self, agent: NixlAgent, endpoint: PeerEndpoint, liveness: PeerLiveness) -> None:
-        super().__init__(endpoint, liveness, agent.lock)
+    def __init__(
+        self,
+        agent: NixlAgent,
+        endpoint: PeerEndpoint,
+        liveness: PeerLiveness,
+        lock: threading.RLock,
+    ) -> None:
+        super().__init__(endpoint, liveness, lock)
         self._agent = agent
         self._keys: dict[str, tuple[NixlKey, ...]] = {}
         """Of regions that NIXL knows."""
@@ -388,12 +392,10 @@ class NixlTransport(NetworkTransport[NixlPeer]):
             gpu=config.gpu,
             wire=config.wire,
             scratch=self._scratch + mmap.PAGESIZE // 2,
-            lock=threading.Lock(),
         )
         liveness = LivenessListener(config.host, name, "nixl")
         endpoint = PeerEndpoint("nixl", join_host_port(config.host, liveness.port), name)
-        steps_nbytes = config.max_registration_nbytes
-        super().__init__(endpoint, liveness, steps_nbytes, LIMITS, self._agent.lock)
+        super().__init__(endpoint, liveness, config.max_registration_nbytes, LIMITS)
         self._native: dict[int, object] = {}
         try:
             with self._current():
@@ -488,7 +490,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         self._native.clear()
 
     def _new_peer(self, endpoint: PeerEndpoint, liveness: PeerLiveness) -> NixlPeer:
-        return NixlPeer(self._agent, endpoint, liveness)
+        return NixlPeer(self._agent, endpoint, liveness, self._lock)
 
     def _current(self) -> contextlib.AbstractContextManager[None]:
         """Return the GPU's context within: this may be the thread of a trainer, which has one of its own."""
