@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import shutil
@@ -21,7 +22,9 @@ import torch
 
 import windlass
 from windlass.cli.checks import Status, check_flags
+from windlass.config import find_backend
 from windlass.engines.spec import ENGINES, EngineOptions
+from windlass.errors import ConfigError
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
@@ -30,10 +33,11 @@ from windlass.layout.naming.tables import FAMILIES
 from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
+from windlass.transfer.bindings import LinkOutcome, LinkStatus, Written
 from windlass.transports.registry import create_transport, parse_transport
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("engine", "family", "command")
+NAMES = ("engine", "family", "command", "backend")
 TOKEN = "secret of the test"
 NUM_TOKENS = 8
 
@@ -151,13 +155,51 @@ CHECKPOINT = {
 @pytest.mark.usefixtures("site")
 async def test_a_family_is_planned_and_published_under_its_own_names() -> None:
     async with windlass.Controller(token=TOKEN) as controller:
-        served, expected = await asyncio.to_thread(publish_gyre, controller.url)
+        (served,), expected = await asyncio.to_thread(publish_gyre, controller.url, ("gyre",))
     for name, tensor in served.items():
         np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
 
 
-def publish_gyre(controller: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """What an engine holds after an update by two Megatron ranks, and what it should hold.
+@pytest.mark.usefixtures("site")
+async def test_a_backend_moves_the_bytes_of_an_update() -> None:
+    """Two engines, one after the other."""
+    find_backend.cache_clear()
+    backend = windlass.PluginBackend("waves", {"width": 1})
+    config = windlass.ControlConfig(backend=backend, min_engines=2)
+    async with windlass.Controller(token=TOKEN, config=config) as controller:
+        held, expected = await asyncio.to_thread(publish_gyre, controller.url, ("gyre", "twin"))
+    for served in held:
+        for name, tensor in served.items():
+            np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
+
+
+class Recorder:
+    """What a backend asks of Windlass's own."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, ...]] = []
+
+    def write(self, version: int, destinations: tuple[str, ...], deadline_s: float) -> Written:
+        self.asked.append(destinations)
+        links = tuple(LinkOutcome(name, LinkStatus.OK, 1, "") for name in destinations)
+        return Written(links, pack_s=0.0, wire_s=1.0)
+
+
+@pytest.mark.usefixtures("site")
+def test_waves_are_as_wide_as_its_options_say() -> None:
+    waves, inner = importlib.import_module("windlass_waves_backend"), Recorder()
+    written = waves.WavesSender({"width": 2}, inner, "").write(1, ("a", "b", "c"), 5.0)
+    assert inner.asked == [("a", "b"), ("c",)]
+    assert [link.destination for link in written.links] == ["a", "b", "c"]
+    assert written.wire_s == 2.0
+    with pytest.raises(ConfigError, match=r"a width of 1 or more, got \{'width': 0\}"):
+        waves.WavesSender({"width": 0}, inner, "")
+
+
+def publish_gyre(
+    controller: str, engines: tuple[str, ...]
+) -> tuple[list[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    """What each engine holds after an update by two Megatron ranks, and what it should hold.
 
     Query groups lie one after the other in `linear_qkv`: here that of rank 0 and that of rank 1.
     """
@@ -168,23 +210,24 @@ def publish_gyre(controller: str) -> tuple[dict[str, np.ndarray], dict[str, np.n
         )
         for name, shape in CHECKPOINT.items()
     }
-    served = {name: np.zeros(shape, np.float32) for name, shape in CHECKPOINT.items()}
+    held = [{n: np.zeros(s, np.float32) for n, s in CHECKPOINT.items()} for _ in engines]
     with ExitStack() as stack:
-        stack.enter_context(engine_of(served, controller))
+        for engine, served in zip(engines, held, strict=True):
+            stack.enter_context(engine_of(engine, served, controller))
         trainers = [stack.enter_context(rank_of(rank, expected, controller)) for rank in range(TP)]
         with ThreadPoolExecutor(TP) as pool:
             reports = list(pool.map(lambda trainer: trainer.publish(1), trainers))
-        assert all(report.engines == ("gyre",) for report in reports)
-    return served, expected
+        assert all(report.engines == engines for report in reports)
+    return held, expected
 
 
-def engine_of(served: dict[str, np.ndarray], controller: str) -> windlass.EngineClient:
+def engine_of(name: str, served: dict[str, np.ndarray], controller: str) -> windlass.EngineClient:
     transport = create_transport(parse_transport("cma"), towards=controller)
-    builder = ManifestBuilder("gyre/0", Role.ENGINE)
-    for name, memory in served.items():
-        builder.add_parameter(name, nbytes=memory.nbytes, dtype=DType.FLOAT32)
+    builder = ManifestBuilder(f"{name}/0", Role.ENGINE)
+    for tensor, memory in served.items():
+        builder.add_parameter(tensor, nbytes=memory.nbytes, dtype=DType.FLOAT32)
         whole = Box((0,) * memory.ndim, memory.shape)
-        builder.add_shard(name, memory.shape, whole, name)
+        builder.add_shard(tensor, memory.shape, whole, tensor)
     return windlass.EngineClient(
         windlass.EngineWeights(
             manifest=builder.build(),

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from windlass.net.clock import Deadline as Deadline
     from windlass.transfer.arena import Arena as Arena
     from windlass.transfer.backends import Backend as Backend
+    from windlass.transfer.base import ReceiverBackend as ReceiverBackend
+    from windlass.transfer.base import SenderBackend as SenderBackend
+    from windlass.transfer.bindings import DestinationBinding as DestinationBinding
+    from windlass.transfer.bindings import Written as Written
     from windlass.transports.auto import AutoConfig as AutoConfig
     from windlass.transports.base import MappedRegion as MappedRegion
     from windlass.transports.base import MemoryAllocator as MemoryAllocator
