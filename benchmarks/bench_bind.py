@@ -31,13 +31,14 @@ from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
+from windlass.net.messages import encode
 from windlass.net.server import ControlServer
 from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.memory import MemoryTransport
 from windlass.updates.coordinator import Coordinator
-from windlass.updates.messages import Command, encode
+from windlass.updates.messages import Command
 from windlass.updates.session import AgentSession
 
 TOKEN = "benchmark"

@@ -34,35 +34,29 @@ from fake_agents import (
 from harness import Row, median_p95, parser, report
 from windlass.config import ControlConfig, PauseMode, UpdateMode
 from windlass.envs import temporary_values
+from windlass.net.messages import Envelope, Reply, encode
 from windlass.net.server import ControlServer
 from windlass.net.sockets import open_http
-from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
+from windlass.updates.connect_messages import Bound, ConnectEngine, Welcome
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import (
     AGENT_FRAMES,
     CONTROLLER_FRAMES,
     Announce,
     Apply,
-    Bound,
     Command,
-    ConnectEngine,
     Done,
-    Envelope,
     Pause,
     Prepare,
     Probe,
     Publish,
-    Reply,
     Result,
-    RoundOutcome,
-    UpdateReport,
     Verified,
     Verify,
-    Welcome,
     Write,
-    Written,
-    encode,
 )
+from windlass.updates.report import RoundOutcome, UpdateReport
 
 TOKEN = "benchmark"
 GOAL_MS = 20.0

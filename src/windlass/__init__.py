@@ -73,8 +73,8 @@ if TYPE_CHECKING:
     from windlass.trainers.client import TrainerWeights as TrainerWeights
     from windlass.trainers.client import connect_trainer as connect_trainer
     from windlass.updates.engine_agent import EngineHooks as EngineHooks
-    from windlass.updates.messages import RoundOutcome as RoundOutcome
-    from windlass.updates.messages import UpdateReport as UpdateReport
+    from windlass.updates.report import RoundOutcome as RoundOutcome
+    from windlass.updates.report import UpdateReport as UpdateReport
 
 __version__ = "0.1.0"
 

@@ -22,7 +22,7 @@ from windlass.engines.engine_rank import EngineRank
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings
 from windlass.errors import ConfigError, ProtocolError, UnsupportedLayout
-from windlass.updates.messages import UpdateReport
+from windlass.updates.report import UpdateReport
 
 TOKEN = "secret of the test"
 

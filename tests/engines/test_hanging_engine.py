@@ -23,7 +23,7 @@ from windlass.errors import PeerTimeout
 from windlass.net.server import ControlServer
 from windlass.updates import recovery
 from windlass.updates.coordinator import Coordinator
-from windlass.updates.messages import RoundOutcome
+from windlass.updates.report import RoundOutcome
 
 TOKEN = "a-token"
 WITHIN_S = 30.0

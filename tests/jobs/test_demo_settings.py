@@ -15,8 +15,7 @@ from windlass.jobs.demo.checker import TornReport
 from windlass.jobs.demo.recipe import RepeatOperand
 from windlass.jobs.demo.run import find_problems, make_directory, prepare_server
 from windlass.jobs.launch import JobSummary, check_job
-from windlass.updates.measures import Measure
-from windlass.updates.messages import RoundOutcome, UpdateReport
+from windlass.updates.report import Measure, RoundOutcome, UpdateReport
 
 
 def config(*options: str) -> LaunchConfig:

@@ -20,7 +20,7 @@ from trained import sample
 
 import windlass
 from windlass.testing.resting_engine import RestingEngine
-from windlass.updates.messages import RoundOutcome
+from windlass.updates.report import RoundOutcome
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy/prometheus/alerts.yml"

@@ -22,7 +22,7 @@ from windlass.observability.history import FleetEvents
 from windlass.observability.page import saved_page
 from windlass.testing.resting_engine import RestingEngine
 from windlass.updates.fleet import EngineState
-from windlass.updates.messages import RoundOutcome, UpdateReport
+from windlass.updates.report import RoundOutcome, UpdateReport
 
 pytestmark = pytest.mark.skipif(
     not CHROMIUM, reason="no chromium on PATH: apt-get install chromium"

@@ -22,7 +22,8 @@ from windlass.envs import temporary_values
 from windlass.errors import ConfigError
 from windlass.net.addresses import free_port
 from windlass.rollout.routers import RouterFeed
-from windlass.updates.messages import Command, Pause, RoundOutcome
+from windlass.updates.messages import Command, Pause
+from windlass.updates.report import RoundOutcome
 
 WITHIN_S = 40.0
 ROUTERS_VARIABLE = "WINDLASS_ROUTERS"

@@ -26,40 +26,30 @@ from windlass.errors import WindlassError
 from windlass.layout.manifest import ShardManifest
 from windlass.net.access import Access, role_token
 from windlass.net.listener import MAX_STRANGERS, STRANGER_S
+from windlass.net.messages import PROTOCOL_VERSION, Envelope, Refused, Reply, encode
 from windlass.planning.program import DigestKind
 from windlass.rollout import messages as rollout
-from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Relayed, Written
 from windlass.transports.base import MemoryRegion, RemoteRegion
 from windlass.transports.memory import MemoryTransport
 from windlass.transports.processes import host_identity
+from windlass.updates.connect_messages import Bound, CannotJoin, ConnectEngine, Hello, Welcome
 from windlass.updates.fleet import PROBE_SEQ
 from windlass.updates.messages import (
     CONTROLLER_FRAMES,
     MAX_COUNT,
-    PROTOCOL_VERSION,
     Announce,
     Apply,
-    Bound,
-    CannotJoin,
     Command,
-    ConnectEngine,
     Done,
-    Envelope,
     Failure,
     FailureKind,
-    Hello,
     Pause,
     Probe,
-    Refused,
-    Relayed,
-    Reply,
     Result,
     Verified,
     Verify,
-    Welcome,
     Withdraw,
-    Written,
-    encode,
 )
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from simulated_network import SimulatedHost
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.clock import Deadline
+from windlass.net.messages import PROTOCOL_VERSION
 from windlass.rollout.worker import RolloutWorker, WorkerSettings
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
@@ -37,8 +38,9 @@ from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.transports.memory import MemoryTransport
 from windlass.updates.client import AgentChannel
+from windlass.updates.connect_messages import Hello
 from windlass.updates.engine_agent import EngineAgent
-from windlass.updates.messages import PROTOCOL_VERSION, Command, Hello, Result
+from windlass.updates.messages import Command, Result
 from windlass.updates.trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from windlass.rollout.messages import SamplingParams
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.journal import JournalEntry, JournalKind
-from windlass.updates.messages import UpdateReport
+from windlass.updates.report import UpdateReport
 from windlass.updates.rounds import Phase
 
 TOKEN = "a shared secret"

@@ -46,7 +46,7 @@ from windlass.transports.memory import MemoryFabric
 from windlass.updates import coordinator as coordinator_module
 from windlass.updates import journal
 from windlass.updates.journal import JournalEntry, JournalKind
-from windlass.updates.messages import RoundOutcome, UpdateReport
+from windlass.updates.report import RoundOutcome, UpdateReport
 
 ANNOUNCE_S = 90.0
 """How long a trainer waits for the end of a round; longer than any round takes."""

@@ -20,6 +20,7 @@ from windlass.errors import DECODE_ERRORS, WindlassError
 from windlass.jobs import train_worker as train
 from windlass.layout.manifest import ShardManifest
 from windlass.net.line_file import add_checksum, read_lines
+from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, encode
 from windlass.net.sockets import PartJoiner
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
@@ -28,6 +29,7 @@ from windlass.rollout import generate
 from windlass.rollout import messages as rollout
 from windlass.rollout.journal import Entry as RolloutEntry
 from windlass.rollout.journal import PersistedState, Started
+from windlass.transfer.bindings import Written
 from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_index
 from windlass.transfer.relay import FRAMES, ChunkLanded, End, Open
 from windlass.transports.base import PeerEndpoint, RemoteRegion
@@ -36,22 +38,15 @@ from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     AGENT_FRAMES,
     CONTROLLER_FRAMES,
-    PROTOCOL_VERSION,
     Abort,
     Announce,
-    CallbackRequest,
     Done,
-    Envelope,
     Failure,
     FailureKind,
-    PauseCall,
-    Reply,
     Verified,
     Verify,
-    Welcome,
-    Written,
-    encode,
 )
+from windlass.updates.push_messages import CallbackRequest, PauseCall
 
 TRAINERS = tuple(trainer_manifest(f"trainer/{i}", i, 2) for i in range(2))
 ENGINE = engine_manifest("a/0", 2)

@@ -22,35 +22,33 @@ from windlass.errors import PeerUnreachable, ProtocolError
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.net.messages import PROTOCOL_VERSION
 from windlass.planning.plan import TransferPlan
-from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
 from windlass.transports.base import PeerEndpoint
-from windlass.updates.messages import (
-    PROTOCOL_VERSION,
-    Abort,
-    Apply,
-    BeginPush,
+from windlass.updates.connect_messages import (
     Bound,
     ChangeLinks,
-    Command,
     ConnectEngine,
     ConnectTrainer,
-    Done,
     Hello,
     JoinGroups,
-    JoinPushGroup,
+)
+from windlass.updates.messages import (
+    Abort,
+    Apply,
+    Command,
+    Done,
     Pause,
     Prepare,
     Publish,
-    ReadFiles,
     Receive,
-    ReceiveTensors,
     Result,
     Verified,
     Verify,
     Write,
-    Written,
 )
+from windlass.updates.push_messages import BeginPush, JoinPushGroup, ReadFiles, ReceiveTensors
 
 __all__ = [
     "CORRUPT",

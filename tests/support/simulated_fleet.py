@@ -36,6 +36,7 @@ from tools.plan.topology import EngineSpec, Fabric, Topology, TrainerSpec
 from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.addresses import free_port
+from windlass.net.messages import PROTOCOL_VERSION
 from windlass.net.server import ControlServer
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.base import ParameterMemory
@@ -43,9 +44,10 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.updates.client import AgentChannel, Announcement
+from windlass.updates.connect_messages import Hello
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.engine_agent import EngineAgent
-from windlass.updates.messages import PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
+from windlass.updates.report import RoundOutcome, UpdateReport
 from windlass.updates.trainer_agent import TrainerAgent
 
 __all__ = ["CONTROLLER", "ENGINE_RANKS", "SimulatedFleet", "held_by", "topology_of"]

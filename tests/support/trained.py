@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from windlass.rollout.messages import TrainingSample
-from windlass.updates.messages import RoundOutcome, UpdateReport
+from windlass.updates.report import RoundOutcome, UpdateReport
 
 __all__ = ["report", "sample"]
 

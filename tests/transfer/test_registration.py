@@ -31,7 +31,7 @@ from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.cma import CmaConfig
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.registry import create_transport
-from windlass.updates.measures import Measure
+from windlass.updates.report import Measure
 
 TOKEN = "secret of the test"
 NUM_PARAMETERS = 24

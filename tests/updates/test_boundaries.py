@@ -32,7 +32,7 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.relay import ACCEPT_AGAIN_S, RelayReceiver
 from windlass.updates.client import AgentChannel
 from windlass.updates.journal import JournalEntry, JournalKind
-from windlass.updates.messages import RoundOutcome
+from windlass.updates.report import RoundOutcome
 from windlass.updates.session import AgentSession
 
 WITHIN_S = 20.0

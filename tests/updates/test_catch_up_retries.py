@@ -18,26 +18,22 @@ from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
+from windlass.net.messages import Envelope, Reply
 from windlass.observability.operations import Operations
 from windlass.rollout import BatchQueue, RolloutController, StalenessPolicy
-from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
+from windlass.updates.connect_messages import Bound, ConnectEngine, Hello
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import (
     CONTROLLER_FRAMES,
     Abort,
-    Bound,
     Command,
-    ConnectEngine,
     Done,
-    Envelope,
-    Hello,
     Probe,
-    Reply,
     Result,
     Verified,
     Verify,
     Write,
-    Written,
 )
 from windlass.updates.recovery import MAX_ATTEMPTS
 from windlass.updates.rounds import Phase

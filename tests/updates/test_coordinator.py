@@ -41,37 +41,31 @@ from windlass.errors import (
 )
 from windlass.layout.manifest import ShardManifest
 from windlass.net.access import Access, role_token
+from windlass.net.messages import PROTOCOL_VERSION, Envelope, Refused, Reply, encode
 from windlass.net.server import ControlServer
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.bindings import LinkStatus
 from windlass.updates.client import AgentChannel, report_cannot_join
+from windlass.updates.connect_messages import Hello, Registered, Welcome
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     AGENT_FRAMES,
     CONTROLLER_FRAMES,
-    PROTOCOL_VERSION,
     Announce,
     Command,
     Done,
-    Envelope,
     Failure,
     FailureKind,
-    Hello,
     Prepare,
     Publish,
-    Refused,
-    Registered,
     Relay,
     RelayWrite,
-    Reply,
     Result,
-    RoundOutcome,
     Verify,
-    Welcome,
     Write,
-    encode,
 )
+from windlass.updates.report import RoundOutcome
 from windlass.updates.rounds import Phase
 
 BOTH = pytest.mark.parametrize("mode", UpdateMode)

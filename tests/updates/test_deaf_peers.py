@@ -21,25 +21,14 @@ from windlass.jobs.train_worker import CONTROLLER_FRAMES, Joined
 from windlass.jobs.train_worker import Done as TrainDone
 from windlass.net import rpc_client
 from windlass.net.access import Access, role_token
+from windlass.net.messages import PROTOCOL_VERSION, Envelope, Refused, Reply, encode
 from windlass.net.server import ControlServer
 from windlass.net.sockets import PART_NBYTES, PartJoiner, close_socket, send_frame
 from windlass.updates.client import AgentChannel
+from windlass.updates.connect_messages import Welcome
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.fleet import Agent, Identity
-from windlass.updates.messages import (
-    AGENT_FRAMES,
-    PROTOCOL_VERSION,
-    Apply,
-    Command,
-    Envelope,
-    Failure,
-    FailureKind,
-    Refused,
-    Reply,
-    Result,
-    Welcome,
-    encode,
-)
+from windlass.updates.messages import AGENT_FRAMES, Apply, Command, Failure, FailureKind, Result
 from windlass.updates.session import AgentSession
 
 TOKEN = "a-token"

@@ -9,11 +9,10 @@ from fake_agents import fake_hello
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
-from windlass.net.messages import MustWait
-from windlass.transfer.bindings import LinkOutcome, LinkStatus
+from windlass.net.messages import MustWait, RoundId
+from windlass.transfer.bindings import LinkOutcome, LinkStatus, Written
 from windlass.updates.fleet import Agent, Fleet
 from windlass.updates.journal import MAX_QUARANTINED
-from windlass.updates.messages import RoundId, Written
 
 
 def admit(

@@ -23,6 +23,7 @@ import windlass
 from windlass.config import ControlConfig, PhaseDeadlines
 from windlass.layout.manifest import Role
 from windlass.net.access import Access, role_token
+from windlass.net.messages import PROTOCOL_VERSION, Envelope, Refused, Reply, encode
 from windlass.planning.program import DigestKind
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import PeerEndpoint, RemoteRegion
@@ -32,22 +33,15 @@ from windlass.transports.processes import (
     host_identity,
     process_start_time,
 )
+from windlass.updates.connect_messages import Bound, ConnectEngine, Hello
 from windlass.updates.messages import (
     CONTROLLER_FRAMES,
-    PROTOCOL_VERSION,
     Abort,
-    Bound,
     Command,
-    ConnectEngine,
     Done,
-    Envelope,
-    Hello,
     Probe,
-    Refused,
-    Reply,
     Verified,
     Verify,
-    encode,
 )
 
 CONFIG = ControlConfig(deadlines=PhaseDeadlines(connect_s=20, fleet_s=10))

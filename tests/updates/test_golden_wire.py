@@ -15,37 +15,34 @@ from windlass.config import PauseMode, UpdateMode
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, encode
 from windlass.planning.plan import PLAN_SCHEMA_VERSION, TransferPlan
 from windlass.planning.planner import plan_transfer
-from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
 from windlass.transports.base import PeerEndpoint, RemoteRegion
+from windlass.updates.connect_messages import (
+    CannotJoin,
+    ChangeLinks,
+    ConnectEngine,
+    ConnectTrainer,
+    Hello,
+    Welcome,
+)
 from windlass.updates.messages import (
     AGENT_FRAMES,
     CONTROLLER_FRAMES,
-    PROTOCOL_VERSION,
     Abort,
     Announce,
-    CannotJoin,
-    ChangeLinks,
     Command,
-    ConnectEngine,
-    ConnectTrainer,
-    Envelope,
     Failure,
     FailureKind,
-    Hello,
     Pause,
     Publish,
-    Reply,
-    RoundOutcome,
-    UpdateReport,
     Verified,
     Verify,
-    Welcome,
     Write,
-    Written,
-    encode,
 )
+from windlass.updates.report import RoundOutcome, UpdateReport
 
 GOLDEN = Path(__file__).with_name("golden_wire.json")
 ENDPOINT = PeerEndpoint("cma", "4711", "123456")

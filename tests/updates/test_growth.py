@@ -42,8 +42,9 @@ from windlass.transports.registry import create_transport, parse_transport
 from windlass.updates import coordinator as control
 from windlass.updates import fleet, journal, recovery
 from windlass.updates.binding import EnginesUnbound
+from windlass.updates.connect_messages import ConnectEngine
 from windlass.updates.coordinator import Coordinator
-from windlass.updates.messages import ConnectEngine, RoundOutcome
+from windlass.updates.report import RoundOutcome
 
 NUM_WARM, NUM_ENGINES = 20, 300
 BOUNDED = ("_handed_out", "_handed_out[]", "_seen")

@@ -24,7 +24,8 @@ from windlass.net.line_file import add_checksum
 from windlass.updates import coordinator, journal, publish_requests
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
-from windlass.updates.messages import MAX_COUNT, RoundOutcome
+from windlass.updates.messages import MAX_COUNT
+from windlass.updates.report import RoundOutcome
 
 
 @pytest.fixture

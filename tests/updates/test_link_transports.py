@@ -22,7 +22,7 @@ from windlass.transports.auto import AutoConfig
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import create_transport
 from windlass.updates import client
-from windlass.updates.messages import RoundOutcome, UpdateReport
+from windlass.updates.report import RoundOutcome, UpdateReport
 
 TOKEN = "t" * 32
 NBYTES = 4096

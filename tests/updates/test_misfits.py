@@ -21,20 +21,9 @@ from windlass.config import ControlConfig, PhaseDeadlines, XcclBackend
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.transfer.bindings import GroupOffer
 from windlass.updates.client import report_cannot_join
-from windlass.updates.messages import (
-    Command,
-    ConnectEngine,
-    ConnectTrainer,
-    Done,
-    JoinGroups,
-    Offered,
-    Pause,
-    Publish,
-    Result,
-    RoundOutcome,
-    Verified,
-    Verify,
-)
+from windlass.updates.connect_messages import ConnectEngine, ConnectTrainer, JoinGroups, Offered
+from windlass.updates.messages import Command, Done, Pause, Publish, Result, Verified, Verify
+from windlass.updates.report import RoundOutcome
 
 WITHIN_S = 20.0
 

@@ -18,7 +18,9 @@ from fake_fleet import TOKEN, FakeFleet
 from windlass.config import ControlConfig
 from windlass.errors import ProtocolError
 from windlass.net.access import Access, role_token
-from windlass.updates.messages import CONTROLLER_FRAMES, Hello, Welcome, encode
+from windlass.net.messages import encode
+from windlass.updates.connect_messages import Hello, Welcome
+from windlass.updates.messages import CONTROLLER_FRAMES
 
 WITHIN_S = 20.0
 ENGINE_TOKEN = role_token(TOKEN, Access.ENGINE)

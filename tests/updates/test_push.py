@@ -18,24 +18,16 @@ import windlass
 from windlass.config import ControlConfig, PhaseDeadlines
 from windlass.errors import ConfigError, PeerTimeout, PlanError, RoundAborted
 from windlass.layout.dtypes import DType
+from windlass.net.messages import encode
 from windlass.observability.operations import Operations
 from windlass.rollout import BatchQueue, RolloutController, StaticEngines
 from windlass.trainers.callback import RolloutCallback, WeightGroup
 from windlass.transfer.bindings import WireTensor
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
-from windlass.updates.messages import (
-    Abort,
-    Apply,
-    CallbackRequest,
-    Command,
-    Pause,
-    PauseCall,
-    RoundOutcome,
-    UpdateReport,
-    Verify,
-    encode,
-)
+from windlass.updates.messages import Abort, Apply, Command, Pause, Verify
 from windlass.updates.push import PushUpdates
+from windlass.updates.push_messages import CallbackRequest, PauseCall
+from windlass.updates.report import RoundOutcome, UpdateReport
 from windlass.updates.rounds import Phase
 
 WITHIN_S = 20.0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from windlass.config import ControlConfig, UpdateMode
-from windlass.transfer.bindings import LinkOutcome, LinkStatus
-from windlass.updates.measures import Measure
+from windlass.transfer.bindings import LinkOutcome, LinkStatus, Relayed, Written
 from windlass.updates.messages import (
     Abort,
     Apply,
@@ -16,16 +15,14 @@ from windlass.updates.messages import (
     Prepare,
     Publish,
     Relay,
-    Relayed,
     RelayWrite,
     Result,
-    RoundOutcome,
     SkipUpstream,
     Verified,
     Verify,
     Write,
-    Written,
 )
+from windlass.updates.report import Measure, RoundOutcome
 from windlass.updates.rounds import (
     AgentLost,
     DeadlinePassed,

@@ -15,14 +15,16 @@ from small_pair import connect_small_pair
 from test_catch_up_retries import VERSION, Rig, Socket, hello_of, simulated
 
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
+from windlass.net.messages import Envelope
 from windlass.net.server import ControlServer
 from windlass.updates import recovery
 from windlass.updates.client import WELCOME_SEQ
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.fleet import PROBE_SEQ
 from windlass.updates.journal import JournalKind
-from windlass.updates.messages import Abort, Apply, Done, Envelope, Probe, Result, RoundOutcome
+from windlass.updates.messages import Abort, Apply, Done, Probe, Result
 from windlass.updates.recovery import MAX_ATTEMPTS, ResumeRetries
+from windlass.updates.report import RoundOutcome
 from windlass.updates.rounds import reply_budget_s
 
 WITHIN_S = 30.0

@@ -26,13 +26,11 @@ from windlass.config import (
     PhaseDeadlines,
     UpdateMode,
 )
-from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
 from windlass.transports.base import PeerEndpoint
-from windlass.updates.measures import Measure
 from windlass.updates.messages import (
     Abort,
     Apply,
-    BeginPush,
     Command,
     Done,
     Failure,
@@ -41,12 +39,12 @@ from windlass.updates.messages import (
     Prepare,
     Publish,
     Result,
-    RoundOutcome,
     Verified,
     Verify,
     Write,
-    Written,
 )
+from windlass.updates.push_messages import BeginPush
+from windlass.updates.report import Measure, RoundOutcome
 from windlass.updates.rounds import (
     AgentLost,
     DeadlinePassed,

@@ -11,13 +11,14 @@ from typing import final
 from windlass.errors import ConfigError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.addresses import check_url, own_address
+from windlass.net.messages import PROTOCOL_VERSION
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportOffer
 from windlass.updates.client import AgentChannel, CommandHandler, group_and_rank
+from windlass.updates.connect_messages import Hello, Registered
 from windlass.updates.engine_agent import EngineAgent, EngineHooks
-from windlass.updates.messages import PROTOCOL_VERSION, Hello, Registered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

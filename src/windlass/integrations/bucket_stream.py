@@ -40,7 +40,7 @@ from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.arena import Arena, memory_of
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.base import OneSidedTransport, TransportConfig
-from windlass.updates.messages import UpdateReport
+from windlass.updates.report import UpdateReport
 
 if TYPE_CHECKING:
     import torch

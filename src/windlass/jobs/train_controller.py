@@ -41,7 +41,7 @@ from windlass.net.server import ControlServer
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import encode_value
 from windlass.updates.coordinator import CalledUpdate, Coordinator
-from windlass.updates.messages import RoundOutcome
+from windlass.updates.report import RoundOutcome
 
 _log = logging.getLogger(__name__)
 

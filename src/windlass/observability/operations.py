@@ -21,8 +21,7 @@ from windlass.rollout.controller import RolloutController
 from windlass.rollout.handles import RolloutStats
 from windlass.rollout.messages import TrainingSample
 from windlass.updates.coordinator import Coordinator
-from windlass.updates.measures import Measure
-from windlass.updates.messages import RoundOutcome, UpdateReport
+from windlass.updates.report import Measure, RoundOutcome, UpdateReport
 from windlass.updates.rounds import Phase
 
 HEARTBEAT_S = 15.0

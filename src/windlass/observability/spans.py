@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from windlass.updates.measures import Measure
+from windlass.updates.report import Measure
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer

@@ -42,18 +42,18 @@ from windlass.trainers.client import TrainerClient, version_number
 from windlass.transfer.bindings import GroupOffer, WireTensor
 from windlass.transfer.collective_group import Rendezvous, join_group
 from windlass.transfer.push import signature_of_group, wire_offsets
-from windlass.updates.messages import (
+from windlass.updates.push_messages import (
     CallbackAnswer,
     CallbackCall,
     CallbackRequest,
     ContinueCall,
-    DiskCall,
-    DistributedCall,
-    GroupCall,
+    JoinPushGroup,
     MembersCall,
     PauseCall,
-    UpdateReport,
+    ReadFiles,
+    ReceiveTensors,
 )
+from windlass.updates.report import UpdateReport
 
 if TYPE_CHECKING:
     import torch
@@ -168,19 +168,21 @@ class RolloutCallback:
         deadline_s: float | None = None,
     ) -> Future[None]:
         """Have every engine rank enter a group whose rank 0 is the caller; at once a future."""
-        return self._start(GroupCall(offer, fabric), deadline_s)
+        return self._start(JoinPushGroup(offer, fabric, deadline_s or self._deadline_s), deadline_s)
 
     def update_weights_from_distributed(
         self, group: str, tensors: Sequence[WireTensor], *, deadline_s: float | None = None
     ) -> Future[None]:
         """Have every engine rank receive one bucket of whole tensors; at once a future."""
-        return self._start(DistributedCall(group, tuple(tensors)), deadline_s)
+        return self._start(
+            ReceiveTensors(group, tuple(tensors), deadline_s or self._deadline_s), deadline_s
+        )
 
     def update_weights_from_disk(
         self, folder: str, *, deadline_s: float | None = None
     ) -> Future[None]:
         """Have every engine rank read its boxes from a checkpoint folder; at once a future."""
-        return self._start(DiskCall(folder), deadline_s)
+        return self._start(ReadFiles(folder), deadline_s)
 
     def update_weights(
         self, version: int, *, deadline_s: float | None = None

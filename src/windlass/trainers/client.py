@@ -24,13 +24,16 @@ from windlass.errors import ConfigError, PeerTimeout, RoundAborted, WindlassErro
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.layout.naming.stacked import StackedRule
 from windlass.net.addresses import check_url, own_address
+from windlass.net.messages import PROTOCOL_VERSION
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.replica import CopyTimes
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportConfig
 from windlass.transports.registry import create_transport, parse_transport
 from windlass.updates.client import AgentChannel, CommandHandler, group_and_rank
-from windlass.updates.messages import MAX_COUNT, PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
+from windlass.updates.connect_messages import Hello
+from windlass.updates.messages import MAX_COUNT
+from windlass.updates.report import RoundOutcome, UpdateReport
 from windlass.updates.trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:

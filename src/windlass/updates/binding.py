@@ -19,29 +19,26 @@ import msgspec
 from windlass.config import P2pBackend, RelayShape, UpdateBackend, UpdateMode
 from windlass.errors import ConfigError, PeerTimeout, PlanError, RoundAborted, WindlassError
 from windlass.layout.manifest import Role, ShardManifest
+from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.planning.relay import RelayGroup, children_of, find_replicas, stripes_of
 from windlass.planning.replicated import Replicated, find_replicated
 from windlass.transfer.bindings import DestinationBinding, GroupOffer
 from windlass.transports.base import TransportOffer
 from windlass.transports.choice import LinkChoice, choose_transport, unreachable_reason
-from windlass.updates.fleet import Group, Identity
-from windlass.updates.messages import (
-    BindCost,
+from windlass.updates.connect_messages import (
     Bound,
     ChangeLinks,
     ConnectEngine,
     ConnectRelay,
     ConnectTrainer,
-    Done,
-    Failure,
-    FailureKind,
     JoinGroups,
     NotBound,
     Offered,
-    Result,
-    RoundId,
 )
+from windlass.updates.fleet import Group, Identity
+from windlass.updates.messages import Done, Failure, FailureKind, Result
+from windlass.updates.report import BindCost
 from windlass.updates.session import AgentSession, RankCaller, describe, failures_of
 
 NEWCOMERS_SPREAD = 4

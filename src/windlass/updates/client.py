@@ -28,26 +28,22 @@ from windlass.net.rpc_client import Client
 from windlass.net.sockets import open_http, send_frame
 from windlass.transfer.base import is_unknown
 from windlass.transports.processes import host_identity
+from windlass.updates.connect_messages import CannotJoin, Hello, JoinGroups, Welcome
 from windlass.updates.messages import (
     CONTROLLER_FRAMES,
     Announce,
-    CannotJoin,
     Command,
     Done,
     Failure,
     FailureKind,
-    Hello,
-    JoinGroups,
     Probe,
     Relay,
     RelayWrite,
     Result,
-    RoundOutcome,
-    UpdateReport,
-    Welcome,
     Withdraw,
     Write,
 )
+from windlass.updates.report import RoundOutcome, UpdateReport
 
 _log = logging.getLogger(__name__)
 

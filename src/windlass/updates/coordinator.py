@@ -33,7 +33,7 @@ from windlass.errors import (
 )
 from windlass.layout.manifest import Role
 from windlass.net.logs import log_fields, printable
-from windlass.net.messages import Garbled, MustWait
+from windlass.net.messages import Garbled, MustWait, Refused, Reply, RoundId
 from windlass.net.rpc import host_of, serve
 from windlass.net.server import ControlServer
 from windlass.planning.plan import TransferPlan
@@ -48,6 +48,7 @@ from windlass.updates.binding import (
 )
 from windlass.updates.changes import Changes, tell
 from windlass.updates.comparisons import Comparisons
+from windlass.updates.connect_messages import CannotJoin, Hello, Welcome
 from windlass.updates.driver import RoundDriver, RoundResult
 from windlass.updates.fleet import PROBE_SEQ, EngineInfo, EngineState, Fleet, Group, Identity
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
@@ -57,20 +58,12 @@ from windlass.updates.messages import (
     MAX_REASON_LENGTH,
     AgentFrame,
     Announce,
-    BindCost,
-    CannotJoin,
-    Hello,
-    Refused,
-    Reply,
-    RoundId,
-    RoundOutcome,
-    UpdateReport,
-    Welcome,
     Withdraw,
 )
 from windlass.updates.publish_requests import KEPT_REPORTS, PendingPublish, PublishRequests
 from windlass.updates.push import PushUpdates
 from windlass.updates.recovery import CatchUps, ResumeRetries
+from windlass.updates.report import BindCost, RoundOutcome, UpdateReport
 from windlass.updates.rounds import (
     AgentLost,
     EngineOutcome,

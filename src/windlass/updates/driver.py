@@ -13,17 +13,10 @@ import msgspec
 from windlass.config import PhaseDeadlines
 from windlass.errors import PeerUnreachable
 from windlass.net.logs import log_fields
+from windlass.net.messages import Envelope, Reply, RoundId
 from windlass.updates.binding import Binding
-from windlass.updates.measures import Measure
-from windlass.updates.messages import (
-    Envelope,
-    Pause,
-    Publish,
-    Reply,
-    Result,
-    RoundId,
-    UpdateReport,
-)
+from windlass.updates.messages import Pause, Publish, Result
+from windlass.updates.report import Measure, UpdateReport
 from windlass.updates.rounds import (
     AgentLost,
     DeadlinePassed,

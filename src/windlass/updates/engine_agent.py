@@ -9,6 +9,7 @@ from typing import Protocol, assert_never, final
 
 from windlass.config import P2pBackend, PauseMode, UpdateBackend, UpdateMode
 from windlass.errors import PeerUnreachable, ProtocolError, RoundAborted
+from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.backends import receiver_for
 from windlass.transfer.base import GroupReceiver, ReceiverBackend
@@ -16,35 +17,38 @@ from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay import RelayNode
 from windlass.transfer.sender import Sender
-from windlass.updates.messages import (
-    Abort,
-    Apply,
-    BeginPush,
+from windlass.updates.connect_messages import (
     Bound,
-    Command,
     ConnectEngine,
     ConnectRelay,
     ConnectTrainer,
+    JoinGroups,
+)
+from windlass.updates.messages import (
+    Abort,
+    Apply,
+    Command,
     Done,
     EngineCommand,
-    JoinGroups,
-    JoinPushGroup,
     Pause,
     Prepare,
     Publish,
-    PushCommand,
-    ReadFiles,
     Receive,
-    ReceiveTensors,
     Relay,
     RelayCommand,
     Result,
-    RoundId,
     SkipUpstream,
     SourceCommand,
     Verified,
     Verify,
     Write,
+)
+from windlass.updates.push_messages import (
+    BeginPush,
+    JoinPushGroup,
+    PushCommand,
+    ReadFiles,
+    ReceiveTensors,
 )
 from windlass.updates.trainer_agent import TrainerAgent
 

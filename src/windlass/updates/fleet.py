@@ -12,21 +12,12 @@ import msgspec
 from windlass.errors import ManifestError, ProtocolError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.logs import printable
-from windlass.net.messages import MustWait
-from windlass.transfer.bindings import LinkStatus
+from windlass.net.messages import PROTOCOL_VERSION, MustWait, RoundId
+from windlass.transfer.bindings import LinkStatus, Relayed, Written
 from windlass.transports.base import PeerEndpoint
+from windlass.updates.connect_messages import Hello
 from windlass.updates.journal import MAX_QUARANTINED
-from windlass.updates.messages import (
-    MAX_REASON_LENGTH,
-    PROTOCOL_VERSION,
-    Failure,
-    FailureKind,
-    Hello,
-    Relayed,
-    Result,
-    RoundId,
-    Written,
-)
+from windlass.updates.messages import MAX_REASON_LENGTH, Failure, FailureKind, Result
 
 PROBE_SEQ = 1 << 30
 """Of probes: above the number of any command of a round."""

@@ -1,4 +1,4 @@
-"""Every message between the coordinator and its agents, as frozen msgspec types.
+"""What a round says: commands of the controller, what agents answer, and the frames that carry them.
 
 One WebSocket per agent, opened by the agent, carries msgpack frames both ways: the agent
 needs no port of its own, and a dead process is a closed connection, seen at once and not
@@ -17,26 +17,24 @@ from enum import StrEnum
 
 import msgspec
 
-from windlass.config import CollectiveFabric, P2pBackend, PauseMode, UpdateBackend, UpdateMode
-from windlass.layout.manifest import Role
-from windlass.net.messages import PROTOCOL_VERSION as PROTOCOL_VERSION
-from windlass.net.messages import Codec
-from windlass.net.messages import Envelope as Envelope
-from windlass.net.messages import Refused as Refused
-from windlass.net.messages import Reply as Reply
-from windlass.net.messages import RoundId as RoundId
-from windlass.net.messages import encode as encode
-from windlass.planning.relay import RelayGroup
-from windlass.transfer.bindings import (
-    DestinationBinding,
-    GroupOffer,
-    RelayAddress,
-    WireTensor,
+from windlass.config import PauseMode
+from windlass.net.messages import Codec, Envelope, Refused, Reply
+from windlass.transfer.bindings import Relayed, Written
+from windlass.updates.connect_messages import (
+    Bound,
+    CannotJoin,
+    ChangeLinks,
+    ConnectEngine,
+    ConnectRelay,
+    ConnectTrainer,
+    Hello,
+    JoinGroups,
+    NotBound,
+    Offered,
+    Welcome,
 )
-from windlass.transfer.bindings import Relayed as Relayed
-from windlass.transfer.bindings import Written as Written
-from windlass.transports.base import TransportOffer
-from windlass.updates.measures import Measure
+from windlass.updates.push_messages import BeginPush, PushCommand
+from windlass.updates.report import UpdateReport
 
 MAX_COUNT = (1 << 53) - 1
 """Of versions, epochs and rounds: what JSON and float64 hold exactly, far below what msgpack does."""
@@ -44,100 +42,14 @@ MAX_COUNT = (1 << 53) - 1
 
 MAX_REASON_LENGTH = 2000
 """Characters of what an engine says for a person that are kept."""
+
+
 ABORT_NOTICE = "the update goes on without this rank, or has ended"
 """Why a rank is told to forget a round. What others said about it, of pids and of addresses that
 they could not write, is in the log and in the trainers' report, and no engine's to know."""
 
 
-class FailureKind(StrEnum):
-    """What an agent's failure means for the round.
-
-    TIMED_OUT: the rank waited for others in vain, when it entered a group.
-    """
-
-    FAILED = "failed"
-    UNKNOWN = "unknown"
-    STALE = "stale"
-    TIMED_OUT = "timed_out"
-
-
-# --- agent -> controller -----------------------------------------------------------------
-
-
-class Registered(msgspec.Struct, frozen=True):
-    """Memory that a rank has registered with its transports before it connects.
-
-    Attributes:
-        num_regions: of memory. nbytes: of all of them, gaps between parameters included.
-        seconds: that it took.
-    """
-
-    num_regions: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-
-
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First frame of an agent.
-
-    Attributes:
-        protocol_version: must equal `PROTOCOL_VERSION`.
-        worker: identity, unique in the fleet (`trainer/0`, `engine-a/1`).
-        incarnation: random per process; a second process under one name is told apart by it.
-        role: trainer or engine.
-        group: the trainer job or the engine that this rank belongs to.
-        rank: rank in the group. world_size: ranks in the group.
-        manifest: `ShardManifest.encode()`.
-        offers: every way in which the rank can be written, and can write; at least one, of different
-            transports. No other rank of the fleet has an endpoint of these.
-        host: `host_identity()` of the rank's process.
-        url: HTTP address of the engine, sent by rank 0 of an engine, else empty.
-        served_version: version that an engine rank holds, or that a trainer rank was last told is
-            published; -1 for none.
-        lineage: of the run that `served_version` belongs to (`Publish.lineage`); of a trainer rank
-            that knows of none, of the controller that it was connected to before; else empty.
-        job: of a trainer rank: the same for all ranks of one start of the trainers, and for no
-            other start.
-        epoch, round: the last that the agent took part in; a restarted controller learns them here.
-        mixed_weights: whether live weights may be of two versions.
-        can_send: whether an engine rank can hand its weights on to another engine.
-        not_resumed: see `Done`.
-        registered: by an engine rank.
-    """
-
-    protocol_version: int
-    worker: str
-    incarnation: str
-    role: Role
-    group: str
-    rank: int
-    world_size: int
-    manifest: bytes
-    offers: tuple[TransportOffer, ...]
-    host: str = ""
-    url: str = ""
-    served_version: int = -1
-    epoch: int = 0
-    round: int = 0
-    mixed_weights: bool = False
-    can_send: bool = False
-    not_resumed: str = ""
-    lineage: str = ""
-    job: str = ""
-    registered: Registered = Registered()
-
-
-class CannotJoin(msgspec.Struct, frozen=True, tag="cannot_join"):
-    """Instead of Hello: an engine for which others may wait has failed before it could connect.
-
-    Attributes:
-        protocol_version: must equal `PROTOCOL_VERSION`.
-        group: the engine. message: why, for a person.
-    """
-
-    protocol_version: int
-    group: str
-    message: str
+# --- trainer -> controller, unasked ------------------------------------------------------
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce"):
@@ -159,150 +71,7 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
     attempt: int
 
 
-class Bound(msgspec.Struct, frozen=True, tag="bound"):
-    """Engine rank: memory is registered; where to write, and where who passes chunks on to it connects."""
-
-    plan_digest: str
-    binding: DestinationBinding
-    relay: RelayAddress | None = None
-
-
-class Offered(msgspec.Struct, frozen=True, tag="offered"):
-    """Trainer rank: the plan is bound, and its engines must join this group."""
-
-    offer: GroupOffer
-
-
-class NotBound(msgspec.Struct, frozen=True, tag="not_bound"):
-    """Trainer rank: what these destinations offer cannot be written: worker -> why."""
-
-    reasons: dict[str, str]
-
-
-class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """Trainer rank: ready to write.
-
-    Attributes:
-        digested: `DIGESTED` rows of boxes that others hold too.
-        compare_s: seconds that it took for them, without what its GPU had to finish first.
-    """
-
-    digested: bytes
-    compare_s: float
-
-
-class Verified(msgspec.Struct, frozen=True, tag="verified"):
-    """Engine rank: sources whose bytes did not have the expected digest (empty when all did)."""
-
-    mismatched: tuple[str, ...]
-
-
-class Done(msgspec.Struct, frozen=True, tag="done", omit_defaults=True):
-    """A command that returns nothing else.
-
-    Attributes:
-        not_resumed: why the engine does not generate although it was told to go on; else empty.
-    """
-
-    not_resumed: str = ""
-
-
-class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """A command that did not do what it should; `message` is one line for a person."""
-
-    kind: FailureKind
-    message: str
-
-
-Result = Bound | NotBound | Offered | Prepared | Written | Verified | Relayed | Done | Failure
-
-
-AgentFrame = Hello | CannotJoin | Announce | Withdraw | Reply[Result]
-
-
 # --- controller -> agent -----------------------------------------------------------------
-
-
-class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The answer to `Hello`.
-
-    Attributes:
-        epoch: of the controller.
-        lineage: of the run whose versions it publishes: random, the same for as long as its journal
-            is, or as its process lives where it keeps none.
-    """
-
-    epoch: int
-    lineage: str
-
-
-class ConnectEngine(msgspec.Struct, frozen=True, tag="connect_engine"):
-    """Register memory for this plan and answer `Bound`. `plan` is the rank's own part.
-
-    With `relays` listen for chunks that others pass on, too.
-    """
-
-    plan: bytes
-    plan_digest: str
-    mode: UpdateMode
-    backend: UpdateBackend = P2pBackend()
-    relays: bool = False
-
-
-class ConnectRelay(msgspec.Struct, frozen=True, tag="connect_relay"):
-    """Bind relay groups, after every member has answered `Bound`: a command to engines, part of another to trainers.
-
-    Attributes:
-        groups: all of them for a trainer, its own for an engine.
-        bindings: of every member for a trainer, of those that it passes on to for an engine.
-        addresses: of every root for a trainer, of those that it passes on to for an engine.
-    """
-
-    groups: tuple[RelayGroup, ...]
-    bindings: tuple[DestinationBinding, ...]
-    addresses: tuple[RelayAddress, ...]
-
-
-class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
-    """Bind the plan to these addresses; answer `Done`, or `Offered` where a group must form.
-
-    `plan` is the rank's own part; `replicated` the `ReplicatedPart` of boxes that others hold too.
-    """
-
-    plan: bytes
-    plan_digest: str
-    bindings: tuple[DestinationBinding, ...]
-    backend: UpdateBackend = P2pBackend()
-    replicated: bytes = b""
-    relay: ConnectRelay | None = None
-
-
-class ChangeLinks(msgspec.Struct, frozen=True, tag="change_links"):
-    """Trainer: keep what is bound but for some links, and bind others; answer as to `ConnectTrainer`.
-
-    For backends of one-sided writes, without a relay.
-
-    Attributes:
-        since: epoch of the command that this rank was bound by last: the links that it has now.
-        gone: destinations whose links end, those that are bound anew among them.
-        plan: the rank's own part of a plan for the new destinations; empty where there are none.
-        bindings: of the new destinations.
-    """
-
-    since: int
-    gone: tuple[str, ...]
-    plan: bytes
-    bindings: tuple[DestinationBinding, ...]
-
-
-class JoinGroups(msgspec.Struct, frozen=True, tag="join_groups"):
-    """Enter these groups, agree on what they carry, and answer `Done`.
-
-    Sent to all members at once, and to each one in the same order of groups.
-    """
-
-    offers: tuple[GroupOffer, ...]
-    deadline_s: float
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
@@ -396,32 +165,6 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     lineage: str
 
 
-class BeginPush(msgspec.Struct, frozen=True, tag="begin_push"):
-    """Engine: the trainer drives this update; gather what comes, and change nothing yet."""
-
-
-class JoinPushGroup(msgspec.Struct, frozen=True, tag="join_push_group"):
-    """Engine: enter the group of a leader."""
-
-    offer: GroupOffer
-    fabric: CollectiveFabric
-    deadline_s: float
-
-
-class ReceiveTensors(msgspec.Struct, frozen=True, tag="receive_tensors"):
-    """Engine: the receiving half of one broadcast of whole tensors, flat, in this order."""
-
-    group: str
-    tensors: tuple[WireTensor, ...]
-    deadline_s: float
-
-
-class ReadFiles(msgspec.Struct, frozen=True, tag="read_files"):
-    """Engine: read this rank's boxes from a checkpoint folder."""
-
-    folder: str
-
-
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Forget the round. Not answered.
 
@@ -444,11 +187,13 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
 TrainerCommand = ConnectTrainer | ChangeLinks | JoinGroups | Prepare | Write | RelayWrite | Abort
 """What a trainer rank carries out."""
 
+
 SourceCommand = ConnectTrainer | Prepare | Write
 """What an engine rank carries out as the source of another engine's weights."""
 
+
 RelayCommand = ConnectRelay | Relay | SkipUpstream
-PushCommand = JoinPushGroup | ReceiveTensors | ReadFiles
+
 
 EngineCommand = (
     ConnectEngine
@@ -466,173 +211,72 @@ EngineCommand = (
 )
 """What an engine rank carries out."""
 
+
 Command = TrainerCommand | EngineCommand
 
 
-class RoundOutcome(StrEnum):
-    """How a round ended."""
+# --- agent -> controller, in answer ------------------------------------------------------
 
-    PUBLISHED = "published"
-    ABORTED = "aborted"
+
+class FailureKind(StrEnum):
+    """What an agent's failure means for the round.
+
+    TIMED_OUT: the rank waited for others in vain, when it entered a group.
+    """
+
     FAILED = "failed"
+    UNKNOWN = "unknown"
+    STALE = "stale"
+    TIMED_OUT = "timed_out"
 
 
-class BindCost(msgspec.Struct, frozen=True):
-    """What it cost to connect one rank.
-
-    Attributes:
-        register_s: seconds in which it registered memory before it connected (`Hello.registered`).
-        plan_s: seconds of planning, for all ranks of that binding together.
-        bind_s: seconds from the command by which it was bound to its answer.
-    """
-
-    register_s: float
-    plan_s: float
-    bind_s: float
-
-
-class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=True):
-    """Sent to every trainer rank when its announced version is published or given up.
+class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """Trainer rank: ready to write.
 
     Attributes:
-        version: the announced version; -1 where the trainer drove the update itself and had not
-            named one when it ended.
-        outcome: published, aborted (old weights serve) or failed.
-        reason: one line when not published.
-        engines: engines that serve `version` now.
-        left_out: engines that do not: dead, with mixed weights, or joining; name -> why.
-        measures: the figures of the round that were taken, by the name of a `Measure`.
-        phase_s: seconds per phase, by name.
-        digest_ok: every written range had the sender's digest on the receiving side.
-        attempt: the `Announce.attempt` that this answers; 0 where the controller's own process has asked
-            for the update.
-        transports: name -> links that took it, where bytes travel by one-sided writes; `/v1/status` says
-            of each link what it took, and why.
-        bound: rank -> what it cost to connect it, of those that were bound since the last update: all of
-            them in the first one, nobody where the fleet has not changed. Trainers are told of the 64 that
-            took longest, the controller's own process of all.
+        digested: `DIGESTED` rows of boxes that others hold too.
+        compare_s: seconds that it took for them, without what its GPU had to finish first.
     """
 
-    version: int
-    outcome: RoundOutcome
-    reason: str = ""
-    engines: tuple[str, ...] = ()
-    left_out: dict[str, str] = {}
-    measures: dict[str, float] = {}
-    phase_s: dict[str, float] = {}
-    digest_ok: bool = True
-    attempt: int = 0
-    transports: dict[str, int] = {}
-    bound: dict[str, BindCost] = {}
-
-    def measure(self, measure: Measure) -> float:
-        """A figure of the round; 0 where it was not measured."""
-        return self.measures.get(measure, 0.0)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that travelled."""
-        return int(self.measure(Measure.NBYTES))
-
-    @property
-    def wire_s(self) -> float:
-        """The slowest rank's seconds inside transport writes."""
-        return self.measure(Measure.WIRE_S)
-
-    @property
-    def update_s(self) -> float:
-        """Seconds from the first command to the last reply."""
-        return self.measure(Measure.UPDATE_S)
-
-    @property
-    def pause_s(self) -> float:
-        """The longest time that an engine was paused, in seconds."""
-        return self.measure(Measure.PAUSE_S)
-
-    @property
-    def compared(self) -> bool:
-        """Whether trainer ranks that hold the same boxes were compared."""
-        return Measure.COMPARE_S in self.measures
-
-    @property
-    def compare_s(self) -> float:
-        """The slowest trainer rank's seconds digesting what was compared."""
-        return self.measure(Measure.COMPARE_S)
+    digested: bytes
+    compare_s: float
 
 
-# --- leaders of a trainer that drives an update, by HTTP ---------------------------------
+class Verified(msgspec.Struct, frozen=True, tag="verified"):
+    """Engine rank: sources whose bytes did not have the expected digest (empty when all did)."""
+
+    mismatched: tuple[str, ...]
 
 
-class PauseCall(msgspec.Struct, frozen=True, tag="pause"):
-    """Begin an update, or join it; it ends by itself after `session_s`.
+class Done(msgspec.Struct, frozen=True, tag="done", omit_defaults=True):
+    """A command that returns nothing else.
 
     Attributes:
-        stage, num_stages: which of how many leaders this one is, if they declare an order; then
-            the update ends when all of them have continued.
+        not_resumed: why the engine does not generate although it was told to go on; else empty.
     """
 
-    session_s: float
-    stage: int = -1
-    num_stages: int = 0
+    not_resumed: str = ""
 
 
-class ContinueCall(msgspec.Struct, frozen=True, tag="continue"):
-    """This leader has sent everything; the last one publishes. Nobody does if one is negative."""
+class Failure(msgspec.Struct, frozen=True, tag="failure"):
+    """A command that did not do what it should; `message` is one line for a person."""
 
-    version: int
-
-
-class MembersCall(msgspec.Struct, frozen=True, tag="members"):
-    """Which engine ranks take part."""
+    kind: FailureKind
+    message: str
 
 
-class GroupCall(msgspec.Struct, frozen=True, tag="group"):
-    """The other half of forming a group."""
-
-    offer: GroupOffer
-    fabric: CollectiveFabric
+Result = Bound | NotBound | Offered | Prepared | Written | Verified | Relayed | Done | Failure
 
 
-class DistributedCall(msgspec.Struct, frozen=True, tag="distributed"):
-    """The other half of one broadcast."""
+# --- frames ------------------------------------------------------------------------------
 
-    group: str
-    tensors: tuple[WireTensor, ...]
-
-
-class DiskCall(msgspec.Struct, frozen=True, tag="disk"):
-    """Read a checkpoint folder."""
-
-    folder: str
-
-
-CallbackCall = PauseCall | ContinueCall | MembersCall | GroupCall | DistributedCall | DiskCall
-
-
-class CallbackRequest(msgspec.Struct, frozen=True):
-    """A call of a leader; the same `request_id` is the same call, however often it is asked.
-
-    `number` counts the calls of one leader in one update that all engines carry out.
-    """
-
-    request_id: str
-    leader: str
-    call: CallbackCall
-    deadline_s: float
-    number: int = 0
-
-
-class CallbackAnswer(msgspec.Struct, frozen=True):
-    """`error` is one line, empty when it was done; `members` answers `MembersCall`."""
-
-    error: str = ""
-    members: tuple[str, ...] = ()
-
-
-# --- how they are read -------------------------------------------------------------------
+AgentFrame = Hello | CannotJoin | Announce | Withdraw | Reply[Result]
 
 
 ControllerFrame = Welcome | Refused | Envelope[Command | Probe] | UpdateReport
 
+
 AGENT_FRAMES: Codec[AgentFrame] = Codec(AgentFrame, "agent frame")
+
+
 CONTROLLER_FRAMES: Codec[ControllerFrame] = Codec(ControllerFrame, "controller frame")

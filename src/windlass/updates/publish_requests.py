@@ -15,7 +15,7 @@ from typing import final
 import msgspec
 
 from windlass.updates.fleet import Identity
-from windlass.updates.messages import UpdateReport
+from windlass.updates.report import UpdateReport
 
 KEPT_REPORTS = 1024
 """Reports of updates that a coordinator keeps: the newest."""

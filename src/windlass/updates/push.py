@@ -25,23 +25,19 @@ from aiohttp import web
 from windlass.errors import DECODE_ERRORS, ProtocolError, RoundAborted, WindlassError
 from windlass.net.messages import check_name
 from windlass.updates.driver import RoundDriver
-from windlass.updates.messages import (
+from windlass.updates.messages import Done
+from windlass.updates.push_messages import (
     CallbackAnswer,
     CallbackRequest,
     ContinueCall,
-    DiskCall,
-    DistributedCall,
-    Done,
-    GroupCall,
     JoinPushGroup,
     MembersCall,
     PauseCall,
     PushCommand,
     ReadFiles,
     ReceiveTensors,
-    RoundOutcome,
-    UpdateReport,
 )
+from windlass.updates.report import RoundOutcome, UpdateReport
 from windlass.updates.rounds import GiveUp
 from windlass.updates.session import RankCaller, describe, failures_of
 
@@ -295,13 +291,8 @@ class PushUpdates:
                 await self._continue(asked.leader, call.version, deadline_s)
             case MembersCall():
                 return self._running().driver.active_workers
-            case GroupCall():
-                await self._call_all(asked, JoinPushGroup(call.offer, call.fabric, deadline_s))
-            case DistributedCall():
-                command = ReceiveTensors(call.group, call.tensors, deadline_s)
-                await self._call_all(asked, command)
-            case DiskCall():
-                await self._call_all(asked, ReadFiles(call.folder))
+            case JoinPushGroup() | ReceiveTensors() | ReadFiles():
+                await self._call_all(asked, call)
             case _:
                 assert_never(call)
         return ()
@@ -368,10 +359,15 @@ class PushUpdates:
 def _check(asked: CallbackRequest) -> None:
     check_name(asked.request_id, "request_id")
     check_name(asked.leader, "leader")
-    seconds = {"deadline_s": asked.deadline_s}
-    if isinstance(asked.call, PauseCall):
-        seconds["session_s"] = asked.call.session_s
-    for name, value in seconds.items():
+    seconds = [("deadline_s", asked.deadline_s)]
+    match asked.call:
+        case PauseCall(session_s=session_s):
+            seconds.append(("session_s", session_s))
+        case JoinPushGroup(deadline_s=deadline_s) | ReceiveTensors(deadline_s=deadline_s):
+            seconds.append(("deadline_s", deadline_s))
+        case _:
+            pass
+    for name, value in seconds:
         if (
             not 0 < value <= MAX_CALL_S
         ):  # not a number is none of these, and would disorder all timers

@@ -26,18 +26,13 @@ from windlass.config import ControlConfig, PhaseDeadlines
 from windlass.errors import PeerUnreachable, PlanError, WindlassError
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Role, ShardManifest
+from windlass.net.messages import Envelope, Reply
 from windlass.planning.plan import DTYPES, TransferPlan
 from windlass.updates.binding import Planner
 from windlass.updates.client import WELCOME_SEQ
 from windlass.updates.fleet import PROBE_SEQ, Agent, Fleet, Group, Identity
-from windlass.updates.messages import (
-    Abort,
-    Done,
-    Envelope,
-    Reply,
-    Result,
-    RoundOutcome,
-)
+from windlass.updates.messages import Abort, Done, Result
+from windlass.updates.report import RoundOutcome
 from windlass.updates.rounds import reply_budget_s
 from windlass.updates.session import AgentSession
 

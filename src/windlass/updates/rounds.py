@@ -43,13 +43,11 @@ import numpy as np
 from windlass.config import BackendTraits, ControlConfig, P2pBackend, UpdateMode
 from windlass.errors import ProtocolError
 from windlass.planning.replicated import DIGESTED, Replicated, decode_digested
-from windlass.transfer.bindings import LinkOutcome, LinkStatus
-from windlass.updates.measures import Measure
+from windlass.transfer.bindings import LinkOutcome, LinkStatus, Relayed, Written
 from windlass.updates.messages import (
     ABORT_NOTICE,
     Abort,
     Apply,
-    BeginPush,
     Command,
     Done,
     Failure,
@@ -60,16 +58,15 @@ from windlass.updates.messages import (
     Publish,
     Receive,
     Relay,
-    Relayed,
     RelayWrite,
     Result,
-    RoundOutcome,
     SkipUpstream,
     Verified,
     Verify,
     Write,
-    Written,
 )
+from windlass.updates.push_messages import BeginPush
+from windlass.updates.report import Measure, RoundOutcome
 
 ANSWER_S = 2.0
 

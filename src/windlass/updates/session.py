@@ -16,26 +16,23 @@ from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, ProtocolE
 from windlass.layout.manifest import Role
 from windlass.net.access import Access
 from windlass.net.addresses import HOST_VARIABLE, check_url, is_loopback, is_wildcard
-from windlass.net.messages import PROTOCOL_VERSION, Envelope, check_name
+from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, RoundId, check_name
 from windlass.net.rpc import Session, host_of
 from windlass.net.server import CALLER
 from windlass.net.sockets import SEND_DEADLINE_S
+from windlass.updates.connect_messages import CannotJoin, Hello
 from windlass.updates.fleet import PROBE_SEQ, Agent, Fleet, Identity
 from windlass.updates.messages import (
     MAX_COUNT,
     MAX_REASON_LENGTH,
     AgentFrame,
-    CannotJoin,
     Command,
     Done,
     Failure,
-    Hello,
     Probe,
-    Reply,
     Result,
-    RoundId,
-    UpdateReport,
 )
+from windlass.updates.report import UpdateReport
 
 _log = logging.getLogger(__name__)
 

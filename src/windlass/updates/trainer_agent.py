@@ -14,25 +14,26 @@ from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.backends import sender_for
 from windlass.transfer.base import GroupMember, SenderBackend
-from windlass.transfer.bindings import BindingsRefused, GroupOffer, LinkOutcome, LinkStatus
+from windlass.transfer.bindings import BindingsRefused, GroupOffer, LinkOutcome, LinkStatus, Written
 from windlass.transfer.replicated_digests import ReplicatedDigests
 from windlass.transfer.sender import Sender
-from windlass.updates.messages import (
-    Abort,
+from windlass.updates.connect_messages import (
     ChangeLinks,
-    Command,
     ConnectTrainer,
-    Done,
     JoinGroups,
     NotBound,
     Offered,
+)
+from windlass.updates.messages import (
+    Abort,
+    Command,
+    Done,
     Prepare,
     Prepared,
     RelayWrite,
     Result,
     TrainerCommand,
     Write,
-    Written,
 )
 
 _log = logging.getLogger(__name__)

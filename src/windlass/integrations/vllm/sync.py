@@ -21,7 +21,7 @@ from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 from windlass.net.access import Access
 from windlass.net.addresses import check_url
 from windlass.trainers.client import connect_trainer
-from windlass.updates.messages import UpdateReport
+from windlass.updates.report import UpdateReport
 from windlass.updates.rounds import Phase
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from windlass.jobs.recipe import Recipe, Task
 from windlass.jobs.schedulers.base import Scheduler
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
-from windlass.updates.messages import UpdateReport
+from windlass.updates.report import UpdateReport
 from windlass.updates.rounds import Phase
 
 NUM_SYMBOLS = 10

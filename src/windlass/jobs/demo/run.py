@@ -23,7 +23,7 @@ from windlass.jobs.demo.trainer import build_model
 from windlass.jobs.demo.view import DemoView, save_plot
 from windlass.jobs.launch import JobSummary, run_job
 from windlass.observability.ceilings import measure_memcpy_gbps
-from windlass.updates.messages import RoundOutcome
+from windlass.updates.report import RoundOutcome
 
 
 def make_directory(config: LaunchConfig) -> None:

@@ -1,0 +1,144 @@
+"""How an update ended, and its figures: one line of `Measure` each, and whatever shows rounds shows it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Self
+
+import msgspec
+
+
+class Measure(StrEnum):
+    """A figure of a round, by its name on the wire.
+
+    Figures that ranks report add up for each rank; the round's is that of the slowest rank for
+    seconds, and that of all together for everything else.
+
+    Attributes:
+        unit: "bytes", or "seconds". help: one line for a person.
+    """
+
+    unit: str
+    help: str
+
+    def __new__(cls, name: str, unit: str, text: str) -> Self:
+        """A member from its line."""
+        member = str.__new__(cls, name)
+        member._value_, member.unit, member.help = name, unit, text
+        return member
+
+    NBYTES = "nbytes", "bytes", "Bytes that travelled"
+    WIRE_S = "wire_s", "seconds", "The slowest rank's time inside transport writes"
+    UPDATE_S = "update_s", "seconds", "First command to last reply"
+    PAUSE_S = "pause_s", "seconds", "Longest pause of an engine"
+    PACK_S = "pack_s", "seconds", "The slowest rank's time packing; 0 where writes pack"
+    REGISTER_S = "register_s", "seconds", "The slowest rank's time registering what had moved"
+
+    COMPARE_S = "compare_s", "seconds", "The slowest rank's time digesting what ranks share"
+
+    @property
+    def label(self) -> str:
+        """Without its unit: `wire`, `bytes`."""
+        return self.removesuffix("_s") if self.unit == "seconds" else self.unit
+
+    def text(self, value: float) -> str:
+        """A value of it, for a table: milliseconds, or a count."""
+        if self.unit == "seconds":
+            return f"{value * 1e3:.1f}" if value else "-"
+        return f"{value:,.0f}"
+
+    def of_ranks(self, by_rank: dict[str, float]) -> float:
+        """The round's figure, from the sum of every rank that reported it."""
+        values = by_rank.values()
+        return max(values, default=0.0) if self.unit == "seconds" else sum(values)
+
+
+class RoundOutcome(StrEnum):
+    """How a round ended."""
+
+    PUBLISHED = "published"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+class BindCost(msgspec.Struct, frozen=True):
+    """What it cost to connect one rank.
+
+    Attributes:
+        register_s: seconds in which it registered memory before it connected (`Hello.registered`).
+        plan_s: seconds of planning, for all ranks of that binding together.
+        bind_s: seconds from the command by which it was bound to its answer.
+    """
+
+    register_s: float
+    plan_s: float
+    bind_s: float
+
+
+class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=True):
+    """Sent to every trainer rank when its announced version is published or given up.
+
+    Attributes:
+        version: the announced version; -1 where the trainer drove the update itself and had not
+            named one when it ended.
+        outcome: published, aborted (old weights serve) or failed.
+        reason: one line when not published.
+        engines: engines that serve `version` now.
+        left_out: engines that do not: dead, with mixed weights, or joining; name -> why.
+        measures: the figures of the round that were taken, by the name of a `Measure`.
+        phase_s: seconds per phase, by name.
+        digest_ok: every written range had the sender's digest on the receiving side.
+        attempt: the `Announce.attempt` that this answers; 0 where the controller's own process has asked
+            for the update.
+        transports: name -> links that took it, where bytes travel by one-sided writes; `/v1/status` says
+            of each link what it took, and why.
+        bound: rank -> what it cost to connect it, of those that were bound since the last update: all of
+            them in the first one, nobody where the fleet has not changed. Trainers are told of the 64 that
+            took longest, the controller's own process of all.
+    """
+
+    version: int
+    outcome: RoundOutcome
+    reason: str = ""
+    engines: tuple[str, ...] = ()
+    left_out: dict[str, str] = {}
+    measures: dict[str, float] = {}
+    phase_s: dict[str, float] = {}
+    digest_ok: bool = True
+    attempt: int = 0
+    transports: dict[str, int] = {}
+    bound: dict[str, BindCost] = {}
+
+    def measure(self, measure: Measure) -> float:
+        """A figure of the round; 0 where it was not measured."""
+        return self.measures.get(measure, 0.0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travelled."""
+        return int(self.measure(Measure.NBYTES))
+
+    @property
+    def wire_s(self) -> float:
+        """The slowest rank's seconds inside transport writes."""
+        return self.measure(Measure.WIRE_S)
+
+    @property
+    def update_s(self) -> float:
+        """Seconds from the first command to the last reply."""
+        return self.measure(Measure.UPDATE_S)
+
+    @property
+    def pause_s(self) -> float:
+        """The longest time that an engine was paused, in seconds."""
+        return self.measure(Measure.PAUSE_S)
+
+    @property
+    def compared(self) -> bool:
+        """Whether trainer ranks that hold the same boxes were compared."""
+        return Measure.COMPARE_S in self.measures
+
+    @property
+    def compare_s(self) -> float:
+        """The slowest trainer rank's seconds digesting what was compared."""
+        return self.measure(Measure.COMPARE_S)
