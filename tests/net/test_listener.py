@@ -32,7 +32,7 @@ from windlass.errors import PeerTimeout
 from windlass.net import listener
 from windlass.net.listener import RateLimit
 from windlass.net.server import ControlServer
-from windlass.updates.client import AgentChannel, CommandHandler
+from windlass.updates.client import AgentChannel, CommandHandler, TrainerChannel
 from windlass.updates.connect_messages import Hello
 
 NUM_FILES = 256
@@ -74,14 +74,14 @@ def controller_process(errors: Path) -> Iterator[tuple[str, subprocess.Popen[str
 
 
 @contextmanager
-def member(url: str, hello: Hello, handler: CommandHandler) -> Iterator[AgentChannel]:
-    with AgentChannel(url, TOKEN, lambda: hello, handler) as channel:
+def member(url: str, hello: Hello, handler: CommandHandler) -> Iterator[TrainerChannel]:
+    with TrainerChannel(url, TOKEN, lambda: hello, handler) as channel:
         channel.connect(20.0)
         yield channel
 
 
 @contextmanager
-def fake_fleet(url: str) -> Iterator[AgentChannel]:
+def fake_fleet(url: str) -> Iterator[TrainerChannel]:
     """A trainer and an engine of this process, connected; yields the trainer's channel."""
     fabric, engine = FakeFabric(), FakeEngineRank("a/0", 1)
     fabric.ranks["a/0"] = engine

@@ -37,9 +37,10 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.transports.memory import MemoryTransport
-from windlass.updates.client import AgentChannel
+from windlass.updates.client import TrainerChannel
 from windlass.updates.connect_messages import Hello
 from windlass.updates.engine_agent import EngineAgent
+from windlass.updates.engine_channel import EngineChannel
 from windlass.updates.messages import Command, Result
 from windlass.updates.trainer_agent import TrainerAgent
 
@@ -231,9 +232,11 @@ class TrainerProcess(Process):
         sender._pool = Inline()  # type: ignore[assignment]
         agent = TrainerAgent(sender)
         self.cleanups += [agent.close, sender.close, transport.close]
-        self.conversation = _conversation(
+        conversation = _conversation(
             self, manifest, "trainer", index, NUM_TRAINERS, Watched(world, self.host, agent), None
         )
+        assert isinstance(conversation, TrainerChannel)
+        self.conversation = conversation
         if rival:  # it has trained for this run before, or for another one
             self.conversation._welcomed_by = (
                 world.controller.coordinator.lineage if rival == OF_THIS_RUN else FOREIGN_LINEAGE
@@ -284,7 +287,7 @@ class EngineProcess(Process):
         self._changed = asyncio.Event()
         self.incarnation = ""
         self._manifest = manifest
-        self.conversation: AgentChannel | None = None
+        self.conversation: TrainerChannel | EngineChannel | None = None
         if foreign:
             self.memory[:] = np.frombuffer(world.draw.randbytes(self.memory.nbytes), np.uint8)
             self.agent._served_version = max(world.durable(), default=0)
@@ -394,7 +397,7 @@ def _conversation(
     world_size: int,
     handler: Watched,
     engine: EngineAgent | None,
-) -> AgentChannel:
+) -> TrainerChannel | EngineChannel:
     incarnation = os.urandom(8).hex()
     encoded = manifest.encode()
     url = ""
@@ -425,12 +428,8 @@ def _conversation(
             job=job,
         )
 
-    return AgentChannel(
-        process.world.url,
-        TOKEN,
-        hello,
-        handler,
-        on_disconnect=None if engine is None else engine.on_disconnect,
-        executor=OneThread(),
-        loop=process.world.loop,
-    )
+    common = (process.world.url, TOKEN, hello, handler)
+    thread, loop = OneThread(), process.world.loop
+    if engine is None:
+        return TrainerChannel(*common, executor=thread, loop=loop)
+    return EngineChannel(*common, on_disconnect=engine.on_disconnect, executor=thread, loop=loop)

@@ -560,8 +560,6 @@ class World:
                 trainer.conversation.withdraw(announced)
             await asyncio.sleep(0.2)
             return None
-        finally:
-            trainer.conversation.forget(announced)
         if self.loop.time() - began_s > ANNOUNCE_S + 1.0:
             self.violate(f"{name} waited {self.loop.time() - began_s:.1f} s for a report")
         return report.outcome

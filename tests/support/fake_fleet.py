@@ -18,13 +18,14 @@ from fake_agents import (
 
 from windlass.config import ControlConfig
 from windlass.errors import RoundError
-from windlass.layout.manifest import ShardManifest
+from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.server import ControlServer
 from windlass.planning.planner import plan_transfer
 from windlass.updates.binding import Planner
-from windlass.updates.client import AgentChannel, CommandHandler
+from windlass.updates.client import AgentChannel, CommandHandler, TrainerChannel
 from windlass.updates.connect_messages import Hello
 from windlass.updates.coordinator import Coordinator
+from windlass.updates.engine_channel import EngineChannel
 from windlass.updates.messages import Command
 from windlass.updates.report import UpdateReport
 
@@ -105,9 +106,14 @@ class FakeFleet:
     ) -> AgentChannel:
         """Connect one agent, with `self.token` unless another is given."""
         shown = self.token if token is None else token
-        channel = AgentChannel(
-            self.server.url, shown, lambda: hello, handler, on_disconnect=on_disconnect
-        )
+        common = (self.server.url, shown, lambda: hello, handler)
+        channel: AgentChannel
+        if on_disconnect is not None:
+            channel = EngineChannel(*common, on_disconnect=on_disconnect)
+        elif hello.role is Role.ENGINE:
+            channel = AgentChannel(*common)
+        else:
+            channel = TrainerChannel(*common)
         await asyncio.to_thread(channel.connect, CONNECT_S)
         self.channels[hello.worker] = channel
         return channel
@@ -178,8 +184,10 @@ class FakeFleet:
         )
 
     async def announce(self, worker: str, version: int, deadline_s: float = 30.0) -> UpdateReport:
-        """What one trainer rank does; see `AgentChannel.announce`."""
-        return await asyncio.to_thread(self.channels[worker].announce, version, deadline_s)
+        """What one trainer rank does; see `TrainerChannel.announce`."""
+        channel = self.channels[worker]
+        assert isinstance(channel, TrainerChannel)
+        return await asyncio.to_thread(channel.announce, version, deadline_s)
 
     async def publish(self, version: int) -> UpdateReport:
         """Every trainer rank announces.

@@ -43,10 +43,11 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.memory import MemoryFabric, MemoryTransport
-from windlass.updates.client import AgentChannel, Announcement
+from windlass.updates.client import Announcement, TrainerChannel
 from windlass.updates.connect_messages import Hello
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.engine_agent import EngineAgent
+from windlass.updates.engine_channel import EngineChannel
 from windlass.updates.report import RoundOutcome, UpdateReport
 from windlass.updates.trainer_agent import TrainerAgent
 
@@ -161,14 +162,14 @@ class _Rank:
                 job="this start",
             )
 
-        self.channel = AgentChannel(
-            fleet.url,
-            TOKEN,
-            hello,
-            TrainerAgent(sender) if engine is None else engine,
-            on_disconnect=None if engine is None else engine.on_disconnect,
-            executor=OneThread(),
-            loop=fleet.loop,
+        common = (fleet.url, TOKEN, hello)
+        thread, loop = OneThread(), fleet.loop
+        self.channel = (
+            TrainerChannel(*common, TrainerAgent(sender), executor=thread, loop=loop)
+            if engine is None
+            else EngineChannel(
+                *common, engine, on_disconnect=engine.on_disconnect, executor=thread, loop=loop
+            )
         )
 
     def start(self) -> None:
@@ -356,6 +357,7 @@ class SimulatedFleet:
                 made[key] = _content(rank.manifest, truth)
             rank.hold(made[key])
             with self.network.acting_as(rank.host):
+                assert isinstance(rank.channel, TrainerChannel)
                 announced.append(rank.channel.begin_announcement(version))
         await self.until(lambda: all(a.report.done() for a in announced))
         told = [a.report.result() for a in announced]

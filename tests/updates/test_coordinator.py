@@ -46,8 +46,9 @@ from windlass.net.server import ControlServer
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.bindings import LinkStatus
-from windlass.updates.client import AgentChannel, report_cannot_join
+from windlass.updates.client import AgentChannel, TrainerChannel
 from windlass.updates.connect_messages import Hello, Registered, Welcome
+from windlass.updates.engine_channel import report_cannot_join
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     AGENT_FRAMES,
@@ -103,7 +104,9 @@ async def test_every_engine_serves_exactly_the_published_payload(mode: UpdateMod
 async def test_what_trainers_stand_still_with_is_published_by_a_call() -> None:
     async with FakeFleet(quick()) as rig:
         await rig.start({"a": 1})
-        told = rig.channels["trainer/1"].expect(3)
+        waiting = rig.channels["trainer/1"]
+        assert isinstance(waiting, TrainerChannel)
+        told = waiting.expect(3)
         update = rig.coordinator.begin_publish(3, deadline_s=20.0)
         report = await update.report
         assert (report.outcome, report.version, report.engines) == ("published", 3, ("a",))
@@ -213,7 +216,7 @@ async def test_an_engine_of_another_model_is_refused_and_the_others_go_on() -> N
         )
         assert await asyncio.to_thread(channel_ended.wait, 10)
         with pytest.raises(ProtocolError, match=r"refused this agent: .*another"):
-            await asyncio.to_thread(channel.announce, 1, 5.0)
+            await asyncio.to_thread(channel.ended.result, 5.0)
         report = await rig.publish(1)
         assert report.engines == ("a",)
         assert rank.handled == []
@@ -248,7 +251,7 @@ async def test_an_engine_that_cannot_bind_is_refused_and_the_others_go_on() -> N
         assert report.outcome is RoundOutcome.PUBLISHED
         assert report.engines == ("a",)
         with pytest.raises(ProtocolError, match="no room for the shadow"):
-            await rig.announce("x/0", 1)
+            await asyncio.to_thread(rig.channels["x/0"].ended.result, 20)
 
 
 async def test_a_planner_that_breaks_fails_the_round_and_not_the_coordinator() -> None:
@@ -289,7 +292,7 @@ async def test_an_absent_controller_is_a_timeout_that_says_what_happened() -> No
     async with FakeFleet() as rig:
         url = rig.server.url
     hello = fake_hello(engine_manifest("a/0", 2), group="a")
-    channel = AgentChannel(url, TOKEN, lambda: hello, FakeEngineRank("a/0", 2))
+    channel = TrainerChannel(url, TOKEN, lambda: hello, FakeEngineRank("a/0", 2))
     with pytest.raises(PeerTimeout, match="Connect"):
         await asyncio.to_thread(channel.connect, 0.5)
     with pytest.raises(PeerUnreachable, match="closed"):

@@ -20,8 +20,8 @@ from fake_fleet import TOKEN, FakeFleet
 from windlass.config import ControlConfig, PhaseDeadlines, XcclBackend
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.transfer.bindings import GroupOffer
-from windlass.updates.client import report_cannot_join
 from windlass.updates.connect_messages import ConnectEngine, ConnectTrainer, JoinGroups, Offered
+from windlass.updates.engine_channel import report_cannot_join
 from windlass.updates.messages import Command, Done, Pause, Publish, Result, Verified, Verify
 from windlass.updates.report import RoundOutcome
 

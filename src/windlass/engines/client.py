@@ -16,9 +16,10 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportOffer
-from windlass.updates.client import AgentChannel, CommandHandler, group_and_rank
+from windlass.updates.client import CommandHandler, group_and_rank
 from windlass.updates.connect_messages import Hello, Registered
 from windlass.updates.engine_agent import EngineAgent, EngineHooks
+from windlass.updates.engine_channel import EngineChannel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,7 @@ class EngineClient:
                     registered=registered,
                 )
 
-            self._channel = AgentChannel(
+            self._channel = EngineChannel(
                 controller,
                 token,
                 hello,

@@ -30,7 +30,7 @@ from windlass.transfer.replica import CopyTimes
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportConfig
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.client import AgentChannel, CommandHandler, group_and_rank
+from windlass.updates.client import CommandHandler, TrainerChannel, group_and_rank
 from windlass.updates.connect_messages import Hello
 from windlass.updates.messages import MAX_COUNT
 from windlass.updates.report import RoundOutcome, UpdateReport
@@ -210,7 +210,7 @@ class TrainerClient:
                 job=job,
             )
             handler = agent if intercept is None else intercept(agent)
-            self._channel = AgentChannel(controller, token, lambda: hello, handler)
+            self._channel = TrainerChannel(controller, token, lambda: hello, handler)
             undo.callback(self._channel.close)
             self._channel.connect(connect_deadline_s)
             undo.pop_all()

@@ -1,4 +1,4 @@
-"""An agent's end of its session with the controller: commands carried out, versions announced."""
+"""A rank's end of its session with the controller: commands carried out, versions announced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, final
 
-import aiohttp
 import msgspec
 
 from windlass.errors import (
@@ -21,14 +20,12 @@ from windlass.errors import (
     TransferOutcomeUnknown,
     WindlassError,
 )
-from windlass.layout.manifest import Role
 from windlass.net.logs import log_fields
-from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, encode
+from windlass.net.messages import Envelope
 from windlass.net.rpc_client import Client
-from windlass.net.sockets import open_http, send_frame
 from windlass.transfer.base import is_unknown
 from windlass.transports.processes import host_identity
-from windlass.updates.connect_messages import CannotJoin, Hello, JoinGroups, Welcome
+from windlass.updates.connect_messages import Hello, JoinGroups, Welcome
 from windlass.updates.messages import (
     CONTROLLER_FRAMES,
     Announce,
@@ -48,32 +45,7 @@ from windlass.updates.report import RoundOutcome, UpdateReport
 _log = logging.getLogger(__name__)
 
 AGENTS_PATH = "/v1/agents"
-WELCOME_SEQ = 0
-"""Of a reply that answers the welcome; commands count from 1."""
 WITHDRAW_S = 1.0
-CANNOT_JOIN_S = 10.0
-
-
-def report_cannot_join(url: str, token: str, engine: str, reason: str) -> None:
-    """Have whoever waits for an engine hear why it does not come. Blocks.
-
-    Raises:
-        PeerUnreachable: the controller was not reached within 10 s.
-    """
-
-    async def report() -> None:
-        async with (
-            asyncio.timeout(CANNOT_JOIN_S),
-            open_http(token) as http,
-            http.ws_connect(url.rstrip("/") + AGENTS_PATH) as socket,
-        ):
-            await send_frame(socket, encode(CannotJoin(PROTOCOL_VERSION, engine, reason)))
-            await socket.receive()  # the end of the connection: it has been read
-
-    try:
-        asyncio.run(report())
-    except (OSError, aiohttp.ClientError) as error:  # a TimeoutError is an OSError
-        raise PeerUnreachable(f"controller {url}: {type(error).__name__}: {error}") from error
 
 
 def group_and_rank(worker: str) -> tuple[str, int]:
@@ -100,27 +72,13 @@ class CommandHandler(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """A version that this rank waits to be published, and who waits for the end of it."""
-
-    frame: Announce
-    report: concurrent.futures.Future[UpdateReport]
-
-
-@final
 class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
-    """A trainer's or an engine's session with the controller.
+    """A rank's session with the controller.
 
     Args:
         url: the controller's address. token: of the agent's role.
         hello: builds the first frame of every connection; called in the channel's thread.
         handler: carries out commands.
-        on_disconnect: called in the channel's thread when a connection that was welcomed is lost,
-            before the first attempt to connect again; again at the next welcome if it raised. What
-            came of that is sent to the controller (`Done.not_resumed`).
-        on_command: called in the channel's thread with a command, its epoch and its round, as it
-            comes in and before it waits for its turn; must not block.
         reconnect, executor, loop: see `Client`.
 
     Raises:
@@ -134,8 +92,6 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         hello: Callable[[], Hello],
         handler: CommandHandler,
         *,
-        on_disconnect: Callable[[], None] | None = None,
-        on_command: Callable[[Command, int, int], None] | None = None,
         reconnect: bool = True,
         executor: concurrent.futures.Executor | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
@@ -150,168 +106,16 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
             reconnect=reconnect,
         )
         self._hello, self._handler = hello, handler
-        self._on_disconnect, self._on_command = on_disconnect, on_command
-        self._lock = threading.Lock()
-        self._announced: Announcement | None = None
-        self._attempts = 0
-        self._not_resumed = ""
-        self._published, self._lineage, self._welcomed_by = -1, "", ""
-        self.ended.add_done_callback(self._end_announcement)
-
-    def announce(self, version: int, deadline_s: float) -> UpdateReport:
-        """Announce that this trainer rank's weights stand still with `version`; wait for the round's end.
-
-        Raises:
-            PeerTimeout: no report within `deadline_s`. An announcement that still waited for other
-                ranks is taken back; if a round had begun it goes on, and the weights must not change
-                before the next report.
-            ProtocolError: the controller refused this agent.
-            PeerUnreachable: the channel was closed.
-        """
-        announced = self.begin_announcement(version)
-        try:
-            return announced.report.result(deadline_s)
-        except concurrent.futures.TimeoutError:
-            sent = self.withdraw(announced)
-            if sent is not None:
-                concurrent.futures.wait([sent], WITHDRAW_S)
-            away = f": the controller is away: {self.last_error}"
-            raise PeerTimeout(
-                f"publish: no report of version {version} within {deadline_s} s"
-                + (away if self.disconnected.is_set() else "")
-            ) from None
-        finally:
-            self.forget(announced)
-
-    def begin_announcement(self, version: int) -> Announcement:
-        """As `announce`; the report is done at the round's end.
-
-        Raises:
-            ProtocolError, PeerUnreachable: there is no session any more.
-        """
-        with self._lock:
-            if self.ended.done():
-                self.ended.result()
-            self._attempts += 1
-            self._announced = announced = Announcement(
-                Announce(version, self._attempts), concurrent.futures.Future()
-            )
-            self._loop.call_soon_threadsafe(
-                lambda: self._loop.create_task(self._send_announcement())
-            )
-        return announced
-
-    def expect(self, version: int) -> concurrent.futures.Future[UpdateReport]:
-        """As `begin_announcement`, of a round that the controller begins by itself: nothing is sent."""
-        with self._lock:
-            if self.ended.done():
-                self.ended.result()
-            self._announced = Announcement(Announce(version, 0), concurrent.futures.Future())
-            return self._announced.report
-
-    def give_up_expected(self) -> None:
-        """The end of a round that was expected is not told any more. Idempotent."""
-        with self._lock:
-            expected = self._announced
-            if expected is None or expected.frame.attempt or expected.report.done():
-                return
-            version = expected.frame.version
-            error = PeerUnreachable(f"version {version}: the controller did not say how it ended")
-            expected.report.set_exception(error)
-
-    def withdraw(self, announced: Announcement) -> concurrent.futures.Future[bool] | None:
-        """Take an announcement back, so that it begins no round that nobody waits for.
-
-        Returns:
-            Done when that was sent, or the connection is lost, which withdraws it as well; None
-            when there is no session any more.
-        """
-        with self._lock:
-            if self.ended.done():
-                return None
-            sending = self.send(Withdraw(announced.frame.attempt))
-            return asyncio.run_coroutine_threadsafe(sending, self._loop)
-
-    def forget(self, announced: Announcement) -> None:
-        """Nobody waits for this announcement any more."""
-        with self._lock:
-            if self._announced is announced:
-                self._announced = None
-
-    def _end_announcement(self, ended: concurrent.futures.Future[None]) -> None:
-        with self._lock:
-            if self._announced is not None and not self._announced.report.done():
-                self._announced.report.set_exception(ended.exception())
-
-    # --- in the loop ---------------------------------------------------------------------------
 
     def hello(self) -> Hello:
         """The owner's, with what this session knows and its owner does not."""
         epoch, round_number = self._store.newest
-        hello = msgspec.structs.replace(
-            self._hello(),
-            epoch=epoch,
-            round=round_number,
-            not_resumed=self._not_resumed,
-            host=host_identity(),
-        )
-        if hello.role is not Role.TRAINER:
-            return hello
-        # A controller that is started anew without a journal has nobody else whom it may believe.
         return msgspec.structs.replace(
-            hello, served_version=self._published, lineage=self._lineage or self._welcomed_by
+            self._hello(), epoch=epoch, round=round_number, host=host_identity()
         )
 
     def on_frame(self, frame: Welcome | UpdateReport) -> None:
-        if isinstance(frame, Welcome):
-            self._welcomed_by = frame.lineage
-            return
-        if frame.outcome is RoundOutcome.PUBLISHED:
-            self._published, self._lineage = frame.version, self._welcomed_by
-        with self._lock:
-            announced = self._announced
-            if announced is None or announced.report.done():
-                return
-            if frame.attempt != announced.frame.attempt:
-                return
-            if frame.attempt or frame.version == announced.frame.version:
-                announced.report.set_result(frame)
-
-    def on_call(self, call: Envelope[Command | Probe]) -> None:
-        if self._on_command is not None and not isinstance(call.command, Probe):
-            self._on_command(call.command, call.epoch, call.round)
-
-    async def on_welcome(self) -> None:
-        if self._not_resumed:  # no command of this connection has come: no round is open here yet
-            await self._loop.run_in_executor(self._executor, self.on_lost)
-
-    async def on_connected(self) -> None:
-        if self._on_disconnect is not None:  # how the engine is now, whatever stored replies say
-            epoch, round_number = self._store.newest
-            await self.send(
-                Reply(epoch, round_number, WELCOME_SEQ, Done(not_resumed=self._not_resumed))
-            )
-        await self._send_announcement()
-
-    def on_lost(self) -> None:
-        if self._on_disconnect is None:
-            return
-        with self._executing:  # whatever begins after this is refused
-            try:
-                self._on_disconnect()
-                self._not_resumed = ""
-            # The boundary of the engine: one that cannot be resumed now must come back all the same.
-            except Exception as error:  # noqa: BLE001
-                self._not_resumed = f"{type(error).__name__}: {error}"
-                _log.exception("on_disconnect")
-
-    async def _send_announcement(self) -> None:
-        """Send it again after a lost connection, which took it back."""
-        announced = self._announced
-        if announced is not None and announced.frame.attempt and not announced.report.done():
-            await self.send(announced.frame)
-
-    # --- in the thread of calls ----------------------------------------------------------------
+        """Only a trainer is told more than what to do."""
 
     def execute(self, call: Envelope[Command | Probe]) -> Result:
         if isinstance(call.command, Probe):
@@ -346,3 +150,141 @@ def _kind_of(error: Exception, command: Command | Probe) -> FailureKind:
             return FailureKind.UNKNOWN
         case _:
             return FailureKind.FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A version that this rank waits to be published, and who waits for the end of it."""
+
+    frame: Announce
+    report: concurrent.futures.Future[UpdateReport]
+
+
+@final
+class TrainerChannel(AgentChannel):
+    """A trainer rank's session: it also announces versions, one at a time. See `AgentChannel`."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        hello: Callable[[], Hello],
+        handler: CommandHandler,
+        *,
+        executor: concurrent.futures.Executor | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(url, token, hello, handler, executor=executor, loop=loop)
+        self._lock = threading.Lock()
+        self._announced: Announcement | None = None
+        self._attempts = 0
+        self._published, self._lineage, self._welcomed_by = -1, "", ""
+        self.ended.add_done_callback(self._end_announcement)
+
+    def announce(self, version: int, deadline_s: float) -> UpdateReport:
+        """Announce that this rank's weights stand still with `version`; wait for the round's end.
+
+        Raises:
+            PeerTimeout: no report within `deadline_s`. An announcement that still waited for other
+                ranks is taken back; if a round had begun it goes on, and the weights must not change
+                before the next report.
+            ProtocolError: the controller refused this agent.
+            PeerUnreachable: the channel was closed.
+        """
+        announced = self.begin_announcement(version)
+        try:
+            return announced.report.result(deadline_s)
+        except concurrent.futures.TimeoutError:
+            if (sent := self.withdraw(announced)) is not None:
+                concurrent.futures.wait([sent], WITHDRAW_S)
+            away = f": the controller is away: {self.last_error}"
+            raise PeerTimeout(
+                f"publish: no report of version {version} within {deadline_s} s"
+                + (away if self.disconnected.is_set() else "")
+            ) from None
+
+    def begin_announcement(self, version: int) -> Announcement:
+        """As `announce`; the report is done at the round's end.
+
+        Raises:
+            ProtocolError, PeerUnreachable: there is no session any more.
+        """
+        self._attempts += 1
+        announced = self._await_report(Announce(version, self._attempts))
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._send_announcement()))
+        return announced
+
+    def expect(self, version: int) -> concurrent.futures.Future[UpdateReport]:
+        """As `begin_announcement`, of a round that the controller begins by itself: nothing is sent."""
+        return self._await_report(Announce(version, 0)).report
+
+    def _await_report(self, frame: Announce) -> Announcement:
+        with self._lock:
+            if self.ended.done():
+                self.ended.result()
+            self._announced = announced = Announcement(frame, concurrent.futures.Future())
+        return announced
+
+    def give_up_expected(self) -> None:
+        """The end of a round that was expected is not told any more. Idempotent."""
+        with self._lock:
+            expected = self._announced
+            if expected is None or expected.frame.attempt or expected.report.done():
+                return
+            version = expected.frame.version
+            error = PeerUnreachable(f"version {version}: the controller did not say how it ended")
+            expected.report.set_exception(error)
+
+    def withdraw(self, announced: Announcement) -> concurrent.futures.Future[bool] | None:
+        """Take an announcement back, so that it begins no round that nobody waits for.
+
+        Returns:
+            Done when that was sent, or the connection is lost, which withdraws it as well; None
+            when there is no session any more.
+        """
+        with self._lock:
+            if self._announced is announced:
+                self._announced = None
+            if self.ended.done():
+                return None
+            sending = self.send(Withdraw(announced.frame.attempt))
+            return asyncio.run_coroutine_threadsafe(sending, self._loop)
+
+    def _end_announcement(self, ended: concurrent.futures.Future[None]) -> None:
+        with self._lock:
+            if self._announced is not None and not self._announced.report.done():
+                self._announced.report.set_exception(ended.exception())
+
+    # --- in the loop ---------------------------------------------------------------------------
+
+    def hello(self) -> Hello:
+        # A controller that is started anew without a journal has nobody else whom it may believe.
+        return msgspec.structs.replace(
+            super().hello(),
+            served_version=self._published,
+            lineage=self._lineage or self._welcomed_by,
+        )
+
+    def on_frame(self, frame: Welcome | UpdateReport) -> None:
+        if isinstance(frame, Welcome):
+            self._welcomed_by = frame.lineage
+            return
+        if frame.outcome is RoundOutcome.PUBLISHED:
+            self._published, self._lineage = frame.version, self._welcomed_by
+        with self._lock:
+            announced = self._announced
+            if announced is None or announced.report.done():
+                return
+            if frame.attempt != announced.frame.attempt:
+                return
+            if frame.attempt or frame.version == announced.frame.version:
+                announced.report.set_result(frame)
+
+    async def on_connected(self) -> None:
+        await self._send_announcement()
+
+    async def _send_announcement(self) -> None:
+        """Send it again after a lost connection, which took it back."""
+        announced = self._announced
+        if announced is not None and announced.frame.attempt and not announced.report.done():
+            await self.send(announced.frame)

@@ -37,7 +37,7 @@ from windlass.engines.rank_reports import RefusedByOtherRank
 from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.engines.vllm.rank import Worker, capture_rank, number_of
 from windlass.errors import ConfigError, WindlassError
-from windlass.updates.client import report_cannot_join
+from windlass.updates.engine_channel import report_cannot_join
 
 logger = logging.getLogger(__name__)
 LEAVE_S = 1.0
