@@ -226,16 +226,16 @@ async def measure(num_engines: int, repeats: int) -> list[Row]:
     alone, whole, commands, sizes = [], [], [], []
     for turn in range(repeats):
         name = f"engine-{(turn * 37) % num_engines}"
-        before = coordinator._fleet.find(f"{name}/0")
+        before = coordinator.fleet.find(f"{name}/0")
         await tell("stop", name)
         telling = asyncio.create_task(tell("start", name))
-        while coordinator._fleet.find(f"{name}/0") in (None, before):
+        while coordinator.fleet.find(f"{name}/0") in (None, before):
             came.clear()
             await came.wait()
         alone.append(await bound(coordinator))
         await telling
         commands.append(asked.take())
-        coordinator._binding = None
+        coordinator.connector.binding = None
         whole.append(await bound(coordinator))
         sizes.append(asked.take())
         version += 1
@@ -254,7 +254,7 @@ async def bound(coordinator: Coordinator) -> float:
     """Seconds until everybody who is there is bound; whatever binds already is waited for."""
     began = time.perf_counter()
     async with coordinator.lock:
-        await coordinator._ensure_bound()
+        await coordinator.connector.ensure_bound()
     return time.perf_counter() - began
 
 

@@ -214,7 +214,7 @@ async def measure(
         assert process.stdout is not None
         ports = (await asyncio.to_thread(process.stdout.readline)).split()
         engines = [f"engine-{index}" for index in range(num_engines)]
-        await coordinator.wait_for_fleet(num_trainers=1, engines=engines, deadline_s=60)
+        await coordinator.members.wait_for_fleet(num_trainers=1, engines=engines, deadline_s=60)
         names = ["trainer/0", *(f"{name}/0" for name in engines)]
         urls = {n: f"http://127.0.0.1:{port}/command" for n, port in zip(names, ports, strict=True)}
         connector = aiohttp.TCPConnector(limit=0)

@@ -49,7 +49,7 @@ def simulate(num_trainers: int, num_engine_ranks: int, kind: str) -> Figures:
             print(f"{num_trainers} -> {num_engine_ranks}: {what} {cpu_s:.2f} s", file=sys.stderr)
 
         def note_links(how: str) -> None:
-            binding = fleet.coordinator._binding
+            binding = fleet.coordinator.connector.binding
             assert binding is not None
             found[f"links, {how}"] = len(binding.links), ""
             most = binding.sent_nbytes * num_trainers / binding.sent_by.total()

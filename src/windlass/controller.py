@@ -119,7 +119,7 @@ class Controller:
             PeerTimeout: names who is missing after `deadline_s`.
         """
         _check_names("wait_for_fleet", engines)
-        await self.coordinator.wait_for_fleet(
+        await self.coordinator.members.wait_for_fleet(
             num_trainers=num_trainers, engines=engines, deadline_s=deadline_s
         )
 
@@ -140,7 +140,9 @@ class Controller:
             PeerTimeout: not within `deadline_s`; says who is behind.
         """
         _check_names("wait_for_version", engines)
-        await self.coordinator.wait_for_version(version, engines=engines, deadline_s=deadline_s)
+        await self.coordinator.members.wait_for_version(
+            version, engines=engines, deadline_s=deadline_s
+        )
 
     async def __aenter__(self) -> Controller:
         mount_rollout_routes(self._server, self.rollouts, self.batches)

@@ -107,16 +107,16 @@ async def test_an_engine_whose_server_hangs_is_published_and_rests_until_it_answ
     await server.start()
     pair = await asyncio.to_thread(connect_small_pair, server.url, TOKEN, hooks, hooks.url)
     try:
-        await coordinator.wait_for_fleet(num_trainers=1, engines=["a"], deadline_s=WITHIN_S)
+        await coordinator.members.wait_for_fleet(num_trainers=1, engines=["a"], deadline_s=WITHIN_S)
         report = await asyncio.to_thread(pair.trainer.publish, 0)
         assert (report.outcome, report.engines) == (RoundOutcome.PUBLISHED, ("a",))
         assert report.left_out == {}
         assert coordinator.routable() == ()
         assert (hooks.failed[0], hooks.paused) == (hangs_at, True)
-        assert not any(group.mixed_weights for group in coordinator._fleet.engines())
+        assert not any(group.mixed_weights for group in coordinator.fleet.engines())
         assert bytes(pair.served) == bytes(pair.trained)
         os.kill(process.pid, signal.SIGCONT)
-        await coordinator._changes.until(
+        await coordinator.changes.until(
             lambda: bool(coordinator.routable()), WITHIN_S, lambda: "not routable"
         )
         assert (hooks.version, hooks.paused) == (0, False)

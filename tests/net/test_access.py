@@ -123,7 +123,9 @@ async def test_an_engine_joins_with_the_token_of_its_role_and_not_with_an_observ
         await rig.start({"a": 1})
         hello = fake_hello(engine_manifest("b/0", 2), group="b")
         await rig.connect(hello, FakeEngineRank("b/0", 2), token=role_token(TOKEN, Access.ENGINE))
-        await rig.coordinator.wait_for_fleet(num_trainers=2, engines=("a", "b"), deadline_s=20)
+        await rig.coordinator.members.wait_for_fleet(
+            num_trainers=2, engines=("a", "b"), deadline_s=20
+        )
         other = fake_hello(engine_manifest("c/0", 2), group="c")
         with pytest.raises(AuthenticationError):
             await rig.connect(

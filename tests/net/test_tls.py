@@ -209,7 +209,9 @@ async def test_a_fleet_of_certificates_is_updated_without_any_token(authority: A
                 hello = fake_hello(trainer_manifest("trainer/0", 0, 2), group="trainer")
                 with pytest.raises(ProtocolError, match="role engine may not join as trainer"):
                     await rig.connect(hello, FakeEngineRank("trainer/0", 2))
-            await rig.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=20)
+            await rig.coordinator.members.wait_for_fleet(
+                num_trainers=2, engines=("a",), deadline_s=20
+            )
             assert (await rig.publish(0)).outcome == "published"
             assert rig.routable == {"a": 0}
 

@@ -23,12 +23,15 @@ from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.pool import WorkerPool
 from windlass.transfer.destination import Destination
 from windlass.transfer.sender import Sender
-from windlass.updates import binding, coordinator, session
+from windlass.updates import binding, members
+from windlass.updates.connector import Connector
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.driver import RoundDriver
 from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.fleet import Fleet
+from windlass.updates.members import Members
 from windlass.updates.rounds import LinkLedger, RoundMachine
+from windlass.updates.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ BUGS = (
     ),
     Bug(
         "a version that is not newer is accepted",
-        Coordinator,
+        Run,
         "refusal",
         "if version <= newest:",
         "if False:",
@@ -120,9 +123,9 @@ BUGS = (
     ),
     Bug(
         "published before it is on disk",
-        Coordinator,
-        "_on_phase",
-        "self._journal_round(JournalKind.PUBLISHING, version, ())",
+        Run,
+        "reserve",
+        "self.record(JournalKind.PUBLISHING, version)",
         "pass",
         0,
     ),
@@ -144,8 +147,8 @@ BUGS = (
     ),
     Bug(
         "mixed engines are forgotten at the end of a round",
-        Coordinator,
-        "_note_outcomes",
+        Fleet,
+        "note_round",
         "group.mixed_weights |= name in finish.mixed",
         "pass",
         6,
@@ -162,7 +165,7 @@ BUGS = (
         "a lost write holds its engines for ever",
         Coordinator,
         "settle_soon",
-        "self.spawn(probe_held(self._fleet, self._sessions))",
+        "self.spawn(probe_held(self.fleet, self.members.sessions))",
         "pass",
         6,
     ),
@@ -245,7 +248,7 @@ INTRUDER_BUGS = (
     ),
     Bug(
         "a name may forge lines of a log",
-        session,
+        members,
         "check_name",
         "not name.isprintable()",
         "False",
@@ -253,7 +256,7 @@ INTRUDER_BUGS = (
     ),
     Bug(
         "a name may be of any length",
-        session,
+        members,
         "check_name",
         "len(name.encode()) > MAX_NAME_NBYTES",
         "False",
@@ -261,7 +264,7 @@ INTRUDER_BUGS = (
     ),
     Bug(
         "a rank has any name",
-        coordinator,
+        members,
         "check_first",
         'if first.worker != f"{first.group}/{first.rank}":',
         "if False:",
@@ -269,7 +272,7 @@ INTRUDER_BUGS = (
     ),
     Bug(
         "an engine's token makes trainers",
-        session,
+        members,
         "_check_role",
         "access.value != role.value",
         "False",
@@ -277,7 +280,7 @@ INTRUDER_BUGS = (
     ),
     Bug(
         "an engine's URL leads anywhere",
-        coordinator,
+        members,
         "check_published",
         'check_url(hello.url, f"{hello.worker}: url", may_be_plain=True)',
         "pass",
@@ -285,39 +288,39 @@ INTRUDER_BUGS = (
     ),
     Bug(
         "a Hello has numbers of any size",
-        Coordinator,
-        "_check_past",
+        Run,
+        "check_past",
         "if not least <= value <= MAX_COUNT:",
         "if False:",
         100014,
     ),
     Bug(
         "a Hello names any epoch",
-        Coordinator,
-        "_check_past",
-        "if hello.epoch > self.epoch + MAX_EPOCHS_AHEAD:",
+        Run,
+        "check_past",
+        "if hello.epoch > self.round_id.epoch + MAX_EPOCHS_AHEAD:",
         "if False:",
         100014,
     ),
     Bug(
         "trainers of another run train this one",
-        Coordinator,
-        "_check_past",
-        "if hello.role is Role.TRAINER and not ours and self._journal.is_kept:",
+        Run,
+        "check_past",
+        "if hello.role is Role.TRAINER and not ours and self.journal.is_kept:",
         "if False:",
         100004,
     ),
     Bug(
         "an engine says what is published",
-        Coordinator,
-        "_note_served",
-        "version <= self._reserved and not hello.mixed_weights",
+        Run,
+        "note_joined",
+        "version <= self.reserved and not hello.mixed_weights",
         "not hello.mixed_weights",
         100001,
     ),
     Bug(
         "refused engines are remembered without bound",
-        Coordinator,
+        Members,
         "_note_refusal",
         "if len(self._refusals) > KEPT_REFUSALS:",
         "if False:",
@@ -325,7 +328,7 @@ INTRUDER_BUGS = (
     ),
     Bug(
         "one that never binds is asked for ever",
-        Coordinator,
+        Connector,
         "_part_with",
         "if session.agent.num_late > MAX_LATE:",
         "if False:",

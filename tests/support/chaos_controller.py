@@ -152,7 +152,7 @@ class ControllerProcess(Process):
             )
 
     def kill(self) -> None:
-        journal: Any = self.coordinator._journal
+        journal: Any = self.coordinator.run.journal
         journal.close()  # a dead process writes nothing
         super().kill()
 

@@ -245,7 +245,7 @@ class Intruder:
                 await self._must_be_refused(http, what, encode(hello))
 
     async def _forge_first_frames(self) -> None:
-        round_id = self.world.controller.coordinator._round_id
+        round_id = self.world.controller.coordinator.run.round_id
         frames = {
             "a reply": encode(Reply(*round_id, 1, Verified(()))),
             "an announcement": encode(Announce(10**6, 1)),

@@ -231,7 +231,9 @@ class Run:
         }
 
     async def _everybody(self, engines: tuple[str, ...]) -> None:
-        await self.coordinator.wait_for_fleet(num_trainers=2, engines=engines, deadline_s=90.0)
+        await self.coordinator.members.wait_for_fleet(
+            num_trainers=2, engines=engines, deadline_s=90.0
+        )
 
     async def close(self) -> None:
         for task in (*self._lives, *self._repairs):
@@ -424,7 +426,7 @@ class Run:
                 agent.signal(signal.SIGCONT)
             if not agent.alive:
                 await agent.start()
-        for group in self.coordinator._fleet.engines():
+        for group in self.coordinator.fleet.engines():
             if group.quarantined:
                 self.agents[group.name].kill()
                 await self.agents[group.name].start()

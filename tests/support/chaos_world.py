@@ -43,8 +43,8 @@ from windlass.net.listener import STRANGER_S
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transports.memory import MemoryFabric
-from windlass.updates import coordinator as coordinator_module
 from windlass.updates import journal
+from windlass.updates import members as members_module
 from windlass.updates.journal import JournalEntry, JournalKind
 from windlass.updates.report import RoundOutcome, UpdateReport
 
@@ -175,7 +175,7 @@ class World:
         limits = journal.COMPACT_AFTER, journal.KEPT_ENTRIES
         # So that every few rounds are compacted.
         journal.COMPACT_AFTER, journal.KEPT_ENTRIES = 23, 7
-        kept, coordinator_module.KEPT_REFUSALS = coordinator_module.KEPT_REFUSALS, KEPT_REFUSALS
+        kept, members_module.KEPT_REFUSALS = members_module.KEPT_REFUSALS, KEPT_REFUSALS
 
         def write_all(descriptor: int, data: bytes) -> None:
             self.journal_changed = True
@@ -190,7 +190,7 @@ class World:
             yield
         finally:
             lines._write_all = original
-            coordinator_module.KEPT_REFUSALS = kept
+            members_module.KEPT_REFUSALS = kept
             journal.COMPACT_AFTER, journal.KEPT_ENTRIES = limits
 
     def note(self, text: str) -> None:
@@ -309,9 +309,9 @@ class World:
         if published < controller.last_update:
             self.violate(f"published version fell from {controller.last_update} to {published}")
         controller.last_update = published
-        controller.trainers_were_there |= coordinator._fleet.trainers() is not None
+        controller.trainers_were_there |= coordinator.fleet.trainers() is not None
         if self.schedule.keeps_writes:
-            quarantined = {worker for worker, _ in coordinator._fleet.quarantined}
+            quarantined = {worker for worker, _ in coordinator.fleet.quarantined}
             if wrong := quarantined & {rank.name for rank in self.engines}:
                 self.violate(f"with nothing wrong but intruders these are quarantined: {wrong}")
         if coordinator.epoch > MAX_EPOCH:
@@ -335,7 +335,7 @@ class World:
             return
         coordinator = self.controller.coordinator
         for engine in coordinator.routable():
-            group = coordinator._fleet.group_of(engine.name)
+            group = coordinator.fleet.group_of(engine.name)
             for rank in self._groups.get(engine.name, ()):
                 known = group is not None and group.agents.get(rank.rank)
                 if rank.host.alive and known and known.hello.incarnation == rank.incarnation:
@@ -661,7 +661,7 @@ class World:
     async def _everybody_is_there(self) -> None:
         await self.controller.ready.wait()
         try:
-            await self.controller.coordinator.wait_for_fleet(
+            await self.controller.coordinator.members.wait_for_fleet(
                 num_trainers=len(TRAINERS), engines=tuple(ENGINES), deadline_s=60.0
             )
         except WindlassError as error:
@@ -669,7 +669,7 @@ class World:
 
     def _replace_quarantined(self) -> None:
         """What an operator does with engines that bytes may still land in."""
-        for group in self.controller.coordinator._fleet.engines():
+        for group in self.controller.coordinator.fleet.engines():
             if group.quarantined:
                 for rank in self.ranks_of(group.name):
                     self._kill_and_restart(rank.name, 0.5)
@@ -696,15 +696,17 @@ class World:
         """Nothing is kept of what is over."""
         coordinator = self.controller.coordinator
         num_agents = len(TRAINERS) + len(self.engines)
-        ours = [s for s in coordinator._sessions.values() if not s.worker.startswith("intruder")]
+        ours = [
+            s for s in coordinator.members.sessions.values() if not s.worker.startswith("intruder")
+        ]
         num_intruders = sum(event.kind is Kind.INTRUDE for event in self.schedule.events)
         num_agents += num_intruders
         counts = {
-            "refusals": (len(coordinator._refusals), KEPT_REFUSALS),
-            "sessions": (len(coordinator._sessions), num_agents),
+            "refusals": (len(coordinator.members._refusals), KEPT_REFUSALS),
+            "sessions": (len(coordinator.members.sessions), num_agents),
             # A misfit is brought up again and again.
             "tasks": (len(coordinator._tasks), max(4, num_intruders + 1)),
-            "holds": (len(coordinator._fleet._holds), 0),
+            "holds": (len(coordinator.fleet._holds), 0),
             "waiting": (sum(s.num_waiting for s in ours), 0),
             "records": (len(self.controller.rollouts._table.records), 0),
             "by engine": (len(self.controller.rollouts._table.by_engine), 0),

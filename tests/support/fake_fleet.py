@@ -179,7 +179,7 @@ class FakeFleet:
             await self.add_trainer(index)
         for name, ranks in engines.items():
             await self.add_engine(name, ranks=ranks)
-        await self.coordinator.wait_for_fleet(
+        await self.coordinator.members.wait_for_fleet(
             num_trainers=self.num_trainers, engines=tuple(engines), deadline_s=CONNECT_S
         )
 

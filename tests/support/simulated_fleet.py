@@ -304,7 +304,7 @@ class SimulatedFleet:
     async def kill_controller(self) -> None:
         """It is gone without a word."""
         coordinator, server = self.coordinator, self.server
-        journal: Any = coordinator._journal
+        journal: Any = coordinator.run.journal
         journal.close()
         self._controller.kill()
         await self._controller.ended()
@@ -339,7 +339,7 @@ class SimulatedFleet:
         """Its ranks are killed; others come in their place."""
         for rank in self.engines.pop(f"engine-{index}"):
             await rank.kill(self.fabric)
-        await self.until(lambda: self.coordinator._fleet.group_of(f"engine-{index}") is None)
+        await self.until(lambda: self.coordinator.fleet.group_of(f"engine-{index}") is None)
         self.start_engine(index)
 
     async def publish(self, version: int) -> UpdateReport:
@@ -373,7 +373,7 @@ class SimulatedFleet:
         """Return once everybody is connected and bound, and serves what is published."""
 
         def there() -> bool:
-            fleet, binding = self.coordinator._fleet, self.coordinator._binding
+            fleet, binding = self.coordinator.fleet, self.coordinator.connector.binding
             trainers = fleet.trainers()
             return (
                 trainers is not None

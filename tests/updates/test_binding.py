@@ -49,7 +49,7 @@ def names_of(asked: Asked) -> list[tuple[str, str]]:
 
 
 async def until(fleet: FakeFleet, holds: Callable[[], bool]) -> None:
-    await fleet.coordinator._changes.until(holds, WITHIN_S, lambda: "it did not come to that")
+    await fleet.coordinator.changes.until(holds, WITHIN_S, lambda: "it did not come to that")
 
 
 async def settled(fleet: FakeFleet, num_engines: int) -> None:
@@ -57,7 +57,7 @@ async def settled(fleet: FakeFleet, num_engines: int) -> None:
     async with asyncio.timeout(WITHIN_S):
         while True:
             async with fleet.coordinator.lock:
-                binding = fleet.coordinator._binding
+                binding = fleet.coordinator.connector.binding
                 if binding is not None and len(binding.engines) == num_engines:
                     return
             await asyncio.sleep(0.01)

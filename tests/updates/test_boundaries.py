@@ -141,7 +141,7 @@ async def test_an_engine_that_cannot_resume_alone_comes_back_to_its_controller()
         rank = FakeEngineRank("a/0", rig.num_trainers)
         hello = fake_hello(engine_manifest("a/0", rig.num_trainers), group="a")
         await rig.connect(hello, rank, on_disconnect=broken)
-        sessions = rig.coordinator._sessions
+        sessions = rig.coordinator.members.sessions
         await until(lambda: "a/0" in sessions)
         first = sessions["a/0"]
         await first.close()
@@ -160,7 +160,7 @@ async def test_an_engine_that_could_not_resume_alone_does_so_before_its_next_rou
         rank = FakeEngineRank("a/0", rig.num_trainers, on_command=lambda c: told.append(str(c)))
         hello = fake_hello(engine_manifest("a/0", rig.num_trainers), group="a")
         await rig.connect(hello, rank, on_disconnect=away_once)
-        sessions = rig.coordinator._sessions
+        sessions = rig.coordinator.members.sessions
         await until(lambda: "a/0" in sessions)
         first = sessions["a/0"]
         await first.close()

@@ -78,7 +78,7 @@ class Socket:
     def reply(self, frame: Envelope[Command | Probe], result: Result) -> None:
         assert self.session is not None
         reply = Reply(frame.epoch, frame.round, frame.seq, result)
-        self.rig.spawn(self.rig.coordinator.received(self.session, reply))
+        self.rig.spawn(self.rig.coordinator.members.received(self.session, reply))
 
     def result_of(self, command: object) -> Result | None:
         match command:
@@ -113,7 +113,7 @@ class Rig:
         self.loop = loop
         config = ControlConfig(mode=mode, max_rewrites=0, deadlines=PhaseDeadlines(write_s=WRITE_S))
         self.coordinator = Coordinator(config)
-        self.coordinator._reserved = VERSION  # as its journal may say: engines settle it
+        self.coordinator.run.reserved = VERSION  # as its journal may say: engines settle it
         self.writes: list[tuple[float, str]] = []
         self.on_write: Callable[[str], LinkStatus | None] = lambda _donor: LinkStatus.OK
         self.make: Callable[[Rig, str], Socket] = Socket
@@ -137,15 +137,17 @@ class Rig:
 
     async def admit(self, name: str, hello: Hello) -> Socket:
         socket = self.make(self, name)
-        admitted = await self.coordinator.admit(hello, cast("web.WebSocketResponse", socket))
+        admitted = await self.coordinator.members.admit(
+            hello, cast("web.WebSocketResponse", socket)
+        )
         assert admitted is not None
         socket.session, _ = admitted
-        await self.coordinator.admitted(socket.session)
+        await self.coordinator.members.admitted(socket.session)
         return socket
 
     async def leave(self, socket: Socket, *, ended: bool) -> None:
         assert socket.session is not None
-        await self.coordinator.lost(socket.session, "gone", ended=ended)
+        await self.coordinator.members.lost(socket.session, "gone", ended=ended)
 
     @property
     def routable(self) -> set[str]:
@@ -235,7 +237,25 @@ def test_a_copy_under_way_is_not_the_past_of_a_job_that_starts_meanwhile(mode: U
         assert len(arrivals) == 1
         assert rig.coordinator.published_version == -1
         assert rig.routable == set()
-        assert {group.lineage for group in rig.coordinator._fleet.engines()} == {"earlier"}
+        assert {group.lineage for group in rig.coordinator.fleet.engines()} == {"earlier"}
+
+    with simulated(mode) as rig:
+        rig.loop.run_until_complete(scenario(rig))
+
+
+@BOTH
+def test_a_copy_of_an_older_version_frees_no_number_that_engines_were_told(
+    mode: UpdateMode,
+) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.join("a")
+        rig.coordinator.run.reserved = (
+            VERSION + 1
+        )  # told to engines that are away, in a round that failed
+        await rig.join("c", served=-1)
+        await asyncio.sleep(0.5)
+        assert rig.routable == {"a", "c"}
+        assert "may have been published" in rig.coordinator.run.refusal(VERSION + 1)
 
     with simulated(mode) as rig:
         rig.loop.run_until_complete(scenario(rig))

@@ -157,9 +157,11 @@ async def test_a_newcomer_gets_no_traffic_before_it_holds_the_published_version(
         await rig.start({"a": 1})
         await rig.publish(0)
         await rig.add_engine("b")
-        await rig.coordinator.wait_for_fleet(num_trainers=2, engines=("a", "b"), deadline_s=5)
+        await rig.coordinator.members.wait_for_fleet(
+            num_trainers=2, engines=("a", "b"), deadline_s=5
+        )
         assert rig.routable == {"a": 0}
-        served = rig.coordinator.wait_for_version
+        served = rig.coordinator.members.wait_for_version
         await served(0, engines=("a",), deadline_s=5)
         with pytest.raises(PeerTimeout, match=r"published is 0, behind it b$"):
             await served(0, engines=("a", "b"), deadline_s=0.05)
@@ -478,7 +480,7 @@ async def test_an_engine_killed_in_any_phase_is_left_out_at_once_and_comes_back(
         await rig.add_trainer(1)
         await rig.add_engine("b")
         doomed.append(engine_process(rig.server.url, group="a", kill_in=phase))
-        wait = rig.coordinator.wait_for_fleet
+        wait = rig.coordinator.members.wait_for_fleet
         await wait(num_trainers=2, engines=("a", "b"), deadline_s=20)
         began = time.monotonic()
         report = await rig.publish(0)
@@ -535,7 +537,7 @@ async def test_a_trainer_lost_while_writing_ends_the_round_and_old_weights_stay_
         def vanish(command: Command) -> None:
             if isinstance(command, Write):
                 # The connection breaks while the command is being carried out.
-                session = rig.coordinator._sessions["trainer/1"]
+                session = rig.coordinator.members.sessions["trainer/1"]
                 asyncio.run_coroutine_threadsafe(session.close(), loop).result(10)
 
         rig.trainers["trainer/1"].on_command = vanish
@@ -679,7 +681,7 @@ async def test_a_report_lost_with_its_connection_is_given_again() -> None:
 
         def cut(command: Command) -> None:
             if isinstance(command, Publish):
-                session = rig.coordinator._sessions["trainer/0"]
+                session = rig.coordinator.members.sessions["trainer/0"]
                 asyncio.run_coroutine_threadsafe(session.close(), loop).result(10)
 
         rig.engines["a/0"].on_command = cut
@@ -704,7 +706,9 @@ async def test_a_restarted_controller_knows_what_is_published_and_agents_find_it
         async with FakeFleet(quick(mode), journal_path=journal, port=rig.port) as second:
             assert second.coordinator.epoch > epoch
             assert second.coordinator.published_version == 3
-            await second.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=20)
+            await second.coordinator.members.wait_for_fleet(
+                num_trainers=2, engines=("a",), deadline_s=20
+            )
             assert "stale version" in (await rig.publish(3)).reason
             assert (await rig.publish(4)).outcome is RoundOutcome.PUBLISHED
             assert second.routable == {"a": 4}
@@ -721,7 +725,9 @@ async def test_a_controller_without_a_journal_learns_from_its_trainers_what_is_p
             second.fabric = rig.fabric
             await second.add_engine("x", served_version=9, lineage="another run")
             await second.add_engine("y", served_version=6, lineage=run)
-            await second.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=20)
+            await second.coordinator.members.wait_for_fleet(
+                num_trainers=2, engines=("a",), deadline_s=20
+            )
             assert second.coordinator.published_version == 6
             assert second.routable == {"y": 6}
             assert second.coordinator.lineage != run
@@ -770,10 +776,14 @@ async def test_whoever_waits_for_an_engine_that_is_refused_is_told_why_at_once(h
         await rig.start({"a": 1})
         coordinator = rig.coordinator
         waiting = [
-            asyncio.create_task(coordinator.wait_for_version(1, engines=("b",), deadline_s=60))
+            asyncio.create_task(
+                coordinator.members.wait_for_version(1, engines=("b",), deadline_s=60)
+            )
         ]
         if how == "by its Hello":  # else it is there for a moment
-            there = coordinator.wait_for_fleet(num_trainers=2, engines=("a", "b"), deadline_s=60)
+            there = coordinator.members.wait_for_fleet(
+                num_trainers=2, engines=("a", "b"), deadline_s=60
+            )
             waiting.append(asyncio.create_task(there))
         hello = fake_hello(engine_manifest("b/0", 2, tensor=tensor), group="b")
         hello = msgspec.structs.replace(hello, **changed)
@@ -785,11 +795,11 @@ async def test_whoever_waits_for_an_engine_that_is_refused_is_told_why_at_once(h
                 with pytest.raises(EngineRefused, match=f"engine b was refused: .*{says}"):
                     await waits
         channel.close()
-        await coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=5)
+        await coordinator.members.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=5)
         with pytest.raises(EngineRefused, match="wait_for_fleet: engine b was refused"):
-            await coordinator.wait_for_fleet(num_trainers=2, engines=("b",), deadline_s=5)
+            await coordinator.members.wait_for_fleet(num_trainers=2, engines=("b",), deadline_s=5)
         await rig.add_engine("b", incarnation="second")  # as it should have been
-        await coordinator.wait_for_fleet(num_trainers=2, engines=("a", "b"), deadline_s=5)
+        await coordinator.members.wait_for_fleet(num_trainers=2, engines=("a", "b"), deadline_s=5)
         assert (await rig.publish(1)).outcome is RoundOutcome.PUBLISHED
 
 
@@ -800,7 +810,7 @@ async def test_whoever_waits_for_an_engine_with_an_address_of_no_use_elsewhere_i
         await rig.start({"a": 1})
         hello = msgspec.structs.replace(hello_of("b"), url="http://127.0.0.1:1")
         waits = asyncio.create_task(
-            rig.coordinator.wait_for_fleet(num_trainers=2, engines=("b",), deadline_s=5)
+            rig.coordinator.members.wait_for_fleet(num_trainers=2, engines=("b",), deadline_s=5)
         )
         await asyncio.sleep(0)
         async with (
@@ -819,7 +829,9 @@ async def test_an_engine_that_cannot_even_connect_says_so_to_whoever_waits_for_i
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         waits = asyncio.create_task(
-            rig.coordinator.wait_for_fleet(num_trainers=2, engines=("a", "vllm"), deadline_s=60)
+            rig.coordinator.members.wait_for_fleet(
+                num_trainers=2, engines=("a", "vllm"), deadline_s=60
+            )
         )
         engine, trainer = (role_token(TOKEN, role) for role in (Access.ENGINE, Access.TRAINER))
         for name in ("a", "vllm"):
@@ -830,7 +842,7 @@ async def test_an_engine_that_cannot_even_connect_says_so_to_whoever_waits_for_i
             await asyncio.to_thread(report_cannot_join, rig.server.url, engine, name, why)
         with pytest.raises(EngineRefused, match="engine vllm was refused: no kernel casts"):
             await waits
-        await rig.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=5)
+        await rig.coordinator.members.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=5)
 
 
 async def test_a_whole_job_keeps_its_place_and_the_next_one_waits_until_it_has_left() -> None:
@@ -856,7 +868,9 @@ async def test_trainers_of_an_earlier_run_that_came_first_give_way_to_those_of_t
         await rig.publish(6)
         await rig.close_controller()
         async with FakeFleet(port=rig.port) as second:
-            await second.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=20)
+            await second.coordinator.members.wait_for_fleet(
+                num_trainers=2, engines=("a",), deadline_s=20
+            )
             assert second.coordinator.published_version == 6
             for index in range(2):
                 await second.add_trainer(index, incarnation="second", job="this run")
@@ -881,7 +895,9 @@ async def test_trainers_of_an_earlier_run_that_have_published_in_this_one_keep_t
         await rig.publish(6)
         await rig.close_controller()
         async with FakeFleet(port=rig.port) as second:
-            await second.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=20)
+            await second.coordinator.members.wait_for_fleet(
+                num_trainers=2, engines=("a",), deadline_s=20
+            )
             assert (await rig.publish(7)).outcome is RoundOutcome.PUBLISHED
             stray = asyncio.create_task(second.add_trainer(0, incarnation="stray", job="other"))
             done, _ = await asyncio.wait([stray], timeout=0.5)
@@ -946,7 +962,7 @@ async def test_agents_obey_a_controller_that_forgot_its_epochs() -> None:
         assert rig.coordinator.epoch > 2
         await rig.close_controller()
         async with FakeFleet(port=rig.port) as second:
-            await second.coordinator.wait_for_fleet(
+            await second.coordinator.members.wait_for_fleet(
                 num_trainers=2, engines=("a", "late-2"), deadline_s=20
             )
             assert "a" in (await rig.publish(9)).engines

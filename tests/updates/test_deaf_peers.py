@@ -113,13 +113,17 @@ async def test_an_engine_that_is_cut_off_because_it_does_not_read_may_still_be_w
     deaf: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     impatient = partial(AgentSession, send_deadline_s=0.3)
-    monkeypatch.setattr("windlass.updates.coordinator.AgentSession", impatient)
+    monkeypatch.setattr("windlass.updates.members.AgentSession", impatient)
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     coordinator = Coordinator(ControlConfig())
     coordinator.mount(server)
     await server.start()
     ended: list[Identity] = []
-    monkeypatch.setattr(coordinator._catch_ups, "lost", ended.append)
+
+    async def presumed(identity: Identity) -> None:
+        ended.append(identity)
+
+    monkeypatch.setattr(coordinator._catch_ups, "_presume_ended", presumed)
     hello = fake_hello(engine_manifest("engine-a/0", 1), group="engine-a")
     headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.ENGINE)}"}
     async with aiohttp.ClientSession(headers=headers) as http:
@@ -127,15 +131,15 @@ async def test_an_engine_that_is_cut_off_because_it_does_not_read_may_still_be_w
         try:
             await connection.send_bytes(encode(hello))
             await connection.receive_bytes()  # Welcome
-            session = coordinator._sessions["engine-a/0"]
+            session = coordinator.members.sessions["engine-a/0"]
             if deaf:
                 stop_reading(connection)
                 with pytest.raises(PeerUnreachable, match="does not read"):
                     await session.send(Refused(LARGE))
             else:
                 await connection.close()
-            await coordinator._changes.until(
-                lambda: not coordinator._sessions, DEADLINE_S, lambda: "not lost"
+            await coordinator.changes.until(
+                lambda: not coordinator.members.sessions, DEADLINE_S, lambda: "not lost"
             )
             assert ended == ([] if deaf else [session.agent.identity])
         finally:

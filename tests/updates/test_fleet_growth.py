@@ -31,8 +31,8 @@ def figures_of(num_trainers: int, num_engines: int, folder: Path) -> Figures:
         await fleet.start_engines(every_s=0.5)
         await fleet.settled()
         note("connect")
-        assert fleet.coordinator._binding is not None
-        found["links"] = len(fleet.coordinator._binding.links) / num_ranks
+        assert fleet.coordinator.connector.binding is not None
+        found["links"] = len(fleet.coordinator.connector.binding.links) / num_ranks
         found["objects"] = fleet.held()[1].total() / num_ranks
         await fleet.publish(0)
         note("first update")

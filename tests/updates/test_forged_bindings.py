@@ -172,7 +172,7 @@ async def test_a_process_that_was_only_named_is_not_written_and_nothing_is_told_
 @pytest.mark.parametrize("forgery", ["endpoint", "region", "worker", "Hello"])
 async def test_the_memory_of_another_rank_cannot_be_bound(forgery: str) -> None:
     async with attacked() as (controller, fleet, bystander, _, address):
-        agent = controller.coordinator._fleet.find("a/0")
+        agent = controller.coordinator.fleet.find("a/0")
         assert agent is not None
         theirs, own = agent.hello.offers[0].endpoint, OwnProcess("cma")
         says = own.endpoint if forgery != "Hello" else theirs

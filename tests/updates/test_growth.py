@@ -39,8 +39,8 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkStatus
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates import coordinator as control
 from windlass.updates import fleet, journal, recovery
+from windlass.updates import members as connections
 from windlass.updates.binding import EnginesUnbound
 from windlass.updates.connect_messages import ConnectEngine
 from windlass.updates.coordinator import Coordinator
@@ -112,7 +112,7 @@ async def come_and_go(rig: Rig, number: int) -> None:
         assert name not in rig.routable
     if isinstance(engine, Late):
         late = EnginesUnbound({}, {f"{name}/0": "late"}, "")
-        await rig.coordinator._part_with(late)
+        await rig.coordinator.connector._part_with(late)
     await rig.leave(engine, ended=bool(number % 2))
     if what == 5:  # it comes back as another process
         rig.on_write = lambda _donor: LinkStatus.OK
@@ -125,7 +125,7 @@ def test_three_hundred_engines_that_come_and_go_leave_nothing_in_the_coordinator
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery, "KEPT_ATTEMPTS", 4)
-    monkeypatch.setattr(control, "KEPT_REFUSALS", 2)
+    monkeypatch.setattr(connections, "KEPT_REFUSALS", 2)
     monkeypatch.setattr(fleet, "MAX_QUARANTINED", 2)
     monkeypatch.setattr(journal, "MAX_QUARANTINED", 2)
 
@@ -275,14 +275,16 @@ async def test_real_engines_that_are_updated_and_leave_give_everything_back(
         name = f"engine-{version}"
         trained[:] = np.arange(24) + version
         engine, served = await asyncio.to_thread(new_engine, name)
-        await coordinator.wait_for_fleet(num_trainers=1, engines=[name], deadline_s=WITHIN_S)
+        await coordinator.members.wait_for_fleet(
+            num_trainers=1, engines=[name], deadline_s=WITHIN_S
+        )
         report = await asyncio.to_thread(trainer.publish, version)
         assert (report.outcome, report.engines) == (RoundOutcome.PUBLISHED, (name,))
         assert bytes(served) == bytes(trained)
         del served
         await asyncio.to_thread(engine.close)
-        await coordinator._changes.until(
-            lambda: not coordinator._fleet.engines(), WITHIN_S, lambda: f"{name} is still there"
+        await coordinator.changes.until(
+            lambda: not coordinator.fleet.engines(), WITHIN_S, lambda: f"{name} is still there"
         )
 
     trainer = await asyncio.to_thread(new_trainer)

@@ -29,7 +29,7 @@ WITHIN_S = 20.0
 
 
 async def until(rig: FakeFleet, holds: Callable[[], bool]) -> None:
-    await rig.coordinator._changes.until(holds, WITHIN_S, lambda: "it did not come to that")
+    await rig.coordinator.changes.until(holds, WITHIN_S, lambda: "it did not come to that")
 
 
 def engine_of(rig: FakeFleet, name: str) -> dict[str, Any]:
@@ -68,7 +68,7 @@ async def test_an_engine_that_answers_nothing_is_waited_for_once_and_comes_back_
         assert "b/0" in status["reason"]
         assert "no answer" in status["reason"]
         stuck.released.set()
-        await until(rig, lambda: len(rig.coordinator._fleet.writable_engines()) == 2)
+        await until(rig, lambda: len(rig.coordinator.fleet.writable_engines()) == 2)
         assert (await rig.publish(3)).engines == ("a", "b")
         assert engine_of(rig, "b")["reason"] == ""
         assert silent.live_versions == {3}
@@ -90,7 +90,10 @@ async def test_an_engine_that_answers_nothing_gets_no_traffic_and_brings_up_nobo
         await asyncio.to_thread(rig.channels.pop("trainer/1").close)
         await rig.add_trainer(1, incarnation="second")  # so that everybody is bound anew
         await until(rig, lambda: rig.routable == {"a": 0})
-        assert [group.name for group in rig.coordinator._fleet.serving(0)] == ["a"]
+        assert [
+            group.name
+            for group in filter(rig.coordinator.fleet.serves, rig.coordinator.fleet.engines())
+        ] == ["a"]
         released.set()
         await until(rig, lambda: rig.routable == {"a": 0, "b": 0})
 
@@ -105,7 +108,7 @@ async def test_an_engine_that_is_always_late_to_bind_is_refused_and_status_says_
     async with FakeFleet(ControlConfig(deadlines=PhaseDeadlines(connect_s=0.3))) as rig:
         await rig.start({"a": 1})
         await rig.add_engine("b", on_command=slow)
-        agent = rig.coordinator._fleet.find("b/0")
+        agent = rig.coordinator.fleet.find("b/0")
         assert agent is not None
         for num_late in (1, 2):
             await until(rig, lambda: agent.num_late == num_late)  # noqa: B023

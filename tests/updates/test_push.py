@@ -80,7 +80,7 @@ async def test_an_engine_that_has_applied_is_published_though_its_leader_waits_n
         await asyncio.to_thread(leader.pause_generation, session_s=2.0)
         with pytest.raises(PeerTimeout):
             await asyncio.to_thread(leader.continue_generation, 1, deadline_s=1.0)
-        await rig.coordinator.wait_for_version(1, deadline_s=WITHIN_S)
+        await rig.coordinator.members.wait_for_version(1, deadline_s=WITHIN_S)
         await serves(rig, "a/0")
         a, b = rig.engines["a/0"], rig.engines["b/0"]
         assert (a.version, "Publish" in a.handled[-2:]) == (1, True)  # it may be bound anew already
@@ -315,7 +315,7 @@ async def test_a_push_that_is_given_up_is_reported_too() -> None:
         assert [(r.version, r.outcome, set(r.left_out)) for r in told] == [
             (-1, RoundOutcome.ABORTED, {"a", "b"})
         ]
-        assert rig.coordinator._journal.recent[-1].kind is JournalKind.ROUND_ENDED
+        assert rig.coordinator.run.journal.recent[-1].kind is JournalKind.ROUND_ENDED
         await serves(rig, "a/0", "b/0")
 
 

@@ -68,7 +68,7 @@ def test_a_rank_at_rest_is_told_less_and_less_often_and_given_up_on_record() -> 
     async def scenario(rig: Rig) -> None:
         begin_s = round(rig.loop.time())
         engine = await resting(rig)
-        journal = rig.coordinator._journal
+        journal = rig.coordinator.run.journal
         await asyncio.sleep(GIVEN_UP_S - 1)
         assert [at_s - begin_s for at_s in engine.told_s] == TOLD_S
         assert len(TOLD_S) == MAX_ATTEMPTS
@@ -101,7 +101,7 @@ def test_a_rank_has_gone_on_before_a_pause_behind_it_is_late() -> None:
     with simulated(UpdateMode.STAGED) as rig:
         rig.loop.run_until_complete(scenario(rig))
     for short in (PhaseDeadlines(pause_s=5.0), PhaseDeadlines(publish_s=5.0)):
-        retries = ResumeRetries(rig.coordinator, {}, short)
+        retries = ResumeRetries(rig.coordinator, short)
         assert retries._deadline_s == reply_budget_s(5.0) < 5.0
 
 
@@ -148,7 +148,7 @@ def test_a_rank_is_told_by_a_command_that_a_later_round_makes_stale() -> None:
         places = [(e.epoch, e.round) for e in engine.told if isinstance(e.command, Abort)]
         assert len(places) == 2
         assert sorted(set(places)) == places
-        assert rig.coordinator.new_epoch() > places[-1]
+        assert rig.coordinator.run.new_epoch() > places[-1]
 
     with simulated(UpdateMode.STAGED) as rig:
         rig.loop.run_until_complete(scenario(rig))
@@ -179,10 +179,10 @@ def test_what_a_rank_says_again_after_a_welcome_does_not_say_how_its_engine_is()
             not_resumed="away",
         )
         socket = cast("web.WebSocketResponse", engine)
-        admitted = await rig.coordinator.admit(hello, socket)
+        admitted = await rig.coordinator.members.admit(hello, socket)
         assert admitted is not None
         engine.session, _ = admitted
-        await rig.coordinator.admitted(engine.session)
+        await rig.coordinator.members.admitted(engine.session)
         assert rig.routable == set()
         for place in ((5, 6), (5, 7)):
             engine.reply(Envelope(*place, 3, Apply(VERSION)), Done())
@@ -224,7 +224,7 @@ async def join_without_server(rig: FakeFleet) -> FakeEngineRank:
         raise ConnectionRefusedError("the engine's HTTP server is away")
 
     rank = FakeEngineRank("a/0", rig.num_trainers)
-    rig.coordinator._reserved = VERSION
+    rig.coordinator.run.reserved = VERSION
     hello = fake_hello(
         engine_manifest("a/0", rig.num_trainers),
         group="a",
@@ -249,14 +249,14 @@ async def test_an_engine_that_comes_back_at_rest_gets_no_traffic_before_it_goes_
             seen.append((bool(rig.coordinator.routable()), "Abort" in rank.handled))
 
         rig.coordinator.subscribe(note)
-        await rig.coordinator._sessions["a/0"].close()
+        await rig.coordinator.members.sessions["a/0"].close()
         await until_routable(rig.coordinator, set())
         await until_routable(rig.coordinator, {"a"})
         assert all(told for is_routable, told in seen if is_routable)
 
 
 async def until_routable(coordinator: Coordinator, names: set[str]) -> None:
-    await coordinator._changes.until(
+    await coordinator.changes.until(
         lambda: {engine.name for engine in coordinator.routable()} == names,
         WITHIN_S,
         lambda: f"routable must be {names}, got {coordinator.routable()}",
@@ -273,10 +273,10 @@ async def test_what_a_lost_connection_left_at_rest_is_told_by_the_next_one(
         rest: list[str] = []
 
         def note() -> None:
-            rest.extend(g.not_resumed for g in rig.coordinator._fleet.engines() if g.not_resumed)
+            rest.extend(g.not_resumed for g in rig.coordinator.fleet.engines() if g.not_resumed)
 
         rig.coordinator.subscribe(note)
-        await rig.coordinator._sessions["a/0"].close()
+        await rig.coordinator.members.sessions["a/0"].close()
         await until_routable(rig.coordinator, set())
         await until_routable(rig.coordinator, {"a"})
         async with asyncio.timeout(WITHIN_S):
@@ -324,7 +324,7 @@ async def test_an_update_whose_resume_fails_is_published_and_its_engine_goes_on_
     nowhere = "http://127.0.0.1:9"
     pair = await asyncio.to_thread(connect_small_pair, server.url, TOKEN, hooks, nowhere)
     try:
-        await coordinator.wait_for_fleet(num_trainers=1, engines=["a"], deadline_s=WITHIN_S)
+        await coordinator.members.wait_for_fleet(num_trainers=1, engines=["a"], deadline_s=WITHIN_S)
         hooks.num_failures = 4
         report = await asyncio.to_thread(pair.trainer.publish, 0)
         assert (report.outcome, report.engines) == (RoundOutcome.PUBLISHED, ("a",))

@@ -132,7 +132,7 @@ class Operations:
             self._notify()
 
     def _on_fleet(self) -> None:
-        binds = self._coordinator.binds
+        binds = self._coordinator.connector.binds
         if bool(binds) != self._phase.startswith(BINDING) and not self._coordinator.in_round:
             self._enter(f"{BINDING}{', '.join(binds)}" if binds else "")
         self._notify()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -18,6 +18,10 @@ from windlass.transports.base import PeerEndpoint
 from windlass.updates.connect_messages import Hello
 from windlass.updates.journal import MAX_QUARANTINED
 from windlass.updates.messages import MAX_REASON_LENGTH, Failure, FailureKind, Result
+from windlass.updates.rounds import EngineOutcome, Finish, Replied
+
+if TYPE_CHECKING:
+    from windlass.updates.binding import Binding
 
 PROBE_SEQ = 1 << 30
 """Of probes: above the number of any command of a round."""
@@ -146,13 +150,19 @@ class Group:
 class Fleet:
     """The registry. The coordinator is its only writer.
 
+    Args:
+        quarantined: processes that are not written again.
+
     Attributes:
-        lineage: of the run that the published version belongs to: what an engine has from another
-            one is no version here, whatever its number.
+        published: the version that the fleet serves; -1 before the first.
+        lineage: of the run that it belongs to: what an engine has from another one is no version here,
+            whatever its number.
     """
 
-    def __init__(self, quarantined: Iterable[Identity] = ()) -> None:
-        self.lineage = ""
+    def __init__(
+        self, quarantined: Iterable[Identity] = (), published: int = -1, lineage: str = ""
+    ) -> None:
+        self.published, self.lineage = published, lineage
         self._groups: dict[str, Group] = {}
         self._agents: dict[str, Agent] = {}
         self._endpoints: set[PeerEndpoint] = set()
@@ -431,21 +441,20 @@ class Fleet:
         """Processes that are not written again: the newest `MAX_QUARANTINED`."""
         return frozenset(self._quarantined)
 
-    def describe(self, published_version: int) -> list[dict[str, object]]:
+    def describe(self) -> list[dict[str, object]]:
         """Engines as `/v1/status` shows them."""
-        routable = {engine.name for engine in self.routable(published_version)}
         return [
             {
                 "name": g.name,
                 "url": g.url,
-                "version": g.version if g.lineage == self.lineage else -1,
+                "version": self._version_of(g),
                 "ranks": len(g.agents),
                 "world_size": g.world_size,
                 "mixed_weights": g.mixed_weights,
                 "quarantined": g.quarantined,
                 "reason": printable(g.silent or g.left_out),
                 "not_resumed": g.not_resumed,
-                "routable": g.name in routable,
+                "routable": self._is_routable(g),
                 "registered": [
                     msgspec.structs.asdict(g.agents[rank].hello.registered)
                     for rank in sorted(g.agents)
@@ -454,24 +463,29 @@ class Fleet:
             for g in self.engines()
         ]
 
-    def routable(self, published_version: int) -> tuple[EngineInfo, ...]:
+    def routable(self) -> tuple[EngineInfo, ...]:
         """Engines that may be given traffic: they serve the published version and generate."""
-        serving = self.serving(published_version)
-        return tuple(EngineInfo(g.name, g.url, g.version) for g in serving if not g.not_resumed)
+        engines = filter(self._is_routable, self.engines())
+        return tuple(EngineInfo(g.name, g.url, g.version) for g in engines)
 
-    def states(self, published_version: int) -> tuple[EngineState, ...]:
+    def states(self) -> tuple[EngineState, ...]:
         """All engines of which a rank is connected."""
-        routable = {engine.name for engine in self.routable(published_version)}
         return tuple(
             EngineState(
                 g.name,
                 g.url,
-                g.version if g.lineage == self.lineage else -1,
-                g.name in routable,
+                self._version_of(g),
+                self._is_routable(g),
                 printable(g.silent or g.left_out or g.not_resumed),
             )
             for g in self.engines()
         )
+
+    def _version_of(self, engine: Group) -> int:
+        return engine.version if engine.lineage == self.lineage else -1
+
+    def _is_routable(self, engine: Group) -> bool:
+        return self.serves(engine) and not engine.not_resumed
 
     def missing(self, num_trainers: int, engines: Iterable[str]) -> list[str]:
         """Who is not connected with all ranks yet, for a person."""
@@ -481,17 +495,56 @@ class Fleet:
         groups = {group.name: group for group in self.engines()}
         return names + [n for n in engines if n not in groups or not groups[n].complete]
 
-    def serving(self, version: int) -> tuple[Group, ...]:
-        """Engines that serve exactly `version`, and answer; none before the first."""
-        return tuple(group for group in self.engines() if self.serves(group, version))
-
-    def serves(self, engine: Group, version: int) -> bool:
-        """Whether it is one of `serving`."""
+    def serves(self, engine: Group) -> bool:
+        """Whether an engine serves exactly the published version, and answers; none does before the first."""
         return (
-            (engine.complete and not engine.mixed_weights and engine.version == version >= 0)
+            (engine.complete and not engine.mixed_weights and engine.version == self.published >= 0)
             and engine.lineage == self.lineage
             and not engine.silent
         )
+
+    def note_round(
+        self,
+        finish: Finish,
+        binding: Binding,
+        round_id: RoundId,
+        lineage: str,
+        late: Iterable[Replied],
+    ) -> None:
+        """Note who serves what now, who may hold two versions, and whose bytes are still under way.
+
+        Args:
+            finish: how the round ended.
+            binding: that it wrote by.
+            round_id: of its commands.
+            lineage: of the run that its version belongs to.
+            late: replies that the round has not seen.
+        """
+        for name, outcome in finish.engines.items():
+            bound = binding.identities_of(binding.engines[name])
+            if outcome is EngineOutcome.QUARANTINED:
+                self.quarantine(bound)
+            group = self._groups.get(name)
+            # A process that came meanwhile under a name of the round took no part in it.
+            if group is None or group.identities != bound:
+                continue
+            group.mixed_weights |= name in finish.mixed
+            group.left_out = finish.reasons.get(name, "")
+            if outcome is EngineOutcome.PUBLISHED:
+                group.version, group.lineage = finish.version, lineage
+                group.mixed_weights = False
+                for agent in group.agents.values():
+                    agent.num_late = 0
+        incarnations = dict(binding.signature)
+        for source, engines in finish.unsettled.items():
+            reached = binding.identities_of(
+                w for engine in engines for w in binding.engines[engine]
+            )
+            self.hold((source, incarnations[source]), round_id, reached)
+        for reply in late:
+            if reply.worker in finish.unsettled:
+                identity = (reply.worker, incarnations[reply.worker])
+                self.settle(identity, round_id, reply.seq, reply.result)
 
 
 def _unknown_of(result: Result) -> set[str] | None:

@@ -22,8 +22,16 @@ from typing import TYPE_CHECKING, assert_never, final
 import msgspec
 from aiohttp import web
 
-from windlass.errors import DECODE_ERRORS, ProtocolError, RoundAborted, WindlassError
+from windlass.config import PUSH_TRAITS, UpdateMode
+from windlass.errors import (
+    DECODE_ERRORS,
+    PeerUnreachable,
+    ProtocolError,
+    RoundAborted,
+    WindlassError,
+)
 from windlass.net.messages import check_name
+from windlass.updates.binding import Binding, signature_of
 from windlass.updates.driver import RoundDriver
 from windlass.updates.messages import Done
 from windlass.updates.push_messages import (
@@ -38,7 +46,7 @@ from windlass.updates.push_messages import (
     ReceiveTensors,
 )
 from windlass.updates.report import RoundOutcome, UpdateReport
-from windlass.updates.rounds import GiveUp
+from windlass.updates.rounds import GiveUp, RoundSpec, reply_budget_s
 from windlass.updates.session import RankCaller, describe, failures_of
 
 if TYPE_CHECKING:
@@ -317,7 +325,7 @@ class PushUpdates:
         return False
 
     async def _begin(self, leader: str, call: PauseCall, deadline_s: float) -> None:
-        self._latest = push = _Push(*await self._coordinator.begin_push(deadline_s, call.session_s))
+        self._latest = push = _Push(*await self._begin_round(deadline_s, call.session_s))
         try:
             await push.until_paused()
             push.join(leader, call.stage, call.num_stages)
@@ -325,6 +333,66 @@ class PushUpdates:
             push.is_ending = True
             push.driver.post(GiveUp("pause_generation failed"))
             raise
+
+    async def _begin_round(
+        self, pause_s: float, session_s: float
+    ) -> tuple[RoundDriver, asyncio.Task[UpdateReport]]:
+        """Wait for the running round, then begin one whose Write phase the trainer drives.
+
+        Args:
+            pause_s: from now until every engine has paused, or is left out.
+            session_s: for the leaders to send everything, after that.
+
+        Raises:
+            PeerUnreachable: there is no complete engine.
+            RoundAborted: the round cannot be recorded.
+        """
+        coordinator, began_s = self._coordinator, time.monotonic()
+        await coordinator.lock.acquire()
+        try:
+            left_s = pause_s - (time.monotonic() - began_s)
+            spec, binding = self._spec(left_s, session_s)
+            driver = coordinator.start_round(spec, binding)
+        except BaseException:
+            coordinator.lock.release()
+            raise
+        return driver, coordinator.spawn(self._finish_round(driver))
+
+    def _spec(self, pause_s: float, session_s: float) -> tuple[RoundSpec, Binding]:
+        coordinator, config = self._coordinator, self._coordinator.config
+        groups = sorted(coordinator.fleet.writable_engines(), key=lambda group: group.name)
+        if not groups:
+            raise PeerUnreachable("pause_generation: no complete engine is connected")
+        coordinator.connector.binding = None  # engines are bound anew by the next plan
+        engines = {group.name: group.workers for group in groups}
+        # Who does not pause costs itself its place, and the leader still gets an answer.
+        prepare_s = reply_budget_s(pause_s)
+        deadlines = msgspec.structs.replace(
+            config.deadlines,
+            prepare_s=prepare_s,
+            pause_s=reply_budget_s(prepare_s),
+            write_s=session_s,
+        )
+        # Engines stand still while bytes come, though these land in a shadow copy.
+        config = msgspec.structs.replace(config, mode=UpdateMode.IN_PLACE, deadlines=deadlines)
+        spec = RoundSpec(
+            version=-1,
+            lineage=coordinator.lineage,
+            config=config,
+            traits=PUSH_TRAITS,
+            engines=engines,
+        )
+        return spec, Binding(signature=signature_of(groups), engines=engines)
+
+    async def _finish_round(self, driver: RoundDriver) -> UpdateReport:
+        try:
+            report = await self._coordinator.report_of(
+                driver.version, self._coordinator.finish_round(driver)
+            )
+        finally:
+            self._coordinator.lock.release()
+        self._coordinator.end_update(report)
+        return report
 
     async def _call_all(self, asked: CallbackRequest, command: PushCommand) -> None:
         """One collective at a time: the order is the same at every engine."""
@@ -345,7 +413,7 @@ class PushUpdates:
 
     async def _end(self, push: _Push, version: int, deadline_s: float) -> None:
         async with self._lock:
-            if reason := push.failure or self._coordinator.refusal(version):
+            if reason := push.failure or self._coordinator.run.refusal(version):
                 push.driver.post(GiveUp(reason))
             else:
                 push.driver.finish_push(version, deadline_s)

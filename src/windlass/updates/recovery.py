@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
@@ -30,11 +30,11 @@ from windlass.net.messages import Envelope, Reply
 from windlass.planning.plan import DTYPES, TransferPlan
 from windlass.updates.binding import Planner
 from windlass.updates.engine_channel import WELCOME_SEQ
-from windlass.updates.fleet import PROBE_SEQ, Agent, Fleet, Group, Identity
+from windlass.updates.fleet import PROBE_SEQ, Agent, Group, Identity
+from windlass.updates.journal import JournalKind
 from windlass.updates.messages import Abort, Done, Result
-from windlass.updates.report import RoundOutcome
+from windlass.updates.report import RoundOutcome, UpdateReport
 from windlass.updates.rounds import reply_budget_s
-from windlass.updates.session import AgentSession
 
 if TYPE_CHECKING:
     from windlass.updates.coordinator import Coordinator
@@ -80,13 +80,11 @@ class CatchUps:
 
     Args:
         coordinator: calls `bring_up` when no round runs, and runs none meanwhile.
-        fleet: who is there. config, planner: of the coordinator.
+        config, planner: of the coordinator.
     """
 
-    def __init__(
-        self, coordinator: Coordinator, fleet: Fleet, config: ControlConfig, planner: Planner
-    ) -> None:
-        self._coordinator, self._fleet = coordinator, fleet
+    def __init__(self, coordinator: Coordinator, config: ControlConfig, planner: Planner) -> None:
+        self._coordinator, self._fleet = coordinator, coordinator.fleet
         self._config, self._planner = config, planner
         self._attempts: dict[str, _Attempts] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
@@ -96,29 +94,28 @@ class CatchUps:
         for engine in self._fleet.writable_engines():
             await self._bring_up(engine)
 
-    def lost(self, identity: Identity) -> None:
-        """An engine rank's connection was ended by its own side.
+    def lost(self, agent: Agent, *, ended: bool) -> None:
+        """An engine has lost a rank: what comes back begins anew.
 
-        Nobody may write what it may still be writing. A process that lives comes back, or has
-        come to the end of its write by the deadline of that; if neither happened, it has ended.
+        Nobody may write what the rank may still be writing. Where the connection was `ended` by its own
+        side, a process that lives comes back, or has come to the end of its write by the deadline of
+        that; if neither happened, it has ended.
         """
-        self._coordinator.spawn(self._presume_ended(identity))
-
-    def forget(self, name: str) -> None:
-        """The engine called `name` has lost a rank: what comes back begins anew."""
-        attempts = self._attempts.get(name)
+        attempts = self._attempts.get(agent.hello.group)
         if attempts is not None:
             attempts.failures.clear()
             attempts.due_s = 0.0
+        if ended and agent.hello.role is Role.ENGINE:
+            self._coordinator.spawn(self._presume_ended(agent.identity))
 
     async def _bring_up(self, newcomer: Group) -> None:
-        version = self._coordinator.published_version
-        if self._fleet.serves(newcomer, version):
+        version = self._fleet.published
+        if self._fleet.serves(newcomer):
             self._attempts.pop(newcomer.name, None)
             return
         attempts = self._attempts_of(newcomer, version)
         # Before the first version there are none, and nobody looks for them, for each of many engines.
-        donors = self._fleet.serving(version) if version >= 0 else ()
+        donors = filter(self._fleet.serves, self._fleet.engines()) if version >= 0 else ()
         trainers = self._fleet.trainers()
         candidates = sorted(
             (donor for donor in donors if donor.identities not in attempts.unable),
@@ -144,7 +141,7 @@ class CatchUps:
         donor, plan = found
         donor_identities = donor.identities  # those that are there now
         try:
-            report = await self._coordinator.copy(donor, newcomer, plan)
+            report = await self._copy(donor, newcomer, plan)
         except WindlassError as error:
             self._failed(newcomer.name, attempts, donor_identities, str(error))
             return
@@ -153,6 +150,13 @@ class CatchUps:
             self._attempts.pop(newcomer.name, None)
         else:
             self._failed(newcomer.name, attempts, donor_identities, report.reason)
+
+    async def _copy(self, donor: Group, newcomer: Group, plan: TransferPlan) -> UpdateReport:
+        coordinator, fleet = self._coordinator, self._fleet
+        binding = await coordinator.connector.bind_copy(donor, newcomer, lambda *_: plan)
+        report = await coordinator.run_round(fleet.published, fleet.lineage, binding)
+        coordinator.changes.notify()
+        return report
 
     def _attempts_of(self, newcomer: Group, version: int) -> _Attempts:
         known = self._attempts.get(newcomer.name)
@@ -198,18 +202,12 @@ class ResumeRetries:
 
     Args:
         coordinator: its lock is held while a round runs.
-        sessions: of the agents that are connected.
         deadlines: an engine has gone on within both that for going on and that for a pause, which
             would wait behind it.
     """
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        sessions: Mapping[str, AgentSession],
-        deadlines: PhaseDeadlines,
-    ) -> None:
-        self._coordinator, self._sessions = coordinator, sessions
+    def __init__(self, coordinator: Coordinator, deadlines: PhaseDeadlines) -> None:
+        self._coordinator = coordinator
         self._deadline_s = reply_budget_s(min(deadlines.publish_s, deadlines.pause_s))
         self._retrying: dict[Identity, asyncio.Task[None]] = {}
 
@@ -245,9 +243,8 @@ class ResumeRetries:
             async with self._coordinator.lock:  # else a round might have paused it meanwhile
                 again = Abort(f"go on: {agent.not_resumed}", deadline_s=self._deadline_s)
                 try:
-                    await self._sessions[worker].send(
-                        Envelope(*self._coordinator.new_epoch(), 1, again)
-                    )
+                    session = self._coordinator.members.sessions[worker]
+                    await session.send(Envelope(*self._coordinator.run.new_epoch(), 1, again))
                 except PeerUnreachable as error:
                     _log.info("%s", error)  # a process that comes back says how it is
         await asyncio.sleep(_backoff_s(MAX_ATTEMPTS + 1))
@@ -255,7 +252,8 @@ class ResumeRetries:
         _log.error(
             "%s stays paused until the next round: told %s times: %s", worker, MAX_ATTEMPTS, reason
         )
-        self._coordinator.note_given_up(worker, reason)
+        run, version = self._coordinator.run, self._coordinator.fleet.published
+        run.record_outcome(JournalKind.NOT_RESUMED, version, (worker,), reason)
 
 
 def find_donor(

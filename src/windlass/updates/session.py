@@ -7,27 +7,16 @@ import logging
 import time
 from collections.abc import Mapping
 from typing import final
-from urllib.parse import urlsplit
 
-import msgspec
 from aiohttp import web
 
-from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, ProtocolError, WindlassError
-from windlass.layout.manifest import Role
-from windlass.net.access import Access
-from windlass.net.addresses import HOST_VARIABLE, check_url, is_loopback, is_wildcard
-from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, RoundId, check_name
+from windlass.errors import PeerTimeout, PeerUnreachable, WindlassError
+from windlass.net.messages import Envelope, RoundId
 from windlass.net.rpc import Session, host_of
-from windlass.net.server import CALLER
 from windlass.net.sockets import SEND_DEADLINE_S
-from windlass.updates.connect_messages import CannotJoin, Hello
 from windlass.updates.fleet import PROBE_SEQ, Agent, Fleet, Identity
 from windlass.updates.messages import (
-    MAX_COUNT,
-    MAX_REASON_LENGTH,
-    AgentFrame,
     Command,
-    Done,
     Failure,
     Probe,
     Result,
@@ -135,89 +124,6 @@ def describe(result: Result | WindlassError) -> str:
     if isinstance(result, Failure):
         return result.message
     return str(result) if isinstance(result, WindlassError) else f"answered {type(result).__name__}"
-
-
-def check_first(first: AgentFrame) -> Hello | CannotJoin:
-    """What the first frame of a connection must be, by itself and for the token that it came with.
-
-    Raises:
-        ProtocolError: it says nothing of who sends it, or what this token does not allow.
-    """
-    match first:
-        case CannotJoin():
-            check_name(first.group, "group")
-            if first.protocol_version != PROTOCOL_VERSION:
-                raise ProtocolError(
-                    f"{first.group}: protocol_version must be {PROTOCOL_VERSION}, "
-                    f"got {first.protocol_version}"
-                )
-            _check_role(first.group, Role.ENGINE)
-        case Hello():
-            check_name(first.group, "group")
-            check_name(first.worker, "worker")
-            if first.worker != f"{first.group}/{first.rank}":
-                raise ProtocolError(
-                    f"{first.worker}: worker must be group/rank, '{first.group}/{first.rank}'"
-                )
-            check_name(first.incarnation, f"{first.worker}: incarnation")
-            for what, name in (
-                ("host", first.host),
-                ("lineage", first.lineage),
-                ("job", first.job),
-            ):
-                if name:
-                    check_name(name, f"{first.worker}: {what}")
-            if not all(0 <= n <= MAX_COUNT for n in msgspec.structs.astuple(first.registered)):
-                raise ProtocolError(
-                    f"{first.worker}: registered must be numbers in [0, 2^53), got {first.registered}"
-                )
-            _check_role(first.worker, first.role)
-        case _:
-            raise ProtocolError(f"the first frame must be Hello, got {type(first).__name__}")
-    return first
-
-
-def _check_role(who: str, role: Role) -> None:
-    access = CALLER.get()
-    if access is not Access.OWNER and access.value != role.value:
-        raise ProtocolError(f"{who}: /v1/agents: a token of role {access} may not join as {role}")
-
-
-def check_published(hello: Hello, host: str) -> None:
-    """Others send requests, with a token, where an engine says that it serves.
-
-    Args:
-        hello: of the engine.
-        host: that it has connected from; empty for this one.
-
-    Raises:
-        ProtocolError: its URL is no plain address of a server, or, on another host, of none there.
-    """
-    if not hello.url:
-        return
-    try:
-        # An engine's server may be somebody else's, who decides whether it speaks TLS.
-        check_url(hello.url, f"{hello.worker}: url", may_be_plain=True)
-    except ConfigError as error:
-        raise ProtocolError(str(error)) from error
-    named = urlsplit(hello.url).hostname or ""
-    if host and (is_loopback(named) or is_wildcard(named)):
-        raise ProtocolError(
-            f"{hello.worker} on host {host}: url must be reachable from other hosts, got "
-            f"{hello.url!r}; --host, --advertise-host or {HOST_VARIABLE} sets it"
-        )
-
-
-def shortened(reply: Reply[Result]) -> Reply[Result]:
-    """Return a reply that says no more for a person than one reads: it is kept, and shown to many."""
-    match reply.result:
-        case Failure(message=text) as said if len(text) > MAX_REASON_LENGTH:
-            short: Result = msgspec.structs.replace(said, message=text[:MAX_REASON_LENGTH])
-        case Done(not_resumed=text) as said if len(text) > MAX_REASON_LENGTH:
-            short = Done(not_resumed=text[:MAX_REASON_LENGTH])
-        case _:
-            return reply
-    return msgspec.structs.replace(reply, result=short)
 
 
 async def probe_held(fleet: Fleet, sessions: Mapping[str, AgentSession]) -> None:

@@ -1,0 +1,201 @@
+"""The first clock: what the fleet has bound, and bound anew as soon as it has changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, final
+
+from windlass.config import ControlConfig
+from windlass.errors import ConfigError, PeerUnreachable, PlanError, WindlassError
+from windlass.updates.binding import (
+    Binding,
+    EnginesUnbound,
+    FleetBinder,
+    Link,
+    Planner,
+    signature_of,
+)
+from windlass.updates.fleet import Group
+from windlass.updates.report import BindCost
+
+if TYPE_CHECKING:
+    from windlass.updates.coordinator import Coordinator
+
+_log = logging.getLogger(__name__)
+MAX_LATE = 2
+"""Times that an engine may not answer when it is bound; one that is late again is refused."""
+
+
+@final
+class Connector:
+    """Keeps one `Binding` of the fleet. In the coordinator's loop, while no round runs.
+
+    Args:
+        coordinator: whose members are bound.
+        config: mode, backend, deadlines. planner: compiles plans.
+
+    Attributes:
+        binding: what is bound now; None makes the next one begin anew.
+        binds: engines that are bound just now.
+    """
+
+    def __init__(self, coordinator: Coordinator, config: ControlConfig, planner: Planner) -> None:
+        self._run, self._fleet = coordinator.run, coordinator.fleet
+        self._members, self._changes = coordinator.members, coordinator.changes
+        self._config, self._planner = config, planner
+        self.binding: Binding | None = None
+        self.binds: tuple[str, ...] = ()
+        self._costs: dict[str, BindCost] = {}
+        self._reached: dict[Link, float] = {}
+
+    async def until_enough(self) -> Binding:
+        """Wait until `min_engines` are there, and have them bound.
+
+        Raises:
+            PeerTimeout: they were not there by the deadline.
+            WindlassError: see `FleetBinder.bind`.
+        """
+        needed = self._config.min_engines
+        while True:
+            await self._wait_for_engines(needed)
+            binding = await self.ensure_bound()
+            if len(binding.engines) >= needed:
+                return binding  # else some were refused on the way: wait for others
+
+    async def _wait_for_engines(self, needed: int) -> None:
+        deadline_s = self._config.deadlines.fleet_s
+
+        def there() -> int:
+            return len(self._fleet.writable_engines())
+
+        await self._changes.until(
+            lambda: there() >= needed,
+            deadline_s,
+            lambda: (
+                f"publish: needs {needed} engines, {there()} were there after {deadline_s} s"
+                + "".join(f"; {name} was refused: {why}" for name, why in self._members.refused())
+            ),
+        )
+
+    async def bind_ahead(self) -> None:
+        """Bind what has changed, so that the next round need not; that it fails is not final."""
+        trainers = self._fleet.trainers()
+        if trainers is None or not trainers.complete or not self._fleet.writable_engines():
+            return
+        try:
+            await self.ensure_bound()
+        except WindlassError as error:
+            _log.warning("binding failed, the next round tries again: %s", error)
+            if isinstance(error, PlanError | ConfigError):  # and will fail again
+                self._members.unbindable = f"{type(error).__name__}: {error}"
+                self._changes.notify()
+
+    async def ensure_bound(self) -> Binding:
+        """Return what is bound of the fleet as it is now.
+
+        Raises:
+            PeerUnreachable: trainers or engines are not there.
+            WindlassError: see `FleetBinder.bind`.
+        """
+        trainers, engines = self._fleet.trainers(), self._fleet.writable_engines()
+        if trainers is None or not trainers.complete:
+            raise PeerUnreachable("connect: no complete group of trainers is connected")
+        if not engines:
+            raise PeerUnreachable("connect: no complete engine is connected")
+        held = self.binding
+        wanted = signature_of([trainers, *engines])
+        if held is not None and held.signature == wanted and not held.ended:
+            return held
+        self.binding = None
+        try:
+            self.binding = await self._bind(trainers, engines, self._planner, held)
+        except EnginesUnbound as error:
+            self.binding = error.kept
+            await self._part_with(error)
+            return await self.ensure_bound()
+        self._costs |= self.binding.costs
+        return self.binding
+
+    async def bind_copy(self, donor: Group, newcomer: Group, planner: Planner) -> Binding:
+        """Bind one engine as the source of another one's weights.
+
+        Raises:
+            WindlassError: somebody did not bind.
+        """
+        if self.binding is not None:  # the newcomer's memory is bound to another plan now
+            self.binding = self.binding.without((newcomer.name,))
+        try:
+            return await self._bind(donor, (newcomer,), planner)
+        except EnginesUnbound as error:
+            # What it refuses of a peer it may take from the trainers.
+            await self._part_with(EnginesUnbound({}, error.late))
+            raise
+
+    async def _bind(
+        self,
+        sources: Group,
+        engines: Sequence[Group],
+        planner: Planner,
+        held: Binding | None = None,
+    ) -> Binding:
+        round_id = self._run.new_epoch()
+        self._run.has_bound, self._members.unbindable = True, ""
+        self._fleet.bound_since(round_id.epoch)
+        binder = FleetBinder(
+            trainers=sources,
+            engines=engines,
+            sessions=self._members.sessions,
+            planner=planner,
+            mode=self._config.mode,
+            backend=self._config.backend,
+            round_id=round_id,
+            deadline_s=self._config.deadlines.connect_s,
+            held=held,
+        )
+        self.binds = tuple(engine.name for engine in engines)
+        self._changes.notify()
+        try:
+            return await binder.bind()
+        finally:
+            self.binds = ()
+            self._changes.notify()
+
+    async def _part_with(self, unbound: EnginesUnbound) -> None:
+        """Who was late takes part again once it answers, but not for ever; who said no is refused."""
+        refused = unbound.refusals
+        for worker, reason in unbound.late.items():
+            session = self._members.sessions.get(worker)
+            if session is None:
+                continue
+            session.agent.num_late += 1
+            if session.agent.num_late > MAX_LATE:
+                refused.setdefault(session.agent.hello.group, reason)
+            else:
+                self._members.set_aside(session, reason)
+        for name, reason in refused.items():
+            await self._members.refuse(name, reason)
+
+    # --- what it cost, and what links reach --------------------------------------------------
+
+    def pop_costs(self) -> dict[str, BindCost]:
+        """What it cost to connect those that were bound since this was asked last."""
+        costs, self._costs = self._costs, {}
+        return costs
+
+    def note_speeds(
+        self, binding: Binding, engines: Sequence[str], wire_s: Mapping[str, float]
+    ) -> None:
+        """Note what each link reached: its bytes, over the seconds that its source spent on all of its links."""
+        known = {} if self.binding is None else self.binding.links
+        self._reached = {link: gbps for link, gbps in self._reached.items() if link in known}
+        served = {worker for name in engines for worker in binding.engines[name]}
+        self._reached |= {
+            (source, worker): nbytes / wire_s[source] / 1e9
+            for (source, worker), nbytes in binding.links.items()
+            if worker in served and wire_s.get(source, 0.0) > 0
+        }
+
+    def describe_links(self) -> list[dict[str, str | float]]:
+        """Links as `/v1/status` shows them."""
+        return [] if self.binding is None else self.binding.describe_links(self._reached)
