@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from windlass.trainers.client import PendingUpdate as PendingUpdate
     from windlass.trainers.client import TrainerClient as TrainerClient
     from windlass.trainers.client import TrainerWeights as TrainerWeights
-    from windlass.trainers.client import connect_trainer as connect_trainer
+    from windlass.trainers.fsdp import connect_trainer as connect_trainer
     from windlass.updates.engine_agent import EngineHooks as EngineHooks
     from windlass.updates.report import RoundOutcome as RoundOutcome
     from windlass.updates.report import UpdateReport as UpdateReport

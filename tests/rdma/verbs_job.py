@@ -22,7 +22,7 @@ from windlass.engines.embedded.rank import run_rank
 from windlass.engines.embedded.settings import EngineSettings
 from windlass.layout.dtypes import DType
 from windlass.net.logs import configure_logging
-from windlass.trainers.client import connect_trainer
+from windlass.trainers.fsdp import connect_trainer
 from windlass.transports.registry import parse_transport
 
 

@@ -38,7 +38,8 @@ from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.updates.engine_agent import EngineAgent
-from windlass.updates.messages import Relay, Verify
+from windlass.updates.messages import Verify
+from windlass.updates.relay_messages import Relay
 
 COUNT = 600
 SECONDS = 20.0

@@ -60,12 +60,11 @@ from windlass.updates.messages import (
     FailureKind,
     Prepare,
     Publish,
-    Relay,
-    RelayWrite,
     Result,
     Verify,
     Write,
 )
+from windlass.updates.relay_messages import Relay, RelayWrite
 from windlass.updates.report import RoundOutcome
 from windlass.updates.rounds import Phase
 

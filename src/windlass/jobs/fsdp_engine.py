@@ -21,7 +21,8 @@ from windlass.config import ReplicaPlace, check_numbers, take_name
 from windlass.errors import ConfigError
 from windlass.jobs.train_worker import TrainContext, TrainEngine
 from windlass.rollout.messages import TrainingSample
-from windlass.trainers.client import TrainerClient, connect_trainer
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.fsdp import connect_trainer
 from windlass.transports.base import TransportConfig
 
 Samples = Sequence[Sequence[TrainingSample]]

@@ -13,33 +13,27 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from functools import partial
+from typing import final
 
 from windlass.config import ReplicaPlace
 from windlass.envs import environment_value
 from windlass.errors import ConfigError, PeerTimeout, RoundAborted, WindlassError
 from windlass.layout.manifest import Role, ShardManifest
-from windlass.layout.naming.stacked import StackedRule
 from windlass.net.addresses import check_url, own_address
 from windlass.net.messages import PROTOCOL_VERSION
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.replica import CopyTimes
 from windlass.transfer.sender import Sender
-from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportConfig
-from windlass.transports.registry import create_transport, parse_transport
+from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.updates.client import CommandHandler, TrainerChannel, group_and_rank
 from windlass.updates.connect_messages import Hello
 from windlass.updates.messages import MAX_COUNT
 from windlass.updates.report import RoundOutcome, UpdateReport
 from windlass.updates.trainer_agent import TrainerAgent
-
-if TYPE_CHECKING:
-    import torch
-
-    from windlass.trainers.fsdp import DescribedTrainer
 
 _log = logging.getLogger(__name__)
 JOB_VARIABLE = "WINDLASS_JOB"
@@ -192,7 +186,7 @@ class TrainerClient:
             )
             undo.callback(self._sender.close)
             self._background = ThreadPoolExecutor(1, "windlass-publish")
-            self._prepared: Future[None] | None = None
+            self._prepared: Future[UpdateReport] | None = None
             self._agent = agent = TrainerAgent(
                 self._sender, host=own_address(controller), changed=weights.changed
             )
@@ -240,12 +234,7 @@ class TrainerClient:
             RoundAborted: not published, with the reason; the old version goes on being served.
             PeerTimeout: no answer within `deadline_s`; the weights must still not change.
         """
-        version = version_number(version, "publish")
-        with ExitStack() as undo:
-            self._take_turn("publish", version, undo)
-            self._sender.begin_version(version=version)
-            undo.pop_all()
-        return self._announce(version, deadline_s, None)
+        return self._begin("publish", version, deadline_s).result()
 
     def publish_soon(self, version: int, *, deadline_s: float = 600.0) -> Future[UpdateReport]:
         """As `publish`, but return at once: the weights must not change until the future is done.
@@ -256,13 +245,7 @@ class TrainerClient:
         Raises:
             ConfigError: `version` is no integer >= 0, or a version is still being published.
         """
-        version = version_number(version, "publish_soon")
-        with ExitStack() as undo:
-            self._take_turn("publish_soon", version, undo)
-            self._sender.begin_version(version=version)
-            report = self._background.submit(self._announce_behind, version, deadline_s, None)
-            undo.pop_all()
-        return report
+        return self._begin("publish_soon", version, deadline_s)
 
     def begin_publish(self, version: int, *, deadline_s: float = 600.0) -> PendingUpdate:
         """As `publish`, but return once the weights are copied: they may change, move or go away.
@@ -284,16 +267,10 @@ class TrainerClient:
             PeerTimeout: not copied within `deadline_s`; comes later where a copy was under way, once that
                 is over. The weights may change after either.
         """
-        version = version_number(version, "begin_publish")
         if self._sender.replica is None:
             raise ConfigError("begin_publish: needs a replica when connecting, got replica=off")
         began, copied = time.perf_counter(), threading.Event()
-        with ExitStack() as undo:
-            self._take_turn("begin_publish", version, undo)
-            stream = None if self._weights.step_stream is None else self._weights.step_stream()
-            self._sender.begin_version(copied.set, version=version, stream=stream)
-            report = self._background.submit(self._announce_behind, version, deadline_s, copied)
-            undo.pop_all()
+        report = self._begin("begin_publish", version, deadline_s, copied)
         pending = PendingUpdate(version, report)
         pending.when_done(copied.set)
         if not copied.wait(deadline_s + MARGIN_S):
@@ -316,71 +293,78 @@ class TrainerClient:
             ConfigError: `version` is no integer >= 0, or a version is still being published.
             ProtocolError, PeerUnreachable: there is no controller any more.
         """
-        version = version_number(version, "prepare_publish")
-        if (
-            self._prepared is not None
-        ):  # its end was told, or never will be: who asks now knows of it
+        if self._prepared is not None:
+            # Its end was told, or never will be: who asks now knows of it.
             self._channel.give_up_expected()
-            self._prepared.result()
-        with ExitStack() as undo:
-            self._take_turn("prepare_publish", version, undo)
-            copied = threading.Event() if self._sender.replica is not None else None
-            stream = (
-                None
-                if copied is None or self._weights.step_stream is None
-                else self._weights.step_stream()
-            )
-            then = None if copied is None else copied.set
-            self._sender.begin_version(then, version=version, stream=stream)
-            report = self._channel.expect(version)
-            self._prepared = self._background.submit(self._end_prepared, report, copied)
-            undo.pop_all()
+            wait([self._prepared])
+        copied = threading.Event() if self._sender.replica is not None else None
+        self._prepared = self._begin("prepare_publish", version, None, copied)
 
-    def _end_prepared(self, report: Future[UpdateReport], copied: threading.Event | None) -> None:
-        try:
-            self._end_turn(report.result, copied)
-        except WindlassError as error:  # the controller knows, and says it where it was called
-            _log.info("%s", error)
+    def _begin(
+        self,
+        what: str,
+        version: int,
+        deadline_s: float | None,
+        copied: threading.Event | None = None,
+    ) -> Future[UpdateReport]:
+        """Every way to publish begins here, and ends with the future.
 
-    def _take_turn(self, what: str, version: int, undo: ExitStack) -> None:
-        """Every way to publish begins here. `_end_turn` gives the turn back, or `undo`."""
+        Args:
+            what: the method that was called, for errors.
+            version: to publish.
+            deadline_s: of the announcement; None where the controller begins the round by itself.
+            copied: set once the replica has what is sent; None where the weights stand still.
+
+        Raises:
+            ConfigError: see `publish`. ProtocolError, PeerUnreachable: there is no controller any more.
+        """
+        number = version_number(version, what)
+        if self._channel.ended.done():
+            self._channel.ended.result()
         if not self._publishing.acquire(blocking=False):
             raise ConfigError(
-                f"{what}: version {version} must wait for the end of the one under way: "
+                f"{what}: version {number} must wait for the end of the one under way: "
                 "`result` of begin_publish, or publish in another thread"
             )
-        undo.callback(self._publishing.release)
-        self.make_whole()
+        try:
+            self.make_whole()
+            find_stream = None if copied is None else self._weights.step_stream
+            self._sender.begin_version(
+                None if copied is None else copied.set,
+                version=number,
+                stream=None if find_stream is None else find_stream(),
+            )
+            until_over = (
+                self._channel.expect(number).result
+                if deadline_s is None
+                else partial(self._channel.announce, number, deadline_s)
+            )
+            return self._background.submit(self._end, number, until_over, copied)
+        except BaseException:
+            self._publishing.release()
+            raise
 
-    def _announce_behind(
-        self, version: int, deadline_s: float, copied: threading.Event | None
+    def _end(
+        self,
+        version: int,
+        until_over: Callable[[], UpdateReport],
+        copied: threading.Event | None,
     ) -> UpdateReport:
         try:
-            return self._announce(version, deadline_s, copied)
+            report = until_over()
+            if report.compared:
+                self._channel.run_later(self._agent.after_update)
+            if report.outcome is not RoundOutcome.PUBLISHED:
+                raise RoundAborted(f"version {version} was not published: {report.reason}")
         except WindlassError as error:  # whoever has begun it may never ask what became of it
             _log.warning("version %s: %s: %s", version, type(error).__name__, error)
             raise
-
-    def _announce(
-        self, version: int, deadline_s: float, copied: threading.Event | None
-    ) -> UpdateReport:
-        report = self._end_turn(lambda: self._channel.announce(version, deadline_s), copied)
-        if report.outcome is not RoundOutcome.PUBLISHED:
-            raise RoundAborted(f"version {version} was not published: {report.reason}")
-        return report
-
-    def _end_turn(
-        self, wait: Callable[[], UpdateReport], copied: threading.Event | None
-    ) -> UpdateReport:
-        try:
-            report = wait()
-            if report.compared:
-                self._channel.run_later(self._agent.after_update)
+        else:
+            return report
         finally:
             if copied is not None and not copied.is_set():
                 self._sender.end_version()
             self._publishing.release()
-        return report
 
     def leave(self) -> None:
         """Leave the fleet; the transport stays open, for memory to be unregistered. Idempotent."""
@@ -399,93 +383,3 @@ class TrainerClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def connect_trainer(
-    module: torch.nn.Module,
-    *,
-    controller: str,
-    token: str,
-    transport: str | TransportConfig = "auto",
-    arena_nbytes: int = 0,
-    name_map: Callable[[str], str | None] | None = None,
-    stacked: Sequence[StackedRule] | None = None,
-    group: str = "trainer",
-    replica: ReplicaPlace = ReplicaPlace.OFF,
-    connect_deadline_s: float = 60.0,
-) -> TrainerClient:
-    """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
-
-    Called by every rank; not collective, gathers nothing. Rank and world size come from
-    `torch.distributed` where it is initialised, and its store tells the ranks of this start of the
-    trainers from those of any other one, unless WINDLASS_JOB does.
-
-    Args:
-        module: the model being trained; its DTensor parameters are described where they lie.
-        controller: address of the controller.
-        token: its secret.
-        transport: name or configuration; `auto` offers every one that starts here and moves memory of the
-            weights' kind, and each link takes the fastest that both its ends have.
-        arena_nbytes: memory for packed bytes; 0 for as much as one update packs.
-        name_map: from parameter name to checkpoint name, None for what is left out; identity when
-            omitted. `adapter_names()` keeps a LoRA adapter and nothing else.
-        stacked: experts that the framework stacks; `TRANSFORMERS_EXPERTS` when omitted. A model of transformers
-            with neither is published as `save_pretrained` writes it: names, and what is fused or taken apart.
-        group: name of the trainer job.
-        replica: keep a copy of what is sent as it lies, as large as that, so that `begin_publish` need
-            not wait for the fleet, and parameters are never registered. HOST: in host memory, pinned
-            where weights are on a GPU (`cuda_ipc`). DEVICE: on the weights' GPU. AUTO: the one of the
-            weights' kind. OFF: none. A place or its name.
-        connect_deadline_s: how long to wait for the controller.
-
-    Raises:
-        ConfigError: `module` is no module, `controller` no URL, `transport` no transport (or none that
-            can send from such a replica), or `arena_nbytes` too small.
-        UnsupportedLayout: a parameter whose placement or dtype cannot be described.
-        TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see there.
-    """
-    from windlass.trainers.fsdp import describe_trainer
-
-    config = parse_transport(transport)
-    described = describe_trainer(module, group=group, name_map=name_map, stacked=stacked)
-    return connect_described(
-        described,
-        config,
-        controller=controller,
-        token=token,
-        arena_nbytes=arena_nbytes,
-        replica=replica,
-        connect_deadline_s=connect_deadline_s,
-    )
-
-
-def connect_described(
-    described: DescribedTrainer,
-    transport: TransportConfig,
-    *,
-    controller: str,
-    token: str,
-    arena_nbytes: int,
-    replica: ReplicaPlace,
-    connect_deadline_s: float,
-) -> TrainerClient:
-    """Connect a rank whose parameters an adapter has described; the arguments are `connect_trainer`'s."""
-    from windlass.trainers.fsdp import shared_job, step_stream
-
-    return TrainerClient(
-        TrainerWeights(
-            manifest=described.manifest,
-            parameters=described.parameters,
-            changed=described.tensors.changed,
-            make_whole=described.make_whole,
-            step_stream=step_stream(described.memory_at),
-        ),
-        transport=create_transport(transport, towards=controller, memory_at=described.memory_at),
-        controller=controller,
-        token=token,
-        job=environment_value(JOB_VARIABLE) or shared_job(),
-        world_size=described.world_size,
-        arena_nbytes=arena_nbytes,
-        replica=replica,
-        connect_deadline_s=connect_deadline_s,
-    )

@@ -9,12 +9,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from windlass.config import ReplicaPlace
+from windlass.envs import environment_value
 from windlass.errors import ConfigError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.layout.naming.stacked import StackedRule
 from windlass.memory.cuda.driver import gpu_of
+from windlass.trainers.client import JOB_VARIABLE, TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.dtensor import LiveTensors, NameMap, describe_module, own_tensors
+from windlass.transports.base import TransportConfig
+from windlass.transports.registry import create_transport, parse_transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,37 @@ class DescribedTrainer:
     def memory_at(self) -> int:
         """Where the first parameter that has bytes here lies now; 0 for a rank that holds none."""
         return next((memory.address for memory in self.parameters() if memory.nbytes), 0)
+
+    def connect(
+        self,
+        transport: TransportConfig,
+        controller: str,
+        token: str,
+        *,
+        arena_nbytes: int,
+        replica: ReplicaPlace,
+        connect_deadline_s: float,
+    ) -> TrainerClient:
+        """Connect this rank; arguments and errors are `connect_trainer`'s."""
+        memory_at = self.memory_at
+        weights = TrainerWeights(
+            manifest=self.manifest,
+            parameters=self.parameters,
+            changed=self.tensors.changed,
+            make_whole=self.make_whole,
+            step_stream=step_stream(memory_at),
+        )
+        return TrainerClient(
+            weights,
+            transport=create_transport(transport, towards=controller, memory_at=memory_at),
+            controller=controller,
+            token=token,
+            job=environment_value(JOB_VARIABLE) or shared_job(),
+            world_size=self.world_size,
+            arena_nbytes=arena_nbytes,
+            replica=replica,
+            connect_deadline_s=connect_deadline_s,
+        )
 
 
 def step_stream(memory_at: int) -> Callable[[], int] | None:
@@ -95,3 +131,58 @@ def describe_trainer(
 
     tensors = LiveTensors((module,), lambda: own_tensors(module, name_map))
     return DescribedTrainer(manifest, tensors, rank, world_size)
+
+
+def connect_trainer(
+    module: torch.nn.Module,
+    *,
+    controller: str,
+    token: str,
+    transport: str | TransportConfig = "auto",
+    arena_nbytes: int = 0,
+    name_map: NameMap | None = None,
+    stacked: Sequence[StackedRule] | None = None,
+    group: str = "trainer",
+    replica: ReplicaPlace = ReplicaPlace.OFF,
+    connect_deadline_s: float = 60.0,
+) -> TrainerClient:
+    """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
+
+    Called by every rank; not collective, gathers nothing. Rank and world size come from
+    `torch.distributed` where it is initialised, and its store tells the ranks of this start of the
+    trainers from those of any other one, unless WINDLASS_JOB does.
+
+    Args:
+        module: the model being trained; its DTensor parameters are described where they lie.
+        controller: address of the controller.
+        token: its secret.
+        transport: name or configuration; `auto` offers every one that starts here and moves memory of the
+            weights' kind, and each link takes the fastest that both its ends have.
+        arena_nbytes: memory for packed bytes; 0 for as much as one update packs.
+        name_map: from parameter name to checkpoint name, None for what is left out; identity when
+            omitted. `adapter_names()` keeps a LoRA adapter and nothing else.
+        stacked: experts that the framework stacks; `TRANSFORMERS_EXPERTS` when omitted. A model of transformers
+            with neither is published as `save_pretrained` writes it: names, and what is fused or taken apart.
+        group: name of the trainer job.
+        replica: keep a copy of what is sent as it lies, as large as that, so that `begin_publish` need
+            not wait for the fleet, and parameters are never registered. HOST: in host memory, pinned
+            where weights are on a GPU (`cuda_ipc`). DEVICE: on the weights' GPU. AUTO: the one of the
+            weights' kind. OFF: none. A place or its name.
+        connect_deadline_s: how long to wait for the controller.
+
+    Raises:
+        ConfigError: `module` is no module, `controller` no URL, `transport` no transport (or none that
+            can send from such a replica), or `arena_nbytes` too small.
+        UnsupportedLayout: a parameter whose placement or dtype cannot be described.
+        TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see there.
+    """
+    config = parse_transport(transport)
+    described = describe_trainer(module, group=group, name_map=name_map, stacked=stacked)
+    return described.connect(
+        config,
+        controller,
+        token,
+        arena_nbytes=arena_nbytes,
+        replica=replica,
+        connect_deadline_s=connect_deadline_s,
+    )

@@ -28,7 +28,7 @@ from windlass.layout.naming.place import Coords, Geometry, place
 from windlass.layout.naming.rules import Family
 from windlass.layout.naming.tables import FAMILIES
 from windlass.memory.torch_dtypes import dtype_of
-from windlass.trainers.client import TrainerClient, connect_described
+from windlass.trainers.client import TrainerClient
 from windlass.trainers.fsdp import DescribedTrainer
 from windlass.transfer.dtensor import HeldTensor, LiveTensors, check_memory, refuse_freed
 from windlass.transports.base import TransportConfig
@@ -87,11 +87,10 @@ def connect_megatron_trainer(
         use_main_params=use_main_params,
         ignore=ignore,
     )
-    return connect_described(
-        described,
+    return described.connect(
         config,
-        controller=controller,
-        token=token,
+        controller,
+        token,
         arena_nbytes=arena_nbytes,
         replica=replica,
         connect_deadline_s=connect_deadline_s,

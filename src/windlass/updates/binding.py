@@ -30,7 +30,6 @@ from windlass.updates.connect_messages import (
     Bound,
     ChangeLinks,
     ConnectEngine,
-    ConnectRelay,
     ConnectTrainer,
     JoinGroups,
     NotBound,
@@ -38,6 +37,7 @@ from windlass.updates.connect_messages import (
 )
 from windlass.updates.fleet import Group, Identity
 from windlass.updates.messages import Done, Failure, FailureKind, Result
+from windlass.updates.relay_messages import ConnectRelay
 from windlass.updates.report import BindCost
 from windlass.updates.session import AgentSession, RankCaller, describe, failures_of
 

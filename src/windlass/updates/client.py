@@ -34,12 +34,11 @@ from windlass.updates.messages import (
     Failure,
     FailureKind,
     Probe,
-    Relay,
-    RelayWrite,
     Result,
     Withdraw,
     Write,
 )
+from windlass.updates.relay_messages import Relay, RelayWrite
 from windlass.updates.report import RoundOutcome, UpdateReport
 
 _log = logging.getLogger(__name__)

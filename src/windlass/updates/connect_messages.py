@@ -9,9 +9,9 @@ import msgspec
 
 from windlass.config import P2pBackend, UpdateBackend, UpdateMode
 from windlass.layout.manifest import Role
-from windlass.planning.relay import RelayGroup
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, RelayAddress
 from windlass.transports.base import TransportOffer
+from windlass.updates.relay_messages import ConnectRelay
 
 # --- joining -----------------------------------------------------------------------------
 
@@ -127,20 +127,6 @@ class Bound(msgspec.Struct, frozen=True, tag="bound"):
     plan_digest: str
     binding: DestinationBinding
     relay: RelayAddress | None = None
-
-
-class ConnectRelay(msgspec.Struct, frozen=True, tag="connect_relay"):
-    """Bind relay groups, after every member has answered `Bound`: a command to engines, part of another to trainers.
-
-    Attributes:
-        groups: all of them for a trainer, its own for an engine.
-        bindings: of every member for a trainer, of those that it passes on to for an engine.
-        addresses: of every root for a trainer, of those that it passes on to for an engine.
-    """
-
-    groups: tuple[RelayGroup, ...]
-    bindings: tuple[DestinationBinding, ...]
-    addresses: tuple[RelayAddress, ...]
 
 
 class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):

@@ -17,13 +17,7 @@ from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay import RelayNode
 from windlass.transfer.sender import Sender
-from windlass.updates.connect_messages import (
-    Bound,
-    ConnectEngine,
-    ConnectRelay,
-    ConnectTrainer,
-    JoinGroups,
-)
+from windlass.updates.connect_messages import Bound, ConnectEngine, ConnectTrainer, JoinGroups
 from windlass.updates.messages import (
     Abort,
     Apply,
@@ -34,10 +28,7 @@ from windlass.updates.messages import (
     Prepare,
     Publish,
     Receive,
-    Relay,
-    RelayCommand,
     Result,
-    SkipUpstream,
     SourceCommand,
     Verified,
     Verify,
@@ -50,6 +41,7 @@ from windlass.updates.push_messages import (
     ReadFiles,
     ReceiveTensors,
 )
+from windlass.updates.relay_messages import ConnectRelay, Relay, RelayCommand, SkipUpstream
 from windlass.updates.trainer_agent import TrainerAgent
 
 _log = logging.getLogger(__name__)

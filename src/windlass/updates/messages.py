@@ -25,7 +25,6 @@ from windlass.updates.connect_messages import (
     CannotJoin,
     ChangeLinks,
     ConnectEngine,
-    ConnectRelay,
     ConnectTrainer,
     Hello,
     JoinGroups,
@@ -34,6 +33,7 @@ from windlass.updates.connect_messages import (
     Welcome,
 )
 from windlass.updates.push_messages import BeginPush, PushCommand
+from windlass.updates.relay_messages import RelayCommand, RelayWrite
 from windlass.updates.report import UpdateReport
 
 MAX_COUNT = (1 << 53) - 1
@@ -120,27 +120,6 @@ class Receive(msgspec.Struct, frozen=True, tag="receive"):
     deadline_s: float
 
 
-class RelayWrite(msgspec.Struct, frozen=True, tag="relay_write"):
-    """Trainer: as `Write`, but bound relay groups are written at their roots; answer `Written`."""
-
-    version: int
-    destinations: tuple[str, ...]
-    deadline_s: float
-
-
-class Relay(msgspec.Struct, frozen=True, tag="relay"):
-    """Engine: verify chunks that land and pass them on; answer `Relayed` once all is over."""
-
-    version: int
-    deadline_s: float
-
-
-class SkipUpstream(msgspec.Struct, frozen=True, tag="skip_upstream"):
-    """Engine, in a relay: this upstream will not come. Carried out at once; its answer is not awaited."""
-
-    upstream: str
-
-
 class Verify(msgspec.Struct, frozen=True, tag="verify"):
     """Engine: compare what landed with `expected` (source worker -> digest)."""
 
@@ -190,9 +169,6 @@ TrainerCommand = ConnectTrainer | ChangeLinks | JoinGroups | Prepare | Write | R
 
 SourceCommand = ConnectTrainer | Prepare | Write
 """What an engine rank carries out as the source of another engine's weights."""
-
-
-RelayCommand = ConnectRelay | Relay | SkipUpstream
 
 
 EngineCommand = (

@@ -8,21 +8,14 @@ from typing import assert_never, final
 
 import msgspec
 
-from windlass.config import P2pBackend, UpdateBackend
-from windlass.errors import ConfigError, ProtocolError, RoundAborted, WindlassError
+from windlass.errors import ProtocolError, RoundAborted, WindlassError
 from windlass.net.messages import RoundId
-from windlass.planning.plan import TransferPlan
-from windlass.transfer.backends import sender_for
-from windlass.transfer.base import GroupMember, SenderBackend
-from windlass.transfer.bindings import BindingsRefused, GroupOffer, LinkOutcome, LinkStatus, Written
-from windlass.transfer.replicated_digests import ReplicatedDigests
+from windlass.transfer.bindings import LinkOutcome, LinkStatus, Written
 from windlass.transfer.sender import Sender
 from windlass.updates.connect_messages import (
     ChangeLinks,
     ConnectTrainer,
     JoinGroups,
-    NotBound,
-    Offered,
 )
 from windlass.updates.messages import (
     Abort,
@@ -30,11 +23,12 @@ from windlass.updates.messages import (
     Done,
     Prepare,
     Prepared,
-    RelayWrite,
     Result,
     TrainerCommand,
     Write,
 )
+from windlass.updates.relay_messages import RelayWrite
+from windlass.updates.trainer_binding import TrainerBinding
 
 _log = logging.getLogger(__name__)
 
@@ -52,12 +46,9 @@ class TrainerAgent:
     def __init__(
         self, sender: Sender, *, host: str = "127.0.0.1", changed: Callable[[], str] = str
     ) -> None:
-        self._one_sided, self._host, self._changed = sender, host, changed
-        self._backend: UpdateBackend = P2pBackend()
-        self._sender: SenderBackend = sender_for(self._backend, sender, host)
-        self._replicated = ReplicatedDigests(sender.manifest, sender.parameters)
+        self._one_sided, self._changed = sender, changed
+        self._bound = TrainerBinding(sender, host)
         self._digested: tuple[Prepare, bytes] | None = None
-        self._bound_in = 0
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
         """Carry out a command; see `CommandHandler.handle`.
@@ -69,63 +60,30 @@ class TrainerAgent:
             raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
         match command:
             case ConnectTrainer() | ChangeLinks():
-                return self._bind(command, epoch)
+                return self._bound.bind(command, epoch)
             case JoinGroups():
-                if not isinstance(self._sender, GroupMember):
-                    raise ProtocolError(f"{type(self._sender).__name__} joins no groups")
-                self._sender.join(command.offers, command.deadline_s)
+                self._bound.group_member.join(command.offers, command.deadline_s)
             case Prepare():
                 with self._one_sided.parameters.once():
                     # Before the replica is taken: the weights may change then.
                     prepared = self._compare(command) if command.period else Done()
-                    self._sender.prepare(command.version)
+                    self._bound.sender.prepare(command.version)
                 return prepared
             case Write():
-                sent = self._sender.write(command.version, command.destinations, command.deadline_s)
-                return self._written(sent)
-            case RelayWrite():
-                round_id = RoundId(epoch, round_number)
-                sent = self._writing().relay_write(
-                    round_id, command.destinations, command.deadline_s
+                write = self._bound.sender.write
+                return self._written(
+                    write(command.version, command.destinations, command.deadline_s)
                 )
-                return self._written(sent)
+            case RelayWrite():
+                round_id, relay_write = RoundId(epoch, round_number), self._bound.writer.relay_write
+                return self._written(
+                    relay_write(round_id, command.destinations, command.deadline_s)
+                )
             case Abort():
                 pass  # nothing to undo: the sender keeps no state of a round but packed bytes
             case _:
                 assert_never(command)
         return Done()
-
-    def _bind(self, command: ConnectTrainer | ChangeLinks, epoch: int) -> Result:
-        before, self._bound_in = self._bound_in, 0  # of what fails half way nothing may be kept
-        try:
-            if isinstance(command, ConnectTrainer):
-                offer = self._connect(command)
-            else:
-                offer = None
-                self._change_links(command, before)
-        except BindingsRefused as refused:
-            if isinstance(command, ChangeLinks):
-                self._bound_in = before
-            return NotBound(refused.reasons)
-        self._bound_in = epoch
-        return Done() if offer is None else Offered(offer)
-
-    def _connect(self, command: ConnectTrainer) -> GroupOffer | None:
-        self._choose(command.backend)
-        self._replicated.bind(command.replicated)
-        offer = self._sender.connect(TransferPlan.decode(command.plan), command.bindings)
-        if (relay := command.relay) is not None:
-            self._writing().connect_relay(relay.groups, relay.bindings, relay.addresses)
-        return offer
-
-    def _change_links(self, command: ChangeLinks, bound_in: int) -> None:
-        if not 0 < command.since == bound_in:
-            raise RoundAborted(
-                f"since: must be {bound_in}, the epoch in which this rank was bound last (0: it is "
-                f"not), got {command.since}"
-            )
-        plan = TransferPlan.decode(command.plan) if command.plan else None
-        self._writing().change_links(plan, command.bindings, command.gone)
 
     def _compare(self, command: Prepare) -> Prepared:
         """What this rank holds of boxes that others hold too; of a replica, what it was taken from."""
@@ -138,15 +96,15 @@ class TrainerAgent:
                     "they may have changed: publish again"
                 )
         else:
-            digested = self._replicated.take(command.turn, command.period)
+            digested = self._bound.replicated.take(command.turn, command.period)
             self._digested = command, digested.tobytes()
-            compare_s = self._replicated.compare_s
+            compare_s = self._bound.replicated.compare_s
         return Prepared(self._digested[1], compare_s)
 
     def after_update(self) -> None:
         """Do ahead of time what the next update needs; nobody waits for it."""
         try:
-            self._replicated.cut_ahead()
+            self._bound.replicated.cut_ahead()
         except WindlassError as error:  # the next update tries again, and says it
             _log.debug("comparing: nothing is cut ahead: %s", error)
 
@@ -163,26 +121,6 @@ class TrainerAgent:
         )
         return msgspec.structs.replace(sent, links=links)
 
-    def _writing(self) -> Sender:
-        if not isinstance(self._sender, Sender):
-            raise ProtocolError(f"{type(self._sender).__name__} writes to no engine's memory")
-        return self._sender
-
     def close(self) -> None:
         """Leave groups; the one-sided sender belongs to the caller. Idempotent."""
-        self._replicated.close()
-        self._leave()
-
-    def _choose(self, backend: UpdateBackend) -> None:
-        if self._one_sided.replica is not None and not backend.traits.one_sided:
-            raise ConfigError(
-                f"replica: backend {type(backend).__name__} reads parameters where they lie; use p2p"
-            )
-        if backend != self._backend:
-            self._leave()
-            self._sender = sender_for(backend, self._one_sided, self._host)
-            self._backend = backend
-
-    def _leave(self) -> None:
-        if self._sender is not self._one_sided:
-            self._sender.close()
+        self._bound.close()

@@ -20,7 +20,6 @@ from windlass.integrations.vllm.servers import PAUSE_MODES, VllmServers
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 from windlass.net.access import Access
 from windlass.net.addresses import check_url
-from windlass.trainers.client import connect_trainer
 from windlass.updates.report import UpdateReport
 from windlass.updates.rounds import Phase
 
@@ -130,6 +129,8 @@ class WeightSync:
                 else:
                     told = self._ranks.hear("controller", deadline_s)
                     address = msgspec.json.decode(told, type=_Address)
+                from windlass.trainers.fsdp import connect_trainer
+
                 self._trainer = connect_trainer(
                     module,
                     controller=address.url,
