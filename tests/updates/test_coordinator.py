@@ -1051,7 +1051,7 @@ async def test_an_agent_answers_a_repeated_command_from_memory_and_refuses_old_o
     server.add_routes([web.get("/v1/agents", controller)])
     await server.start()
     handler = Recorder()
-    channel = AgentChannel(server.url, TOKEN, lambda: hello_of("a"), handler, reconnect=False)
+    channel = AgentChannel(server.url, TOKEN, lambda: hello_of("a"), handler)
     await asyncio.to_thread(channel.connect, 5.0)
     await asyncio.wait_for(finished.wait(), 10)
     await asyncio.to_thread(channel.close)

@@ -16,8 +16,8 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportOffer
-from windlass.updates.client import CommandHandler, group_and_rank
-from windlass.updates.connect_messages import Hello, Registered
+from windlass.updates.client import CommandHandler
+from windlass.updates.connect_messages import Hello, Registered, group_and_rank
 from windlass.updates.engine_agent import EngineAgent, EngineHooks
 from windlass.updates.engine_channel import EngineChannel
 

@@ -16,7 +16,7 @@ import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, Self, TypeVar, final
+from typing import Generic, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -31,6 +31,7 @@ from windlass.errors import (
 )
 from windlass.net.addresses import check_url
 from windlass.net.messages import Codec, Envelope, Refused, Reply, encode
+from windlass.net.reply_store import ReplyStore
 from windlass.net.sockets import MAX_PART_NBYTES, PartJoiner, open_http, send_frame
 
 _log = logging.getLogger(__name__)
@@ -46,66 +47,6 @@ ResultT = TypeVar("ResultT")
 FrameT = TypeVar("FrameT")
 
 
-@final
-class ReplyStore(Generic[ResultT]):
-    """Replies of the newest two rounds, and the rule that older calls are stale."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._newest = (0, 0)
-        self._received = self._void = (0, 0)
-        self._replies: dict[tuple[int, int, int], Reply[ResultT]] = {}
-
-    @property
-    def newest(self) -> tuple[int, int]:
-        """(epoch, round) of the newest call."""
-        return self._newest
-
-    def __len__(self) -> int:
-        return len(self._replies)
-
-    def lookup(self, epoch: int, round_number: int, seq: int) -> Reply[ResultT] | None:
-        """The stored reply; None for a new call.
-
-        Raises:
-            StaleMessage: its round has passed.
-        """
-        round_id = (epoch, round_number)
-        key = (*round_id, seq)
-        if key in self._replies:
-            return self._replies[key]
-        if round_id < self._newest or round_id <= self._void:
-            raise StaleMessage(
-                f"epoch {epoch} round {round_number} has passed; the newest is {self._newest}"
-            )
-        if round_id > self._newest:
-            with self._lock:
-                self._replies = {k: v for k, v in self._replies.items() if k[:2] == self._newest}
-            self._newest = round_id
-        return None
-
-    def received(self, epoch: int, round_number: int) -> None:
-        """A call has come; it may have to wait for others."""
-        self._received = max(self._received, (epoch, round_number))
-
-    def void(self) -> None:
-        """The connection is lost: what came over it and has not begun is not carried out.
-
-        The server has left this peer out of that round; its next call is of a later one.
-        """
-        self._void = self._received
-
-    def store(self, reply: Reply[ResultT]) -> None:
-        """Remember a reply."""
-        with self._lock:
-            self._replies[reply.epoch, reply.round, reply.seq] = reply
-
-    def replies(self) -> list[Reply[ResultT]]:
-        """Every reply that is remembered, oldest first."""
-        with self._lock:
-            return list(self._replies.values())
-
-
 class Client(ABC, Generic[CommandT, ResultT, FrameT]):
     """See the module. Subclasses say what their protocol's hello, commands and other frames are.
 
@@ -114,7 +55,6 @@ class Client(ABC, Generic[CommandT, ResultT, FrameT]):
         codec: of what the server sends.
         executor: carries out calls, one at a time; None for a thread of this client's own.
         loop: runs everything else; None for a new one.
-        reconnect: whether to connect again after a loss.
         give_up_s: without a connection until this client ends.
         keeps_calls: a call that had not begun when its connection was lost is carried out all the same.
 
@@ -138,7 +78,6 @@ class Client(ABC, Generic[CommandT, ResultT, FrameT]):
         *,
         executor: concurrent.futures.Executor | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
-        reconnect: bool = True,
         give_up_s: float = math.inf,
         keeps_calls: bool = False,
     ) -> None:
@@ -146,7 +85,7 @@ class Client(ABC, Generic[CommandT, ResultT, FrameT]):
         check_token(token, "token")
         self._url, self._path, self._token = url.rstrip("/"), path, token
         self._codec = codec
-        self._reconnect, self._give_up_s, self._keeps_calls = reconnect, give_up_s, keeps_calls
+        self._give_up_s, self._keeps_calls = give_up_s, keeps_calls
         self._owns_executor = executor is None
         self._executor = executor or concurrent.futures.ThreadPoolExecutor(1, "windlass-calls")
         self._loop = loop or asyncio.new_event_loop()
@@ -344,7 +283,7 @@ class Client(ABC, Generic[CommandT, ResultT, FrameT]):
                             f"{self._url} was not reachable for {self._give_up_s:g} s: {self.last_error}"
                         )
                     )
-                if self.ended.done() or not self._reconnect:
+                if self.ended.done():
                     return
                 # Waiting for a server that is away: nothing can signal its return.
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311

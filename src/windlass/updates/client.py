@@ -13,7 +13,6 @@ from typing import Protocol, final
 import msgspec
 
 from windlass.errors import (
-    ConfigError,
     PeerTimeout,
     PeerUnreachable,
     StaleMessage,
@@ -47,18 +46,6 @@ AGENTS_PATH = "/v1/agents"
 WITHDRAW_S = 1.0
 
 
-def group_and_rank(worker: str) -> tuple[str, int]:
-    """Return what the name of a rank is made of.
-
-    Raises:
-        ConfigError: it is not GROUP/RANK.
-    """
-    group, _, rank = worker.rpartition("/")
-    if not group or not (rank.isascii() and rank.isdecimal()):
-        raise ConfigError(f"manifest: worker must be GROUP/RANK, got {worker!r}")
-    return group, int(rank)
-
-
 class CommandHandler(Protocol):
     """What an agent does with commands. Called from one thread, in order; may block."""
 
@@ -78,7 +65,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         url: the controller's address. token: of the agent's role.
         hello: builds the first frame of every connection; called in the channel's thread.
         handler: carries out commands.
-        reconnect, executor, loop: see `Client`.
+        executor, loop: see `Client`.
 
     Raises:
         ConfigError: `url` is no URL, or no header can carry `token`.
@@ -91,7 +78,6 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         hello: Callable[[], Hello],
         handler: CommandHandler,
         *,
-        reconnect: bool = True,
         executor: concurrent.futures.Executor | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
@@ -102,7 +88,6 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
             CONTROLLER_FRAMES,
             executor=executor,
             loop=loop,
-            reconnect=reconnect,
         )
         self._hello, self._handler = hello, handler
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from windlass.config import P2pBackend, UpdateBackend, UpdateMode
+from windlass.errors import ConfigError
 from windlass.layout.manifest import Role
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, RelayAddress
 from windlass.transports.base import TransportOffer
@@ -77,6 +78,18 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     lineage: str = ""
     job: str = ""
     registered: Registered = Registered()
+
+
+def group_and_rank(worker: str) -> tuple[str, int]:
+    """Return what the name of a rank is made of.
+
+    Raises:
+        ConfigError: it is not GROUP/RANK.
+    """
+    group, _, rank = worker.rpartition("/")
+    if not group or not (rank.isascii() and rank.isdecimal()):
+        raise ConfigError(f"manifest: worker must be GROUP/RANK, got {worker!r}")
+    return group, int(rank)
 
 
 class CannotJoin(msgspec.Struct, frozen=True, tag="cannot_join"):
