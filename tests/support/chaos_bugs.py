@@ -165,7 +165,7 @@ BUGS = (
         "a lost write holds its engines for ever",
         Coordinator,
         "settle_soon",
-        "self.spawn(probe_held(self.fleet, self.members.sessions))",
+        "self.spawn(self.members.probe_held())",
         "pass",
         6,
     ),

@@ -40,7 +40,7 @@ from windlass.updates.recovery import CatchUps, ResumeRetries
 from windlass.updates.report import RoundOutcome, UpdateReport
 from windlass.updates.rounds import AgentLost, Phase, RoundSpec
 from windlass.updates.run import Run
-from windlass.updates.session import AgentSession, probe_held, report_to
+from windlass.updates.session import AgentSession
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -193,7 +193,7 @@ class Coordinator:
         )
         report = self._requests.receive(pending)
         if report is not None:
-            self.spawn(report_to(self.members.sessions, session.agent.identity, report))
+            self.spawn(self.members.report_to(session.agent.identity, report))
         elif (
             trainers.complete
             and self._requests.num_waiting >= trainers.world_size  # else nobody is asked, each time
@@ -224,7 +224,7 @@ class Coordinator:
     def settle_soon(self) -> None:
         """Bind, bring newcomers up and have engines go on, as soon as no round runs."""
         if self.fleet.held:
-            self.spawn(probe_held(self.fleet, self.members.sessions))
+            self.spawn(self.members.probe_held())
         if not self._settles:  # one that waits for its turn does it for all who come meanwhile
             self._settles = True
             self.spawn(self._settle())
@@ -279,7 +279,7 @@ class Coordinator:
         answers = [(rank.trainer, self._requests.answer(rank, told)) for rank in ranks]
         self.end_update(report)
         for trainer, answer in answers:
-            await report_to(self.members.sessions, trainer, answer)
+            await self.members.report_to(trainer, answer)
         return report
 
     async def report_of(
@@ -413,7 +413,7 @@ class Coordinator:
             result = await driver.run()
         finally:
             self._driver = None
-        finish, binding = result.finish, driver.binding
+        finish, report, binding = result.finish, result.report, driver.binding
         is_published = finish.outcome is RoundOutcome.PUBLISHED
         # A copy of another run's version is no news, and a job of this run may have come meanwhile.
         if is_published and driver.spec.lineage == self.lineage:
@@ -421,7 +421,6 @@ class Coordinator:
         self._set_silent_aside(driver, result)
         self.fleet.note_round(finish, binding, driver.round_id, driver.spec.lineage, result.late)
         self.run.record_quarantine()
-        report = msgspec.structs.replace(result.report(), transports=binding.links_by_transport)
         if binding.replicated is not None:
             self._comparisons.conclude(
                 compare_s=report.compare_s, update_s=report.update_s, is_published=is_published

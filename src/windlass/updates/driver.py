@@ -38,39 +38,19 @@ from windlass.updates.session import AgentSession
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RoundResult:
     """How a round ended.
 
     Attributes:
         finish: what the machine says.
         late: replies that arrived while the round was ending, which the machine has not seen.
-        measures: of the machine, and the times that only the driver can see.
-        phase_s: seconds per phase.
+        report: what the trainers are told of it, with the times that only the driver can see.
     """
 
     finish: Finish
     late: tuple[Replied, ...]
-    measures: dict[str, float]
-    phase_s: dict[str, float]
-
-    def report(self) -> UpdateReport:
-        """What the trainers are told of it."""
-        finish = self.finish
-        return UpdateReport(
-            version=finish.version,
-            outcome=finish.outcome,
-            reason=finish.reason,
-            engines=tuple(
-                name
-                for name, outcome in finish.engines.items()
-                if outcome is EngineOutcome.PUBLISHED
-            ),
-            left_out=dict(finish.reasons),
-            measures=self.measures,
-            phase_s=self.phase_s,
-            digest_ok=finish.digest_ok,
-        )
+    report: UpdateReport
 
 
 @final
@@ -159,8 +139,8 @@ class RoundDriver:
                 if not self._is_writing.done():
                     self._is_writing.set_result(False)
                 self._on_phase(Phase.DONE)
-            finish, update_s = result.finish, result.measures[Measure.UPDATE_S]
-            _log.info("round %s in %.3f s %s", finish.outcome.value, update_s, finish.reason)
+            report = result.report
+            _log.info("round %s in %.3f s %s", report.outcome.value, report.update_s, report.reason)
         return result
 
     async def _run(self) -> RoundResult:
@@ -172,12 +152,23 @@ class RoundDriver:
         late = [self._events.get_nowait() for _ in range(self._events.qsize())]
         measured = {**finish.measures, **self._pushed}
         measured |= {Measure.UPDATE_S: self._clock() - began, Measure.PAUSE_S: self._pause_s}
-        return RoundResult(
-            finish=finish,
-            late=tuple(event for event in late if isinstance(event, Replied)),
+        report = UpdateReport(
+            version=finish.version,
+            outcome=finish.outcome,
+            reason=finish.reason,
+            engines=tuple(
+                name
+                for name, outcome in finish.engines.items()
+                if outcome is EngineOutcome.PUBLISHED
+            ),
+            left_out=dict(finish.reasons),
             measures={measure.value: value for measure, value in measured.items()},
             phase_s=dict(self._phase_s),
+            digest_ok=finish.digest_ok,
+            transports=self.binding.links_by_transport,
         )
+        replies = tuple(event for event in late if isinstance(event, Replied))
+        return RoundResult(finish, replies, report)
 
     async def _carry_out(self, instructions: list[Instruction]) -> Finish | None:
         finish: Finish | None = None

@@ -46,6 +46,7 @@ from windlass.updates.messages import (
     Result,
     Withdraw,
 )
+from windlass.updates.report import UpdateReport
 from windlass.updates.session import AgentSession
 
 if TYPE_CHECKING:
@@ -272,6 +273,23 @@ class Members:
             self._run.record_quarantine()
             self._changes.notify()
             self._coordinator.settle_soon()
+
+    async def report_to(self, trainer: Identity, report: UpdateReport) -> None:
+        """Tell a trainer rank how its attempt ended, if that process is there."""
+        session = self.sessions.get(trainer[0])
+        if session is None or session.agent.identity != trainer:
+            return  # if that process comes back it announces again, and is answered then
+        try:
+            await session.send(report)
+        except PeerUnreachable as error:
+            _log.warning("report of version %s: %s", report.version, error)
+
+    async def probe_held(self) -> None:
+        """Ask every trainer that owes the answer to a write whether it will come."""
+        for identity, round_id in self._fleet.held.items():
+            session = self.sessions.get(identity[0])
+            if session is not None and session.agent.identity == identity:
+                await session.probe(round_id)
 
     # --- who goes ----------------------------------------------------------------------------
 

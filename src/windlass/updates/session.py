@@ -1,9 +1,8 @@
-"""The controller's end of the agents' sessions: who is let in, and what is sent to them."""
+"""The controller's end of the agents' sessions, and calls of many ranks at once."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Mapping
 from typing import final
@@ -14,16 +13,13 @@ from windlass.errors import PeerTimeout, PeerUnreachable, WindlassError
 from windlass.net.messages import Envelope, RoundId
 from windlass.net.rpc import Session, host_of
 from windlass.net.sockets import SEND_DEADLINE_S
-from windlass.updates.fleet import PROBE_SEQ, Agent, Fleet, Identity
+from windlass.updates.fleet import PROBE_SEQ, Agent
 from windlass.updates.messages import (
     Command,
     Failure,
     Probe,
     Result,
 )
-from windlass.updates.report import UpdateReport
-
-_log = logging.getLogger(__name__)
 
 
 @final
@@ -54,10 +50,10 @@ class AgentSession(Session[Command | Probe, Result]):
         """The agent's identity."""
         return self.peer
 
-    async def probe(self, place: tuple[int, int]) -> None:
+    async def probe(self, round_id: RoundId) -> None:
         """Ask for an answer to come after all that are due; see `Fleet.settle`."""
         try:
-            await self.send(Envelope(*place, PROBE_SEQ, Probe()))
+            await self.send(Envelope(*round_id, PROBE_SEQ, Probe()))
         except PeerUnreachable:
             return  # whoever comes back is asked again
 
@@ -124,24 +120,3 @@ def describe(result: Result | WindlassError) -> str:
     if isinstance(result, Failure):
         return result.message
     return str(result) if isinstance(result, WindlassError) else f"answered {type(result).__name__}"
-
-
-async def probe_held(fleet: Fleet, sessions: Mapping[str, AgentSession]) -> None:
-    """Ask every trainer that owes the answer to a write whether it will come."""
-    for identity, place in fleet.held.items():
-        session = sessions.get(identity[0])
-        if session is not None and session.agent.identity == identity:
-            await session.probe(place)
-
-
-async def report_to(
-    sessions: Mapping[str, AgentSession], trainer: Identity, report: UpdateReport
-) -> None:
-    """Tell a trainer rank how its attempt ended, if that process is there."""
-    session = sessions.get(trainer[0])
-    if session is None or session.agent.identity != trainer:
-        return  # if that process comes back it announces again, and is answered then
-    try:
-        await session.send(report)
-    except PeerUnreachable as error:
-        _log.warning("report of version %s: %s", report.version, error)
