@@ -16,7 +16,7 @@ from typing import final
 
 import msgspec
 
-from windlass.config import P2pBackend, RelayShape, UpdateBackend, UpdateMode
+from windlass.config import ControlConfig, P2pBackend, RelayShape, UpdateBackend
 from windlass.errors import ConfigError, PeerTimeout, PlanError, RoundAborted, WindlassError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.messages import RoundId
@@ -329,8 +329,8 @@ class FleetBinder:
 
     Args:
         sessions: of the ranks that are connected now; whoever joins meanwhile is no part of the binding.
+        config: mode, backend, and the deadline for every rank to bind.
         round_id: of the commands.
-        deadline_s: for every rank to bind.
         held: what the fleet has bound before.
     """
 
@@ -341,13 +341,11 @@ class FleetBinder:
         engines: Sequence[Group],
         sessions: Mapping[str, AgentSession],
         planner: Planner,
-        mode: UpdateMode,
-        backend: UpdateBackend,
+        config: ControlConfig,
         round_id: RoundId,
-        deadline_s: float,
         held: Binding | None = None,
     ) -> None:
-        kept = None
+        kept, backend = None, config.backend
         if held is not None and not find_relay_groups(trainers, engines, backend):
             kept = held.part_for(trainers, engines) if backend.traits.one_sided else None
         if kept is not None:
@@ -362,8 +360,8 @@ class FleetBinder:
         self._sessions = {
             name: sessions[name] for name in (*self._trainers, *self._engine_of) if name in sessions
         }
-        self._planner, self._mode, self._backend = planner, mode, backend
-        self._deadline_s = deadline_s
+        self._planner, self._mode, self._backend = planner, config.mode, backend
+        self._deadline_s = config.deadlines.connect_s
         self._transports = _LinkTransports(self._sessions if backend.traits.one_sided else {})
         self._relays = find_relay_groups(trainers, engines, backend)
         self._group_of = {name: group for group in self._relays for name in group.members}

@@ -147,10 +147,8 @@ class Connector:
             engines=engines,
             sessions=self._members.sessions,
             planner=planner,
-            mode=self._config.mode,
-            backend=self._config.backend,
+            config=self._config,
             round_id=round_id,
-            deadline_s=self._config.deadlines.connect_s,
             held=held,
         )
         self.binds = tuple(engine.name for engine in engines)

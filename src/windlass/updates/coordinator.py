@@ -96,7 +96,6 @@ class Coordinator:
         self.connector = Connector(self, config, planner)
         self._catch_ups = CatchUps(self, config, planner)
         self._resume_retries = ResumeRetries(self, config.deadlines)
-        self._pushes = PushUpdates(self)
         self._requests = PublishRequests()
         self._comparisons = Comparisons(config.compare_share)
         self.lock = asyncio.Lock()
@@ -172,7 +171,7 @@ class Coordinator:
         """Add `/v1/agents`, `/v1/status` and `/v1/callback` to a server that has not started."""
         agents = web.get("/v1/agents", self.members.serve)
         status = web.get("/v1/status", self._serve_status)
-        server.add_routes((agents, status, *self._pushes.routes()))
+        server.add_routes((agents, status, *PushUpdates(self).routes()))
 
     async def _serve_status(self, _request: web.Request) -> web.Response:
         return web.json_response(self.status())
@@ -453,7 +452,6 @@ class Coordinator:
 
     async def close(self) -> None:
         """Stop rounds and close every connection. Idempotent."""
-        await self._pushes.close()
         self._is_closed = True
         for task in list(self._tasks):
             task.cancel()

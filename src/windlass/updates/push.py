@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, assert_never, final
 
@@ -241,19 +241,11 @@ class PushUpdates:
         self._coordinator = coordinator
         self._lock = asyncio.Lock()
         self._answers: dict[str, asyncio.Task[CallbackAnswer]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._latest: _Push | None = None
 
     def routes(self) -> list[web.RouteDef]:
         """`POST /v1/callback`."""
         return [web.post("/v1/callback", self._serve)]
-
-    async def close(self) -> None:
-        """Cancel what is under way. Idempotent."""
-        tasks = (*self._answers.values(), *self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, request: web.Request) -> web.Response:
         try:
@@ -263,7 +255,7 @@ class PushUpdates:
             raise web.HTTPBadRequest(text=f"callback: {error}") from error
         task = self._answers.get(asked.request_id)
         if task is None:
-            task = asyncio.create_task(self._answer(asked))
+            task = self._coordinator.spawn(self._answer(asked))
             self._answers[asked.request_id] = task
             while len(self._answers) > REMEMBERED:
                 oldest = next(iter(self._answers))
@@ -406,7 +398,7 @@ class PushUpdates:
         if push.leave(leader) and not push.is_ending:
             # A task of its own: the round must not depend on how long a caller waits.
             push.is_ending = True
-            self._spawn(self._end(push, version, deadline_s))
+            self._coordinator.spawn(self._end(push, version, deadline_s))
         report = await asyncio.shield(push.report)
         if report.outcome is not RoundOutcome.PUBLISHED:
             raise RoundAborted(f"version {version} was not published: {report.reason}")
@@ -417,11 +409,6 @@ class PushUpdates:
                 push.driver.post(GiveUp(reason))
             else:
                 push.driver.finish_push(version, deadline_s)
-
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _check(asked: CallbackRequest) -> None:
