@@ -24,7 +24,7 @@ import windlass
 from windlass.cli.main import main
 from windlass.jobs.progress import Progress
 from windlass.observability.terminal import status_of
-from windlass.updates.measures import Measure
+from windlass.updates.report import Measure
 
 REPOSITORY = Path(__file__).parents[2]
 DEMO = REPOSITORY / "tests/observability/demo-overview.json"

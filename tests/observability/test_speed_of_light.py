@@ -15,7 +15,7 @@ import pytest
 from windlass.cli.main import main
 from windlass.errors import ConfigError
 from windlass.observability.speed_of_light import SpeedOfLight
-from windlass.updates.messages import RoundOutcome, UpdateReport
+from windlass.updates.report import RoundOutcome, UpdateReport
 
 
 def report(ceiling_gbps: float = 100.0, num_links: int = 2) -> SpeedOfLight:

@@ -44,7 +44,7 @@ from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.transports.registry import parse_transport
-from windlass.updates.messages import RoundOutcome
+from windlass.updates.report import RoundOutcome
 
 _log = logging.getLogger(__name__)
 
@@ -317,7 +317,7 @@ class _Job:
         world_size, engines = config.trainer.world_size, [e.name for e in config.engines]
 
         def look() -> None:
-            progress.waits_for(", ".join(controller.coordinator.missing(world_size, engines)))
+            progress.waits_for(", ".join(controller.coordinator.fleet.missing(world_size, engines)))
 
         controller.coordinator.subscribe(look)
         async with asyncio.timeout(deadline_s):

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from windlass.errors import ConfigError
 from windlass.observability.plots import drawn_to
-from windlass.updates.messages import UpdateReport
+from windlass.updates.report import UpdateReport
 
 
 @final

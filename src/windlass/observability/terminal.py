@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.net.logs import printable
-from windlass.updates.measures import Measure
+from windlass.updates.report import Measure
 
 MAX_LINKS = 20
 """Of a fleet, shown in a table."""

@@ -13,7 +13,7 @@ from windlass.errors import ConfigError
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.observability.page import saved_page
 from windlass.observability.speed_of_light import SpeedOfLight, save_plot
-from windlass.updates.messages import RoundOutcome, UpdateReport
+from windlass.updates.report import RoundOutcome, UpdateReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
