@@ -102,8 +102,8 @@ def test_every_public_name_is_shown_in_full(site: Path) -> None:
     text = "".join(
         (site / "api" / f"{package}.html").read_text() for package in render_api.PACKAGES
     )
-    _, docstring = render_api.definition("windlass.trainers.client", "connect_trainer")
+    _, docstring = render_api.definition("windlass.trainers.fsdp", "connect_trainer")
     raised = re.findall(r"^    (\w+): ", docstring.partition("Raises:")[2], re.MULTILINE)
-    shown = text.partition('id="windlass.trainers.client.connect_trainer"')[2].partition("<h2")[0]
+    shown = text.partition('id="windlass.trainers.fsdp.connect_trainer"')[2].partition("<h2")[0]
     assert len(raised) >= 2
     assert not [name for name in raised if name not in shown]

@@ -137,7 +137,7 @@ class Watched(WrappedTransport):
 @contextmanager
 def trainer_transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     transport = Watched()
-    monkeypatch.setattr("windlass.trainers.client.create_transport", lambda *_, **__: transport)
+    monkeypatch.setattr("windlass.trainers.fsdp.create_transport", lambda *_, **__: transport)
     yield transport
     assert transport.num_closed == 1
 

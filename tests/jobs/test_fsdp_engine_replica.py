@@ -78,7 +78,7 @@ def weight_of(engine: FsdpEngine) -> torch.Tensor:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "windlass.trainers.client.create_transport",
+        "windlass.trainers.fsdp.create_transport",
         lambda *args, **kwargs: HeldTransport(create_transport(*args, **kwargs)),
     )
     monkeypatch.setattr(HeldTransport, "error", "")
