@@ -34,6 +34,7 @@ from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_index
 from windlass.transfer.relay import FRAMES, ChunkLanded, End, Open
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.nixl.transport import NixlKey, decode_keys, encode_keys
+from windlass.updates.connect_messages import Welcome
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     AGENT_FRAMES,
