@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import final
 
@@ -35,10 +35,10 @@ from windlass.layout.box import Box, chunk
 from windlass.layout.columns import Int64Array
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.layout.naming.place import PlacedShard
-from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule, cut, unstack
+from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 from windlass.memory.torch_dtypes import dtype_of
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.saved_names import is_of_transformers, saved_parts
+from windlass.transfer.saved_names import HeldPart, is_of_transformers, saved_parts, unstack
 
 _WRAPPER_MARKS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Of torch.compile and activation checkpointing."""
@@ -340,53 +340,64 @@ def describe_module(
 
     Raises:
         ConfigError: see `held_tensors`; or two parameters that are not one object have one name.
-        UnsupportedLayout, ManifestError: see `held_tensors`, `local_shard`, `saved_parts`, `unstack` and `cut`.
+        UnsupportedLayout, ManifestError: see `held_tensors`, `local_shard`, `saved_parts` and `unstack`.
     """
     builder = ManifestBuilder(worker, role)
     first: dict[int, HeldTensor] = {}
     owners: dict[str, str] = {}
     held_here = held_tensors(module, name_map)
-    saved: Mapping[str, tuple[PlacedShard, ...]] = {}
-    if name_map is None and stacked is None and is_of_transformers(module):
-        saved = saved_parts(module, {held.tensor_name: held.tensor for held in held_here})
-    rules = TRANSFORMERS_EXPERTS if stacked is None else stacked
+    parts = [_part_of(held) for held in held_here]
     for held in held_here:
-        if id(held.tensor) in first:
-            for name, of in _aliases(held.tensor_name, first[id(held.tensor)].tensor_name, saved):
-                builder.add_alias(name, of)
+        first.setdefault(id(held.tensor), held)
+    tied = {
+        held.tensor_name: owner.tensor_name
+        for held in held_here
+        if (owner := first[id(held.tensor)]) is not held
+    }
+    saved: Mapping[str, list[PlacedShard]] = {}
+    if name_map is None and stacked is None and is_of_transformers(module):
+        saved = saved_parts(module, parts, tied)
+    rules = TRANSFORMERS_EXPERTS if stacked is None else stacked
+    for held, part in zip(held_here, parts, strict=True):
+        name = held.tensor_name
+        if first[id(held.tensor)] is not held:
+            for alias, of in _aliases(name, first[id(held.tensor)].tensor_name, saved):
+                builder.add_alias(alias, of)
             continue
-        first[id(held.tensor)] = held
-        shard = local_shard(held.name, held.tensor, by_fsdp=held.by_fsdp)
-        dtype = dtype_of(held.name, held.tensor)
-        gaps = max(shard.nbytes - shard.box.numel * dtype.itemsize, 0)
-        builder.add_parameter(held.name, nbytes=shard.nbytes, dtype=dtype, padding_nbytes=gaps)
-        whole = saved.get(held.tensor_name)
-        if whole is None:
-            whole = unstack(rules, held.tensor_name, shard.global_shape)
-        here = (held.tensor_name, shard.global_shape, shard.box, 0, shard.strides_bytes)
-        parts: Iterable[PlacedShard] = (PlacedShard(*here),)
-        if whole is not None:
-            parts = cut(held.name, whole, shard.global_shape, shard.box, shard.strides_bytes)
-        for part in parts:
+        dtype, nbytes = dtype_of(held.name, held.tensor), _reach(local_tensor(held.tensor))
+        gaps = max(nbytes - part.box.numel * dtype.itemsize, 0)
+        builder.add_parameter(held.name, nbytes=nbytes, dtype=dtype, padding_nbytes=gaps)
+        boxes = saved.get(name)
+        if boxes is None:
+            boxes = unstack(rules, name, part)
+        if boxes is None:
+            boxes = [PlacedShard(name, part.shape, part.box, 0, part.strides)]
+        for box in boxes:
             # Otherwise one would be taken for a copy of the other.
-            if not saved and owners.setdefault(part.tensor, held.name) != held.name:
+            if not saved and owners.setdefault(box.tensor, held.name) != held.name:
                 raise ConfigError(
-                    f"name_map: every tensor must be one parameter, got {owners[part.tensor]!r} and "
-                    f"{held.name!r} for {part.tensor!r}"
+                    f"name_map: every tensor must be one parameter, got {owners[box.tensor]!r} and "
+                    f"{held.name!r} for {box.tensor!r}"
                 )
             builder.add_shard(
-                part.tensor,
-                part.global_shape,
-                part.box,
+                box.tensor,
+                box.global_shape,
+                box.box,
                 held.name,
-                offset_bytes=part.offset,
-                strides_bytes=part.strides,
+                offset_bytes=box.offset * dtype.itemsize,
+                strides_bytes=tuple(step * dtype.itemsize for step in box.strides),
             )
     return builder.build()
 
 
+def _part_of(held: HeldTensor) -> HeldPart:
+    shard, tensor = local_shard(held.name, held.tensor, by_fsdp=held.by_fsdp), held.tensor
+    strides = tuple(step // tensor.element_size() for step in shard.strides_bytes)
+    return HeldPart(held.tensor_name, shard.global_shape, tensor.dtype, shard.box, strides)
+
+
 def _aliases(
-    name: str, first: str, saved: Mapping[str, tuple[PlacedShard, ...]]
+    name: str, first: str, saved: Mapping[str, Sequence[PlacedShard]]
 ) -> Iterator[tuple[str, str]]:
     """Yield further names of what a tensor is saved as, each with the first one."""
     pairs = zip(saved[name], saved[first], strict=True) if saved else ()

@@ -1,9 +1,12 @@
-"""What transformers saves a model as: which checkpoint tensors lie where in its parameters.
+"""What parameters are saved as: which boxes of which checkpoint tensors this rank's part of them holds.
+
+A parameter is taken apart, renamed and put together as its framework does, on tensors that have shapes and no elements
+and keep account of where every element that this rank holds comes from: views, copies, concatenations.
 
 transformers 5 renames modules and fuses tensors while it loads a checkpoint, and undoes that when it
 saves one (`core_model_loading.revert_weight_conversion`, with the table of `conversion_mapping`). That function
-is run here, on tensors that have shapes and no elements and keep account of where every element comes
-from: views, copies, concatenations. So there is no second table of architectures and no reading of theirs.
+is run here: so there is no second table of architectures and no reading of theirs. Other frameworks' stacked parameters
+are taken apart by a `StackedRule`.
 """
 
 from __future__ import annotations
@@ -12,17 +15,19 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from windlass.errors import UnsupportedLayout
+from windlass.errors import ManifestError, UnsupportedLayout
 from windlass.layout.box import Box
 from windlass.layout.manifest import contiguous_strides
 from windlass.layout.naming.place import PlacedShard
+from windlass.layout.naming.stacked import StackedRule
 
 MAX_PIECES = 1 << 16
 """Boxes of one tensor: what a rotary embedding's permutation of rows takes is half the rows."""
@@ -36,38 +41,49 @@ def is_of_transformers(module: torch.nn.Module) -> bool:
     return isinstance(_unwrapped(module), transformers.PreTrainedModel)
 
 
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """This rank's part of a parameter.
+
+    Attributes:
+        name: of the parameter, in the bare module.
+        shape, dtype: of the whole.
+        box: the elements held here.
+        strides: of the local memory, in elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Box
+    strides: tuple[int, ...]
+
+
 def saved_parts(
-    module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, tuple[PlacedShard, ...]]:
-    """Return what of saved tensors lies in each parameter, in elements of the whole one, contiguous.
+    module: torch.nn.Module, held: Sequence[HeldPart], owners: Mapping[str, str]
+) -> dict[str, list[PlacedShard]]:
+    """Return the boxes of saved tensors that lie in each part, by its name; offsets and strides in elements.
 
     Args:
         module: for which `is_of_transformers` holds; wrapped or not, sharded or not.
-        tensors: its parameters and persistent buffers by their names in the bare module, whole shapes.
+        held: this rank's parts of its parameters and persistent buffers.
+        owners: names of `held` that are further names of one parameter (tied weights), and its first one.
 
     Raises:
         UnsupportedLayout: the conversion fails, or computes something.
     """
     model = _bare(_unwrapped(module), {})
-    first: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        first.setdefault(id(tensor), name)
-    found = _reverted(model, {name: tensors[name] for name in first.values()})
-    if len(first) < len(tensors):  # a saved file has tied weights once
-        found = {**_reverted(model, tensors), **found}
+    found = _reverted(model, [part for part in held if part.name not in owners])
+    if owners:  # a saved file has tied weights once
+        found = {**_reverted(model, held), **found}
     return found
 
 
-def _reverted(
-    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, tuple[PlacedShard, ...]]:
+def _reverted(model: torch.nn.Module, held: Sequence[HeldPart]) -> dict[str, list[PlacedShard]]:
     from transformers.core_model_loading import revert_weight_conversion
 
-    whole = {
-        name: watched(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
-    }
     try:
-        saved = revert_weight_conversion(model, whole)
+        saved = revert_weight_conversion(model, {part.name: watched(part) for part in held})
     except UnsupportedLayout:
         raise
     except Exception as error:
@@ -75,13 +91,53 @@ def _reverted(
             f"{type(model).__name__}: transformers must be able to save the model in the form of its checkpoint, "
             f"got {type(error).__name__}: {error}: pass `name_map` and `stacked`"
         ) from error
-    found: dict[str, list[PlacedShard]] = {name: [] for name in tensors}
+    found: dict[str, list[PlacedShard]] = {part.name: [] for part in held}
+    for source, placed in _placed(saved):
+        found[source].append(placed)
+    return found
+
+
+def unstack(rules: Sequence[StackedRule], name: str, part: HeldPart) -> list[PlacedShard] | None:
+    """Return the boxes of checkpoint tensors in part of a stacked parameter, as `saved_parts` does.
+
+    Args:
+        rules: the first that matches counts.
+        name: tensor name, as mapped.
+        part: of a parameter of dims (experts, rows, columns).
+
+    Returns:
+        None when no rule is about `name`.
+
+    Raises:
+        ManifestError: it has not three dims, or its rows cannot be shared out evenly.
+    """
+    for rule in rules:
+        layer = rule.match(name)
+        if layer is None:
+            continue
+        count, dim = len(rule.tensors), 2 if rule.transposed else 1
+        if len(part.shape) != 3 or part.shape[dim] % count:
+            raise ManifestError(
+                f"tensor {name!r}: shape {part.shape} must be experts, rows, columns with rows "
+                f"divisible by {count}"
+            )
+        matrices = watched(part).transpose(1, dim).unbind()
+        saved = {
+            tensor.format(layer=layer, expert=expert): rows
+            for expert, matrix in enumerate(matrices)
+            for tensor, rows in zip(rule.tensors, matrix.chunk(count), strict=True)
+        }
+        return [placed for _, placed in _placed(saved)]
+    return None
+
+
+def _placed(saved: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, PlacedShard]]:
+    """Yield the pieces of saved tensors, each with the parameter that it lies in."""
     for name, tensor in saved.items():
-        for piece in tensor.pieces:
-            shape = tuple(tensor.shape)
-            placed = PlacedShard(name, shape, piece.box, piece.offset, piece.strides)
-            found[piece.source].append(placed)
-    return {name: tuple(parts) for name, parts in found.items()}
+        for piece in cast("_Watched", tensor).pieces:
+            shape, view = tuple(tensor.shape), piece.view
+            offset = int(view.storage_offset())
+            yield piece.source, PlacedShard(name, shape, piece.box, offset, view.stride())
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -117,25 +173,11 @@ def _bare(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A box of a tensor, and where it lies in a parameter; offset and strides in its elements."""
+    """A box of a tensor, and where it lies: `view`, on the meta device, is of this rank's part of `source`."""
 
     source: str
     box: Box
-    offset: int
-    strides: tuple[int, ...]
-
-    def along(self, dim: int, ranges: Sequence[tuple[int, int, int]], skipped: int = 0) -> _Piece:
-        """The piece with other dims in place of one: (start, size, stride) each."""
-        offsets, sizes, strides = self.box.offsets, self.box.sizes, self.strides
-        return _Piece(
-            self.source,
-            Box(
-                (*offsets[:dim], *(one[0] for one in ranges), *offsets[dim + 1 :]),
-                (*sizes[:dim], *(one[1] for one in ranges), *sizes[dim + 1 :]),
-            ),
-            self.offset + skipped * strides[dim],
-            (*strides[:dim], *(one[2] for one in ranges), *strides[dim + 1 :]),
-        )
+    view: torch.Tensor
 
 
 class _Watched(torch.Tensor):
@@ -175,14 +217,21 @@ def _made(shape: tuple[int, ...], dtype: torch.dtype, pieces: list[_Piece]) -> _
     return made
 
 
-def watched(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> _Watched:
+def watched(part: HeldPart) -> _Watched:
     """A whole parameter. Operators that move elements give tensors that know of it; others are refused."""
-    whole = _Piece(name, Box.full(shape), 0, contiguous_strides(shape, 1))
-    return _made(shape, dtype, [whole])
+    if not part.box.numel:
+        return _made(part.shape, part.dtype, [])
+    view = torch.empty_strided(part.box.sizes, part.strides, dtype=part.dtype, device="meta")
+    return _made(part.shape, part.dtype, [_Piece(part.name, part.box, view)])
 
 
 def _same(tensor: _Watched, *_: object, **__: object) -> _Watched:
     return tensor.like(tensor.shape, tensor.pieces)
+
+
+def _with(values: Sequence[int], dim: int, *others: int, num_dims: int = 1) -> tuple[int, ...]:
+    """Values with others in place of those of `num_dims` dims from `dim` on."""
+    return (*values[:dim], *others, *values[dim + num_dims :])
 
 
 def _sliced(
@@ -201,11 +250,14 @@ def _sliced(
             first = max(0, -(-(low - taken.start) // step))
             last = min(len(taken), -(-(low + size - taken.start) // step))
             if first < last:
-                skipped = taken.start + first * step - low
-                yield piece.along(dim, [(first, last - first, piece.strides[dim] * step)], skipped)
+                here = slice(
+                    taken.start + first * step - low, taken.start + last * step - low, step
+                )
+                view = piece.view[(*(slice(None),) * dim, here)]
+                box = Box(_with(piece.box.offsets, dim, first), tuple(view.shape))
+                yield _Piece(piece.source, box, view)
 
-    shape = tensor.shape
-    return tensor.like((*shape[:dim], len(taken), *shape[dim + 1 :]), pieces())
+    return tensor.like(_with(tensor.shape, dim, len(taken)), pieces())
 
 
 def _selected(tensor: _Watched, dim: int = 0, index: int = 0) -> _Watched:
@@ -221,27 +273,18 @@ def _squeezed(tensor: _Watched, dims: int | Sequence[int] | None = None) -> _Wat
 
 
 def _unsqueezed(tensor: _Watched, dim: int) -> _Watched:
-    dim %= tensor.dim() + 1
-    return _reshaped(tensor, (*tensor.shape[:dim], 1, *tensor.shape[dim:]))
+    return _reshaped(tensor, _with(tensor.shape, dim % (tensor.dim() + 1), 1, num_dims=0))
 
 
 def _permuted(tensor: _Watched, dims: Sequence[int]) -> _Watched:
     order = [dim % tensor.dim() for dim in dims]
 
-    def turned(values: Sequence[int]) -> tuple[int, ...]:
-        return tuple(values[dim] for dim in order)
+    def turned(piece: _Piece) -> _Piece:
+        view, offsets = piece.view.permute(order), piece.box.offsets
+        box = Box(tuple(offsets[dim] for dim in order), tuple(view.shape))
+        return _Piece(piece.source, box, view)
 
-    return tensor.like(
-        turned(tensor.shape),
-        (
-            replace(
-                piece,
-                box=Box(turned(piece.box.offsets), turned(piece.box.sizes)),
-                strides=turned(piece.strides),
-            )
-            for piece in tensor.pieces
-        ),
-    )
+    return tensor.like([tensor.shape[dim] for dim in order], map(turned, tensor.pieces))
 
 
 def _transposed(tensor: _Watched, first: int = 0, second: int = 1) -> _Watched:
@@ -267,23 +310,15 @@ def _joined(tensors: Sequence[_Watched], dim: int = 0) -> _Watched:
     first = tensors[0]
     dim %= first.dim()
     ends = list(itertools.accumulate(tensor.shape[dim] for tensor in tensors))
-    return first.like(
-        (*first.shape[:dim], ends[-1], *first.shape[dim + 1 :]),
-        (
-            piece.along(
-                dim,
-                [
-                    (
-                        piece.box.offsets[dim] + end - tensor.shape[dim],
-                        piece.box.sizes[dim],
-                        piece.strides[dim],
-                    )
-                ],
-            )
-            for tensor, end in zip(tensors, ends, strict=True)
-            for piece in tensor.pieces
-        ),
-    )
+
+    def pieces() -> Iterator[_Piece]:
+        for tensor, end in zip(tensors, ends, strict=True):
+            for piece in tensor.pieces:
+                at = piece.box.offsets[dim] + end - tensor.shape[dim]
+                box = Box(_with(piece.box.offsets, dim, at), piece.box.sizes)
+                yield _Piece(piece.source, box, piece.view)
+
+    return first.like(_with(first.shape, dim, ends[-1]), pieces())
 
 
 def _stacked(tensors: Sequence[_Watched], dim: int = 0) -> _Watched:
@@ -291,99 +326,74 @@ def _stacked(tensors: Sequence[_Watched], dim: int = 0) -> _Watched:
 
 
 def _reshaped(tensor: _Watched, sizes: Sequence[int]) -> _Watched:
-    """Split dims until those of both shapes are made of the same ones, then join these."""
     old, new = tuple(tensor.shape), list(sizes)
     if -1 in new:
         known = math.prod(size for size in new if size != -1)
         new[new.index(-1)] = tensor.numel() // known
-    units = {*contiguous_strides(old, 1), *contiguous_strides(tuple(new), 1), tensor.numel()}
-    steps = sorted(units, reverse=True)
-    if 0 in units or any(above % below for above, below in itertools.pairwise(steps)):
-        raise UnsupportedLayout(
-            f"transformers saves a tensor of shape {old} as {tuple(new)}, whose dims are not made of the same ones"
-        )
-    pieces: Iterable[_Piece] = tensor.pieces
-    for dim in reversed(range(len(old))):
-        pieces = [
-            one for piece in pieces for one in _split_dim(piece, dim, _within(steps, old, dim))
-        ]
-    for dim in range(len(new)):
-        factors = _within(steps, tuple(new), dim)
-        pieces = [one for piece in pieces for one in _join_dims(piece, dim, factors)]
+    pieces = tensor.pieces if tensor.numel() else []
+    for dim, of, others in reversed(_regrouped(old, tuple(new)) if pieces else []):
+        pieces = [one for piece in pieces for one in _reflowed(piece, dim, of, others)]
     return tensor.like(new, pieces)
 
 
-def _within(steps: Sequence[int], shape: tuple[int, ...], dim: int) -> list[int]:
-    """Sizes of the dims that one is made of; none for one of size 1."""
-    low = math.prod(shape[dim + 1 :])
-    inside = [step for step in steps if low <= step <= low * shape[dim]]
-    return [above // below for above, below in itertools.pairwise(inside)]
+def _regrouped(
+    old: tuple[int, ...], new: tuple[int, ...]
+) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """(first dim, sizes, sizes instead) of the fewest dims that have as many elements in both shapes."""
+    groups = []
+    end = other_end = 0
+    while end < len(old) or other_end < len(new):
+        begin, other = end, other_end
+        have = want = 1
+        while have != want or (begin, other) == (end, other_end):
+            if end < len(old) and have <= want:
+                have *= old[end]
+                end += 1
+            else:
+                want *= new[other_end]
+                other_end += 1
+        groups.append((begin, old[begin:end], new[other:other_end]))
+    return groups
 
 
-def _split_dim(piece: _Piece, dim: int, factors: Sequence[int]) -> Iterator[_Piece]:
-    start, size, stride = piece.box.offsets[dim], piece.box.sizes[dim], piece.strides[dim]
-    for ranges in _mixed(start, size, factors):
-        units = contiguous_strides(tuple(factors), 1)
-        begin = sum(low * unit for (low, _), unit in zip(ranges, units, strict=True))
-        split = [
-            (low, count, stride * unit) for (low, count), unit in zip(ranges, units, strict=True)
-        ]
-        yield piece.along(dim, split, begin - start)
+def _reflowed(
+    piece: _Piece, dim: int, old: tuple[int, ...], new: tuple[int, ...]
+) -> Iterator[_Piece]:
+    """Yield the piece with dims of sizes `new` in place of those from `dim` on, of sizes `old`.
+
+    It is taken apart along these until each part is a box in both, and lies as a view of both.
+    """
+    offsets, sizes, num_dims = piece.box.offsets, piece.box.sizes, len(old)
+    low, held = offsets[dim : dim + num_dims], sizes[dim : dim + num_dims]
+    first = next((at for at, size in enumerate(held) if size > 1), num_dims)
+    if held[first + 1 :] == old[first + 1 :]:
+        start = sum(i * step for i, step in zip(low, contiguous_strides(old, 1), strict=True))
+        found = _box_of_range(start, math.prod(held), new)
+        with suppress(RuntimeError):  # torch has no view of dims that do not follow each other
+            if found is not None:
+                view = piece.view.view(_with(sizes, dim, *found.sizes, num_dims=num_dims))
+                at = _with(offsets, dim, *found.offsets, num_dims=num_dims)
+                yield _Piece(piece.source, Box(at, tuple(view.shape)), view)
+                return
+    for index in range(held[first]):
+        view = piece.view.narrow(dim + first, index, 1)
+        at = _with(offsets, dim + first, low[first] + index)
+        part = _Piece(piece.source, Box(at, tuple(view.shape)), view)
+        yield from _reflowed(part, dim, old, new)
 
 
-def _mixed(start: int, size: int, factors: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """A range of numbers as boxes of their digits: (first, count) of each digit."""
-    if len(factors) < 2:
-        yield [(start, size)] * len(factors)
-        return
-    inner, end = math.prod(factors[1:]), start + size
-    while start < end:
-        high, low = divmod(start, inner)
-        if not low and end - start >= inner:
-            count = (end - start) // inner
-            yield [(high, count), *((0, factor) for factor in factors[1:])]
-            start += count * inner
-        else:
-            stop = min(end, (high + 1) * inner)
-            for rest in _mixed(low, stop - start, factors[1:]):
-                yield [(high, 1), *rest]
-            start = stop
-
-
-def _join_dims(piece: _Piece, dim: int, factors: Sequence[int]) -> Iterator[_Piece]:
-    """Make one dim of `len(factors)` dims from `dim` on, of one more for none."""
-    if not factors:
-        yield _Piece(
-            piece.source,
-            Box(
-                (*piece.box.offsets[:dim], 0, *piece.box.offsets[dim:]),
-                (*piece.box.sizes[:dim], 1, *piece.box.sizes[dim:]),
-            ),
-            piece.offset,
-            (*piece.strides[:dim], 0, *piece.strides[dim:]),
-        )
-        return
-    if len(factors) == 1:
-        yield piece
-        return
-    inner = factors[-1]
-    at = dim + len(factors) - 2
-    (low, low2), (size, size2) = piece.box.offsets[at : at + 2], piece.box.sizes[at : at + 2]
-    stride, stride2 = piece.strides[at : at + 2]
-    whole = size2 == inner and (stride == inner * stride2 or inner == 1)
-    step = stride if inner == 1 else stride2
-    runs = [(low, size)] if whole else [(row, 1) for row in range(low, low + size)]
-    for row, count in runs:
-        joined = _Piece(
-            piece.source,
-            Box(
-                (*piece.box.offsets[:at], row * inner + low2, *piece.box.offsets[at + 2 :]),
-                (*piece.box.sizes[:at], count * size2, *piece.box.sizes[at + 2 :]),
-            ),
-            piece.offset + (row - low) * stride,
-            (*piece.strides[:at], step, *piece.strides[at + 2 :]),
-        )
-        yield from _join_dims(joined, dim, [*factors[:-2], factors[-2] * inner])
+def _box_of_range(start: int, count: int, shape: tuple[int, ...]) -> Box | None:
+    """Elements [start, start + count) of a row-major array, if they are a box of it."""
+    offsets, sizes = list[int](), list[int]()
+    for size in reversed(shape):
+        start, at = divmod(start, size)
+        here = min(count, size)
+        if at + here > size or count % here:
+            return None
+        count //= here
+        offsets.insert(0, at)
+        sizes.insert(0, here)
+    return Box(tuple(offsets), tuple(sizes))
 
 
 _aten = torch.ops.aten
