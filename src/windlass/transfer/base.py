@@ -172,9 +172,16 @@ def submit(pool: Executor, job: Callable[[*Arguments], T], /, *args: *Arguments)
         return lost
 
 
+def failed_link(
+    destination: str, reason: str, status: LinkStatus = LinkStatus.FAILED
+) -> LinkOutcome:
+    """Return the outcome of a link that did not deliver."""
+    return LinkOutcome(destination, status, 0, "", reason)
+
+
 def failed_links(destinations: Sequence[str], reason: str) -> tuple[LinkOutcome, ...]:
     """Return the outcomes of links that fail together."""
-    return tuple(LinkOutcome(name, LinkStatus.FAILED, 0, "", reason) for name in destinations)
+    return tuple(failed_link(name, reason) for name in destinations)
 
 
 def joined_results(

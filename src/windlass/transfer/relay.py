@@ -27,11 +27,11 @@ import socket
 import struct
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from functools import partial
 from typing import assert_never, final
 
 import msgspec
@@ -115,28 +115,24 @@ class RelaySender:
     def __init__(
         self, address: RelayAddress, upstream: str, round_id: RoundId, deadline: Deadline
     ) -> None:
-        self._peer = address.worker
+        self._peer, self._deadline = address.worker, deadline
         self._lock = threading.Lock()
-        self._deadline = deadline
         try:
-            self._socket = socket.create_connection(
-                (address.host, address.port), timeout=self._left_s()
-            )
+            where = address.host, address.port
+            self._socket = socket.create_connection(where, timeout=self._left_s())
         except OSError as error:
             raise PeerUnreachable(f"relay: {self._peer} does not listen: {error}") from error
-        try:
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             self.send(Open(address.token, upstream, *round_id))
-            answer = self._socket.recv(1)
-        except OSError as error:
-            self.close()
-            raise PeerUnreachable(f"relay: {self._peer} did not answer: {error}") from error
-        except PeerUnreachable:
-            self.close()
-            raise
-        if answer != ACCEPTED:
-            self.close()
-            raise PeerUnreachable(f"relay: {self._peer} takes no part in round {round_id}")
+            try:
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                answer = self._socket.recv(1)
+            except OSError as error:
+                raise PeerUnreachable(f"relay: {self._peer} did not answer: {error}") from error
+            if answer != ACCEPTED:
+                raise PeerUnreachable(f"relay: {self._peer} takes no part in round {round_id}")
+            undo.pop_all()
 
     def send(self, frame: Frame) -> None:
         """Send one frame. Thread-safe.
@@ -154,12 +150,9 @@ class RelaySender:
 
     def end(self, *, unknown: bool) -> None:
         """Say that nothing more will be written, and close."""
-        try:
+        # The end of the connection says the same, but for `unknown`, which is reported.
+        with contextlib.closing(self), contextlib.suppress(PeerUnreachable):
             self.send(End(unknown))
-        except PeerUnreachable:
-            pass  # the end of the connection says the same, but for `unknown`, which is reported
-        finally:
-            self.close()
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -222,7 +215,7 @@ class RelayReceiver:
             worker, host, int(self._listener.getsockname()[1]), secrets.token_hex(16)
         )
         self._lock = threading.Lock()
-        self._rounds: dict[RoundId, _Round] = {}
+        self._rounds: defaultdict[RoundId, _Round] = defaultdict(_Round)
         self._oldest = RoundId(0, 0)
         self._loop = asyncio.new_event_loop()
         self._serving = self._loop.create_task(self._serve())
@@ -238,19 +231,19 @@ class RelayReceiver:
         """Return the events of a round, also of those who came before this call; older rounds are over."""
         with self._lock:
             self._oldest = max(self._oldest, round_id)
-            self._rounds = {p: r for p, r in self._rounds.items() if p >= round_id}
-            return self._rounds.setdefault(round_id, _Round()).events
+            for older in [found for found in self._rounds if found < round_id]:
+                del self._rounds[older]
+            return self._rounds[round_id].events
 
     def joined(self, round_id: RoundId) -> frozenset[str]:
         """Return who was let into the round so far."""
         with self._lock:
-            of_round = self._rounds.get(round_id)
-            return frozenset(of_round.joined if of_round is not None else ())
+            return frozenset(self._rounds[round_id].joined)
 
     def end(self, round_id: RoundId) -> frozenset[str]:
         """Let nobody into the round any more; return who was let in."""
         with self._lock:
-            of_round = self._rounds.setdefault(round_id, _Round())
+            of_round = self._rounds[round_id]
             of_round.closed = True
             return frozenset(of_round.joined)
 
@@ -259,7 +252,7 @@ class RelayReceiver:
         with self._lock:
             if round_id < self._oldest:
                 return
-            of_round = self._rounds.setdefault(round_id, _Round())
+            of_round = self._rounds[round_id]
             of_round.refused.add(upstream)
             if upstream not in of_round.joined:
                 of_round.events.put((upstream, End()))
@@ -268,7 +261,7 @@ class RelayReceiver:
         """Wake whoever reads the events of the round."""
         with self._lock:
             if round_id >= self._oldest:
-                self._rounds.setdefault(round_id, _Round()).events.put(("", Ended.INTERRUPTED))
+                self._rounds[round_id].events.put(("", Ended.INTERRUPTED))
 
     def close(self) -> None:
         """Close every connection and end the thread. Idempotent."""
@@ -332,7 +325,7 @@ class RelayReceiver:
         with self._lock:
             if round_id < self._oldest:
                 return None
-            of_round = self._rounds.setdefault(round_id, _Round())
+            of_round = self._rounds[round_id]
             if of_round.closed or frame.upstream in of_round.refused | of_round.joined:
                 return None
             of_round.joined.add(frame.upstream)
@@ -377,9 +370,9 @@ class ChunkWriter:
         self.unreached, self.last_s = False, 0.0
         self._transport, self._binding, self._deadline = transport, binding, deadline
         self._sender: RelaySender | None = None
+        self._lock, self._nbytes = threading.Lock(), 0
         self._pool = ThreadPoolExecutor(WRITES_AT_ONCE, "windlass-relay-write")
-        self._jobs: list[Future[int]] = []
-        self._submit(partial(self._open, address, worker, round_id))
+        self._jobs = [submit(self._pool, self._open, address, worker, round_id)]
 
     @property
     def is_unknown(self) -> bool:
@@ -390,15 +383,32 @@ class ChunkWriter:
         self, payload: Payload, local: UInt64Array, remote: UInt64Array, landed: ChunkLanded
     ) -> None:
         """Have a chunk written from (n,) `local` to (n,) `remote`."""
-        self._submit(partial(self._write, payload, local, remote, landed))
+
+        def write(sender: RelaySender) -> None:
+            chunk, deadline = landed.chunk, self._deadline
+            payload.write(self._transport, self._binding, chunk, local, remote, deadline)
+            sender.send(landed)
+            self.last_s = time.perf_counter()
+            with self._lock:
+                self._nbytes += payload.chunk_nbytes(chunk)
+
+        self._submit(write)
 
     def end_stripe(self, stripe: int) -> None:
         """Say that nothing more comes of a stripe, once everything before is written."""
-        self._submit_last(partial(self._end_stripe, stripe))
+        self._submit(lambda sender: sender.send(StripeEnd(stripe)), last=True)
 
     def end(self) -> None:
         """Say that nothing more comes, once everything before is written."""
-        self._submit_last(self._end)
+        earlier = tuple(self._jobs)
+
+        def end() -> None:
+            wait(earlier)  # they have threads of their own: they began before this one
+            lost = any(job.exception() is not None for job in earlier)
+            if self._sender is not None:
+                self._sender.end(unknown=self.is_unknown or lost)
+
+        self._jobs.append(submit(self._pool, end))
 
     def close(self) -> int:
         """Wait for all; returns the bytes written."""
@@ -409,61 +419,31 @@ class ChunkWriter:
         self.errors += failed
         if self._sender is not None:
             self._sender.close()
-        return sum(job.result() for job in self._jobs if job.exception() is None)
+        return self._nbytes
 
-    def _submit(self, job: Callable[[], int]) -> None:
-        """Jobs begin in this order."""
-        self._jobs.append(submit(self._pool, job))
+    def _submit(self, job: Callable[[RelaySender], None], *, last: bool = False) -> None:
+        """Jobs begin in this order, unless one has failed; `last`: once those before have ended."""
+        earlier = tuple(self._jobs if last else self._jobs[:1])
 
-    def _submit_last(self, job: Callable[[], int]) -> None:
-        earlier = tuple(self._jobs)
+        def run() -> None:
+            wait(earlier)
+            if self._sender is None or self.errors:
+                return
+            try:
+                job(self._sender)
+            except BaseException as error:  # whatever it is, bytes may still land there
+                self.errors.append(error)  # the peer finds the link incomplete in the end
+                if not isinstance(error, TransferError):
+                    raise
 
-        def after() -> int:
-            wait(earlier)  # they have threads of their own: they began before this one
-            return job()
+        self._jobs.append(submit(self._pool, run))
 
-        self._submit(after)
-
-    def _open(self, address: RelayAddress, worker: str, round_id: RoundId) -> int:
+    def _open(self, address: RelayAddress, worker: str, round_id: RoundId) -> None:
         try:
             self._sender = RelaySender(address, worker, round_id, self._deadline)
         except TransferError as error:
             self.errors.append(error)
             self.unreached = True
-        return 0
-
-    def _write(
-        self, payload: Payload, local: UInt64Array, remote: UInt64Array, landed: ChunkLanded
-    ) -> int:
-        if self._jobs[0].exception() is not None or self.errors or self._sender is None:
-            return 0
-        try:
-            payload.write(
-                self._transport, self._binding, landed.chunk, local, remote, self._deadline
-            )
-            self._sender.send(landed)
-        except TransferError as error:
-            self.errors.append(error)  # the peer finds the link incomplete in the end
-            return 0
-        except BaseException as error:  # whatever it is, bytes may still land there
-            self.errors.append(error)
-            raise
-        self.last_s = time.perf_counter()
-        return payload.chunk_nbytes(landed.chunk)
-
-    def _end_stripe(self, stripe: int) -> int:
-        if self._sender is not None and not self.errors:
-            try:
-                self._sender.send(StripeEnd(stripe))
-            except TransferError as error:
-                self.errors.append(error)  # the end of the connection says more
-        return 0
-
-    def _end(self) -> int:
-        if self._sender is not None:
-            lost = any(job.exception() is not None for job in self._jobs if job.done())
-            self._sender.end(unknown=self.is_unknown or lost)
-        return 0
 
 
 @final
@@ -527,9 +507,8 @@ class GroupWrite:
             TransferOutcomeUnknown: kernels do not end.
         """
         payload = self._payload
-        parameter = np.where(payload.packed, 0, payload.src_parameter)
         at = np.array([packed.get(op, 0) for op in range(len(self._program.ops))], np.uint64)
-        base = np.where(payload.packed, at[payload.op], sources[parameter])
+        base = np.where(payload.packed, at[payload.op], sources[payload.src_parameter])
         local = base + payload.src_offset.astype(np.uint64)
         if self._hashes is None or not np.array_equal(self._local, local):
             self.close()
@@ -658,7 +637,6 @@ class RelayRound:
         self._unknown: set[str] = set()
         self._disconnected: set[str] = set()
         self._first_s = self._last_s = 0.0
-        self._nbytes = 0
         self._children = {
             name: ChunkWriter(
                 receiver.transport,
@@ -734,25 +712,22 @@ class RelayRound:
         if unknown:
             self._unknown.add(upstream)
 
-    def finish(self, joined: Collection[str]) -> None:
-        """Tell the children that nothing more comes, once everything is written."""
+    def finish(self, joined: Collection[str]) -> tuple[Relayed, frozenset[str]]:
+        """Tell the children that nothing more comes, once everything is written; see `RelayNode.run`."""
         # Who was let in and has not ended by now may be writing still.
         self._unknown |= set(self._left) & set(joined)
         self._missing |= {source for left in self._left.values() for source, _ in left}
-        for child in self._children.values():
+        children = self._children
+        for child in children.values():
             child.end()
-        self._nbytes = sum(child.close() for child in self._children.values())
-
-    def result(self) -> tuple[Relayed, frozenset[str]]:
-        """After `finish`; see `RelayNode.run`."""
-        children = self._children.items()
-        last_s = max((self._last_s, *(child.last_s for child in self._children.values())))
+        nbytes = sum(child.close() for child in children.values())
+        last_s = max((self._last_s, *(child.last_s for child in children.values())))
         relayed = Relayed(
             missing=tuple(sorted(self._missing)),
             unknown_from=tuple(sorted(self._unknown)),
-            unknown_to=tuple(name for name, child in children if child.is_unknown),
-            unreached=tuple(name for name, child in children if child.unreached),
-            nbytes=self._nbytes,
+            unknown_to=tuple(name for name, child in children.items() if child.is_unknown),
+            unreached=tuple(name for name, child in children.items() if child.unreached),
+            nbytes=nbytes,
             wire_s=last_s - self._first_s,
         )
         return relayed, frozenset(self._disconnected)
@@ -872,8 +847,8 @@ class RelayNode:
             _log.exception("%s: the relay stops here", self._receiver.manifest.worker)
         finally:
             self._running = None
-            round_.finish(listener.end(round_id))
-        return round_.result()
+            ended = round_.finish(listener.end(round_id))
+        return ended
 
     def refuse(self, round_id: RoundId, upstream: str) -> None:
         """`upstream` will not come any more in the round at `round_id`, or must not."""

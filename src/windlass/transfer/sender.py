@@ -45,6 +45,7 @@ from windlass.transfer.arena import memory_of
 from windlass.transfer.base import (
     LINKS_AT_ONCE,
     ParameterMemory,
+    failed_link,
     failed_links,
     is_unknown,
     joined_results,
@@ -470,29 +471,27 @@ class Sender:
         lost = self._pack_again(name for name in order if name in self._sent)
         self._sent.update(order)
         ready = {
-            name: found
+            name: self._relays[name].packed_link(self._peers[name].binding)
+            if name in self._relays
+            else self._ready.get(name)
             for name in order
-            if name not in lost and (found := self._find_ready(name)) is not None
+            if name not in lost
         }
-        outcomes, wire_s = self._write_ready(ready, deadline)
+        packed = {name: link for name, link in ready.items() if link is not None}
+        outcomes, wire_s = self._write_ready(packed, deadline)
         outcomes |= lost
         for name in order:
             if name not in outcomes and self.replica is not None:
                 reason = (
                     "replica: nothing is packed for this link, and the weights may have changed"
                 )
-                outcomes[name] = LinkOutcome(name, LinkStatus.FAILED, 0, "", reason)
+                outcomes[name] = failed_link(name, reason)
             elif name not in outcomes:
                 outcomes[name], link_wire_s, link_pack_s = self._stream(name, deadline)
                 wire_s += link_wire_s
                 pack_s += link_pack_s
         links = tuple(outcomes[name] for name in destinations)
         return Written(links, pack_s, wire_s, register_s)
-
-    def _find_ready(self, name: str) -> PackedLink | None:
-        if name in self._relays:
-            return self._relays[name].packed_link(self._peers[name].binding)
-        return self._ready.get(name)
 
     def _planned_for(self, name: str) -> str:
         """The link of the plan that delivers what `name` gets: all members get what the first does."""
@@ -543,7 +542,7 @@ class Sender:
                 found[planned], _ = self._pack(self._programs[planned], self._offsets[planned])
             if planned in found and found[planned] != self._digests[planned]:
                 reason = "the weights have changed since this version was prepared"
-                lost[name] = LinkOutcome(name, LinkStatus.FAILED, 0, "", reason)
+                lost[name] = failed_link(name, reason)
         return lost
 
     def _write_root(self, root: str, round_id: RoundId, deadline: Deadline) -> int:
@@ -557,8 +556,7 @@ class Sender:
         if written is not None and (error := written.exception()) is not None:
             return self._failed(name, error, arena)
         if not digest:
-            reason = "arena_nbytes: too small to hold a relayed link"
-            return LinkOutcome(name, LinkStatus.FAILED, 0, "", reason)
+            return failed_link(name, "arena_nbytes: too small to hold a relayed link")
         return LinkOutcome(name, LinkStatus.OK, 0 if written is None else written.result(), digest)
 
     # --- whole-shard arena -------------------------------------------------------------------
@@ -574,14 +572,12 @@ class Sender:
         }
         wait(writes.values())
         wire_s = time.perf_counter() - began
-        outcomes = {}
-        for name, written in writes.items():
-            error = written.exception()
-            outcomes[name] = (
-                self._succeeded(name, ready[name].digest)
-                if error is None
-                else self._failed(name, error, arena)
-            )
+        outcomes = {
+            name: self._succeeded(name, ready[name].digest)
+            if (error := written.exception()) is None
+            else self._failed(name, error, arena)
+            for name, written in writes.items()
+        }
         return outcomes, wire_s
 
     # --- ring --------------------------------------------------------------------------------
@@ -591,7 +587,7 @@ class Sender:
         digest = self._digests.get(self._planned_for(name))
         if digest is None:
             reason = "not prepared: nothing says what the weights of this version are"
-            return LinkOutcome(name, LinkStatus.FAILED, 0, "", reason), 0.0, 0.0
+            return failed_link(name, reason), 0.0, 0.0
         ring = self._packer.ring(self._programs[name], self._peers[name])
         in_flight: Future[float] | None = None
         began, waited, wire_s = time.perf_counter(), 0.0, 0.0
@@ -617,7 +613,7 @@ class Sender:
         written = None if in_flight is None else in_flight.exception()
         if written is None and not isinstance(error, WindlassError):
             _log.error("packing for %s failed", name, exc_info=error)
-            return LinkOutcome(name, LinkStatus.FAILED, 0, "", f"{type(error).__name__}: {error}")
+            return failed_link(name, f"{type(error).__name__}: {error}")
         return self._failed(name, error if written is None else written, self._packer.arena)
 
     # --- both --------------------------------------------------------------------------------
@@ -639,7 +635,7 @@ class Sender:
             _log.error("writing to %s failed", name, exc_info=error)
         if status is LinkStatus.UNKNOWN:
             self._abandon(arena)
-        return LinkOutcome(name, status, 0, "", reason)
+        return failed_link(name, reason, status)
 
     def _settle_doubt(self, *, renew: bool = True) -> None:
         """With a replica: part with memory that a write of unknown outcome may still read."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import final
 
 import numpy as np
@@ -23,7 +23,7 @@ from windlass.memory.cuda.pieces import block_tables
 from windlass.memory.cuda.sources import SourceMemory
 from windlass.net.clock import Deadline
 from windlass.planning.program import LinkProgram
-from windlass.transfer.base import ParameterMemory
+from windlass.transfer.base import ParameterMemory, failed_link
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.transfer.replica import Replica
 from windlass.transfer.write_progress import PartWritten, ProgressNotifier
@@ -143,7 +143,7 @@ class StoredLinks:
         except (TransferFailed, TransferOutcomeUnknown) as error:
             is_late = isinstance(error, TransferOutcomeUnknown)
             status = LinkStatus.UNKNOWN if is_late else LinkStatus.FAILED
-            return {name: LinkOutcome(name, status, 0, "", str(error)) for name in names}, 0.0
+            return {name: failed_link(name, str(error), status) for name in names}, 0.0
         began = time.perf_counter()
         gone = {name: why for name in names if (why := self._is_gone(name))}
         write = secrets.token_hex(8)
@@ -242,21 +242,20 @@ class StoredLinks:
         return ""
 
     def _is_gone(self, name: str) -> str:
-        try:
-            check_alive(self._bindings[name].endpoint)
-        except PeerUnreachable as error:
-            return str(error)
-        except OSError:  # such as too many open files: nobody knows that it is gone
-            return ""
+        with suppress(OSError):  # such as too many open files: nobody knows that it is gone
+            try:
+                check_alive(self._bindings[name].endpoint)
+            except PeerUnreachable as error:
+                return str(error)
         return ""
 
     def _outcome(self, name: str, gone: str, late: str) -> LinkOutcome:
         link = self._links[name]
         if gone or (gone := self._is_gone(name)):
-            return LinkOutcome(name, LinkStatus.UNREACHABLE, 0, "", gone)
+            return failed_link(name, gone, LinkStatus.UNREACHABLE)
         if late:
-            return LinkOutcome(name, LinkStatus.UNKNOWN, 0, "", late)
+            return failed_link(name, late, LinkStatus.UNKNOWN)
         digest, overflow = read_sent(self.gpu, link.digest, link.program)
         if overflow:
-            return LinkOutcome(name, LinkStatus.FAILED, 0, "", overflow)
+            return failed_link(name, overflow)
         return LinkOutcome(name, LinkStatus.OK, link.program.nbytes, digest)

@@ -10,7 +10,8 @@ import msgspec
 
 from windlass.errors import ProtocolError, RoundAborted, WindlassError
 from windlass.net.messages import RoundId
-from windlass.transfer.bindings import LinkOutcome, LinkStatus, Written
+from windlass.transfer.base import failed_link
+from windlass.transfer.bindings import LinkStatus, Written
 from windlass.transfer.sender import Sender
 from windlass.updates.connect_messages import (
     ChangeLinks,
@@ -114,7 +115,7 @@ class TrainerAgent:
             return sent
         reason = f"parameter {name!r} changed while its version was published"
         links = tuple(
-            LinkOutcome(link.destination, LinkStatus.FAILED, 0, "", reason)
+            failed_link(link.destination, reason)
             if link.status in (LinkStatus.OK, LinkStatus.FAILED)
             else link
             for link in sent.links
