@@ -102,11 +102,14 @@ def test_a_manifest_of_another_schema_or_with_cut_columns_is_refused() -> None:
     builder = one()
     builder.add_shard("w", (4,), Box((0,), (4,)), "p")
     payload = msgspec.msgpack.decode(builder.build().encode())
-    with pytest.raises(ProtocolError, match="schema_version must be 3, got 99"):
+    table = payload["table"]
+
+    def with_column(name: str, data: bytes) -> bytes:
+        return msgspec.msgpack.encode(payload | {"table": table | {name: data}})
+
+    with pytest.raises(ProtocolError, match="schema_version must be 4, got 99"):
         ShardManifest.decode(msgspec.msgpack.encode(payload | {"schema_version": 99}))
     with pytest.raises((ProtocolError, ManifestError)):
-        ShardManifest.decode(msgspec.msgpack.encode(payload | {"sizes": payload["sizes"][:-8]}))
+        ShardManifest.decode(with_column("sizes", table["sizes"][:-8]))
     with pytest.raises(ManifestError, match="index of a shard must be in"):
-        ShardManifest.decode(
-            msgspec.msgpack.encode(payload | {"tensor": (7).to_bytes(4, "little")})
-        )
+        ShardManifest.decode(with_column("tensor", (7).to_bytes(4, "little")))

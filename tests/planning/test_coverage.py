@@ -59,8 +59,9 @@ def test_atoms_are_disjoint_and_know_every_box_that_contains_them(
 def test_intersections_are_all_found(
     left: tuple[Int64Array, Int64Array], right: tuple[Int64Array, Int64Array]
 ) -> None:
-    a, b, offsets, sizes = intersect_boxes(*left, *right)
-    found = {(int(a[i]), int(b[i])): cells(offsets[i], sizes[i]) for i in range(len(a))}
+    met = intersect_boxes(*left, *right)
+    pairs = zip(met.atom.tolist(), met.box.tolist(), strict=True)
+    found = {pair: cells(met.offsets[i], met.sizes[i]) for i, pair in enumerate(pairs)}
     for i, j in itertools.product(range(len(left[0])), range(len(right[0]))):
         common = cells(left[0][i], left[1][i]) & cells(right[0][j], right[1][j])
         assert found.get((i, j), set()) == common

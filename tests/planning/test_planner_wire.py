@@ -36,16 +36,16 @@ def test_bytes_that_are_no_plan_are_refused(data: bytes) -> None:
 def test_a_column_that_is_cut_or_absent_is_refused(column: str) -> None:
     whole = payload()
     assert len(TransferPlan.decode(msgspec.msgpack.encode(whole)).ops) == 1
-    columns = whole["columns"]
+    columns = whole["ops"]
     for cut in (columns[column][:-1], b""):
-        changed = whole | {"columns": columns | {column: cut}}
+        changed = whole | {"ops": columns | {column: cut}}
         with pytest.raises(ProtocolError):
             TransferPlan.decode(msgspec.msgpack.encode(changed))
     absent = {name: data for name, data in columns.items() if name != column}
     with pytest.raises(ProtocolError):
-        TransferPlan.decode(msgspec.msgpack.encode(whole | {"columns": absent}))
+        TransferPlan.decode(msgspec.msgpack.encode(whole | {"ops": absent}))
 
 
 def test_a_plan_of_another_schema_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="schema_version must be 4, got 5"):
-        TransferPlan.decode(msgspec.msgpack.encode(payload() | {"schema_version": 5}))
+    with pytest.raises(ProtocolError, match="schema_version must be 5, got 6"):
+        TransferPlan.decode(msgspec.msgpack.encode(payload() | {"schema_version": 6}))

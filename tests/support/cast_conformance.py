@@ -236,13 +236,7 @@ class KernelCasts(CastConformance):
                 device.free(address)
 
 
-NO_RUNS = DirectRuns(
-    src_parameter=NOTHING,
-    src_offset=NOTHING,
-    dst_parameter=NOTHING,
-    dst_offset=NOTHING,
-    nbytes=NOTHING,
-)
+NO_RUNS = DirectRuns.empty(0)
 
 
 def quantising_op(source: DType, rows: int, columns: int, transform: Transform) -> BoundOp:

@@ -173,8 +173,7 @@ def test_bytes_that_no_engine_needs_do_not_travel_and_a_missing_byte_is_an_error
     for name in ("used", "unused"):
         builder.add_parameter(name, nbytes=4000, dtype=DType.INT32)
         builder.add_shard(name, (1000,), Box((0,), (1000,)), name)
-    none = np.zeros(0, np.int64)
-    runs = DirectRuns(src_parameter=none, src_offset=none, dst_parameter=none, dst_offset=none, nbytes=none)  # fmt: skip
+    runs = DirectRuns.empty(0)
     op = op_of((500,), (4,), 400)
     program = LinkProgram(peer="engine/0", ops=(op,), direct=runs, nbytes=2000)
     parts, sizes = cut_buckets(builder.build(), [program, program], 256)

@@ -49,9 +49,7 @@ from windlass.updates.engine_agent import EngineAgent
 
 Buffers = list[np.ndarray]
 NOTHING = np.zeros(0, np.int64)
-NO_RUNS = DirectRuns(
-    src_parameter=NOTHING, src_offset=NOTHING, dst_parameter=NOTHING, dst_offset=NOTHING, nbytes=NOTHING
-)  # fmt: skip
+NO_RUNS = DirectRuns.empty(0)
 
 
 class GpuMemoryTransport(MemoryTransport):  # type: ignore[misc]

@@ -28,13 +28,7 @@ pytestmark = [
 
 
 NOTHING = np.zeros(0, np.int64)
-NO_RUNS = DirectRuns(
-    src_parameter=NOTHING,
-    src_offset=NOTHING,
-    dst_parameter=NOTHING,
-    dst_offset=NOTHING,
-    nbytes=NOTHING,
-)
+NO_RUNS = DirectRuns.empty(0)
 
 
 @pytest.fixture

@@ -1,11 +1,15 @@
-"""Tables as columns: numpy arrays of equal length, one per field of a frozen dataclass, and their bytes."""
+"""Tables as columns: numpy arrays of equal length, one per field of a frozen dataclass, and their bytes.
+
+On the wire a column is its values, row-major and little-endian; whatever holds a table is encoded around it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import Field, field, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -16,23 +20,38 @@ UInt8Array = npt.NDArray[np.uint8]
 UInt64Array = npt.NDArray[np.uint64]
 StructuredArray = npt.NDArray[np.void]
 """Of a structured dtype: rows of fields."""
+T = TypeVar("T")
 
 
 def column(dtype: str, width: int = 0) -> Any:
     """Declare a field that is a column.
 
     Args:
-        dtype: numpy's name, little-endian: that of the bytes, too.
+        dtype: numpy's name, little-endian: that of the bytes, too, and of the field's annotation.
         width: values per row, for a column of shape (n, width); 0 for one of shape (n,).
     """
     return field(metadata={"dtype": np.dtype(dtype), "width": width})
 
 
 class Columns:
-    """Base of keyword-only frozen dataclasses all of whose fields are declared by `column`."""
+    """Base of keyword-only frozen dataclasses all of whose fields are declared by `column`.
+
+    Raises:
+        ValueError: columns are not equally long.
+    """
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            values = getattr(self, f.name)
+            if values.dtype != f.metadata["dtype"] or values.ndim != len(_shape(f, 0)):
+                shaped = np.asarray(values, f.metadata["dtype"]).reshape(_shape(f, -1))
+                object.__setattr__(self, f.name, shaped)
+        lengths = {name: len(values) for name, values in self.columns().items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"columns must be equally long, got {lengths}")
 
     def __len__(self) -> int:
         return len(self.columns()[fields(self)[0].name])
@@ -65,29 +84,28 @@ class Columns:
         """Return the given rows (a view for a slice)."""
         return type(self)(**{name: values[rows] for name, values in self.columns().items()})
 
-    def to_bytes(self) -> dict[str, bytes]:
-        """Return the wire form: per column its values, row-major and little-endian."""
-        return {
-            f.name: np.ascontiguousarray(getattr(self, f.name), f.metadata["dtype"]).tobytes()
-            for f in fields(self)
-        }
 
-    @classmethod
-    def from_bytes(cls, columns: Mapping[str, Any]) -> Self:
-        """Return read-only columns over the bytes of `to_bytes`; other keys are ignored.
+def encode_tables(holder: object) -> bytes:
+    """Return the wire form (msgpack) of a dataclass or struct that holds tables."""
+    return msgspec.msgpack.encode(holder, enc_hook=_bytes_of)
 
-        Lengths are not compared: whoever decodes says what a table that does not fit is part of.
 
-        Raises:
-            KeyError: a column is missing.
-            ValueError: bytes that are no whole number of rows.
-        """
-        return cls(
-            **{
-                f.name: np.frombuffer(columns[f.name], f.metadata["dtype"]).reshape(_shape(f, -1))
-                for f in fields(cls)
-            }
-        )
+def decode_tables(data: bytes, kind: type[T]) -> T:
+    """Return the inverse of `encode_tables`, with read-only columns over `data`.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError: no such type, or a column that does not fit in its table.
+    """
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_column_of)
+
+
+def _bytes_of(values: npt.NDArray[Any]) -> bytes:
+    return np.ascontiguousarray(values).tobytes()
+
+
+def _column_of(annotation: type, data: bytes) -> npt.NDArray[Any]:
+    (dtype,) = get_args(get_args(annotation)[1])
+    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))
 
 
 def _shape(declared: Field[Any], num_rows: int) -> tuple[int, ...]:

@@ -54,6 +54,8 @@ is an error: see `can_overflow`. Float8 is written with scales only (`layout/qua
 otherwise travels as it lies; so does every other type.
 """
 
+CAST_RULE = f"only {', '.join(_LARGEST)} are cast into one another"
+
 
 def can_overflow(source: DType, target: DType) -> bool:
     """Whether a finite number of `source` may have no finite one of `target` to be rounded to."""
@@ -64,4 +66,4 @@ def cast_refusal(source: DType, target: DType) -> str:
     """Why elements of `source` cannot become elements of `target` on the way; empty if they can."""
     if source is target or (source, target) in CASTS:
         return ""
-    return f"only {', '.join(_LARGEST)} are cast into one another, got {source} at the source and {target} at the destination"
+    return f"{CAST_RULE}, got {source} at the source and {target} at the destination"

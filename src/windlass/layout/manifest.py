@@ -26,11 +26,18 @@ import xxhash
 
 from windlass.errors import DECODE_ERRORS, ManifestError, ProtocolError, UnsupportedLayout
 from windlass.layout.box import Box
-from windlass.layout.columns import Columns, Int32Array, Int64Array, column
+from windlass.layout.columns import (
+    Columns,
+    Int32Array,
+    Int64Array,
+    column,
+    decode_tables,
+    encode_tables,
+)
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import QuantizedTensor, scale_shape
 
-MANIFEST_SCHEMA_VERSION = 3
+MANIFEST_SCHEMA_VERSION = 4
 MAX_DIMS = 5
 
 
@@ -109,24 +116,6 @@ class ShardTable(Columns):
     strides_bytes: Int64Array = column("<i8", MAX_DIMS)
 
 
-class _Payload(msgspec.Struct, frozen=True):
-    """The wire form: columns as little-endian bytes."""
-
-    schema_version: int
-    worker: str
-    role: Role
-    tensors: tuple[TensorSpec, ...]
-    parameters: tuple[ParameterSpec, ...]
-    aliases: dict[str, str]
-    quantized: tuple[QuantizedTensor, ...]
-    tensor: bytes
-    parameter: bytes
-    offsets: bytes
-    sizes: bytes
-    offset_bytes: bytes
-    strides_bytes: bytes
-
-
 @dataclass(frozen=True, kw_only=True)
 class ShardManifest:
     """Everything one rank says about its weights.
@@ -139,6 +128,7 @@ class ShardManifest:
         aliases: checkpoint name -> the tensor in `tensors` whose bytes it shares (tied weights).
         table: the shards.
         quantized: weights that are held quantised, with their scales.
+        schema_version: of the wire form.
     """
 
     worker: str
@@ -148,6 +138,7 @@ class ShardManifest:
     table: ShardTable
     aliases: Mapping[str, str]
     quantized: tuple[QuantizedTensor, ...] = ()
+    schema_version: int = MANIFEST_SCHEMA_VERSION
 
     @property
     def num_shards(self) -> int:
@@ -180,18 +171,7 @@ class ShardManifest:
 
     def encode(self) -> bytes:
         """The wire form (msgpack)."""
-        return msgspec.msgpack.encode(
-            _Payload(
-                schema_version=MANIFEST_SCHEMA_VERSION,
-                worker=self.worker,
-                role=self.role,
-                tensors=self.tensors,
-                parameters=self.parameters,
-                aliases=dict(self.aliases),
-                quantized=self.quantized,
-                **self.table.to_bytes(),
-            )
-        )
+        return encode_tables(self)
 
     @classmethod
     def decode(cls, data: bytes) -> ShardManifest:
@@ -202,29 +182,14 @@ class ShardManifest:
             ManifestError: a manifest that contradicts itself.
         """
         try:
-            payload = msgspec.msgpack.decode(data, type=_Payload)
+            manifest = decode_tables(data, cls)
         except DECODE_ERRORS as error:
             raise ProtocolError(f"manifest: cannot be decoded: {error}") from error
-        if payload.schema_version != MANIFEST_SCHEMA_VERSION:
+        if manifest.schema_version != MANIFEST_SCHEMA_VERSION:
             raise ProtocolError(
-                f"manifest of {payload.worker}: schema_version must be {MANIFEST_SCHEMA_VERSION}, "
-                f"got {payload.schema_version}"
+                f"manifest of {manifest.worker}: schema_version must be {MANIFEST_SCHEMA_VERSION}, "
+                f"got {manifest.schema_version}"
             )
-        try:
-            table = ShardTable.from_bytes(msgspec.structs.asdict(payload))
-        except ValueError as error:
-            raise ProtocolError(
-                f"manifest of {payload.worker}: columns do not fit: {error}"
-            ) from error
-        manifest = cls(
-            worker=payload.worker,
-            role=payload.role,
-            tensors=payload.tensors,
-            parameters=payload.parameters,
-            table=table,
-            aliases=payload.aliases,
-            quantized=payload.quantized,
-        )
         _check(manifest)
         return manifest
 
@@ -391,11 +356,6 @@ def _check(manifest: ShardManifest) -> None:
         UnsupportedLayout: a tensor with more dims than the table has columns.
     """
     table, worker = manifest.table, manifest.worker
-    lengths = {name: len(values) for name, values in table.columns().items()}
-    if len(set(lengths.values())) > 1:
-        raise ManifestError(
-            f"{worker}: columns of the manifest must be equally long, got {lengths}"
-        )
     for alias, tensor in manifest.aliases.items():
         if all(spec.name != tensor for spec in manifest.tensors):
             raise ManifestError(f"{worker}: alias {alias!r} names unknown tensor {tensor!r}")

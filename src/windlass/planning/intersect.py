@@ -2,7 +2,7 @@
 
 A model has tens of thousands of tensors but few *patterns*: the set of boxes that the ranks
 of one side cut a tensor into. The box algebra runs once per pair of patterns; its
-result, a few rows of `Pieces`, is then gathered for every tensor with that pair.
+result, a few `Pieces`, is then repeated for every tensor with that pair.
 
 Overlapping source boxes are first cut into disjoint *atoms*, each with every box that
 contains it, so that a destination byte has exactly one atom and an atom all its holders.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from windlass.layout.box import Box
-from windlass.layout.columns import Int32Array, Int64Array
+from windlass.layout.columns import Columns, Int32Array, Int64Array, column
 from windlass.layout.manifest import MAX_DIMS
 from windlass.planning.rows import RowTable
 
@@ -58,9 +58,9 @@ def unique_boxes(table: RowTable, num_classes: int) -> Boxes:
     columns: list[Int32Array | Int64Array] = [table.rank]
     for wide in (table.sizes, table.offsets):
         for dim in range(MAX_DIMS - 1, -1, -1):
-            column = wide[:, dim]
-            if len(column) and (column != column[0]).any():
-                columns.append(column)
+            values = wide[:, dim]
+            if len(values) and (values != values[0]).any():
+                columns.append(values)
     columns.append(table.tensor)
     rows = np.lexsort(columns)
     tensor, offsets, sizes = table.tensor[rows], table.offsets[rows], table.sizes[rows]
@@ -110,8 +110,8 @@ class Atoms:
 
 def make_atoms(offsets: Int64Array, sizes: Int64Array) -> Atoms:
     """Cut the distinct boxes of one pattern into disjoint atoms."""
-    first, second, _, _ = intersect_boxes(offsets, sizes, offsets, sizes)
-    if (first == second).all():
+    common = intersect_boxes(offsets, sizes, offsets, sizes)
+    if (common.atom == common.box).all():
         return Atoms(offsets=offsets, sizes=sizes, members=None)
     atoms: list[tuple[Box, tuple[int, ...]]] = []
     for index in range(len(offsets)):
@@ -119,11 +119,11 @@ def make_atoms(offsets: Int64Array, sizes: Int64Array) -> Atoms:
         left: list[Box] = [new]
         refined: list[tuple[Box, tuple[int, ...]]] = []
         for box, members in atoms:
-            common = box.intersect(new)
-            if common is None:
+            both = box.intersect(new)
+            if both is None:
                 refined.append((box, members))
                 continue
-            refined.append((common, (*members, index)))
+            refined.append((both, (*members, index)))
             refined.extend((piece, members) for piece in box.subtract(new))
             left = [piece for part in left for piece in part.subtract(box)]
         refined.extend((piece, (index,)) for piece in left)
@@ -135,15 +135,27 @@ def make_atoms(offsets: Int64Array, sizes: Int64Array) -> Atoms:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces(Columns):
+    """Every (atom, destination box) pair with common elements.
+
+    Attributes:
+        atom: (n,) which atom, of one pattern or of all tensors.
+        box: (n,) destination box, likewise; a row of `Boxes` for all tensors.
+        offsets, sizes: (n, MAX_DIMS) of the common elements.
+    """
+
+    atom: Int64Array = column("<i8")
+    box: Int64Array = column("<i8")
+    offsets: Int64Array = column("<i8", MAX_DIMS)
+    sizes: Int64Array = column("<i8", MAX_DIMS)
+
+
 def intersect_boxes(
     a_offsets: Int64Array, a_sizes: Int64Array, b_offsets: Int64Array, b_sizes: Int64Array
-) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
-    """All non-empty intersections of boxes a (n, d) with boxes b (m, d).
-
-    Returns:
-        (index into a, index into b, offsets, sizes), ordered by (b, a).
-    """
-    parts: list[tuple[Int64Array, Int64Array, Int64Array, Int64Array]] = []
+) -> Pieces:
+    """All non-empty intersections of boxes a (n, MAX_DIMS), the atoms, with boxes b, ordered by (b, a)."""
+    parts: list[Pieces] = []
     step = max(1, _CHUNK_PAIRS // max(1, len(a_offsets)))
     a_ends, b_ends = a_offsets + a_sizes, b_offsets + b_sizes
     for begin in range(0, len(b_offsets), step):
@@ -156,45 +168,8 @@ def intersect_boxes(
         index_b += begin
         offsets = np.maximum(a_offsets[index_a], b_offsets[index_b])
         sizes = np.minimum(a_ends[index_a], b_ends[index_b]) - offsets
-        parts.append((index_a, index_b, offsets, sizes))
-    if not parts:
-        none, wide = np.zeros(0, np.int64), np.zeros((0, a_offsets.shape[1]), np.int64)
-        return none, none, wide, wide
-    return (
-        np.concatenate([part[0] for part in parts]),
-        np.concatenate([part[1] for part in parts]),
-        np.concatenate([part[2] for part in parts]),
-        np.concatenate([part[3] for part in parts]),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
-    """Every (atom, destination box) pair with common elements, over all tensors.
-
-    Attributes:
-        atom: (p,) global atom.
-        box: (p,) destination box, a row of `Boxes`.
-        template: (p,) row of `offsets` and `sizes`.
-        offsets, sizes: (t, MAX_DIMS), shared by all tensors of a pattern pair.
-    """
-
-    atom: Int64Array
-    box: Int64Array
-    template: Int64Array
-    offsets: Int64Array
-    sizes: Int64Array
-
-    @classmethod
-    def join(cls, parts: Sequence[Pieces]) -> Pieces:
-        """All parts one after another; their templates are already numbered throughout."""
-        return cls(
-            atom=np.concatenate([part.atom for part in parts]),
-            box=np.concatenate([part.box for part in parts]),
-            template=np.concatenate([part.template for part in parts]),
-            offsets=np.concatenate([part.offsets for part in parts]),
-            sizes=np.concatenate([part.sizes for part in parts]),
-        )
+        parts.append(Pieces(atom=index_a, box=index_b, offsets=offsets, sizes=sizes))
+    return Pieces.join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

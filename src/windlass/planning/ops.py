@@ -12,31 +12,27 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from windlass.errors import UnsupportedLayout
-from windlass.layout.columns import BoolArray, Int64Array, UInt8Array
-from windlass.layout.dtypes import cast_refusal
+from windlass.layout.columns import BoolArray, Columns, Int64Array, UInt8Array, column
 from windlass.layout.manifest import MAX_DIMS
 from windlass.layout.quantization import BLOCK
 from windlass.planning.intersect import Boxes, Holders, Pieces, ranges
-from windlass.planning.plan import DTYPES, ITEMSIZES, CopyMode, OpTable, Reason, Transform
+from windlass.planning.plan import ITEMSIZES, CopyMode, OpTable, Reason, Transform
 from windlass.planning.quantize import (
     payload_sizes,
-    refuse_casts_to_float8,
+    refuse_casts,
     refuse_cut_blocks,
     split_units,
 )
 from windlass.planning.routing import Assignment
 from windlass.planning.rows import RowTable, TensorNames
 
-_IS_CAST = np.array([[not cast_refusal(have, want) for want in DTYPES] for have in DTYPES])
-"""[source, destination]; also of equal dtypes."""
 _CHUNK_OPS = 1 << 18
 
 Rows = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
+class Candidates(Columns):
     """Every piece at every destination row, before a source is chosen; sorted by destination.
 
     Attributes:
@@ -47,11 +43,11 @@ class Candidates:
         units: (n,) extent of that dim, in blocks where the op quantises.
     """
 
-    piece: Int64Array
-    row: Int64Array
-    nbytes: Int64Array
-    axis: Int64Array
-    units: Int64Array
+    piece: Int64Array = column("<i8")
+    row: Int64Array = column("<i8")
+    nbytes: Int64Array = column("<i8")
+    axis: Int64Array = column("<i8")
+    units: Int64Array = column("<i8")
 
     @classmethod
     def expand(cls, pieces: Pieces, boxes: Boxes, dst: RowTable) -> Candidates:
@@ -59,22 +55,21 @@ class Candidates:
         count = (boxes.row_start[1:] - boxes.row_start[:-1])[pieces.box]
         piece = np.repeat(np.arange(len(count)), count)
         row = boxes.rows[ranges(boxes.row_start[pieces.box], count)]
-        order = np.lexsort([pieces.template[piece], row])  # rows ascend with the rank
+        order = np.lexsort([piece, row])  # rows ascend with the rank
         piece, row = piece[order], row[order]
+        transform = dst.transform[row]
         axis = (pieces.sizes > 1).argmax(axis=1)
         units = np.take_along_axis(pieces.sizes, axis[:, None], axis=1)[:, 0]
-        template = pieces.template[piece]
-        numel = pieces.sizes.prod(axis=1)[template]
-        scales = np.flatnonzero(dst.transform[row] == Transform.FP8_BLOCK_SCALES)
-        numel[scales] = payload_sizes(
-            pieces.sizes[template[scales]], dst.transform[row[scales]]
-        ).prod(axis=1)
+        numel = pieces.sizes.prod(axis=1)[piece]
+        scales = np.flatnonzero(transform == Transform.FP8_BLOCK_SCALES)
+        of_scales = payload_sizes(pieces.sizes[piece[scales]], transform[scales])
+        numel[scales] = of_scales.prod(axis=1)
         return cls(
             piece=piece,
             row=row,
             nbytes=numel * ITEMSIZES[dst.dtype[row]],
-            axis=axis[template],
-            units=split_units(units[template], dst.transform[row]),
+            axis=axis[piece],
+            units=split_units(units[piece], transform),
         )
 
 
@@ -113,8 +108,7 @@ def build_ops(given: RoutedPieces) -> OpTable:
     src, dst, routed = given.src, given.dst, given.routed
     atom = given.pieces.atom[given.candidates.piece[routed.op]]
     src_row, dst_row = _source_rows(given, atom), given.candidates.row[routed.op]
-    refuse_casts_to_float8(src, dst, src_row, dst_row, given.names)
-    _refuse_casts(src, dst, src_row, dst_row, given.names)
+    refuse_casts(src, dst, src_row, dst_row, given.names)
     order = _plan_order(src, dst, src_row, dst_row, routed)
     ops = OpTable.empty(len(order))
     for first in range(0, len(order), _CHUNK_OPS):
@@ -174,8 +168,8 @@ def _shares(
     """Offsets and sizes of what each op moves: a piece, or the slice of it that one source sends."""
     routed, candidates = given.routed, given.candidates
     op = routed.op[part]
-    template = given.pieces.template[candidates.piece[op]]
-    offsets, sizes = given.pieces.offsets[template], given.pieces.sizes[template]
+    piece = candidates.piece[op]
+    offsets, sizes = given.pieces.offsets[piece], given.pieces.sizes[piece]
     rows, axis = np.arange(len(part)), candidates.axis[op]
     unit = np.where(transform != Transform.NONE, BLOCK, 1)
     begin = routed.begin[part] * unit
@@ -191,19 +185,6 @@ def _source_rows(given: RoutedPieces, atom: Int64Array) -> Int64Array:
     atom_of_row = np.repeat(np.arange(len(holders.start) - 1), np.diff(holders.start))
     keys = atom_of_row * num_ranks + src.rank[holders.rows]
     return holders.rows[np.searchsorted(keys, atom * num_ranks + given.routed.rank)]
-
-
-def _refuse_casts(
-    src: RowTable, dst: RowTable, src_row: Int64Array, dst_row: Int64Array, names: TensorNames
-) -> None:
-    have, want = src.dtype[src_row], dst.dtype[dst_row]
-    bad = ~_IS_CAST[have, want] & (dst.transform[dst_row] == Transform.NONE)
-    if bad.any():
-        op = int(bad.argmax())
-        raise UnsupportedLayout(
-            f"tensor {names.names[int(dst.name[dst_row[op]])]!r}: "
-            f"{cast_refusal(DTYPES[int(have[op])], DTYPES[int(want[op])])}"
-        )
 
 
 def _plan_order(
@@ -224,7 +205,7 @@ def _plan_order(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strided:
+class Strided(Columns):
     """Geometry of n ops, dims left-padded with size 1 and stride 0.
 
     Attributes:
@@ -232,9 +213,9 @@ class Strided:
         src_strides, dst_strides: (n, MAX_DIMS) bytes.
     """
 
-    sizes: Int64Array
-    src_strides: Int64Array
-    dst_strides: Int64Array
+    sizes: Int64Array = column("<i8", MAX_DIMS)
+    src_strides: Int64Array = column("<i8", MAX_DIMS)
+    dst_strides: Int64Array = column("<i8", MAX_DIMS)
 
 
 def collapse(given: Strided, kept: BoolArray) -> Strided:
@@ -259,26 +240,23 @@ def collapse(given: Strided, kept: BoolArray) -> Strided:
     )
     joins |= unit[:, :-1]
     num_rows = len(sizes)
-    out_sizes = np.ones((num_rows, MAX_DIMS), np.int64)
-    out_src = np.zeros((num_rows, MAX_DIMS), np.int64)
-    out_dst = np.zeros((num_rows, MAX_DIMS), np.int64)
-    rows = np.arange(num_rows)
-    column = np.full(num_rows, MAX_DIMS - 1)
+    zeros = np.zeros_like(sizes)
+    out = Strided(sizes=np.ones_like(sizes), src_strides=zeros, dst_strides=zeros.copy())
+    rows, at = np.arange(num_rows), np.full(num_rows, MAX_DIMS - 1)
+    opens = np.ones(num_rows, np.bool_)
     for dim in range(MAX_DIMS - 1, -1, -1):
         if dim < MAX_DIMS - 1:
-            column = column - ~joins[:, dim]
-        opens = np.ones(num_rows, np.bool_) if dim == MAX_DIMS - 1 else ~joins[:, dim]
-        out_sizes[rows, column] *= sizes[:, dim]
-        out_src[rows[opens], column[opens]] = src_strides[opens, dim]
-        out_dst[rows[opens], column[opens]] = dst_strides[opens, dim]
-    flat = out_sizes == 1
-    out_src[flat] = 0
-    out_dst[flat] = 0
+            opens = ~joins[:, dim]
+            at = at - opens
+        out.sizes[rows, at] *= sizes[:, dim]
+        out.src_strides[rows[opens], at[opens]] = src_strides[opens, dim]
+        out.dst_strides[rows[opens], at[opens]] = dst_strides[opens, dim]
+    flat = out.sizes == 1
+    out.src_strides[flat] = out.dst_strides[flat] = 0
     if kept.any():
-        out_sizes[kept] = given.sizes[kept]
-        out_src[kept] = given.src_strides[kept]
-        out_dst[kept] = given.dst_strides[kept]
-    return Strided(sizes=out_sizes, src_strides=out_src, dst_strides=out_dst)
+        for name, values in out.columns().items():
+            values[kept] = getattr(given, name)[kept]
+    return out
 
 
 def _is_row_major(sizes: Int64Array, strides: Int64Array, itemsize: Int64Array) -> BoolArray:
@@ -352,8 +330,8 @@ def coalesce(ops: OpTable) -> OpTable:
         return ops
     simple = (ops.mode == CopyMode.DIRECT) & (ops.reason == Reason.CONTIGUOUS)
     joins = simple[1:] & simple[:-1]
-    for column in (ops.src, ops.dst, ops.src_parameter, ops.dst_parameter, ops.dst_dtype):
-        joins &= column[1:] == column[:-1]
+    for same in (ops.src, ops.dst, ops.src_parameter, ops.dst_parameter, ops.dst_dtype):
+        joins &= same[1:] == same[:-1]
     joins &= ops.src_offset[1:] == ops.src_offset[:-1] + ops.nbytes[:-1]
     joins &= ops.dst_offset[1:] == ops.dst_offset[:-1] + ops.nbytes[:-1]
     if not joins.any():

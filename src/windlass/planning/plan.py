@@ -11,16 +11,24 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-import msgspec
 import numpy as np
 import xxhash
 
 from windlass.errors import DECODE_ERRORS, ProtocolError
-from windlass.layout.columns import BoolArray, Columns, Int32Array, Int64Array, UInt8Array, column
+from windlass.layout.columns import (
+    BoolArray,
+    Columns,
+    Int32Array,
+    Int64Array,
+    UInt8Array,
+    column,
+    decode_tables,
+    encode_tables,
+)
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import MAX_DIMS, ShardManifest
 
-PLAN_SCHEMA_VERSION = 4
+PLAN_SCHEMA_VERSION = 5
 
 DTYPES = tuple(DType)
 """`OpTable.src_dtype` and `dst_dtype` are indices into this tuple."""
@@ -125,18 +133,6 @@ class Link:
     stop: int
 
 
-class _Payload(msgspec.Struct, frozen=True):
-    schema_version: int
-    sources: tuple[str, ...]
-    destinations: tuple[str, ...]
-    tensors: tuple[str, ...]
-    source_digests: tuple[str, ...]
-    destination_digests: tuple[str, ...]
-    staging_nbytes: tuple[int, ...]
-    num_ops: int
-    columns: dict[str, bytes]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
     """The compiled plan.
@@ -149,6 +145,7 @@ class TransferPlan:
         destination_digests: manifest digest per destination.
         staging_nbytes: size of the staging memory each destination must provide (0 for none).
         ops: the copy ops.
+        schema_version: of the wire form.
     """
 
     sources: tuple[str, ...]
@@ -158,6 +155,7 @@ class TransferPlan:
     destination_digests: tuple[str, ...]
     staging_nbytes: tuple[int, ...]
     ops: OpTable
+    schema_version: int = PLAN_SCHEMA_VERSION
 
     @property
     def nbytes(self) -> int:
@@ -255,19 +253,7 @@ class TransferPlan:
 
     def encode(self) -> bytes:
         """The wire form (msgpack)."""
-        return msgspec.msgpack.encode(
-            _Payload(
-                schema_version=PLAN_SCHEMA_VERSION,
-                sources=self.sources,
-                destinations=self.destinations,
-                tensors=self.tensors,
-                source_digests=self.source_digests,
-                destination_digests=self.destination_digests,
-                staging_nbytes=self.staging_nbytes,
-                num_ops=len(self.ops),
-                columns=self.ops.to_bytes(),
-            )
-        )
+        return encode_tables(self)
 
     @classmethod
     def decode(cls, data: bytes) -> TransferPlan:
@@ -277,26 +263,14 @@ class TransferPlan:
             ProtocolError: not a plan, or of another schema version.
         """
         try:
-            payload = msgspec.msgpack.decode(data, type=_Payload)
-            ops = OpTable.from_bytes(payload.columns)
-        except (*DECODE_ERRORS, KeyError, ValueError) as error:
+            plan = decode_tables(data, cls)
+        except DECODE_ERRORS as error:
             raise ProtocolError(f"plan: cannot be decoded: {error}") from error
-        if payload.schema_version != PLAN_SCHEMA_VERSION:
+        if plan.schema_version != PLAN_SCHEMA_VERSION:
             raise ProtocolError(
-                f"plan: schema_version must be {PLAN_SCHEMA_VERSION}, got {payload.schema_version}"
+                f"plan: schema_version must be {PLAN_SCHEMA_VERSION}, got {plan.schema_version}"
             )
-        for name, values in ops.columns().items():
-            if len(values) != payload.num_ops:
-                raise ProtocolError(f"plan: column {name} has {len(values)} rows")
-        return cls(
-            sources=payload.sources,
-            destinations=payload.destinations,
-            tensors=payload.tensors,
-            source_digests=payload.source_digests,
-            destination_digests=payload.destination_digests,
-            staging_nbytes=payload.staging_nbytes,
-            ops=ops,
-        )
+        return plan
 
     def digest(self) -> str:
         """A hex digest that every rank confirms before memory is registered."""

@@ -152,9 +152,8 @@ def _pieces(
     dst_boxes = unique_boxes(dst, num_classes)
     atoms = atoms_by_pattern(src_boxes)
     base, holders = find_holders(src_boxes, atoms, src)
-    none, wide = np.zeros(0, np.int64), np.zeros((0, MAX_DIMS), np.int64)
-    found = [Pieces(atom=none, box=none, template=none, offsets=wide, sizes=wide)]
-    num_templates = 0
+    found: list[Pieces] = []
+    wide = np.zeros((0, MAX_DIMS), np.int64)
     no_atoms = Atoms(offsets=wide, sizes=wide, members=None)
     for classes in classes_by_pattern(dst_boxes):
         box_rows = slice(int(dst_boxes.start[classes[0]]), int(dst_boxes.start[classes[0] + 1]))
@@ -163,25 +162,20 @@ def _pieces(
         for pattern in np.unique(src_pattern).tolist():
             of_pattern = atoms[pattern] if pattern >= 0 else no_atoms
             members = classes[src_pattern == pattern]
-            atom, box, offsets, sizes = intersect_boxes(
-                of_pattern.offsets, of_pattern.sizes, box_offsets, box_sizes
-            )
+            common = intersect_boxes(of_pattern.offsets, of_pattern.sizes, box_offsets, box_sizes)
             covered = np.zeros(len(box_sizes), np.int64)
-            np.add.at(covered, box, sizes.prod(axis=1))
+            np.add.at(covered, common.box, common.sizes.prod(axis=1))
             holes = np.flatnonzero(covered != box_sizes.prod(axis=1))
             if len(holes):
                 hole = int(dst_boxes.start[members[0]]) + int(holes[0])
                 row = int(dst_boxes.rows[dst_boxes.row_start[hole]])
                 refuse_hole(row, dst, names, destinations, of_pattern)
-            template = num_templates + np.arange(len(atom))
             found.append(
                 Pieces(
-                    atom=(base[members][:, None] + atom).ravel(),
-                    box=(dst_boxes.start[members][:, None] + box).ravel(),
-                    template=np.tile(template, len(members)),
-                    offsets=offsets,
-                    sizes=sizes,
+                    atom=(base[members][:, None] + common.atom).ravel(),
+                    box=(dst_boxes.start[members][:, None] + common.box).ravel(),
+                    offsets=np.tile(common.offsets, (len(members), 1)),
+                    sizes=np.tile(common.sizes, (len(members), 1)),
                 )
             )
-            num_templates += len(atom)
     return Pieces.join(found), holders, dst_boxes

@@ -7,13 +7,13 @@ trainers may rebind storage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
 from windlass.errors import UnsupportedLayout
-from windlass.layout.columns import Int64Array
+from windlass.layout.columns import Columns, Int32Array, Int64Array, column
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import contiguous_strides
 from windlass.layout.quantization import scale_shape
@@ -96,7 +96,7 @@ class BoundOp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DirectRuns:
+class DirectRuns(Columns):
     """Contiguous runs that go out as they lie; offsets from the parameters' starts, in bytes.
 
     Attributes:
@@ -104,15 +104,12 @@ class DirectRuns:
         op: (n,) index of the run's op in `LinkProgram.ops`.
     """
 
-    src_parameter: Int64Array
-    src_offset: Int64Array
-    dst_parameter: Int64Array
-    dst_offset: Int64Array
-    nbytes: Int64Array
-    op: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
-
-    def __len__(self) -> int:
-        return len(self.nbytes)
+    src_parameter: Int32Array = column("<i4")
+    src_offset: Int64Array = column("<i8")
+    dst_parameter: Int32Array = column("<i4")
+    dst_offset: Int64Array = column("<i8")
+    nbytes: Int64Array = column("<i8")
+    op: Int64Array = column("<i8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +197,7 @@ def _direct_runs(ops: OpTable, link: Link) -> DirectRuns:
     rows = np.arange(link.start, link.stop)
     rows = rows[ops.mode[rows] == CopyMode.DIRECT]
     single = rows[ops.run_nbytes[rows] == ops.nbytes[rows]]
-    tables = [_run_table(ops, single, np.zeros((1, 2), np.int64))]
+    tables = [_runs(ops, link, single, np.zeros((1, 2), np.int64))]
     for row in rows[ops.run_nbytes[rows] != ops.nbytes[rows]]:
         itemsize = int(ITEMSIZES[ops.dst_dtype[row]])
         offsets = _run_offsets(
@@ -209,30 +206,20 @@ def _direct_runs(ops: OpTable, link: Link) -> DirectRuns:
             ops.dst_strides[row],
             int(ops.run_nbytes[row]) // itemsize,
         )
-        tables.append(_run_table(ops, np.full(len(offsets), row), offsets))
-    table = np.concatenate(tables)
-    table = table[np.argsort(table[:, 5], kind="stable")]
+        tables.append(_runs(ops, link, np.full(len(offsets), row), offsets))
+    runs = DirectRuns.join(tables)
+    return runs.select(np.argsort(runs.op, kind="stable"))
+
+
+def _runs(ops: OpTable, link: Link, rows: Int64Array, offsets: Int64Array) -> DirectRuns:
+    """One run of each of `rows`, at (n, 2) `offsets` of their first elements."""
     return DirectRuns(
-        op=table[:, 5] - link.start,
-        src_parameter=table[:, 0],
-        src_offset=table[:, 1],
-        dst_parameter=table[:, 2],
-        dst_offset=table[:, 3],
-        nbytes=table[:, 4],
-    )
-
-
-def _run_table(ops: OpTable, rows: Int64Array, offsets: Int64Array) -> Int64Array:
-    return np.stack(
-        [
-            ops.src_parameter[rows].astype(np.int64),
-            ops.src_offset[rows] + offsets[:, 0],
-            ops.dst_parameter[rows].astype(np.int64),
-            ops.dst_offset[rows] + offsets[:, 1],
-            ops.run_nbytes[rows],
-            rows,
-        ],
-        axis=1,
+        src_parameter=ops.src_parameter[rows],
+        src_offset=ops.src_offset[rows] + offsets[:, 0],
+        dst_parameter=ops.dst_parameter[rows],
+        dst_offset=ops.dst_offset[rows] + offsets[:, 1],
+        nbytes=ops.run_nbytes[rows],
+        op=rows - link.start,
     )
 
 

@@ -14,13 +14,15 @@ import numpy as np
 
 from windlass.errors import UnsupportedLayout
 from windlass.layout.columns import Int32Array, Int64Array, UInt8Array
-from windlass.layout.dtypes import DType
+from windlass.layout.dtypes import CAST_RULE, DType, cast_refusal
 from windlass.layout.quantization import BLOCK, CAPABILITIES, Scheme
 from windlass.planning.plan import DTYPES, Transform
 from windlass.planning.rows import RowTable, TensorNames
 
 _FLOAT8 = np.array([d in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2) for d in DTYPES], np.bool_)
 _SOURCES = next(c.source_dtypes for c in CAPABILITIES if c.scheme is Scheme.FP8_BLOCK)
+_IS_CAST = np.array([[not cast_refusal(have, want) for want in DTYPES] for have in DTYPES])
+"""[source, destination]; also of equal dtypes."""
 _QUANTIZABLE = np.array([dtype in _SOURCES for dtype in DTYPES], np.bool_)
 
 
@@ -53,20 +55,26 @@ def split_units(units: Int64Array, transform: UInt8Array) -> Int64Array:
     return np.where(transform != Transform.NONE, -(-units // BLOCK), units)
 
 
-def refuse_casts_to_float8(
+def refuse_casts(
     src: RowTable, dst: RowTable, src_row: Int64Array, dst_row: Int64Array, names: TensorNames
 ) -> None:
-    """Refuse a cast to float8 without scales, and a quantisation from a type without a rule.
+    """Refuse dtypes between which nothing casts, float8 without scales among them, or quantises.
 
     Raises:
         UnsupportedLayout: names tensor and dtypes.
     """
     have, want, transform = src.dtype[src_row], dst.dtype[dst_row], dst.transform[dst_row]
-    plain = (have != want) & _FLOAT8[want] & (transform == Transform.NONE)
-    foreign = (transform != Transform.NONE) & ~_QUANTIZABLE[have]
+    plain = transform == Transform.NONE
     for bad, rule in (
-        (plain, "must be declared quantised with its scales at the destination"),
-        (foreign, f"must be {' or '.join(_SOURCES)} at the source to be quantised"),
+        (
+            plain & (have != want) & _FLOAT8[want],
+            "must be declared quantised with its scales at the destination",
+        ),
+        (
+            ~plain & ~_QUANTIZABLE[have],
+            f"must be {' or '.join(_SOURCES)} at the source to be quantised",
+        ),
+        (plain & ~_IS_CAST[have, want], CAST_RULE),
     ):
         if bad.any():
             op = int(bad.argmax())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from windlass.layout.columns import Int32Array, Int64Array
+from windlass.layout.columns import Columns, Int32Array, Int64Array, column
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -23,7 +23,7 @@ _TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
+class Assignment(Columns):
     """Ops after routing; a split op appears once per part.
 
     Attributes:
@@ -32,10 +32,10 @@ class Assignment:
         begin, end: (m,) which slice of the op's `units` the part is.
     """
 
-    op: Int64Array
-    rank: Int64Array
-    begin: Int64Array
-    end: Int64Array
+    op: Int64Array = column("<i8")
+    rank: Int64Array = column("<i8")
+    begin: Int64Array = column("<i8")
+    end: Int64Array = column("<i8")
 
 
 def group_by_holders(
@@ -129,7 +129,6 @@ def assign(
         min_split_bytes: a smaller op is never split, it goes where most of it lies.
     """
     rank = np.array([of_group[0] for of_group in holders] or [0], np.int64)[group]
-    ops = np.arange(len(group))
     begin, end = np.zeros(len(group), np.int64), units.copy()
     extra: list[tuple[int, int, int, int]] = []
     order = np.argsort(group, kind="stable")
@@ -159,10 +158,7 @@ def assign(
             ]
             _, rank[row], begin[row], end[row] = parts[0]
             extra.extend(parts[1:])
-    more = np.array(extra, np.int64).reshape(-1, 4)
-    return Assignment(
-        op=np.concatenate([ops, more[:, 0]]),
-        rank=np.concatenate([rank, more[:, 1]]),
-        begin=np.concatenate([begin, more[:, 2]]),
-        end=np.concatenate([end, more[:, 3]]),
-    )
+    names = ("op", "rank", "begin", "end")
+    split_off = dict(zip(names, np.array(extra, np.int64).reshape(-1, 4).T, strict=True))
+    whole = Assignment(op=np.arange(len(group)), rank=rank, begin=begin, end=end)
+    return Assignment.join([whole, Assignment(**split_off)])

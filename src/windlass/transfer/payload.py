@@ -11,49 +11,38 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from windlass.layout.columns import BoolArray, Int64Array, UInt64Array
+from windlass.layout.columns import BoolArray, Int64Array, UInt64Array, column
 from windlass.memory.ops import ChunkDigests, MemoryOps
 from windlass.net.clock import Deadline
 from windlass.planning.intersect import counted
-from windlass.planning.program import LinkProgram
+from windlass.planning.program import DirectRuns, LinkProgram
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import OneSidedTransport, WriteBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Payload:
-    """Columns of n pieces, ordered as their bytes are hashed.
+class Payload(DirectRuns):
+    """Pieces in the order in which their bytes are hashed, each of at most one chunk.
 
     Attributes:
-        op: (n,) index in `LinkProgram.ops`.
-        packed: (n,) whether the source packs the op first.
-        src_parameter: (n,) of the source; meaningless where packed.
-        src_offset: (n,) bytes from the start of that parameter, or of the op's packed payload.
-        lands: (n,) whether it goes to staging memory.
-        dst_parameter: (n,) of the destination; meaningless where it lands.
-        dst_offset: (n,) bytes from the start of that parameter, or of staging memory.
-        nbytes: (n,) at most one chunk.
-        chunk_start: (num_chunks + 1,) first piece of each chunk.
+        packed: (n,) whether the source packs the op first: `src_offset` counts from its packed payload then.
+        lands: (n,) whether it goes to staging memory: `dst_offset` counts from its start then.
+        chunk: (n,) ascending from 0; no chunk is empty.
     """
 
-    op: Int64Array
-    packed: BoolArray
-    src_parameter: Int64Array
-    src_offset: Int64Array
-    lands: BoolArray
-    dst_parameter: Int64Array
-    dst_offset: Int64Array
-    nbytes: Int64Array
-    chunk_start: Int64Array
+    packed: BoolArray = column("?")
+    lands: BoolArray = column("?")
+    chunk: Int64Array = column("<i8")
 
     @property
     def num_chunks(self) -> int:
         """Chunks, none of them empty."""
-        return len(self.chunk_start) - 1
+        return int(self.chunk[-1]) + 1 if len(self) else 0
 
     def pieces_of(self, chunk: int) -> slice:
         """The pieces of a chunk."""
-        return slice(int(self.chunk_start[chunk]), int(self.chunk_start[chunk + 1]))
+        start, stop = np.searchsorted(self.chunk, (chunk, chunk + 1)).tolist()
+        return slice(start, stop)
 
     def chunk_nbytes(self, chunk: int) -> int:
         """Bytes of a chunk."""
@@ -65,7 +54,8 @@ class Payload:
         Raises:
             TransferFailed: a GPU without room for its tables.
         """
-        return memory.chunk_digests(addresses, self.nbytes, self.chunk_start)
+        start = np.searchsorted(self.chunk, np.arange(self.num_chunks + 1))
+        return memory.chunk_digests(addresses, self.nbytes, start)
 
     def write(
         self,
@@ -101,8 +91,7 @@ class Payload:
 
     def at_destination(self, targets: UInt64Array, staging_address: int) -> UInt64Array:
         """(n,) addresses, given where parameters and staging memory begin."""
-        parameter = np.where(self.lands, 0, self.dst_parameter)
-        base = np.where(self.lands, np.uint64(staging_address), targets[parameter])
+        base = np.where(self.lands, np.uint64(staging_address), targets[self.dst_parameter])
         return base + self.dst_offset.astype(np.uint64)
 
 
@@ -113,30 +102,36 @@ def payload_of(program: LinkProgram, chunk_nbytes: int) -> Payload:
         program: of the link, at either end.
         chunk_nbytes: chunks begin at the first piece at or after each multiple of this.
     """
-    runs, ops = program.direct, program.ops
-    source = runs.op, runs.src_parameter, runs.src_offset
-    direct = *source, runs.dst_parameter, runs.dst_offset, runs.nbytes
-    packed = [
-        (i, 0, 0, op.dst_parameter, op.staging_offset if op.lands else op.dst_offset, op.nbytes)
-        for i, op in enumerate(ops)
-        if not op.is_direct
-    ]
-    whole = np.concatenate([np.stack(direct, 1), np.array(packed, np.int64).reshape(-1, 6)])
-    whole = whole[np.argsort(whole[:, 0], kind="stable")]
-    count = -(-whole[:, 5] // chunk_nbytes)
-    step = counted(count) * chunk_nbytes
-    op_of, src_parameter, src_offset, dst_parameter, dst_offset, left = np.repeat(whole, count, 0).T
-    nbytes = np.minimum(left - step, chunk_nbytes)
-    chunk = (np.cumsum(nbytes) - nbytes) // chunk_nbytes
-    first = np.flatnonzero(np.r_[True, chunk[1:] != chunk[:-1]]) if len(chunk) else chunk
+    ops = program.ops
+    packed = np.array([not op.is_direct for op in ops], np.bool_)
+    lands = np.array([op.lands for op in ops], np.bool_)
+    rest = [(i, op) for i, op in enumerate(ops) if not op.is_direct]
+    offsets = [op.staging_offset if op.lands else op.dst_offset for _, op in rest]
+    none = np.zeros(len(rest), np.int32)
+    beside = DirectRuns(
+        op=np.array([i for i, _ in rest], np.int64),
+        src_parameter=none,
+        src_offset=none.astype(np.int64),
+        dst_parameter=np.array([op.dst_parameter for _, op in rest], np.int32),
+        dst_offset=np.array(offsets, np.int64),
+        nbytes=np.array([op.nbytes for _, op in rest], np.int64),
+    )
+    whole = DirectRuns.join([program.direct, beside])
+    whole = whole.select(np.argsort(whole.op, kind="stable"))
+    count = -(-whole.nbytes // chunk_nbytes)
+    runs, step = (
+        whole.select(np.repeat(np.arange(len(whole)), count)),
+        counted(count) * chunk_nbytes,
+    )
+    nbytes = np.minimum(runs.nbytes - step, chunk_nbytes)
     return Payload(
-        op=op_of,
-        packed=np.array([not op.is_direct for op in ops], np.bool_)[op_of],
-        src_parameter=src_parameter,
-        src_offset=src_offset + step,
-        lands=np.array([op.lands for op in ops], np.bool_)[op_of],
-        dst_parameter=dst_parameter,
-        dst_offset=dst_offset + step,
+        op=runs.op,
+        src_parameter=runs.src_parameter,
+        src_offset=runs.src_offset + step,
+        dst_parameter=runs.dst_parameter,
+        dst_offset=runs.dst_offset + step,
         nbytes=nbytes,
-        chunk_start=np.append(first, len(chunk)),
+        packed=packed[runs.op],
+        lands=lands[runs.op],
+        chunk=(np.cumsum(nbytes) - nbytes) // chunk_nbytes,
     )
