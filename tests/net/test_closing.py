@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import windlass
-from windlass.net import rpc, server
+from windlass.net import rpc, rpc_server, server
 from windlass.net.sockets import close_socket, open_http
 
 TOKEN = "secret of the test"
@@ -99,8 +99,8 @@ async def test_a_closed_controller_holds_no_connection_of_those_who_came_back_me
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     impatient = partial(close_socket, deadline_s=0.3)  # these callers answer no farewell
-    monkeypatch.setattr(rpc, "close_socket", impatient)
-    monkeypatch.setattr(server, "close_socket", impatient)
+    for module in (rpc, rpc_server, server):
+        monkeypatch.setattr(module, "close_socket", impatient)
     for _ in range(ROUNDS):
         controller = windlass.Controller(token=TOKEN)
         await controller.__aenter__()

@@ -17,8 +17,9 @@ from aiohttp import web
 from windlass.errors import PeerUnreachable, ProtocolError
 from windlass.net import rpc_client
 from windlass.net.messages import Codec, Envelope, Garbled, Refused, Reply, check_name, encode
-from windlass.net.rpc import Session, serve
+from windlass.net.rpc import Session
 from windlass.net.rpc_client import Client
+from windlass.net.rpc_server import serve
 from windlass.net.server import ControlServer
 from windlass.net.sockets import PART_NBYTES, open_http
 

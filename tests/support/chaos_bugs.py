@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from windlass.net import rpc, server
+from windlass.net import rpc_server, server
 from windlass.net.access import AccessGate
 from windlass.net.listener import Listener
 from windlass.net.reply_store import ReplyStore
@@ -179,7 +179,7 @@ BUGS = (
     ),
     Bug(
         "an agent whose frame was garbled is sent away for good",
-        rpc,
+        rpc_server,
         "_decode",
         'raise Garbled(f"{what}: {error}") from error',
         "raise",
@@ -240,7 +240,7 @@ INTRUDER_BUGS = (
     Bug("a token opens every route", server, "refusal_of", "if role in roles:", "if True:", 100005),
     Bug(
         "a session need not begin",
-        rpc,
+        rpc_server,
         "_first_frame",
         "socket.receive(timeout=deadline_s)",
         "socket.receive()",

@@ -36,7 +36,8 @@ from windlass.jobs.train_worker import (
 from windlass.net.access import Access, role_environment
 from windlass.net.clock import Deadline
 from windlass.net.messages import PROTOCOL_VERSION, Garbled
-from windlass.net.rpc import Session, serve
+from windlass.net.rpc import Session
+from windlass.net.rpc_server import serve
 from windlass.net.server import ControlServer
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import encode_value

@@ -1,4 +1,4 @@
-"""One way to call a peer: the end that calls.
+"""One way to call a peer: `Session` at the end that calls, `Callee` at the end that is called.
 
 A peer opens a WebSocket (`rpc_client.Client`) and opens it again whenever it is lost: it needs no port
 of its own, and a process that dies is a closed connection, seen at once and not by polling. Its
@@ -15,27 +15,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Generic, Protocol, TypeVar
+import threading
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
 
 import msgspec
-from aiohttp import WSMessage, WSMsgType, web
+from aiohttp import web
 
-from windlass.errors import PeerUnreachable, PlanError, ProtocolError
-from windlass.net.messages import CallId, Codec, Envelope, Garbled, MustWait, Refused, encode
-from windlass.net.server import OPEN_SOCKETS
-from windlass.net.sockets import (
-    MAX_PART_NBYTES,
-    SEND_DEADLINE_S,
-    PartJoiner,
-    close_socket,
-    send_frame,
-)
+from windlass.errors import PeerUnreachable, StaleMessage
+from windlass.net.messages import CallId, Envelope, Reply, encode
+from windlass.net.reply_store import ReplyStore
+from windlass.net.sockets import SEND_DEADLINE_S, close_socket, send_frame
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 CommandT = TypeVar("CommandT")
 ResultT = TypeVar("ResultT")
+FrameT = TypeVar("FrameT")
 
 
 class Session(Generic[CommandT, ResultT]):
@@ -158,146 +154,60 @@ class Session(Generic[CommandT, ResultT]):
             await close_socket(self._socket)
 
 
-SessionT = TypeVar("SessionT", bound=Session)  # type: ignore[type-arg]  # of any commands
-FrameT_contra = TypeVar("FrameT_contra", contravariant=True)
+class Callee(ABC, Generic[CommandT, ResultT, FrameT]):
+    """Answers calls: each is carried out once, and its answer is kept until it has arrived.
 
-
-class Owner(Protocol[FrameT_contra, SessionT]):
-    """Who the connections of a route belong to."""
-
-    async def admit(
-        self, first: FrameT_contra, socket: web.WebSocketResponse
-    ) -> tuple[SessionT, msgspec.Struct] | None:
-        """Let in a peer that has sent its first frame.
-
-        Returns:
-            Its session, and the welcome that it is sent; None when that frame was all it had to say.
-
-        Raises:
-            ProtocolError: it does not belong here, or not yet (`MustWait`).
-            PlanError: what it says of itself contradicts itself.
-        """
-        ...
-
-    async def admitted(self, session: SessionT) -> None:
-        """The peer has been sent its welcome, and what it has not answered yet."""
-        ...
-
-    async def received(self, session: SessionT, frame: FrameT_contra) -> None:
-        """Take a frame.
-
-        Raises:
-            ProtocolError: it does not belong here.
-        """
-        ...
-
-    async def lost(self, session: SessionT, reason: str, *, ended: bool) -> None:
-        """The connection is over. May come more than once.
-
-        `ended` by the peer's side, as it is when a process ends; not because of its silence.
-        """
-        ...
-
-
-async def serve(
-    request: web.Request,
-    owner: Owner[T, SessionT],
-    codec: Codec[T],
-    *,
-    heartbeat_s: float,
-    max_nbytes: int,
-) -> web.WebSocketResponse:
-    """Serve one connection until it ends; what one peer does wrong touches no other.
-
-    Args:
-        request: of the connection.
-        owner: of the connections of this route.
-        codec: of what its peers send.
-        heartbeat_s: for the first frame to come, each part of it; and for a ping to be answered.
-        max_nbytes: of a frame.
+    Subclasses say what their protocol's hello, commands and other frames are.
     """
-    # Large frames come in parts; and compressed ones would be a thousandth of what they become.
-    socket = web.WebSocketResponse(
-        heartbeat=heartbeat_s, max_msg_size=min(MAX_PART_NBYTES, max_nbytes), compress=False
-    )
-    await socket.prepare(request)
-    request.app[OPEN_SOCKETS].add(socket)
-    session: SessionT | None = None
-    parts = PartJoiner(max_nbytes)
-    reason, ended = "connection closed", False
-    try:
-        admitted = await owner.admit(await _first_frame(socket, parts, codec, heartbeat_s), socket)
-        if admitted is None:
-            return socket
-        session, welcome = admitted
-        await send_frame(socket, encode(welcome))
-        _log.info("%s connected", session.peer)
-        await session.attach(socket)
-        await owner.admitted(session)
-        async for message in socket:
-            if message.type is WSMsgType.ERROR:
-                break
-            frame = _decode(parts, codec, message, session.peer)
-            if frame is not None:
-                await owner.received(session, frame)
-        if socket.exception() is not None:
-            reason = f"connection broke: {socket.exception()}"
-        # Not by its silence: TimeoutError is what a heartbeat raises, and one that did not read was cut off.
-        ended = not (session.was_cut or isinstance(socket.exception(), TimeoutError))
-    except MustWait as error:  # whose owner says so to a person, where it is not in order
-        reason = str(error)
-        await _refuse(socket, reason, final=False, level=logging.INFO)
-    except ProtocolError as error:
-        reason = str(error)
-        await _refuse(socket, reason, final=not isinstance(error, Garbled))
-    except PlanError as error:
-        reason = f"{type(error).__name__}: {error}"
-        await _refuse(socket, reason)
-    except (ConnectionError, PeerUnreachable) as error:
-        reason = f"connection broke: {error}"
-    finally:
-        if session is not None:
-            session.detach(socket, reason)
-            await owner.lost(session, reason, ended=ended)
-        await close_socket(socket)
-    return socket
 
+    def __init__(self) -> None:
+        self._store = ReplyStore[ResultT]()
+        self._executing = threading.Lock()
 
-async def _first_frame(
-    socket: web.WebSocketResponse, parts: PartJoiner, codec: Codec[T], deadline_s: float
-) -> T:
-    """Each part of it by the deadline."""
-    try:
-        first = None
-        while first is None:
-            message = await socket.receive(timeout=deadline_s)
-            first = _decode(parts, codec, message, "the first frame must be a binary Hello")
-    except TimeoutError as error:
-        raise Garbled(f"the first frame must be Hello, got none in {deadline_s} s") from error
-    return first
+    @abstractmethod
+    def hello(self) -> msgspec.Struct:
+        """Make the first frame of a connection; called in the loop."""
 
+    @abstractmethod
+    def execute(self, call: Envelope[CommandT]) -> ResultT:
+        """Carry out a call, in the executor. Whatever it raises becomes the result `failed`."""
 
-def _decode(parts: PartJoiner, codec: Codec[T], message: WSMessage, what: str) -> T | None:
-    if message.type is not WSMsgType.BINARY:
-        raise ProtocolError(f"{what}: frames must be binary, got {message.type.name}")
-    try:
-        whole = parts.add(message.data)
-        return None if whole is None else codec.decode(whole)
-    except ProtocolError as error:
-        raise Garbled(f"{what}: {error}") from error
+    @abstractmethod
+    def failed(self, error: Exception, command: CommandT) -> ResultT:
+        """The result of a command that raised, or that came too late (`StaleMessage`)."""
 
+    @abstractmethod
+    def on_frame(self, frame: FrameT) -> None:
+        """Take what is neither a call nor a refusal, the welcome included; called in the loop."""
 
-async def _refuse(
-    socket: web.WebSocketResponse, reason: str, *, final: bool = True, level: int = logging.WARNING
-) -> None:
-    _log.log(level, "refused: %s", reason)
-    try:
-        await send_frame(socket, encode(Refused(reason, final)))
-    except ConnectionError:
-        return  # it is gone already
+    def on_call(self, call: Envelope[CommandT]) -> None:
+        """See a call as it comes in, before it waits for its turn; must not block."""
 
+    async def on_welcome(self) -> None:
+        """The server has said welcome, and nothing has been sent over this connection yet."""
 
-def host_of(socket: web.WebSocketResponse) -> str:
-    """The address that a connection comes from; empty where that is the server's own."""
-    peer, own = (socket.get_extra_info(name) for name in ("peername", "sockname"))
-    return "" if peer is None or own is None or peer[0] == own[0] else str(peer[0])
+    async def on_connected(self) -> None:
+        """The stored replies have been sent again."""
+
+    def on_lost(self) -> None:
+        """A connection that was welcomed is lost; called in the loop. A call may be being carried out."""
+
+    def carry_out(self, call: Envelope[CommandT]) -> Reply[ResultT]:
+        """Return the answer to a call, which is carried out unless it was, or is too late. Blocks."""
+        key = (call.epoch, call.round, call.seq)
+        with self._executing:
+            try:
+                stored = self._store.lookup(*key)
+            except StaleMessage as error:
+                return Reply(*key, self.failed(error, call.command))
+            if stored is not None:
+                return stored
+            try:
+                result = self.execute(call)
+            # The boundary of the peer: whatever goes wrong must reach the server as a failure, or
+            # it would wait for its deadline.
+            except Exception as error:  # noqa: BLE001
+                result = self.failed(error, call.command)
+            reply = Reply(*key, result)
+            self._store.store(reply)
+            return reply

@@ -14,9 +14,8 @@ import logging
 import math
 import random
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, Self, TypeVar
+from typing import Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -27,11 +26,10 @@ from windlass.errors import (
     PeerTimeout,
     PeerUnreachable,
     ProtocolError,
-    StaleMessage,
 )
 from windlass.net.addresses import check_url
 from windlass.net.messages import Codec, Envelope, Refused, Reply, encode
-from windlass.net.reply_store import ReplyStore
+from windlass.net.rpc import Callee
 from windlass.net.sockets import MAX_PART_NBYTES, PartJoiner, open_http, send_frame
 
 _log = logging.getLogger(__name__)
@@ -47,8 +45,8 @@ ResultT = TypeVar("ResultT")
 FrameT = TypeVar("FrameT")
 
 
-class Client(ABC, Generic[CommandT, ResultT, FrameT]):
-    """See the module. Subclasses say what their protocol's hello, commands and other frames are.
+class Client(Callee[CommandT, ResultT, FrameT]):
+    """See the module.
 
     Args:
         url: the server's address. path: of its route. token: of this process's role.
@@ -81,6 +79,7 @@ class Client(ABC, Generic[CommandT, ResultT, FrameT]):
         give_up_s: float = math.inf,
         keeps_calls: bool = False,
     ) -> None:
+        super().__init__()
         check_url(url, "controller")
         check_token(token, "token")
         self._url, self._path, self._token = url.rstrip("/"), path, token
@@ -92,45 +91,13 @@ class Client(ABC, Generic[CommandT, ResultT, FrameT]):
         self._thread = threading.Thread(target=self._run_loop, name="windlass-agent", daemon=True)
         self._task: asyncio.Task[None] | None = None
         self._answers: set[asyncio.Task[None]] = set()
-        self._executing = threading.Lock()
         self._closed = False
         self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._store = ReplyStore[ResultT]()
         self.welcomed: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.disconnected = threading.Event()
         self.disconnected.set()
         self.last_error = "no connection was tried"
-
-    # --- what a protocol says ------------------------------------------------------------------
-
-    @abstractmethod
-    def hello(self) -> msgspec.Struct:
-        """Make the first frame of a connection; called in the loop."""
-
-    @abstractmethod
-    def execute(self, call: Envelope[CommandT]) -> ResultT:
-        """Carry out a call, in the executor. Whatever it raises becomes the result `failed`."""
-
-    @abstractmethod
-    def failed(self, error: Exception, command: CommandT) -> ResultT:
-        """The result of a command that raised, or that came too late (`StaleMessage`)."""
-
-    @abstractmethod
-    def on_frame(self, frame: FrameT) -> None:
-        """Take what is neither a call nor a refusal, the welcome included; called in the loop."""
-
-    def on_call(self, call: Envelope[CommandT]) -> None:
-        """See a call as it comes in, before it waits for its turn; must not block."""
-
-    async def on_welcome(self) -> None:
-        """The server has said welcome, and nothing has been sent over this connection yet."""
-
-    async def on_connected(self) -> None:
-        """The stored replies have been sent again."""
-
-    def on_lost(self) -> None:
-        """A connection that was welcomed is lost; called in the loop. A call may be being carried out."""
 
     # --- from any thread -----------------------------------------------------------------------
 
@@ -359,7 +326,7 @@ class Client(ABC, Generic[CommandT, ResultT, FrameT]):
 
     async def _answer(self, call: Envelope[CommandT]) -> None:
         try:
-            reply = await self._loop.run_in_executor(self._executor, self._execute, call)
+            reply = await self._loop.run_in_executor(self._executor, self.carry_out, call)
         # Of the executor itself: without an answer the server would wait for its deadline.
         except Exception as error:  # noqa: BLE001
             reply = Reply(call.epoch, call.round, call.seq, self.failed(error, call.command))
@@ -367,24 +334,3 @@ class Client(ABC, Generic[CommandT, ResultT, FrameT]):
 
     async def _flush(self) -> None:
         await asyncio.gather(*self._answers, return_exceptions=True)
-
-    # --- in the executor -----------------------------------------------------------------------
-
-    def _execute(self, call: Envelope[CommandT]) -> Reply[ResultT]:
-        key = (call.epoch, call.round, call.seq)
-        with self._executing:
-            try:
-                stored = self._store.lookup(*key)
-            except StaleMessage as error:
-                return Reply(*key, self.failed(error, call.command))
-            if stored is not None:
-                return stored
-            try:
-                result = self.execute(call)
-            # The boundary of the peer: whatever goes wrong must reach the server as a failure, or
-            # it would wait for its deadline.
-            except Exception as error:  # noqa: BLE001
-                result = self.failed(error, call.command)
-            reply = Reply(*key, result)
-            self._store.store(reply)
-            return reply

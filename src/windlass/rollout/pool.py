@@ -20,7 +20,8 @@ from aiohttp import web
 from windlass.errors import ProtocolError, RolloutError
 from windlass.net.access import Access, role_token
 from windlass.net.messages import PROTOCOL_VERSION, Garbled, MustWait, Reply, check_name
-from windlass.net.rpc import Session, serve
+from windlass.net.rpc import Session
+from windlass.net.rpc_server import serve
 from windlass.net.sockets import close_socket, open_http
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import (

@@ -31,7 +31,7 @@ from windlass.net.messages import (
     Reply,
     check_name,
 )
-from windlass.net.rpc import host_of, serve
+from windlass.net.rpc_server import host_of, serve
 from windlass.net.server import CALLER
 from windlass.updates.connect_messages import CannotJoin, Hello, Welcome
 from windlass.updates.fleet import PROBE_SEQ, Group, Identity

@@ -11,7 +11,8 @@ from aiohttp import web
 
 from windlass.errors import PeerTimeout, PeerUnreachable, WindlassError
 from windlass.net.messages import Envelope, RoundId
-from windlass.net.rpc import Session, host_of
+from windlass.net.rpc import Session
+from windlass.net.rpc_server import host_of
 from windlass.net.sockets import SEND_DEADLINE_S
 from windlass.updates.fleet import PROBE_SEQ, Agent
 from windlass.updates.messages import (

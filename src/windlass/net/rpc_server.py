@@ -1,0 +1,162 @@
+"""The connections of a route: who is let in, and what comes over them. See `rpc` for the protocol."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol, TypeVar
+
+import msgspec
+from aiohttp import WSMessage, WSMsgType, web
+
+from windlass.errors import PeerUnreachable, PlanError, ProtocolError
+from windlass.net.messages import Codec, Garbled, MustWait, Refused, encode
+from windlass.net.rpc import Session
+from windlass.net.server import OPEN_SOCKETS
+from windlass.net.sockets import MAX_PART_NBYTES, PartJoiner, close_socket, send_frame
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+SessionT = TypeVar("SessionT", bound=Session)  # type: ignore[type-arg]  # of any commands
+FrameT_contra = TypeVar("FrameT_contra", contravariant=True)
+
+
+class Owner(Protocol[FrameT_contra, SessionT]):
+    """Who the connections of a route belong to."""
+
+    async def admit(
+        self, first: FrameT_contra, socket: web.WebSocketResponse
+    ) -> tuple[SessionT, msgspec.Struct] | None:
+        """Let in a peer that has sent its first frame.
+
+        Returns:
+            Its session, and the welcome that it is sent; None when that frame was all it had to say.
+
+        Raises:
+            ProtocolError: it does not belong here, or not yet (`MustWait`).
+            PlanError: what it says of itself contradicts itself.
+        """
+        ...
+
+    async def admitted(self, session: SessionT) -> None:
+        """The peer has been sent its welcome, and what it has not answered yet."""
+        ...
+
+    async def received(self, session: SessionT, frame: FrameT_contra) -> None:
+        """Take a frame.
+
+        Raises:
+            ProtocolError: it does not belong here.
+        """
+        ...
+
+    async def lost(self, session: SessionT, reason: str, *, ended: bool) -> None:
+        """The connection is over. May come more than once.
+
+        `ended` by the peer's side, as it is when a process ends; not because of its silence.
+        """
+        ...
+
+
+async def serve(
+    request: web.Request,
+    owner: Owner[T, SessionT],
+    codec: Codec[T],
+    *,
+    heartbeat_s: float,
+    max_nbytes: int,
+) -> web.WebSocketResponse:
+    """Serve one connection until it ends; what one peer does wrong touches no other.
+
+    Args:
+        request: of the connection.
+        owner: of the connections of this route.
+        codec: of what its peers send.
+        heartbeat_s: for the first frame to come, each part of it; and for a ping to be answered.
+        max_nbytes: of a frame.
+    """
+    # Large frames come in parts; and compressed ones would be a thousandth of what they become.
+    socket = web.WebSocketResponse(
+        heartbeat=heartbeat_s, max_msg_size=min(MAX_PART_NBYTES, max_nbytes), compress=False
+    )
+    await socket.prepare(request)
+    request.app[OPEN_SOCKETS].add(socket)
+    session: SessionT | None = None
+    parts = PartJoiner(max_nbytes)
+    reason, ended = "connection closed", False
+    try:
+        admitted = await owner.admit(await _first_frame(socket, parts, codec, heartbeat_s), socket)
+        if admitted is None:
+            return socket
+        session, welcome = admitted
+        await send_frame(socket, encode(welcome))
+        _log.info("%s connected", session.peer)
+        await session.attach(socket)
+        await owner.admitted(session)
+        async for message in socket:
+            if message.type is WSMsgType.ERROR:
+                break
+            frame = _decode(parts, codec, message, session.peer)
+            if frame is not None:
+                await owner.received(session, frame)
+        if socket.exception() is not None:
+            reason = f"connection broke: {socket.exception()}"
+        # Not by its silence: TimeoutError is what a heartbeat raises, and one that did not read was cut off.
+        ended = not (session.was_cut or isinstance(socket.exception(), TimeoutError))
+    except MustWait as error:  # whose owner says so to a person, where it is not in order
+        reason = str(error)
+        await _refuse(socket, reason, final=False, level=logging.INFO)
+    except ProtocolError as error:
+        reason = str(error)
+        await _refuse(socket, reason, final=not isinstance(error, Garbled))
+    except PlanError as error:
+        reason = f"{type(error).__name__}: {error}"
+        await _refuse(socket, reason)
+    except (ConnectionError, PeerUnreachable) as error:
+        reason = f"connection broke: {error}"
+    finally:
+        if session is not None:
+            session.detach(socket, reason)
+            await owner.lost(session, reason, ended=ended)
+        await close_socket(socket)
+    return socket
+
+
+async def _first_frame(
+    socket: web.WebSocketResponse, parts: PartJoiner, codec: Codec[T], deadline_s: float
+) -> T:
+    """Each part of it by the deadline."""
+    try:
+        first = None
+        while first is None:
+            message = await socket.receive(timeout=deadline_s)
+            first = _decode(parts, codec, message, "the first frame must be a binary Hello")
+    except TimeoutError as error:
+        raise Garbled(f"the first frame must be Hello, got none in {deadline_s} s") from error
+    return first
+
+
+def _decode(parts: PartJoiner, codec: Codec[T], message: WSMessage, what: str) -> T | None:
+    if message.type is not WSMsgType.BINARY:
+        raise ProtocolError(f"{what}: frames must be binary, got {message.type.name}")
+    try:
+        whole = parts.add(message.data)
+        return None if whole is None else codec.decode(whole)
+    except ProtocolError as error:
+        raise Garbled(f"{what}: {error}") from error
+
+
+async def _refuse(
+    socket: web.WebSocketResponse, reason: str, *, final: bool = True, level: int = logging.WARNING
+) -> None:
+    _log.log(level, "refused: %s", reason)
+    try:
+        await send_frame(socket, encode(Refused(reason, final)))
+    except ConnectionError:
+        return  # it is gone already
+
+
+def host_of(socket: web.WebSocketResponse) -> str:
+    """The address that a connection comes from; empty where that is the server's own."""
+    peer, own = (socket.get_extra_info(name) for name in ("peername", "sockname"))
+    return "" if peer is None or own is None or peer[0] == own[0] else str(peer[0])
