@@ -29,8 +29,9 @@ from windlass.updates.coordinator import Coordinator
 from windlass.updates.driver import RoundDriver
 from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.fleet import Fleet
+from windlass.updates.links import LinkLedger
 from windlass.updates.members import Members
-from windlass.updates.rounds import LinkLedger, RoundMachine
+from windlass.updates.rounds import RoundMachine
 from windlass.updates.run import Run
 
 

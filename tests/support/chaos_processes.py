@@ -23,7 +23,7 @@ from chaos_weights import (
     trainer_rows,
     values,
 )
-from simulated_loop import OneThread
+from simulated_loop import run_in_loop
 from simulated_network import SimulatedHost
 
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
@@ -429,7 +429,10 @@ def _conversation(
         )
 
     common = (process.world.url, TOKEN, hello, handler)
-    thread, loop = OneThread(), process.world.loop
-    if engine is None:
-        return TrainerChannel(*common, executor=thread, loop=loop)
-    return EngineChannel(*common, on_disconnect=engine.on_disconnect, executor=thread, loop=loop)
+    channel = (
+        TrainerChannel(*common)
+        if engine is None
+        else EngineChannel(*common, on_disconnect=engine.on_disconnect)
+    )
+    run_in_loop(channel, process.world.loop)
+    return channel

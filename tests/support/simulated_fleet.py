@@ -27,7 +27,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 from chaos_processes import Inline
-from simulated_loop import OneThread, SimulatedLoop
+from simulated_loop import SimulatedLoop, run_in_loop
 from simulated_network import Meter, SimulatedHost, SimulatedNetwork
 
 from tools.plan.families import ModelSpec
@@ -163,14 +163,12 @@ class _Rank:
             )
 
         common = (fleet.url, TOKEN, hello)
-        thread, loop = OneThread(), fleet.loop
         self.channel = (
-            TrainerChannel(*common, TrainerAgent(sender), executor=thread, loop=loop)
+            TrainerChannel(*common, TrainerAgent(sender))
             if engine is None
-            else EngineChannel(
-                *common, engine, on_disconnect=engine.on_disconnect, executor=thread, loop=loop
-            )
+            else EngineChannel(*common, engine, on_disconnect=engine.on_disconnect)
         )
+        run_in_loop(self.channel, fleet.loop)
 
     def start(self) -> None:
         self.host.spawn(self.channel.run())

@@ -19,8 +19,9 @@ from typing import Any, TypeVar, TypeVarTuple, final
 from simulated_network import SimulatedNetwork, SimulatedServer
 
 from windlass.errors import ConfigError
+from windlass.updates.client import AgentChannel
 
-__all__ = ["OneThread", "SimulatedLoop"]
+__all__ = ["OneThread", "SimulatedLoop", "run_in_loop"]
 
 ResultT = TypeVar("ResultT")
 ArgTs = TypeVarTuple("ArgTs")
@@ -32,6 +33,12 @@ class OneThread(concurrent.futures.Executor):
 
     def __init__(self) -> None:
         self.busy_until_s = 0.0
+
+
+def run_in_loop(channel: AgentChannel, loop: asyncio.AbstractEventLoop) -> None:
+    """Have a channel that has not started run in `loop`, its commands in a thread of the simulation."""
+    channel._loop.close()
+    channel._loop, channel._executor, channel._owns_executor = loop, OneThread(), False
 
 
 class _Jump:

@@ -36,6 +36,7 @@ from windlass.updates.connect_messages import (
     Offered,
 )
 from windlass.updates.fleet import Group, Identity
+from windlass.updates.links import Link
 from windlass.updates.messages import Done, Failure, FailureKind, Result
 from windlass.updates.relay_messages import ConnectRelay
 from windlass.updates.report import BindCost
@@ -48,7 +49,6 @@ JOIN_SHARE = 0.8
 """Of the time for binding: members give up before the coordinator does, and can say why."""
 
 Planner = Callable[[Sequence[ShardManifest], Sequence[ShardManifest]], TransferPlan]
-Link = tuple[str, str]
 
 
 class EnginesUnbound(RoundAborted):

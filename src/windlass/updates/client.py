@@ -65,7 +65,6 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         url: the controller's address. token: of the agent's role.
         hello: builds the first frame of every connection; called in the channel's thread.
         handler: carries out commands.
-        executor, loop: see `Client`.
 
     Raises:
         ConfigError: `url` is no URL, or no header can carry `token`.
@@ -77,18 +76,8 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         token: str,
         hello: Callable[[], Hello],
         handler: CommandHandler,
-        *,
-        executor: concurrent.futures.Executor | None = None,
-        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(
-            url,
-            AGENTS_PATH,
-            token,
-            CONTROLLER_FRAMES,
-            executor=executor,
-            loop=loop,
-        )
+        super().__init__(url, AGENTS_PATH, token, CONTROLLER_FRAMES)
         self._hello, self._handler = hello, handler
 
     def hello(self) -> Hello:
@@ -154,11 +143,8 @@ class TrainerChannel(AgentChannel):
         token: str,
         hello: Callable[[], Hello],
         handler: CommandHandler,
-        *,
-        executor: concurrent.futures.Executor | None = None,
-        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(url, token, hello, handler, executor=executor, loop=loop)
+        super().__init__(url, token, hello, handler)
         self._lock = threading.Lock()
         self._announced: Announcement | None = None
         self._attempts = 0

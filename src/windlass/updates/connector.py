@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING, final
 
 from windlass.config import ControlConfig
 from windlass.errors import ConfigError, PeerUnreachable, PlanError, WindlassError
-from windlass.updates.binding import (
-    Binding,
-    EnginesUnbound,
-    FleetBinder,
-    Link,
-    Planner,
-    signature_of,
-)
+from windlass.updates.binding import Binding, EnginesUnbound, FleetBinder, Planner, signature_of
 from windlass.updates.fleet import Group
+from windlass.updates.links import Link
 from windlass.updates.report import BindCost
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 from collections.abc import Callable
 from typing import final
@@ -51,7 +50,7 @@ class EngineChannel(AgentChannel):
     """An engine rank's session.
 
     Args:
-        url, token, hello, handler, executor, loop: see `AgentChannel`.
+        url, token, hello, handler: see `AgentChannel`.
         on_disconnect: called in the channel's thread when a connection that was welcomed is lost,
             before the first attempt to connect again; again at the next welcome if it raised. What
             came of that is sent to the controller (`Done.not_resumed`).
@@ -68,10 +67,8 @@ class EngineChannel(AgentChannel):
         *,
         on_disconnect: Callable[[], None],
         on_command: Callable[[Command, int, int], None] | None = None,
-        executor: concurrent.futures.Executor | None = None,
-        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(url, token, hello, handler, executor=executor, loop=loop)
+        super().__init__(url, token, hello, handler)
         self._on_disconnect, self._on_command = on_disconnect, on_command
         self._not_resumed = ""
 

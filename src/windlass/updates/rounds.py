@@ -32,11 +32,11 @@ What goes wrong, and what then:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
-from typing import assert_never, final
+from typing import assert_never
 
 import numpy as np
 
@@ -44,6 +44,7 @@ from windlass.config import BackendTraits, ControlConfig, P2pBackend, UpdateMode
 from windlass.errors import ProtocolError
 from windlass.planning.replicated import DIGESTED, Replicated, decode_digested
 from windlass.transfer.bindings import LinkOutcome, LinkStatus, Relayed, Written
+from windlass.updates.links import LinkLedger, RelayPass
 from windlass.updates.messages import (
     ABORT_NOTICE,
     Abort,
@@ -64,7 +65,6 @@ from windlass.updates.messages import (
 )
 from windlass.updates.push_messages import BeginPush
 from windlass.updates.relay_messages import Relay, RelayWrite, SkipUpstream
-from windlass.updates.relay_pass import RelayPass
 from windlass.updates.report import Measure, RoundOutcome
 
 ANSWER_S = 2.0
@@ -242,109 +242,6 @@ class Finish:
 
 
 Instruction = Send | EnterPhase | Finish
-
-
-# --- links ---------------------------------------------------------------------------------
-
-Link = tuple[str, str]
-"""(source, destination)."""
-
-
-@final
-class LinkLedger:
-    """One round's links.
-
-    Args:
-        links: of the plan.
-        destinations: that verify although no link of a plan leads to them.
-    """
-
-    def __init__(self, links: Iterable[Link], destinations: Iterable[str] = ()) -> None:
-        self._links = tuple(sorted(links))
-        self._links_to: dict[str, list[Link]] = {name: [] for name in destinations}
-        for link in self._links:
-            self._links_to.setdefault(link[1], []).append(link)
-        self._written: dict[Link, str] = {}
-        self._verified: set[str] = set()
-        self._in_flight: dict[str, tuple[str, ...]] = {}
-        self._errors: dict[Link, str] = {}
-
-    @property
-    def in_flight(self) -> dict[str, tuple[str, ...]]:
-        """Sources that were asked to write and did not answer: source -> destinations."""
-        return dict(self._in_flight)
-
-    def unwritten(self, destinations: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """Links to `destinations` that are to be written: source -> destinations."""
-        destinations = frozenset(destinations)
-        return _by_source(
-            link for link in self._links if link[1] in destinations and link not in self._written
-        )
-
-    def among(
-        self, sources: Collection[str], destinations: Collection[str]
-    ) -> dict[str, tuple[str, ...]]:
-        """All links from `sources` to `destinations`, written or not."""
-        destinations = frozenset(destinations)
-        return _by_source(
-            link for link in self._links if link[0] in sources and link[1] in destinations
-        )
-
-    def ask(self, source: str, destinations: tuple[str, ...]) -> None:
-        """`source` is told to write these links: what was known about them no longer holds."""
-        self._in_flight[source] = destinations
-        for destination in destinations:
-            self._written.pop((source, destination), None)
-            self._verified.discard(destination)
-
-    def answered(self, source: str) -> tuple[str, ...]:
-        """`source` has answered its last request; returns what it was asked for."""
-        return self._in_flight.pop(source, ())
-
-    def written(self, link: Link, digest: str) -> None:
-        """The source says that the link is complete."""
-        self._written[link] = digest
-        self._errors.pop(link, None)
-
-    def failed(self, link: Link, error: str) -> None:
-        """The source says why the link is not complete; one line, for a person."""
-        self._errors[link] = error
-
-    def why(self, links: Iterable[Link]) -> str:
-        """The first reason that is known of these links; empty for none."""
-        return next((self._errors[link] for link in links if self._errors.get(link)), "")
-
-    def forget(self, links: Iterable[Link]) -> None:
-        """These links are not complete, whatever their sources said."""
-        for link in links:
-            self._written.pop(link, None)
-
-    def unverified(self, destinations: Iterable[str]) -> list[str]:
-        """Destinations that have something to verify and have not done so, in the given order."""
-        return [d for d in destinations if d in self._links_to and d not in self._verified]
-
-    def expected(self, destination: str) -> dict[str, str]:
-        """Source -> digest of everything that was written to `destination`."""
-        links = self._links_to.get(destination, ())
-        return {link[0]: self._written[link] for link in links if link in self._written}
-
-    def verify(self, destination: str, mismatched: Collection[str]) -> bool:
-        """Note the destination's answer; false when it names a source that has no such link."""
-        links = {(source, destination) for source in mismatched}
-        if not links <= set(self._links_to.get(destination, ())):
-            return False
-        for link in links:
-            self._written.pop(link, None)
-        if not links:
-            self._verified.add(destination)
-        return True
-
-
-def _by_source(links: Iterable[Link]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, list[str]] = {}
-    for source, destination in links:
-        found.setdefault(source, []).append(destination)
-    return {source: tuple(names) for source, names in found.items()}
 
 
 # --- the machine ---------------------------------------------------------------------------
