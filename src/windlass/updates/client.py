@@ -180,9 +180,7 @@ class TrainerChannel(AgentChannel):
             ProtocolError, PeerUnreachable: there is no session any more.
         """
         self._attempts += 1
-        announced = self._await_report(Announce(version, self._attempts))
-        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._send_announcement()))
-        return announced
+        return self._await_report(Announce(version, self._attempts))
 
     def expect(self, version: int) -> concurrent.futures.Future[UpdateReport]:
         """As `begin_announcement`, of a round that the controller begins by itself: nothing is sent."""
@@ -193,6 +191,10 @@ class TrainerChannel(AgentChannel):
             if self.ended.done():
                 self.ended.result()
             self._announced = announced = Announcement(frame, concurrent.futures.Future())
+            if frame.attempt:
+                self._loop.call_soon_threadsafe(
+                    lambda: self._loop.create_task(self._send_announcement())
+                )
         return announced
 
     def give_up_expected(self) -> None:

@@ -84,6 +84,11 @@ class Members:
     async def wait_for_fleet(
         self, *, num_trainers: int, engines: Sequence[str], deadline_s: float
     ) -> None:
+        """Return once the trainers and these engines are connected with all ranks.
+
+        Raises:
+            EngineRefused: one of them will not come. PeerTimeout: not there within `deadline_s`.
+        """
         missing = partial(self._fleet.missing, num_trainers, engines)
 
         def there() -> bool:
@@ -99,6 +104,12 @@ class Members:
     async def wait_for_version(
         self, version: int, *, engines: Sequence[str] = (), deadline_s: float
     ) -> None:
+        """Return once at least `version` is published, and served by these engines.
+
+        Raises:
+            EngineRefused: one of them will not come, or no engine can be bound.
+            PeerTimeout: not served within `deadline_s`.
+        """
         fleet = self._fleet
 
         def behind() -> list[str]:

@@ -1,14 +1,10 @@
 """What a round says: commands of the controller, what agents answer, and the frames that carry them.
 
-One WebSocket per agent, opened by the agent, carries msgpack frames both ways: the agent
-needs no port of its own, and a dead process is a closed connection, seen at once and not
-by polling. The first frame is `Hello`; after that the coordinator sends `Envelope`s and
-the agent answers each with one `Reply`; trainer ranks also send `Announce` and `Withdraw`.
-
-Each envelope carries (epoch, round, seq). `epoch` grows with every change of the fleet and
-with every restart of the controller, `round` with every attempt to publish, `seq` with
-every command of a round. An agent answers a repeated (epoch, round, seq) with the stored
-reply and refuses an older epoch or round with `stale`.
+The first frame of an agent is `Hello`; after that the coordinator sends `Envelope`s, and the agent answers
+each with one `Reply` (`net.rpc`); trainer ranks also send `Announce` and `Withdraw`. In the (epoch, round,
+seq) of an envelope, `epoch` grows with every change of the fleet and with every restart of the controller,
+`round` with every attempt to publish, `seq` with every command of a round. An agent answers a repeated one
+with the stored reply and refuses an older epoch or round with `stale`.
 """
 
 from __future__ import annotations
