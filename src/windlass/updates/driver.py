@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import assert_never, final
-
-import msgspec
 
 from windlass.config import PhaseDeadlines
 from windlass.errors import PeerUnreachable
@@ -31,7 +30,6 @@ from windlass.updates.rounds import (
     RoundMachine,
     RoundSpec,
     Send,
-    Sent,
 )
 from windlass.updates.session import AgentSession
 
@@ -55,7 +53,14 @@ class RoundResult:
 
 @final
 class RoundDriver:
-    """One round. `run` once; `post` and `on_reply` from the same loop at any time."""
+    """One round. `run` once; `post` and `on_reply` from the same loop at any time.
+
+    Attributes:
+        machine: decides what is done.
+        version: that is published; named later where the trainer drives the round.
+        deadlines: of the phases that have not begun.
+        measured: figures that nobody of the round reports, for whoever knows them.
+    """
 
     def __init__(
         self,
@@ -68,10 +73,10 @@ class RoundDriver:
         on_phase: Callable[[Phase], None],
     ) -> None:
         """`on_phase` may raise OSError: the phase does not begin then. `DONE` ends every round."""
-        self._machine = RoundMachine(spec)
+        self.machine = RoundMachine(spec)
         self.spec, self.binding = spec, binding
         self.version, self.round_id = spec.version, round_id
-        self._deadlines = spec.config.deadlines
+        self.deadlines = spec.config.deadlines
         # Pinned: a process that takes over a name during the round is no part of it.
         self.sessions = dict(sessions)
         self._clock = clock
@@ -84,38 +89,7 @@ class RoundDriver:
         self._pause_began: dict[str, float] = {}
         self._publishing: set[tuple[str, int]] = set()
         self._pause_s = 0.0
-        self._pushed: dict[Measure, float] = {}
-        self._is_writing: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-    @property
-    def active_workers(self) -> tuple[str, ...]:
-        """Ranks of the engines that are still part of the round, in one order for everybody."""
-        return self._machine.active_workers
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether bytes may be sent now."""
-        return self._machine.phase is Phase.WRITE
-
-    async def until_writing(self) -> bool:
-        """Wait until bytes may be sent; false if the round ends before that."""
-        return await asyncio.shield(self._is_writing)
-
-    def note_pushed(self, nbytes: int, wire_s: float) -> None:
-        """The trainer that drives the round has sent `nbytes`, one call after another, in `wire_s`."""
-        for measure, value in ((Measure.NBYTES, nbytes), (Measure.WIRE_S, wire_s)):
-            self._pushed[measure] = self._pushed.get(measure, 0.0) + value
-
-    def finish_push(self, version: int, deadline_s: float) -> None:
-        """The trainer that drives the round has sent everything for `version`.
-
-        Engines have `deadline_s` each to say that all came, and to apply it.
-        """
-        self.version = version
-        self._deadlines = msgspec.structs.replace(
-            self._deadlines, verify_s=deadline_s, apply_s=deadline_s
-        )
-        self.post(Sent(version))
+        self.measured: defaultdict[Measure, float] = defaultdict(float)
 
     def post(self, event: Event) -> None:
         """Queue an event."""
@@ -136,8 +110,6 @@ class RoundDriver:
             try:
                 result = await self._run()
             finally:
-                if not self._is_writing.done():
-                    self._is_writing.set_result(False)
                 self._on_phase(Phase.DONE)
             report = result.report
             _log.info("round %s in %.3f s %s", report.outcome.value, report.update_s, report.reason)
@@ -145,12 +117,12 @@ class RoundDriver:
 
     async def _run(self) -> RoundResult:
         began = self._clock()
-        finish = await self._carry_out(self._machine.start())
+        finish = await self._carry_out(self.machine.start())
         while finish is None:
-            finish = await self._carry_out(self._machine.handle(await self._events.get()))
+            finish = await self._carry_out(self.machine.handle(await self._events.get()))
         self._leave_phase()
         late = [self._events.get_nowait() for _ in range(self._events.qsize())]
-        measured = {**finish.measures, **self._pushed}
+        measured: dict[Measure, float] = {**finish.measures, **self.measured}
         measured |= {Measure.UPDATE_S: self._clock() - began, Measure.PAUSE_S: self._pause_s}
         report = UpdateReport(
             version=finish.version,
@@ -181,7 +153,7 @@ class RoundDriver:
                         # What follows in `instructions` belongs to the phase: none of it is sent.
                         reason = f"phase {instruction.phase} cannot be recorded: {error}"
                         blocked = GiveUp(reason, is_blocked=True)
-                        return await self._carry_out(self._machine.handle(blocked))
+                        return await self._carry_out(self.machine.handle(blocked))
                 case Send():
                     await self._send(instruction)
                 case Finish():
@@ -209,10 +181,8 @@ class RoundDriver:
         _log.debug("phase %s", phase.value)
         self._on_phase(phase)
         self._phase, self._phase_began = phase, self._clock()
-        if phase is Phase.WRITE and not self._is_writing.done():
-            self._is_writing.set_result(True)
         self._timer = asyncio.get_running_loop().call_later(
-            _deadline_of(phase, self._deadlines), self.post, DeadlinePassed(entry)
+            _deadline_of(phase, self.deadlines), self.post, DeadlinePassed(entry)
         )
 
     def _leave_phase(self) -> None:

@@ -45,8 +45,8 @@ from windlass.updates.push_messages import (
     ReadFiles,
     ReceiveTensors,
 )
-from windlass.updates.report import RoundOutcome, UpdateReport
-from windlass.updates.rounds import GiveUp, RoundSpec, reply_budget_s
+from windlass.updates.report import Measure, RoundOutcome, UpdateReport
+from windlass.updates.rounds import GiveUp, Phase, RoundSpec, Sent, reply_budget_s
 from windlass.updates.session import RankCaller, describe, failures_of
 
 if TYPE_CHECKING:
@@ -153,6 +153,7 @@ class _Push:
         self._has_begun = False
         self._order: PushOrder | None = None
         self._stages: dict[str, int] = {}
+        self.is_paused: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     async def until_paused(self) -> None:
         """Wait until engines have paused, and gather what comes.
@@ -160,7 +161,7 @@ class _Push:
         Raises:
             RoundAborted: one refused, or none is left.
         """
-        if not await self.driver.until_writing():
+        if not await asyncio.shield(self.is_paused):
             raise RoundAborted((await asyncio.shield(self.report)).reason)
 
     def join(self, leader: str, stage: int, num_stages: int) -> None:
@@ -223,12 +224,13 @@ class _Push:
         """
         if self.failure:
             raise RoundAborted(f"callback: the update has failed already: {self.failure}")
-        commands = dict.fromkeys(self.driver.active_workers, command)
+        commands = dict.fromkeys(self.driver.machine.active_workers, command)
         began_s = time.perf_counter()
         results = await self._caller.call(commands, deadline_s)
         if isinstance(command, ReceiveTensors):
-            nbytes = len(commands) * sum(tensor.nbytes for tensor in command.tensors)
-            self.driver.note_pushed(nbytes, time.perf_counter() - began_s)
+            measured = self.driver.measured
+            measured[Measure.WIRE_S] += time.perf_counter() - began_s
+            measured[Measure.NBYTES] += len(commands) * sum(t.nbytes for t in command.tensors)
         if failed := failures_of(results, Done):
             raise RoundAborted("; ".join(f"{w}: {describe(r)}" for w, r in failed.items()))
 
@@ -242,6 +244,12 @@ class PushUpdates:
         self._lock = asyncio.Lock()
         self._answers: dict[str, asyncio.Task[CallbackAnswer]] = {}
         self._latest: _Push | None = None
+        coordinator.on_phase(self._on_phase)
+
+    def _on_phase(self, _version: int, phase: Phase) -> None:
+        push = self._latest
+        if push is not None and not push.is_paused.done() and phase in {Phase.WRITE, Phase.DONE}:
+            push.is_paused.set_result(phase is Phase.WRITE)
 
     def routes(self) -> list[web.RouteDef]:
         """`POST /v1/callback`."""
@@ -290,7 +298,7 @@ class PushUpdates:
             case ContinueCall():
                 await self._continue(asked.leader, call.version, deadline_s)
             case MembersCall():
-                return self._running().driver.active_workers
+                return self._running().driver.machine.active_workers
             case JoinPushGroup() | ReceiveTensors() | ReadFiles():
                 await self._call_all(asked, call)
             case _:
@@ -309,7 +317,8 @@ class PushUpdates:
             if latest is None or latest.report.done():
                 await self._begin(leader, call, deadline_s)
                 return True
-            if latest.driver.is_writing and not latest.is_ending:
+            is_writing = latest.driver.machine.phase is Phase.WRITE
+            if is_writing and not latest.is_ending:
                 latest.join(leader, call.stage, call.num_stages)
                 return True
         # Its engines go on soon, whatever becomes of it: nobody may take them for paused.
@@ -408,7 +417,12 @@ class PushUpdates:
             if reason := push.failure or self._coordinator.run.refusal(version):
                 push.driver.post(GiveUp(reason))
             else:
-                push.driver.finish_push(version, deadline_s)
+                # Engines have so long each to say that all came, and to apply it.
+                push.driver.version = version
+                push.driver.deadlines = msgspec.structs.replace(
+                    push.driver.deadlines, verify_s=deadline_s, apply_s=deadline_s
+                )
+                push.driver.post(Sent(version))
 
 
 def _check(asked: CallbackRequest) -> None:
