@@ -22,15 +22,21 @@ from windlass.net.clock import Deadline
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.arena import Arena
 from windlass.transports import cuda_ipc as ipc
-from windlass.transports import regions as bounds
-from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion, WriteBatch
+from windlass.transports import region_transport as bounds
+from windlass.transports.base import (
+    MemoryRegion,
+    PeerEndpoint,
+    RemoteRegion,
+    WireReport,
+    WriteBatch,
+)
 from windlass.transports.cuda_ipc import CudaIpcTransport
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.mooncake import transport as mooncake
 from windlass.transports.mooncake.native import NativeEngine, Started
 from windlass.transports.mooncake.transport import MooncakeConfig, MooncakeTransport
 from windlass.transports.network import Outcome
-from windlass.transports.regions import DeferredFree
+from windlass.transports.region_transport import RegionTransport
 
 SECONDS = 20.0
 NBYTES = 1 << 14
@@ -95,26 +101,27 @@ def test_gpu_memory_under_late_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) 
     assert (freed, len(kept)) == (["at rest"], 1)
 
 
-def region_at(address: int) -> MemoryRegion:
-    endpoint = PeerEndpoint("nixl", "nobody", "0")
-    return MemoryRegion(address, 64, RemoteRegion(endpoint, address, 64))
+class Touching(RegionTransport):
+    """Frees memory at the addresses of `touched` late, and at others at once."""
 
-
-class Touching:
-    """DeferredFree memory at the addresses of `touched` and at others."""
+    traits = MemoryTransport.traits
 
     def __init__(self, *touched: int) -> None:
+        super().__init__(PeerEndpoint("nixl", "nobody", "0"))
         self.touched, self.freed = set(touched), list[int]()
-        self.deferred = DeferredFree("nixl")
 
-    def is_touched(self, region: MemoryRegion) -> bool:
+    def report(self) -> WireReport:
+        return WireReport("nixl", "none", "nothing moves")
+
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
+        pass
+
+    def _is_touched(self, region: MemoryRegion) -> bool:
         return region.address in self.touched
 
     def add(self, *addresses: int) -> None:
         for address in addresses:
-            self.deferred.add(
-                region_at(address), partial(self.freed.append, address), self.is_touched
-            )
+            self.unregister(self.register(address, 64), partial(self.freed.append, address))
 
 
 def test_memory_waits_for_as_long_as_it_is_touched_whatever_else_is(
@@ -126,7 +133,7 @@ def test_memory_waits_for_as_long_as_it_is_touched_whatever_else_is(
     assert "may still touch 64 bytes at 0x1000" in caplog.text
     assert "0x3000" not in caplog.text
     memory.touched.remove(8192)
-    memory.deferred.release(memory.is_touched)
+    memory._free_untouched()
     assert memory.freed == [12288, 8192]
     memory.touched.clear()
     memory.add(16384)
@@ -140,9 +147,9 @@ def test_what_is_touched_when_its_transport_ends_is_kept_for_good(
     memory = Touching(4096, 8192)
     memory.add(4096, 8192)
     memory.touched.remove(8192)
-    memory.deferred.close(memory.is_touched)
+    memory._free_untouched(keep=True)
     memory.touched.clear()
-    memory.deferred.release(memory.is_touched)
+    memory._free_untouched()
     assert (memory.freed, len(kept)) == ([8192], 1)
 
 
@@ -156,14 +163,16 @@ def test_memory_that_cannot_be_freed_holds_up_no_other(
     def refuse() -> None:
         raise error
 
-    memory.deferred.add(region_at(4096), refuse, memory.is_touched)
+    memory.unregister(memory.register(4096, 64), refuse)
     memory.add(8192)
     assert not memory.freed
     memory.touched.clear()
     memory.add(12288)
     assert memory.freed == [8192, 12288]
     assert "memory cannot be freed" in caplog.text
-    assert kept == [refuse]
+    assert len(kept) == 1
+    with pytest.raises(type(error)):
+        kept[0]()
 
 
 class SlowEngine:

@@ -14,7 +14,7 @@ import pytest
 from windlass.errors import PeerUnreachable, TransferOutcomeUnknown
 from windlass.layout.columns import UInt64Array
 from windlass.transfer.arena import Arena
-from windlass.transports import regions
+from windlass.transports import region_transport
 from windlass.transports.base import WriteBatch
 from windlass.transports.liveness import PeerLiveness
 from windlass.transports.nixl import transport as nixl
@@ -173,7 +173,7 @@ class Ends:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    monkeypatch.setattr(regions, "_KEPT", [])
+    monkeypatch.setattr(region_transport, "_KEPT", [])
     found = Ends(monkeypatch)
     yield found
     found.close()
@@ -246,7 +246,7 @@ def test_closing_beside_a_write_ends_it_with_an_error_and_frees_nothing_under_it
     assert "the transport was closed; bytes may still land" in str(found[0])
     assert len(ends.agent.deregistered) == freed
     assert [ref() is None for ref in memory] == [False, True]
-    assert len(stranded) == len(regions._KEPT) == 1
+    assert len(stranded) == len(region_transport._KEPT) == 1
 
 
 def test_nobody_waits_for_the_listener_of_a_peer_whose_connection_broke(

@@ -181,7 +181,7 @@ class CudaIpcTransport(RegionTransport):
         self._own.close()
         super().close()
         with self._lock:
-            self._deferred.close(self._is_touched)
+            self._free_untouched(keep=True)
         if self.gpu.is_late:
             return
         self.keep_mapped(())

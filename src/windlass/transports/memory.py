@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import secrets
-import threading
 from typing import ClassVar, final
 
 from windlass.errors import ConfigError, PeerUnreachable
@@ -36,32 +35,8 @@ class MemoryConfig(TransportConfig, frozen=True, tag="memory"):
         return MemoryTransport()
 
 
-@final
-class MemoryFabric:
-    """The endpoints that can reach each other; thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._names = itertools.count()
-        self._endpoints: dict[str, MemoryTransport] = {}
-
-    def join(self, transport: MemoryTransport, address: str) -> str:
-        """Enter under `address`, or under a new name for ''.
-
-        Raises:
-            ConfigError: a live endpoint has that address.
-        """
-        with self._lock:
-            name = address or f"memory-{next(self._names)}"
-            if name in self._endpoints:
-                raise ConfigError(f"MemoryTransport: address must be free, got {name!r}")
-            self._endpoints[name] = transport
-            return name
-
-    def leave(self, address: str) -> None:
-        """Forget an endpoint; later writes to it raise `PeerUnreachable`."""
-        with self._lock:
-            self._endpoints.pop(address, None)
+class MemoryFabric(dict[str, "MemoryTransport"]):
+    """The endpoints that can reach each other, by address."""
 
     def find(self, endpoint: PeerEndpoint) -> MemoryTransport:
         """Return the transport behind `endpoint`.
@@ -69,8 +44,7 @@ class MemoryFabric:
         Raises:
             PeerUnreachable: nobody there, or another incarnation.
         """
-        with self._lock:
-            found = self._endpoints.get(endpoint.address)
+        found = self.get(endpoint.address)
         if found is None:
             raise PeerUnreachable(f"memory: nobody is at {endpoint.address!r}")
         now = found.endpoint().incarnation
@@ -80,7 +54,12 @@ class MemoryFabric:
             )
         return found
 
+    def leave(self, address: str) -> None:
+        """Forget an endpoint; later writes to it raise `PeerUnreachable`."""
+        self.pop(address, None)
 
+
+_NUMBERS = itertools.count()
 _PROCESS_FABRIC = MemoryFabric()
 
 
@@ -104,8 +83,10 @@ class MemoryTransport(RegionTransport):
 
     def __init__(self, fabric: MemoryFabric | None = None, address: str = "") -> None:
         self._fabric = _PROCESS_FABRIC if fabric is None else fabric
-        name = self._fabric.join(self, address)
+        name = address or f"memory-{next(_NUMBERS)}"
         super().__init__(PeerEndpoint("memory", name, secrets.token_hex(8)))
+        if self._fabric.setdefault(name, self) is not self:
+            raise ConfigError(f"MemoryTransport: address must be free, got {name!r}")
 
     def report(self) -> WireReport:
         return WireReport("memory", "memory", f"endpoint {self._endpoint.address}")

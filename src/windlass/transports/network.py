@@ -115,23 +115,20 @@ class NativeCall(ABC):
         nbytes: sizes of these pieces.
 
     Attributes:
+        error: what the library said of it when it failed.
         wake: a descriptor that can be read from when it is over; -1 where only looking tells.
         is_late: given up for no other reason than that its deadline had passed.
     """
 
     def __init__(self, local: UInt64Array, nbytes: UInt64Array) -> None:
         self.local, self.nbytes = local.copy(), nbytes.copy()
+        self.error = "error"
         self.wake = -1
         self.is_late = False
 
     @abstractmethod
     def look(self) -> Outcome:
         """Return what is known now."""
-
-    @property
-    @abstractmethod
-    def error(self) -> str:
-        """What the library said of one that failed."""
 
     @abstractmethod
     def cancel(self) -> bool:
@@ -393,7 +390,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
             peer.close()
         self._liveness.close()
         with self._lock, self._current():
-            self._deferred.close(self._is_touched)
+            self._free_untouched(keep=True)
             self._close_library(spans)
             self._peers = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,11 @@ from windlass.transports.base import (
     RemoteRegion,
     WriteBatch,
 )
-from windlass.transports.regions import DeferredFree, RegionTable, check_batch
+from windlass.transports.regions import RegionTable, check_batch
+
+_log = logging.getLogger(__name__)
+_KEPT: list[Callable[[], None]] = []
+"""What frees memory that may be touched for ever: kept until the process ends, never called again."""
 
 
 class RegionTransport(OneSidedTransport):
@@ -37,7 +42,8 @@ class RegionTransport(OneSidedTransport):
         # Who frees an allocation of the transport itself, in `released`, takes the lock again.
         self._lock = threading.RLock()
         self._table = RegionTable()
-        self._deferred = DeferredFree(endpoint.transport)
+        self._deferred: list[tuple[MemoryRegion, Callable[[], None]]] = []
+        """Unregistered, and what frees it once no call that is not over touches it."""
 
     def endpoint(self) -> PeerEndpoint:
         return self._endpoint
@@ -62,7 +68,15 @@ class RegionTransport(OneSidedTransport):
             self._table.remove(region)
             later = [free for free in (self._unregister(region), released) if free is not None]
             if later:
-                self._deferred.add(region, partial(_call_each, later), self._is_touched)
+                self._deferred.append((region, partial(_call_each, later)))
+                self._free_untouched()
+            if any(waiting is region for waiting, _ in self._deferred):
+                _log.warning(
+                    "%s: a write that is not over may still touch %d bytes at %#x: not freed yet",
+                    self._endpoint.transport,
+                    region.nbytes,
+                    region.address,
+                )
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """Write a batch that passes every check; then free what waited for the end of a call."""
@@ -75,11 +89,32 @@ class RegionTransport(OneSidedTransport):
             finally:
                 if self._deferred:
                     with self._lock:
-                        self._deferred.release(self._is_touched)
+                        self._free_untouched()
 
     def close(self) -> None:
         with self._lock:
             self._table.clear()
+
+    def _free_untouched(self, *, keep: bool = False) -> None:
+        """Free what nothing touches any more. Holds the lock.
+
+        `keep`: the transport ends, and nobody will ever tell of the rest: it stays until the process ends.
+        """
+        waiting, self._deferred = self._deferred, []
+        for region, released in waiting:
+            if self._is_touched(region):
+                self._deferred.append((region, released))
+                continue
+            try:
+                released()
+            # Of a GPU that has failed, or of nobody knows what: the others must be freed all the same,
+            # and whoever writes or closes at this moment has no part in it.
+            except Exception:  # noqa: BLE001
+                _log.exception("%s: memory cannot be freed", self._endpoint.transport)
+                _KEPT.append(released)
+        if keep:
+            _KEPT.extend(released for _, released in self._deferred)
+            self._deferred = []
 
     @abstractmethod
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:

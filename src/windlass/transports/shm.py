@@ -245,7 +245,7 @@ class _PeerSegments:
     """Mappings of peers' segments, made at first use and kept; thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._mapped: dict[tuple[str, str], _MappedSegment] = {}
 
     def map(self, region: RemoteRegion) -> tuple[_MappedSegment, int]:
@@ -271,7 +271,7 @@ class _PeerSegments:
         with self._lock:
             found = self._mapped.get((path, target))
             if found is None or found.is_released:
-                self._forget_released()  # the only moment at which mappings can pile up
+                self.forget_released()  # the only moment at which mappings can pile up
                 try:
                     found = self._mapped[path, target] = _open(path, target)
                 except RegionError:
@@ -286,17 +286,14 @@ class _PeerSegments:
 
     def forget_released(self) -> None:
         """Unmap what its owners have released, by ending too."""
+        # A copy under way in another thread holds a reference, so nothing is unmapped under it.
         with self._lock:
-            self._forget_released()
+            self._mapped = {k: seg for k, seg in self._mapped.items() if not seg.is_released}
 
     def close(self) -> None:
         """Unmap everything."""
         with self._lock:
             self._mapped.clear()
-
-    def _forget_released(self) -> None:
-        # A copy under way in another thread holds a reference, so nothing is unmapped under it.
-        self._mapped = {k: mapped for k, mapped in self._mapped.items() if not mapped.is_released}
 
 
 def _refers_to(path: str, target: str) -> bool:

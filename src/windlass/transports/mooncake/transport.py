@@ -182,17 +182,13 @@ class _Call(NativeCall):
             return Outcome.PENDING
         return Outcome.DONE if self.code == 0 else Outcome.FAILED
 
-    @property
-    def error(self) -> str:
-        return f"code {self.code} of a peer that is still there"
-
     def cancel(self) -> bool:
         self.cancelled = not self.begun
         return self.cancelled
 
     def come_back(self, code: int) -> None:
         """Wake whoever waits."""
-        self.code = code
+        self.code, self.error = code, f"code {code}"
         if self.wake >= 0:
             os.eventfd_write(self.wake, 1)
 

@@ -175,30 +175,25 @@ class _Transfer(NativeCall):
     def __init__(self, agent: NixlAgent, peer: str, pieces: Pieces, gpus: tuple[int, int]) -> None:
         local, _, nbytes = pieces
         super().__init__(local, nbytes)
-        self._agent, self._error = agent, "error"
+        self._agent = agent
         self._handle: NativeHandle | None = None
+        self._is_posted = False
         try:
             self._handle = new_write(agent.native, peer, pieces, gpus)
             agent.native.transfer(self._handle)
+            self._is_posted = True
         except agent.errors as error:
-            self._error, self._failed = str(error), True
-        else:
-            self._failed = False
-
-    @property
-    def error(self) -> str:
-        return self._error
+            self.error = str(error)
 
     def look(self) -> Outcome:
-        if self._handle is None:
+        if self._handle is None or not self._is_posted:
             return Outcome.FAILED
         try:
             state = self._agent.native.check_xfer_state(self._handle)
         except self._agent.errors as error:
-            state, self._error = "ERR", str(error)
-        if state == "DONE":
-            return Outcome.DONE
-        return Outcome.FAILED if state == "ERR" or self._failed else Outcome.PENDING
+            self.error = str(error)
+            return Outcome.FAILED
+        return {"DONE": Outcome.DONE, "ERR": Outcome.FAILED}.get(state, Outcome.PENDING)
 
     def cancel(self) -> bool:
         return self._handle is None
@@ -399,7 +394,8 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         self._native: dict[int, object] = {}
         try:
             with self._current():
-                self._scratch_native = self._register_native(self._scratch, self._page.nbytes, -1)
+                own = [(self._scratch, self._page.nbytes)]
+                self._scratch_native = self._register_native(own, -1)
         except RegionError as error:
             liveness.close()
             raise TransportUnavailable(f"nixl: no memory can be registered: {error}") from error
@@ -434,27 +430,30 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         )
 
     def _register(self, address: int, nbytes: int) -> str:
-        native = self._register_native(address, nbytes, self._config.gpu)
-        try:
-            key = self._key_of(native, nbytes)
-        except self._agent.errors as error:
-            raise RegionError(f"register: {address:#x} has no metadata: {error}") from error
-        self._native[address] = native
+        (key,) = self._register_all([(address, nbytes)])
         return key
 
     def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
         """See `RegionTransport`; one list of descriptors. What is refused together is tried one by one."""
-        if len(spans) < 2:
-            return super()._register_all(spans)
+        if not spans:
+            return []
         agent, gpu = self._agent.native, self._config.gpu
-        kind, parts = memory_kind(gpu), [self._parts(*span, gpu) for span in spans]
-        self._check_lockable(sum(nbytes for _, nbytes in spans), spans[0][0])
         try:
-            together = agent.register_memory([p for own in parts for p in own], kind, ["UCX"])
-        except self._agent.errors:
+            together = self._register_native(spans, gpu)
+        except RegionError:
+            if len(spans) == 1:
+                raise
             return super()._register_all(spans)
-        try:  # each has a handle of its own, since each is unregistered by itself
-            natives = [agent.get_reg_descs(own, kind) for own in parts]
+        try:
+            # Each has a handle of its own, since each is unregistered by itself.
+            natives = (
+                [together]
+                if len(spans) == 1
+                else [
+                    agent.get_reg_descs(self._parts([span], gpu), memory_kind(gpu))
+                    for span in spans
+                ]
+            )
             keys = [self._key_of(one, n) for one, (_, n) in zip(natives, spans, strict=True)]
         except self._agent.errors as error:
             agent.deregister_memory(together)
@@ -496,25 +495,26 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         """Return the GPU's context within: this may be the thread of a trainer, which has one of its own."""
         return contextlib.nullcontext() if self._gpu is None else self._gpu.current()
 
-    def _register_native(self, address: int, nbytes: int, gpu: int) -> object:
-        self._check_lockable(nbytes, address)
+    def _register_native(self, spans: Sequence[tuple[int, int]], gpu: int) -> object:
+        (address, first), total = spans[0], sum(nbytes for _, nbytes in spans)
+        if self._gpu is None and may_use_verbs(self._config.wire):
+            check_lockable(total + OWN_PINNED_NBYTES, f"register: {address:#x}")
         try:
-            parts = self._parts(address, nbytes, gpu)
+            parts = self._parts(spans, gpu)
             return self._agent.native.register_memory(parts, memory_kind(gpu), ["UCX"])
         except self._agent.errors as error:
             raise RegionError(
-                f"register: [{address:#x}, {address + nbytes:#x}) is refused ({error}; UCX: "
+                f"register: [{address:#x}, {address + first:#x}) is refused ({error}; UCX: "
                 f"{self._agent.log.complaints() or 'no word'}); over verbs see ulimit -l"
             ) from error
 
-    def _parts(self, address: int, nbytes: int, gpu: int) -> list[tuple[int, int, int, str]]:
-        """Return descriptors of the steps in which a region is registered."""
-        edges = [*self._starts(address, nbytes), address + nbytes]
-        return [(one, other - one, max(gpu, 0), "") for one, other in pairwise(edges)]
-
-    def _check_lockable(self, nbytes: int, address: int) -> None:
-        if self._gpu is None and may_use_verbs(self._config.wire):
-            check_lockable(nbytes + OWN_PINNED_NBYTES, f"register: {address:#x}")
+    def _parts(self, spans: Sequence[tuple[int, int]], gpu: int) -> list[tuple[int, int, int, str]]:
+        """Return descriptors of the steps in which regions are registered."""
+        return [
+            (start, stop - start, max(gpu, 0), "")
+            for address, nbytes in spans
+            for start, stop in pairwise((*self._starts(address, nbytes), address + nbytes))
+        ]
 
     def _key_of(self, native: object, nbytes: int) -> str:
         """Return a key that is complete by itself, so regions may be passed on one by one, in any order."""
