@@ -46,10 +46,10 @@ class Recording(WrappedTransport):
         super().__init__(create_transport(CmaConfig()) if inner is None else inner)
         self.calls: list[tuple[str, int, int]] = []
 
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        region = super().register(address, nbytes)
-        self.calls.append(("register", address, nbytes))
-        return region
+    def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
+        regions = super().register_all(spans)
+        self.calls += [("register", *span) for span in spans]
+        return regions
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         self.calls.append(("unregister", region.address, region.nbytes))

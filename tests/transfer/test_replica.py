@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import final
@@ -123,9 +123,9 @@ class Counting(WrappedTransport):
         super().__init__(create_transport(CmaConfig()))
         self.registered: list[int] = []
 
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        self.registered.append(address)
-        return super().register(address, nbytes)
+    def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
+        self.registered += [address for address, _ in spans]
+        return super().register_all(spans)
 
 
 @final

@@ -191,6 +191,9 @@ class SlowEngine:
     def register_memory(self, *_: int) -> int:
         return 0
 
+    def batch_register_memory(self, *_: list[int]) -> int:
+        return 0
+
     def unregister_memory(self, _: int) -> int:
         return 0
 

@@ -49,6 +49,9 @@ class Agent:
     def register_memory(self, regions: object, *_: object) -> object:
         return regions
 
+    def get_reg_descs(self, regions: object, _: str) -> object:
+        return regions
+
     def deregister_memory(self, regions: object) -> None:
         self.deregistered.append(regions)
 

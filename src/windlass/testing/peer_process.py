@@ -99,6 +99,9 @@ class PeerProcess:
         self._process = start_child(
             config, nbytes, inherited_environment() | dict(environment or {})
         )
+        if self._process.stdin is None or self._process.stdout is None:
+            raise ProtocolError("peer process: it has no pipes")
+        self._input, self._output = self._process.stdin, self._process.stdout
         try:
             self._region = self._answer().region
         except BaseException:  # whatever it was: no child may be left behind
@@ -157,16 +160,15 @@ class PeerProcess:
         """SIGKILL, and wait until it is gone. Idempotent."""
         self._process.kill()
         self._process.wait(ANSWER_S)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None and not pipe.closed:
-                with suppress(BrokenPipeError):  # a command that a dead child has not read
-                    pipe.close()
+        for pipe in (self._input, self._output):
+            with suppress(BrokenPipeError):  # a command that a dead child has not read
+                pipe.close()
 
     def close(self) -> None:
         """Let the child end by itself, which it does when its input ends; kill it if it does not."""
-        if self._process.returncode is None and self._process.stdin is not None:
+        if self._process.returncode is None:
             self._process.send_signal(signal.SIGCONT)
-            self._process.stdin.close()
+            self._input.close()
             try:
                 self._process.wait(ANSWER_S)
             except subprocess.TimeoutExpired:
@@ -180,22 +182,16 @@ class PeerProcess:
         self.close()
 
     def _ask(self, command: str, *numbers: int) -> _Answer:
-        pipe = self._process.stdin
-        if pipe is None:
-            raise ProtocolError("peer process: it has no input")
-        pipe.write(msgspec.json.encode((command, *numbers)) + b"\n")
-        pipe.flush()
+        self._input.write(msgspec.json.encode((command, *numbers)) + b"\n")
+        self._input.flush()
         return self._answer()
 
     def _answer(self) -> _Answer:
-        pipe = self._process.stdout
-        if pipe is None:
-            raise ProtocolError("peer process: it has no output")
         # A pipe has no deadline; ending the child ends the read.
         timer = threading.Timer(ANSWER_S, self._process.kill)
         timer.start()
         try:
-            line = pipe.readline()
+            line = self._output.readline()
         finally:
             timed_out = timer.finished.is_set()
             timer.cancel()

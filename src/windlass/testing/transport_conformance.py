@@ -104,18 +104,6 @@ class Rig:
             batch, deadline_s=self.deadline_s if deadline_s is None else deadline_s
         )
 
-    def write_when_closed(self, batch: WriteBatch) -> None:
-        """Write once the outcome of an earlier write has become known."""
-        at_s = time.monotonic() + self.deadline_s
-        while True:
-            try:
-                self.write(batch)
-            except TransferOutcomeUnknown:
-                if time.monotonic() > at_s:
-                    raise
-            else:
-                return
-
     def write_until(self, batch: WriteBatch, at_s: float) -> None:
         """Write again and again, so that what happens at the peer falls into a write."""
         while time.monotonic() < at_s:
@@ -490,7 +478,13 @@ class ProcessConformance(TransportConformance):
             )
         self.process(mortal).resume()
         mortal.peer.read(0, 1)  # runs again
-        mortal.write_when_closed(batch)
+        at_s = time.monotonic() + self.deadline_s
+        while True:  # the outcome of the write that was open becomes known
+            try:
+                mortal.write(batch)
+                break
+            except TransferOutcomeUnknown:
+                check(time.monotonic() < at_s, "the write that was open is not over")
         mortal.check_peer(mortal.arena.bytes, "after it went on")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from windlass.transports.base import (
     MemoryAllocator,
@@ -48,8 +48,8 @@ class WrappedTransport(OneSidedTransport):
     def offers(self) -> tuple[TransportOffer, ...]:
         return self.inner.offers()
 
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        return self.inner.register(address, nbytes)
+    def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
+        return self.inner.register_all(spans)
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         self.inner.unregister(region, released)

@@ -170,11 +170,6 @@ class TransportSet(OneSidedTransport):
     def offers(self) -> tuple[TransportOffer, ...]:
         return tuple(offer for member in self._members.values() for offer in member.offers())
 
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        """See `OneSidedTransport.register`; refused only where every one of them refuses it."""
-        (region,) = self.register_all([(address, nbytes)])
-        return region
-
     def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
         """See `OneSidedTransport.register_all`; a range is refused where every one of them refuses it."""
         parts: list[dict[str, MemoryRegion]] = [{} for _ in spans]

@@ -12,7 +12,6 @@ The local right to use memory (`MemoryRegion`) and the remote right to write it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Protocol
@@ -277,7 +276,8 @@ class OneSidedTransport(Protocol):
         Raises:
             RegionError: `nbytes` < 1, or it overlaps a region that is registered already.
         """
-        ...
+        (region,) = self.register_all([(address, nbytes)])
+        return region
 
     def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
         """Register several ranges, in one call of the library where it has one that takes them all.
@@ -291,13 +291,7 @@ class OneSidedTransport(Protocol):
         Raises:
             RegionError: one of them is refused, or they overlap; none is registered.
         """
-        with ExitStack() as undo:
-            regions: list[MemoryRegion] = []
-            for address, nbytes in spans:
-                regions.append(self.register(address, nbytes))
-                undo.callback(self.unregister, regions[-1])
-            undo.pop_all()
-        return tuple(regions)
+        ...
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         """End the right to write a region; whoever owns its memory frees it in `released`, and not before.

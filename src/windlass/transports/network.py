@@ -10,12 +10,13 @@ before the first byte that it can be reached.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
 
@@ -213,7 +214,7 @@ class NetworkPeer(ABC):
                 for call in (*self._under_way, *self._given_up)
             )
 
-    @contextmanager
+    @contextlib.contextmanager
     def held(self, deadline: Deadline) -> Iterator[None]:
         """Hold the lock of an open peer.
 
@@ -395,6 +396,25 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
             self._peers = {}
 
     @abstractmethod
+    def _register_together(self, spans: Sequence[tuple[int, int]]) -> list[str]:
+        """Make one range or several known in one call of the library; the key of each. Holds the lock.
+
+        Raises:
+            RegionError: refused, with the first range for a name; none is registered.
+        """
+
+    def _register(self, address: int, nbytes: int) -> str:
+        (key,) = self._register_together([(address, nbytes)])
+        return key
+
+    def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
+        """See `RegionTransport`; what is refused together is tried one by one, which names it."""
+        if len(spans) > 1:
+            with contextlib.suppress(RegionError):
+                return self._register_together(spans)
+        return super()._register_all(spans)
+
+    @abstractmethod
     def _close_library(self, spans: Sequence[tuple[int, int]]) -> None:
         """Take back what is registered, `spans` among it, and end the library if nothing is under way."""
 
@@ -455,6 +475,14 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
     def _starts(self, address: int, nbytes: int) -> list[int]:
         """Return where the steps begin in which a local region is registered."""
         return [address, *edges_of(address, nbytes, self._step_nbytes)]
+
+    def _steps(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the steps (start, stop) in which local regions are registered."""
+        return [
+            step
+            for address, nbytes in spans
+            for step in pairwise((*self._starts(address, nbytes), address + nbytes))
+        ]
 
     def _calls(self, batch: WriteBatch, remote_steps: Sequence[int]) -> Iterator[Pieces]:
         """Yield what goes into one native call each; no piece crosses a seam between two registrations.

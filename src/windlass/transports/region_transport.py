@@ -48,10 +48,6 @@ class RegionTransport(OneSidedTransport):
     def endpoint(self) -> PeerEndpoint:
         return self._endpoint
 
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        (region,) = self.register_all([(address, nbytes)])
-        return region
-
     def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
         with self._lock, self._current():
             self._table.check_free(spans)  # before a library has them

@@ -25,7 +25,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
 from typing import ClassVar, final
 
 import numpy as np
@@ -138,21 +137,13 @@ class _Engine:
         """For another peer, much later."""
         self._pages.append(page)
 
-    def pin(self, starts: list[int], end: int) -> int:
-        """Register [starts[0], end) in steps; the first code that is not 0."""
-        for done, (start, stop) in enumerate(pairwise((*starts, end))):
-            code = self.started.engine.register_memory(start, stop - start)
-            if code != 0:
-                self.unpin(starts[:done])
-                return code
-        return 0
-
-    def pin_all(self, starts: list[int], sizes: list[int]) -> bool:
-        """Register many steps in one call, which over verbs it does by several threads; all or none."""
+    def pin(self, steps: Sequence[tuple[int, int]]) -> int:
+        """Register steps (start, stop), over verbs by several threads; all or none, and then the code is not 0."""
+        starts, sizes = [start for start, _ in steps], [stop - start for start, stop in steps]
         code = self.started.engine.batch_register_memory(starts, sizes)
         if code not in (0, _OVERLAP):  # it stops half way; overlaps are looked for before it begins
             self.unpin(starts)
-        return code == 0
+        return code
 
     def unpin(self, starts: list[int]) -> None:
         """Take registrations back."""
@@ -417,34 +408,20 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         """See `OneSidedTransport.report`; the wire was looked up, not assumed."""
         return WireReport("mooncake", self._started.wire, self._started.detail)
 
-    def _register(self, address: int, nbytes: int) -> str:
-        starts = self._starts(address, nbytes)
+    def _register_together(self, spans: Sequence[tuple[int, int]]) -> list[str]:
+        steps = self._steps(spans)
         with ExitStack() as undo:
             for engine in self._engines:
-                code = engine.pin(starts, address + nbytes)
+                code = engine.pin(steps)
                 if code != 0:
-                    what = "overlaps a registered region" if code == _OVERLAP else "is refused"
+                    (address, nbytes), what = spans[0], "is refused"
+                    if code == _OVERLAP:
+                        what = "overlaps a registered region"
                     hint = "; over verbs see ulimit -l" if self._is_rdma() else ""
                     raise RegionError(
                         f"register: [{address:#x}, {address + nbytes:#x}) {what} (code {code}){hint}"
                     )
-                undo.callback(engine.unpin, starts)
-            undo.pop_all()
-        return self._key_of(nbytes)
-
-    def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """See `RegionTransport`; what is refused together is tried one by one, which names it."""
-        if len(spans) < 2:
-            return super()._register_all(spans)
-        edges = [(*self._starts(address, nbytes), address + nbytes) for address, nbytes in spans]
-        steps = [step for one in edges for step in pairwise(one)]
-        starts, sizes = [start for start, _ in steps], [stop - start for start, stop in steps]
-        with ExitStack() as undo:
-            for engine in self._engines:
-                if not engine.pin_all(starts, sizes):
-                    undo.close()
-                    return super()._register_all(spans)
-                undo.callback(engine.unpin, starts)
+                undo.callback(engine.unpin, [start for start, _ in steps])
             undo.pop_all()
         return [self._key_of(nbytes) for _, nbytes in spans]
 
@@ -490,10 +467,9 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
             if engine.contacted.get(endpoint.address, endpoint) == endpoint:
                 return engine
         engine = _Engine(start_engine(self._config))
-        for start, nbytes in self._table.spans():
-            code = engine.pin(self._starts(start, nbytes), start + nbytes)
-            if code != 0:
-                raise RegionError(f"mooncake: {start:#x} cannot be registered again (code {code})")
+        steps = self._steps(self._table.spans())
+        if steps and (code := engine.pin(steps)) != 0:
+            raise RegionError(f"mooncake: memory cannot be registered again (code {code})")
         self._engines.append(engine)
         return engine
 

@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import ClassVar, final
 
 import msgspec
@@ -429,31 +428,13 @@ class NixlTransport(NetworkTransport[NixlPeer]):
             f"{self._detail}, wire {self._config.wire.value} asked for, devices: {devices}",
         )
 
-    def _register(self, address: int, nbytes: int) -> str:
-        (key,) = self._register_all([(address, nbytes)])
-        return key
-
-    def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """See `RegionTransport`; one list of descriptors. What is refused together is tried one by one."""
-        if not spans:
-            return []
+    def _register_together(self, spans: Sequence[tuple[int, int]]) -> list[str]:
         agent, gpu = self._agent.native, self._config.gpu
-        try:
-            together = self._register_native(spans, gpu)
-        except RegionError:
-            if len(spans) == 1:
-                raise
-            return super()._register_all(spans)
-        try:
-            # Each has a handle of its own, since each is unregistered by itself.
-            natives = (
-                [together]
-                if len(spans) == 1
-                else [
-                    agent.get_reg_descs(self._parts([span], gpu), memory_kind(gpu))
-                    for span in spans
-                ]
-            )
+        together = self._register_native(spans, gpu)
+        try:  # each has a handle of its own, since each is unregistered by itself
+            natives = [
+                agent.get_reg_descs(self._parts([span], gpu), memory_kind(gpu)) for span in spans
+            ]
             keys = [self._key_of(one, n) for one, (_, n) in zip(natives, spans, strict=True)]
         except self._agent.errors as error:
             agent.deregister_memory(together)
@@ -510,11 +491,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
 
     def _parts(self, spans: Sequence[tuple[int, int]], gpu: int) -> list[tuple[int, int, int, str]]:
         """Return descriptors of the steps in which regions are registered."""
-        return [
-            (start, stop - start, max(gpu, 0), "")
-            for address, nbytes in spans
-            for start, stop in pairwise((*self._starts(address, nbytes), address + nbytes))
-        ]
+        return [(start, stop - start, max(gpu, 0), "") for start, stop in self._steps(spans)]
 
     def _key_of(self, native: object, nbytes: int) -> str:
         """Return a key that is complete by itself, so regions may be passed on one by one, in any order."""
