@@ -26,7 +26,7 @@ import windlass
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.sglang import hook
 from windlass.engines.vllm import extension
-from windlass.engines.vllm.caches import PAUSING_CALLS
+from windlass.engines.vllm.engine_core import PAUSING_CALLS
 from windlass.engines.vllm.extension import WindlassExtension
 from windlass.errors import PeerTimeout, WindlassError
 
@@ -135,7 +135,7 @@ class Vllm(Engine):
         return 200, json.dumps({"results": [result]}).encode()
 
     def engine_rank(self) -> EngineRank:
-        return self.worker._windlass_engine_rank()
+        return self.worker.windlass_engine_rank
 
 
 class Sglang(Engine):
@@ -164,9 +164,9 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(hook, "_rank", hook._Rank())
     monkeypatch.setattr(hook, "own_rank", lambda: 0)
     monkeypatch.setattr(hook, "_has_sessions", lambda: False)
-    monkeypatch.setattr(hook, "_orders_change_nothing", lambda _model: True)
-    monkeypatch.setattr(hook, "_on_every_rank", lambda _model, mine: mine)
-    monkeypatch.setattr(hook, "_plain", lambda _captured: False)  # there is no loop to be held
+    # There is no loop to be held.
+    monkeypatch.setattr(hook, "_orders_change_nothing", lambda _model: False)
+    monkeypatch.setattr(hook, "all_ranks", lambda mine, device: mine)
     monkeypatch.setattr(hook, "_separate_caches", lambda: None)  # of SGLang's own requests
     monkeypatch.setattr(hook, "load_again", lambda _model, weights: engine.loader.load(weights))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)

@@ -23,7 +23,7 @@ import transformers
 
 from windlass.engines.embedded.scheduler import Request, Scheduler
 from windlass.engines.embedded.server import EngineServer
-from windlass.engines.embedded.settings import EngineSettings
+from windlass.engines.embedded.spec import EngineSettings
 from windlass.net.access import Access, role_token
 
 TOKEN = "secret of the test"

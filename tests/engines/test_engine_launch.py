@@ -18,11 +18,9 @@ from windlass.engines.launch import (
     arguments,
     attach_running,
     launch,
-    refuse_unsafe,
-    report_buffers,
     serve,
 )
-from windlass.engines.rank_reports import Secrets
+from windlass.engines.rank_reports import Secrets, check_layouts
 from windlass.engines.spec import (
     AgentSettings,
     CapturedLayout,
@@ -30,6 +28,8 @@ from windlass.engines.spec import (
     RankStep,
     Rule,
     ServerCommand,
+    refuse_expandable_segments,
+    refuse_options,
 )
 from windlass.engines.versions import EngineReleases
 from windlass.errors import ConfigError, PeerUnreachable
@@ -91,7 +91,6 @@ class Refusing:
     """A server that is never started, and whose ranks refuse to capture their layout."""
 
     ready_line = "it serves"
-    answers_for_all = True
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         raise AssertionError
@@ -144,14 +143,14 @@ def test_a_launcher_says_in_one_line_why_it_ends(
 @pytest.mark.parametrize("word", ["--enable-it", "--enable_it", "--enable-it=1"])
 def test_an_option_that_updates_cannot_survive_is_refused_however_it_is_spelt(word: str) -> None:
     with pytest.raises(ConfigError, match="--enable-it must not be given: it moves"):
-        refuse_unsafe(["--other", word], [Rule("--enable-it", (), "it moves")])
+        refuse_options(["--other", word], [Rule("--enable-it", (), "it moves")])
 
 
 def test_expandable_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_unsafe(["--other"], ())
+    refuse_expandable_segments()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(ConfigError, match="expandable segments"):
-        refuse_unsafe(["--other"], ())
+        refuse_expandable_segments()
 
 
 def test_a_server_needs_a_port(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,9 +169,9 @@ def layout(buffer_nbytes: int, *recomputed: str) -> CapturedLayout:
 def test_the_cost_of_buffers_is_told_where_there_are_some(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    report_buffers("a", [layout(0), layout(0)])
+    check_layouts("a", [layout(0), layout(0)])
     assert capsys.readouterr().err == ""
-    report_buffers("a", [layout(0), layout(96, "A", "D")])
+    check_layouts("a", [layout(0), layout(96, "A", "D")])
     assert (
         "engine a: buffers of 96 bytes stay on a rank; 2 of its tensors" in capsys.readouterr().err
     )

@@ -12,7 +12,6 @@ import torch
 from windlass.config import PauseMode
 from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import RankHooks
-from windlass.engines.held_loop import HeldLoop
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.errors import PeerTimeout
 from windlass.layout.manifest import Role
@@ -38,7 +37,7 @@ def engine(*, serves_own_weights: bool) -> Iterator[tuple[EngineAgent, QuiesceGa
     ]
     receiver, gate = Receiver(transport, manifest, addresses, regions), QuiesceGate()
     captured = Captured(manifest, tuple(addresses), (), (), ())
-    hooks = RankHooks(captured, gate, HeldLoop())
+    hooks = RankHooks(captured.finalise, gate, None)
     agent = EngineAgent(receiver, hooks, serves_own_weights=serves_own_weights)
     try:
         yield agent, gate

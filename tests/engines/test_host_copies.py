@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from windlass.engines.capture.codes import CheckpointSpec, Codes
-from windlass.engines.capture.host_copies import CHUNK_NBYTES, HostCopies
 from windlass.engines.capture.memory import fingerprint
-from windlass.engines.capture.snapshot import Snapshot
+from windlass.engines.capture.snapshot import CHUNK_NBYTES, HostCopies, Snapshot
 from windlass.layout.dtypes import DType
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -50,10 +50,9 @@ from trainers import (
 )
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.engines.http import EngineHttp
-from windlass.engines.launch import refuse_unsafe
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.sglang.orders import SglangApi
-from windlass.engines.spec import ENGINES
+from windlass.engines.spec import ENGINES, refuse_options
 from windlass.engines.vllm.extension import VllmApi
 from windlass.errors import ConfigError
 
@@ -337,7 +336,7 @@ def test_no_engine_starts_with_an_option_that_updates_cannot_survive(
 ) -> None:
     for spelt in (option, f"{option}=x"):
         with pytest.raises(ConfigError, match="must not be given"):
-            refuse_unsafe([spelt], ENGINES.find(engine).rules)
+            refuse_options([spelt], ENGINES.find(engine).rules)
     shown(refusal(engine, option, UNSAFE[engine][option].why))
 
 

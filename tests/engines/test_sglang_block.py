@@ -19,7 +19,7 @@ from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import RankHooks
 from windlass.engines.http import EngineHttp
 from windlass.engines.quiesce_gate import QuiesceGate
-from windlass.engines.sglang.orders import Block, Quiesce, SglangApi
+from windlass.engines.sglang.orders import Quiesce, SglangApi
 from windlass.errors import ConfigError, PeerUnreachable
 from windlass.layout.manifest import ManifestBuilder, Role
 
@@ -63,7 +63,7 @@ class Loops:
     def carry_out(self, body: dict[str, Any]) -> None:
         payload = base64.b64decode(body["serialized_named_tensors"][0])
         [(name, _)] = ForkingPickler.loads(payload)
-        order: Quiesce | Block = msgspec.json.decode(name, type=Quiesce | Block)
+        order = msgspec.json.decode(name, type=Quiesce)
         self.namespaces.append(order.namespace)
         with self.busy:
             threads = [
@@ -73,13 +73,13 @@ class Loops:
                 thread.start()
             for thread in threads:
                 thread.join()
-            self.seen.append(type(order).__name__)
+            self.seen.append("Quiesce" if order.blocked_s is None else "Block")
         self.carried_out.set()
 
-    def come_past(self, gate: QuiesceGate, order: Quiesce | Block) -> None:
-        if isinstance(order, Block):
-            gate.block(order.pause_id, order.deadline_s, self.longest_hold_s)
-        elif isinstance(order, Quiesce):
+    def come_past(self, gate: QuiesceGate, order: Quiesce) -> None:
+        if order.blocked_s is not None:
+            gate.block(order.pause_id, order.blocked_s, self.longest_hold_s)
+        else:
             gate.quiesced(order.pause_id)
 
 
@@ -107,7 +107,8 @@ def hooks_of(loops: Loops, url: str, *, blocks: bool) -> list[RankHooks]:
     captured = Captured(empty, (), (), (), ())
     api = SglangApi(EngineHttp(url), len(loops.gates), loops.gates[0], blocks=blocks)
     return [
-        RankHooks(captured, gate, None if rank else api) for rank, gate in enumerate(loops.gates)
+        RankHooks(captured.finalise, gate, None if rank else api)
+        for rank, gate in enumerate(loops.gates)
     ]
 
 

@@ -14,8 +14,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 
 from windlass.engines.http import EngineHttp
-from windlass.engines.launch import join_fleet
-from windlass.engines.rank_reports import Secrets, carry_out
+from windlass.engines.rank_reports import Secrets, carry_out, join_fleet
 from windlass.engines.sglang.orders import Digests, order_ranks
 from windlass.engines.sglang.spec import SglangServer
 from windlass.engines.spec import AgentSettings

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from windlass import envs
+from windlass.engines.capture.codes import checkpoint_folder
 from windlass.engines.private_routes import saved_key
 from windlass.engines.sglang import plugin
 from windlass.envs import CONTROLLER_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
@@ -93,13 +94,13 @@ def downloads(tmp_path: Path) -> Path:
 def test_the_checkpoint_is_what_sglang_has_loaded(downloads: Path, tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
 
-    def loaded(path: str, revision: str | None = None) -> SimpleNamespace:
-        return SimpleNamespace(model_path=path, revision=revision, download_dir=str(downloads))
+    def folder_of(path: str, revision: str | None = None) -> Path:
+        return checkpoint_folder("--model-path", path, revision, str(downloads))
 
-    assert plugin._checkpoint_of(loaded(str(tmp_path))) == tmp_path
+    assert folder_of(str(tmp_path)) == tmp_path
     found = downloads / "models--org--tiny" / "snapshots" / ("0" * 40)
-    assert plugin._checkpoint_of(loaded("org/tiny")) == found
-    assert plugin._checkpoint_of(loaded("org/tiny", "0" * 40)) == found
-    for unknown in (loaded("org/other"), loaded("org/tiny", "1" * 40), loaded("/no/folder")):
+    assert folder_of("org/tiny") == found
+    assert folder_of("org/tiny", "0" * 40) == found
+    for unknown in (("org/other",), ("org/tiny", "1" * 40), ("/no/folder",)):
         with pytest.raises(ConfigError, match="--model-path must be a folder of safetensors"):
-            plugin._checkpoint_of(unknown)
+            folder_of(*unknown)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from windlass.engines.sglang import spec
-from windlass.engines.sglang.replicas import reach_replicas
+from windlass.engines.sglang.plugin import reach_replicas
 from windlass.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.engines.vllm.core_calls import CoreCalls
+from windlass.engines.vllm.engine_core import CoreCalls
 from windlass.errors import PeerTimeout, PeerUnreachable
 
 

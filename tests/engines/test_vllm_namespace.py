@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from windlass.engines.vllm.caches import Namespace
+from windlass.engines.vllm.engine_core import Namespace
 from windlass.engines.vllm.extension import WindlassExtension
 from windlass.errors import ConfigError
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from windlass.engines.vllm.caches import SCHEDULER
+from windlass.engines.vllm.engine_core import SCHEDULER
 from windlass.engines.vllm.spec import refuse_unsafe_config
 from windlass.errors import ConfigError
 

@@ -10,7 +10,7 @@ import threading
 import aiohttp
 import pytest
 
-from windlass.engines.embedded.settings import EngineSettings
+from windlass.engines.embedded.spec import EngineSettings
 from windlass.envs import temporary_values
 from windlass.errors import ConfigError, PeerUnreachable, TransferFailed
 from windlass.net.addresses import (

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from verbs_launch import CONFIG, NUM_VERSIONS, PATIENCE_S
 
 from windlass.engines.embedded.rank import run_rank
-from windlass.engines.embedded.settings import EngineSettings
+from windlass.engines.embedded.spec import EngineSettings
 from windlass.layout.dtypes import DType
 from windlass.net.logs import configure_logging
 from windlass.trainers.fsdp import connect_trainer

@@ -24,9 +24,8 @@ import transformers
 from sglang_fresh import LoadAfresh
 
 from windlass.engines.http import EngineHttp
-from windlass.engines.launch import join_fleet
 from windlass.engines.private_routes import KEY_HEADER, saved_key
-from windlass.engines.rank_reports import RankReports, Secrets
+from windlass.engines.rank_reports import RankReports, Secrets, join_fleet
 from windlass.engines.sglang.orders import Digests, send_order, session
 from windlass.engines.sglang.spec import HOOK, SglangServer
 from windlass.engines.spec import AgentSettings

@@ -14,7 +14,7 @@ from pathlib import Path
 from windlass.cli.commands.bench import count_gpus
 from windlass.engines.quantised import require_followed
 from windlass.engines.spec import ENGINES, expandable_segments, refuse_options
-from windlass.engines.versions import EngineReleases, device_of, installed_version, judge
+from windlass.engines.versions import EngineReleases, device_of, installed_version, warnings_of
 from windlass.errors import ConfigError, WindlassError
 from windlass.transports.base import MemoryType, TransportConfig, TransportOffer
 from windlass.transports.choice import choose_transport
@@ -248,13 +248,14 @@ def _engines() -> list[Finding]:
 
 
 def _engine(engine: EngineReleases, version: str) -> Finding:
-    verdict = judge(engine, version, device_of(engine))
-    if verdict.refused:
+    try:
+        warnings = warnings_of(engine, version, device_of(engine))
+    except ConfigError as error:
         remedy = f"install one of {', '.join(f'{engine.name} {r}' for r in engine.proven)}"
-        return Finding(engine.name, FAILS, verdict.refused, remedy)
-    if verdict.warnings:
+        return Finding(engine.name, FAILS, str(error), remedy)
+    if warnings:
         remedy = "docs/capabilities.md says what each release has"
-        return Finding(engine.name, LIMITED, "; ".join(verdict.warnings), remedy)
+        return Finding(engine.name, LIMITED, "; ".join(warnings), remedy)
     return Finding(engine.name, WORKS, version)
 
 

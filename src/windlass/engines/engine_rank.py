@@ -72,11 +72,14 @@ class RankHooks:
     """`EngineHooks` of one rank.
 
     Args:
-        captured: of this rank. gate: of its main loop. api: on rank 0, None elsewhere.
+        finalise: brings what is derived from weights up to date. gate: of the main loop.
+        api: on rank 0; None elsewhere, and where the trainer pauses, resumes and stamps the engine.
     """
 
-    def __init__(self, captured: Captured, gate: QuiesceGate, api: EngineApi | None) -> None:
-        self._captured, self._gate, self._api = captured, gate, api
+    def __init__(
+        self, finalise: Callable[[], None], gate: QuiesceGate, api: EngineApi | None
+    ) -> None:
+        self._finalise, self._gate, self._api = finalise, gate, api
         self._paused = False
         self._blocked: threading.Thread | None = None
 
@@ -124,7 +127,7 @@ class RankHooks:
         self._paused = False
 
     def finalise(self) -> None:
-        self._captured.finalise()
+        self._finalise()
 
     def set_version(self, version: int, deadline_s: float) -> None:
         """See `EngineHooks.set_version`.
@@ -182,7 +185,7 @@ class EngineRank:
         settings: AgentSettings,
         rank: int,
         capture: Callable[[], Captured],
-        api: Callable[[], EngineApi],
+        api: Callable[[], EngineApi] | None = None,
     ) -> CapturedLayout:
         """Return what this rank holds of the checkpoint. Called in the engine's main loop.
 
@@ -191,7 +194,8 @@ class EngineRank:
                 this rank has joined a fleet with.
             rank: of this process.
             capture: captures the layout; called once for these.
-            api: makes what pauses the engine; called on rank 0, as often.
+            api: makes what pauses the engine; called on rank 0, as often. None where the trainer holds the
+                engine's loops by calls of its own, which come to `QuiesceGate.block`.
 
         Raises:
             UnsupportedLayout: see `capture`; nothing was captured.
@@ -206,7 +210,7 @@ class EngineRank:
             not self._has_joined and _identity(self.settings) != _identity(settings)
         ):
             captured = capture()
-            hooks = RankHooks(captured, self.gate, api() if rank == 0 else None)
+            hooks = RankHooks(captured.finalise, self.gate, api() if api and rank == 0 else None)
             self._first = settings, captured, hooks
             _freeze_heap()
         self._require_same(settings)

@@ -13,7 +13,7 @@ from typing import final
 
 import msgspec
 
-from windlass.engines.private_routes import App, Message, Receive, Send, answer
+from windlass.engines.private_routes import App, Message, Receive, Send, answer, body_of
 from windlass.errors import ConfigError, ProtocolError, WindlassError
 from windlass.net.access import Access, AccessGate
 
@@ -38,12 +38,6 @@ class JoinOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __repr__(self) -> str:
         return f"JoinOrder({self.controller!r}, {self.transport!r})"
-
-
-class _Refused(Exception):
-    def __init__(self, status: HTTPStatus, reason: str) -> None:
-        super().__init__(reason)
-        self.status, self.reason = status, reason
 
 
 @final
@@ -71,59 +65,37 @@ class JoinRoute:
         if scope["type"] != "http" or scope["path"] != JOIN_PATH:
             await self._app(scope, receive, send)
             return
-        try:
-            joined = await self._carry_out(scope, receive)
-        except _Refused as refused:
-            body = msgspec.json.encode({"error": refused.reason})
-            await answer(send, refused.status, body)
-        else:
-            await answer(send, HTTPStatus.OK, msgspec.json.encode(joined))
+        status, told = await self._carry_out(scope, receive)
+        body = {"error": told} if isinstance(told, str) else told
+        await answer(send, status, msgspec.json.encode(body))
 
-    async def _carry_out(self, scope: Message, receive: Receive) -> dict[str, str]:
+    async def _carry_out(
+        self, scope: Message, receive: Receive
+    ) -> tuple[HTTPStatus, str | dict[str, str]]:
+        """Return the status, and the answer, or why there is none."""
         if scope["method"] != "POST":
-            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, f"{JOIN_PATH} takes POST")
+            return HTTPStatus.METHOD_NOT_ALLOWED, f"{JOIN_PATH} takes POST"
         shown = [value for name, value in scope["headers"] if name == b"authorization"]
         role = self._gate.role_of(shown[0].decode("latin-1")) if len(shown) == 1 else None
         if role not in _ROLES:
-            raise _Refused(
+            roles = " and ".join(_ROLES)
+            return (
                 HTTPStatus.FORBIDDEN,
-                f"{JOIN_PATH} is for {' and '.join(_ROLES)}: the token of neither was shown",
+                f"{JOIN_PATH} is for {roles}: the token of neither was shown",
             )
-        order = _order_in(await _body_of(receive))
+        body = await body_of(receive, MAX_BODY_NBYTES)
+        if len(body) > MAX_BODY_NBYTES:
+            reason = f"body must be at most {MAX_BODY_NBYTES} bytes, got more"
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason
+        try:
+            order = msgspec.json.decode(body, type=JoinOrder)
+        except msgspec.MsgspecError as error:
+            return HTTPStatus.BAD_REQUEST, f"body must be a join order: {error}"
         try:
             name = await asyncio.to_thread(self._join, order)
         except WindlassError as error:
             reason = f"{type(error).__name__}: {error}"
             _log.error("%s: %s", JOIN_PATH, reason)
-            raise _Refused(_status_of(error), reason) from error
-        return {"name": name, "controller": order.controller}
-
-
-def _order_in(body: bytes) -> JoinOrder:
-    try:
-        return msgspec.json.decode(body, type=JoinOrder)
-    except msgspec.MsgspecError as error:
-        raise _Refused(HTTPStatus.BAD_REQUEST, f"body must be a join order: {error}") from error
-
-
-async def _body_of(receive: Receive) -> bytes:
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body, more = body + message.get("body", b""), message.get("more_body", False)
-        if len(body) > MAX_BODY_NBYTES:
-            raise _Refused(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"body must be at most {MAX_BODY_NBYTES} bytes, got more",
-            )
-    return body
-
-
-def _status_of(error: WindlassError) -> HTTPStatus:
-    match error:
-        case ConfigError():
-            return HTTPStatus.BAD_REQUEST
-        case ProtocolError():
-            return HTTPStatus.CONFLICT
-        case _:
-            return HTTPStatus.BAD_GATEWAY
+            status = {ConfigError: HTTPStatus.BAD_REQUEST, ProtocolError: HTTPStatus.CONFLICT}
+            return status.get(type(error), HTTPStatus.BAD_GATEWAY), reason
+        return HTTPStatus.OK, {"name": name, "controller": order.controller}

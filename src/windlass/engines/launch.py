@@ -16,23 +16,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import final
 
 import msgspec
 
 from windlass.engines.adapters import adapter_of
 from windlass.engines.private_routes import environment_of, new_key, saved_key
-from windlass.engines.rank_reports import RankReports, Secrets
+from windlass.engines.rank_reports import Secrets, join_fleet
 from windlass.engines.spec import (
     AgentSettings,
-    CapturedLayout,
-    EngineServer,
     EngineSpec,
-    RankStep,
-    Rule,
     ServerCommand,
-    expandable_segments,
     options_of,
+    refuse_expandable_segments,
     refuse_options,
 )
 from windlass.engines.versions import check_installed
@@ -44,25 +39,14 @@ from windlass.envs import (
     secret_value,
 )
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
-from windlass.layout.naming.patterns import said
 from windlass.net.addresses import check_url, own_address, published_host, url_of
 from windlass.updates.engine_channel import report_cannot_join
 
 REACH_DEADLINE_S = 30.0
 JOIN_S, JOIN_BYTES_PER_S = 600.0, 100_000_000
-REPORTED_S = 2.0
-"""For what ranks have reported already."""
 LOG_DEADLINE_S = 5.0
-_PARALLEL = (
-    ("tp", "tensor", ("--tensor-parallel-size", "--tensor_parallel_size", "--tp-size", "-tp")),
-    (
-        "pp",
-        "pipeline",
-        ("--pipeline-parallel-size", "--pipeline_parallel_size", "--pp-size", "-pp"),
-    ),
-    ("dp", "data", ("--data-parallel-size", "--data_parallel_size", "--dp-size", "-dp")),
-)
-"""Sizes of which the ranks of an engine are the product, and how the engines spell them."""
+_PARALLEL = (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"))
+"""Sizes of which the ranks of an engine are the product."""
 
 Join = Callable[[AgentSettings], None]
 """Makes every rank of the running server join; raises a `WindlassError` when one cannot."""
@@ -73,30 +57,19 @@ def exit_at_signal(number: int, _frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-@final
-class EndSignals:
-    """SIGTERM and SIGINT, from now on. Made in the main thread.
+def _end_signals() -> int:
+    """Return a file from which a byte can be read at the first SIGTERM or SIGINT from now on.
 
-    Handlers written in Python run in the main thread, which does not notice a signal that another
-    thread was given, or that came between its last look and its wait for a lock: there it may wait
+    Called in the main thread. Handlers written in Python run in that thread, which does not notice a signal that
+    another thread was given, or that came between its last look and its wait for a lock: there it may wait
     for ever. The handler in C writes to a pipe, whatever the thread.
     """
-
-    def __init__(self) -> None:
-        self._reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda _number, _frame: None)
-
-    def call(self, action: Callable[[], None]) -> None:
-        """Have `action` called, in a thread of its own, at the first one, which may have come already."""
-
-        def wait() -> None:
-            os.read(self._reader, 1)
-            action()
-
-        threading.Thread(target=wait, name="signals", daemon=True).start()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: None)
+    return reader
 
 
 def launch(engine: EngineSpec, description: str | None) -> int:
@@ -111,15 +84,17 @@ def launch(engine: EngineSpec, description: str | None) -> int:
     Returns:
         The exit status; 2, and one line on stderr, for whatever a `WindlassError` says.
     """
-    parser = arguments(engine.module, description)
-    args, rest = parser.parse_known_args()
+    args, rest = arguments(engine.module, description).parse_known_args()
     try:
         if engine.server is None or engine.releases is None:
             raise ConfigError(
                 f"engine {engine.name!r} must have a server and releases, it has none"
             )
-        refuse_unsafe([*rest, *_own_words(args)], engine.rules)
-        place(args)
+        refuse_options([*rest, *_own_words(args)], engine.rules)
+        refuse_expandable_segments()
+        args.host = args.host or own_address(args.controller)
+        what = f"engine {args.name}"
+        args.advertise_host = published_host(args.host, args.advertise_host, what)
         if args.attach:
             check_url(args.attach, "--attach")
             secrets = _secrets(args.controller, rest, saved_key(args.attach))
@@ -148,42 +123,6 @@ def _secrets(controller: str, rest: Sequence[str], key: str) -> Secrets:
     options = dict(options_of(rest))
     api_key = options.get("--api-key") or environment_value("VLLM_API_KEY")
     return Secrets(token, key, api_key, options.get("--admin-api-key", ""))
-
-
-def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) -> None:
-    """Have the ranks of a running server join a fleet, after leaving the one before.
-
-    None joins before the layouts of all have been found good: an engine is never in a fleet unchecked,
-    wherever this process ends.
-
-    Raises:
-        ConfigError: a checkpoint tensor is in the memory of no rank; and see `EngineServer.order`.
-        PeerUnreachable: a rank refused, and says why; and see `EngineServer.order`. PeerTimeout.
-    """
-    captured = _order(server, RankStep.CAPTURE, settings, secrets)
-    ranks = [msgspec.json.decode(each, type=CapturedLayout) for each in captured]
-    check_placed(settings.name, ranks)
-    report_buffers(settings.name, ranks)
-    _order(server, RankStep.JOIN, settings, secrets)
-
-
-def _order(
-    server: EngineServer, step: RankStep, settings: AgentSettings, secrets: Secrets
-) -> list[bytes]:
-    """Return what every rank has reported of this step, by rank."""
-    with RankReports(settings.world_size, secrets) as reports:
-        try:
-            server.order(secrets.server(settings.url), step, settings, reports.folder)
-        except PeerUnreachable as error:
-            # A server may end with the rank that failed, and its answer tells nothing of why.
-            try:
-                reports.gather(REPORTED_S)
-            except PeerTimeout:
-                raise error from None
-            except PeerUnreachable as reason:
-                raise reason from None
-            raise
-        return reports.gather(REPORTED_S if server.answers_for_all else settings.join_deadline_s)
 
 
 def _own_words(args: argparse.Namespace) -> list[str]:
@@ -220,8 +159,11 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--controller", default="", help="address; none serves what it loaded")
     parser.add_argument("--transport", default="auto")
-    for short, name, spelt in _PARALLEL:
-        parser.add_argument(f"--{short}", *spelt, type=int, default=1, help=f"{name}-parallel size")
+    for short, name in _PARALLEL:
+        spelt = (f"--{short}", f"-{short}", f"--{short}-size")
+        theirs = (f"--{name}-parallel-size", f"--{name}_parallel_size")  # the engines' own
+        help_ = f"{name}-parallel size"
+        parser.add_argument(*spelt, *theirs, type=int, default=1, help=help_)
     parser.add_argument("--host", default="", help="to bind; see docs/hosts.md")
     parser.add_argument("--advertise-host", default="", help="what others connect to")
     parser.add_argument("--port", type=int, default=0, help="of the engine's server")
@@ -247,17 +189,12 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def read_arguments(
-    engine: EngineSpec, words: Sequence[str]
-) -> tuple[argparse.Namespace, list[str]]:
-    """Read the command line of an engine as `launch` does, in another process.
+def num_engine_ranks(engine: EngineSpec, words: Sequence[str]) -> int:
+    """Return the ranks of an engine that is started with a command line, which is checked as `launch` does.
 
     Args:
         engine: with a server of its own.
         words: what follows the module's name.
-
-    Returns:
-        Options that every engine has, and the words that are the server's own.
 
     Raises:
         ConfigError: words that no engine can be started with, or that the engine's rules refuse.
@@ -269,40 +206,7 @@ def read_arguments(
     except SystemExit:
         raise ConfigError(said.getvalue().strip().rpartition("error: ")[2]) from None
     refuse_options([*rest, *_own_words(args)], engine.rules)
-    return args, rest
-
-
-def num_engine_ranks(args: argparse.Namespace) -> int:
-    """Return the ranks of an engine that is started with these options."""
     return int(args.tp * args.pp * args.dp)
-
-
-def refuse_unsafe(rest: Sequence[str], rules: Sequence[Rule]) -> None:
-    """Check the options meant for an engine, and the allocator's environment.
-
-    Args:
-        rest: of the command line.
-        rules: of the engine.
-
-    Raises:
-        ConfigError: an option that the rules refuse, or expandable segments.
-    """
-    refuse_options(rest, rules)
-    refuse_expandable_segments()
-
-
-def refuse_expandable_segments() -> None:
-    """Check the allocator's environment.
-
-    Raises:
-        ConfigError: it asks torch for memory that cannot be registered.
-    """
-    if asked := expandable_segments():
-        variable, _, value = asked.partition("=")
-        raise ConfigError(
-            f"{variable} must not ask for expandable segments: their memory cannot be registered "
-            f"or shared, got {value!r}"
-        )
 
 
 def attach_running(args: argparse.Namespace, join: Join, token: str) -> int:
@@ -327,39 +231,25 @@ def attach_running(args: argparse.Namespace, join: Join, token: str) -> int:
     except WindlassError as error:
         _tell(args, token, f"{type(error).__name__}: {error}")
         raise
-    os.write(1, msgspec.json.encode({"name": args.name, "url": args.attach}) + b"\n")
+    _say_joined(args, args.attach)
     return 0
 
 
 def _settings(args: argparse.Namespace, url: str, *, loaded: bool = True) -> AgentSettings:
     adapter = adapter_of(args.adapter)
+    # Ranks may read a checkpoint from a slow disk, however large it is.
+    nbytes = sum(file.stat().st_size for file in Path(args.model).glob("*.safetensors"))
     return AgentSettings(
         name=args.name,
         controller=args.controller,
         transport=args.transport,
         url=url,
         checkpoint=args.model if adapter is None else str(adapter.folder),
-        world_size=num_engine_ranks(args),
+        world_size=args.tp * args.pp * args.dp,
         loaded=loaded or adapter is not None,  # an adapter is always read from its folder
         adapter="" if adapter is None else adapter.name,
-        join_deadline_s=args.join_deadline_s or _join_deadline_s(Path(args.model)),
+        join_deadline_s=args.join_deadline_s or JOIN_S + nbytes / JOIN_BYTES_PER_S,
     )
-
-
-def _join_deadline_s(checkpoint: Path) -> float:
-    """What ranks have time for that read a checkpoint from a slow disk, however large it is."""
-    nbytes = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-    return JOIN_S + nbytes / JOIN_BYTES_PER_S
-
-
-def place(args: argparse.Namespace) -> None:
-    """Fill in the address that the engine's server binds, and the one that others are told.
-
-    Raises:
-        ConfigError, PeerUnreachable: see `own_address` and `published_host`.
-    """
-    args.host = args.host or own_address(args.controller)
-    args.advertise_host = published_host(args.host, args.advertise_host, f"engine {args.name}")
 
 
 def serve(
@@ -373,7 +263,7 @@ def serve(
     """Run `command` until it ends; print one JSON line once its ranks have joined.
 
     Args:
-        args: of `arguments`, after `place`; `port` is that of the command.
+        args: of `arguments`, with all addresses; `port` is that of the command.
         command: the engine's own server.
         ready_line: what the server logs when it serves.
         join: called once, if there is a controller.
@@ -385,7 +275,7 @@ def serve(
     if not args.port:
         sys.stderr.write(f"engine {args.name}: --port must be given, or --attach\n")
         return 2
-    signals = EndSignals()
+    signals = _end_signals()
     server = subprocess.Popen(
         list(command.argv),
         stdin=subprocess.DEVNULL,
@@ -394,16 +284,29 @@ def serve(
         env={**inherited_environment(), **environment_of(secrets.key), **command.environment},
         start_new_session=True,
     )
-    signals.call(partial(_signal, server.pid, signal.SIGKILL))
-    url = url_of(args.advertise_host, args.port)
+    ready, status = threading.Event(), 0
 
-    ready = threading.Event()
-    log = threading.Thread(
-        target=_forward, args=(server, ready_line, ready), name="log", daemon=True
-    )
+    def watch_signals() -> None:
+        os.read(signals, 1)
+        _kill(server.pid)
+
+    def watch_log() -> None:
+        """Copy the server's log to stderr."""
+        for line in server.stdout or ():
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+            if ready_line.encode() in line:
+                ready.set()
+
+    def watch_server() -> None:
+        """Its status is known then, which at its log's end it is not."""
+        server.wait()
+        ready.set()
+
+    threading.Thread(target=watch_signals, name="signals", daemon=True).start()
+    log = threading.Thread(target=watch_log, name="log", daemon=True)
     log.start()
-    threading.Thread(target=_watch, args=(server, ready), name="end", daemon=True).start()
-    status = 0
+    threading.Thread(target=watch_server, name="end", daemon=True).start()
     try:
         if not ready.wait(args.start_deadline_s):
             raise PeerTimeout(
@@ -411,26 +314,28 @@ def serve(
             )
         if server.poll() is None:
             _reach(args.host, args.port)
+            url = url_of(args.advertise_host, args.port)
             if args.controller:
-                loaded = not starts_with_random_weights(command.argv)
+                loaded = dict(options_of(command.argv)).get("--load-format") != "dummy"
                 join(_settings(args, url, loaded=loaded))
-            os.write(1, msgspec.json.encode({"name": args.name, "url": url}) + b"\n")
+            _say_joined(args, url)
         else:
-            _tell(
-                args,
-                secrets.token,
-                f"its server ended with status {server.returncode} before it served",
-            )
+            reason = f"its server ended with status {server.returncode} before it served"
+            _tell(args, secrets.token, reason)
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         status = 2
-        _signal(server.pid, signal.SIGKILL)
+        _kill(server.pid)
         _tell(args, secrets.token, f"{type(error).__name__}: {error}")
     finally:
         code = server.wait()
-        _signal(server.pid, signal.SIGKILL)  # what a dead leader left behind
+        _kill(server.pid)  # what a dead leader left behind
         log.join(LOG_DEADLINE_S)  # a process that has left the group may hold the pipe open
     return status or code
+
+
+def _say_joined(args: argparse.Namespace, url: str) -> None:
+    os.write(1, msgspec.json.encode({"name": args.name, "url": url}) + b"\n")
 
 
 def _tell(args: argparse.Namespace, token: str, reason: str) -> None:
@@ -438,28 +343,6 @@ def _tell(args: argparse.Namespace, token: str, reason: str) -> None:
     with contextlib.suppress(WindlassError):
         if args.controller:
             report_cannot_join(args.controller, token, args.name, reason)
-
-
-def starts_with_random_weights(command: Sequence[str]) -> bool:
-    """Whether an engine's command line says that it reads no checkpoint, in either spelling."""
-    return dict(options_of(command)).get("--load-format") == "dummy"
-
-
-def _forward(server: subprocess.Popen[bytes], ready_line: str, ready: threading.Event) -> None:
-    """Copy the server's log to stderr; `ready` is set when it serves."""
-    if server.stdout is not None:
-        with server.stdout as lines:
-            for line in lines:
-                sys.stderr.buffer.write(line)
-                sys.stderr.buffer.flush()
-                if ready_line.encode() in line:
-                    ready.set()
-
-
-def _watch(server: subprocess.Popen[bytes], ready: threading.Event) -> None:
-    """`ready` is set when the server has ended, and its status is known, which its log's end is not."""
-    server.wait()
-    ready.set()
 
 
 def _reach(host: str, port: int) -> None:
@@ -481,47 +364,6 @@ def _reach(host: str, port: int) -> None:
             return
 
 
-def _signal(group: int, number: int) -> None:
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return
-
-
-def check_placed(engine: str, ranks: Sequence[CapturedLayout]) -> None:
-    """Raise if a checkpoint tensor was read and has left no trace on any rank.
-
-    It lies where capture cannot see it (a kernel's private copy), and updates would silently miss it. What
-    the loaders of all ranks pass by, the engine does not serve: it is said on stderr.
-
-    Raises:
-        ConfigError: names what is nowhere.
-    """
-    nowhere = set(ranks[0].unplaced).intersection(*(rank.unplaced for rank in ranks[1:]))
-    unread = nowhere.intersection(*(rank.unread for rank in ranks))
-    if hidden := nowhere - unread:
-        raise ConfigError(
-            f"engine {engine}: checkpoint tensors that its loader reads must be found in the memory of a "
-            f"rank, got none of {said(hidden)}: a kernel may keep a copy of its own (on a CPU with AVX512-BF16 "
-            "or AMX try `--dtype float32`)"
-        )
-    if unread:
-        sys.stderr.write(
-            f"engine {engine}: its loader passes by {said(unread)} of the checkpoint, and updates do too\n"
-        )
-
-
-def report_buffers(engine: str, ranks: Sequence[CapturedLayout]) -> None:
-    """Print on stderr what updates cost that go through buffers, if any do.
-
-    Args:
-        engine: its name.
-        ranks: what each has captured.
-    """
-    nbytes = max(rank.buffer_nbytes for rank in ranks)
-    if nbytes:
-        sys.stderr.write(
-            f"engine {engine}: buffers of {nbytes} bytes stay on a rank; "
-            f"{max(len(rank.recomputed) for rank in ranks)} of its tensors are filled by the engine's own "
-            f"loader after every update\n"
-        )
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import os
 import secrets
 import stat
@@ -177,3 +178,12 @@ async def answer(send: Send, status: int, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def body_of(receive: Receive, most: float = math.inf) -> bytes:
+    """Return the whole body of a request, or its beginning, which is longer than `most` bytes."""
+    body, more = b"", True
+    while more and len(body) <= most:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    return body

@@ -1,4 +1,4 @@
-"""What the ranks of a server are given, and what they report, beside the answer of the server itself.
+"""How the ranks of a server are told to join a fleet, and what they report, beside the answer of the server itself.
 
 SGLang answers for the first stage of a pipeline, when later ones may not have begun, and vLLM for the first
 of its replicas. So a rank leaves its report in a folder of the launcher's, and sends word through a socket
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,7 @@ from typing import Self, final
 import msgspec
 
 from windlass.engines.http import EngineHttp
+from windlass.engines.spec import AgentSettings, CapturedLayout, EngineServer, RankStep
 from windlass.errors import (
     ConfigError,
     PeerTimeout,
@@ -28,10 +30,13 @@ from windlass.errors import (
     UnsupportedLayout,
     WindlassError,
 )
+from windlass.layout.naming.patterns import said
 
 _log = logging.getLogger(__name__)
 _SOCKET = "sent"
 _SECRETS = "secrets"
+REPORTED_S = 2.0
+"""For what ranks have reported before the server failed."""
 _LONGEST = 4096
 """Bytes that a rank sends before it goes on: no more than a socket holds that nobody reads."""
 
@@ -79,10 +84,7 @@ def carry_out(folder: str, rank: int, order: Callable[[Secrets], bytes]) -> None
         return  # the rank that has a reason tells it
     except Exception as error:  # noqa: BLE001 - the engine's loop, and the engine, would end with it
         _log.exception("rank %s", rank)
-        text = (
-            str(error) if isinstance(error, WindlassError) else f"{type(error).__name__}: {error}"
-        )
-        sent, body = _Sent(rank, failed=True), text.encode()
+        sent, body = _Sent(rank, failed=True), reason_of(error).encode()
     try:
         (Path(folder) / str(rank)).write_bytes(body)
         with socket.socket(socket.AF_UNIX) as line:
@@ -90,6 +92,11 @@ def carry_out(folder: str, rank: int, order: Callable[[Secrets], bytes]) -> None
             line.sendall(msgspec.json.encode(sent))
     except OSError as error:  # whoever asked has given up or ended, or is on another host
         _log.warning("rank %s: nobody hears what it reports in %s: %s", rank, folder, error)
+
+
+def reason_of(error: Exception) -> str:
+    """Return what a rank tells of an error: an engine's own needs its type to be understood."""
+    return str(error) if isinstance(error, WindlassError) else f"{type(error).__name__}: {error}"
 
 
 def _secrets_in(folder: str) -> Secrets:
@@ -163,3 +170,72 @@ class RankReports:
             while part := line.recv(_LONGEST):
                 received += part
         return msgspec.json.decode(received, type=_Sent)
+
+
+def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) -> None:
+    """Have the ranks of a running server join a fleet, after leaving the one before.
+
+    None joins before the layouts of all have been found good: an engine is never in a fleet unchecked,
+    wherever this process ends.
+
+    Raises:
+        ConfigError: a checkpoint tensor is in the memory of no rank; and see `EngineServer.order`.
+        PeerUnreachable: a rank refused, and says why; and see `EngineServer.order`. PeerTimeout.
+    """
+    captured = _order(server, RankStep.CAPTURE, settings, secrets)
+    ranks = [msgspec.json.decode(each, type=CapturedLayout) for each in captured]
+    check_layouts(settings.name, ranks)
+    _order(server, RankStep.JOIN, settings, secrets)
+
+
+def _order(
+    server: EngineServer, step: RankStep, settings: AgentSettings, secrets: Secrets
+) -> list[bytes]:
+    """Return what every rank has reported of this step, by rank."""
+    with RankReports(settings.world_size, secrets) as reports:
+        try:
+            server.order(secrets.server(settings.url), step, settings, reports.folder)
+        except PeerUnreachable as error:
+            # A server may end with the rank that failed, and its answer tells nothing of why.
+            try:
+                reports.gather(REPORTED_S)
+            except PeerTimeout:
+                raise error from None
+            except PeerUnreachable as reason:
+                raise reason from None
+            raise
+        return reports.gather(settings.join_deadline_s)
+
+
+def check_layouts(engine: str, ranks: Sequence[CapturedLayout]) -> None:
+    """Raise if a checkpoint tensor was read and has left no trace on any rank.
+
+    It lies where capture cannot see it (a kernel's private copy), and updates would silently miss it. What
+    the loaders of all ranks pass by, the engine does not serve: it is said on stderr, and so is what updates
+    cost that go through buffers, if any do.
+
+    Args:
+        engine: its name.
+        ranks: what each has captured.
+
+    Raises:
+        ConfigError: names what is nowhere.
+    """
+    nowhere = set(ranks[0].unplaced).intersection(*(rank.unplaced for rank in ranks[1:]))
+    unread = nowhere.intersection(*(rank.unread for rank in ranks))
+    if hidden := nowhere - unread:
+        raise ConfigError(
+            f"engine {engine}: checkpoint tensors that its loader reads must be found in the memory of a "
+            f"rank, got none of {said(hidden)}: a kernel may keep a copy of its own (on a CPU with AVX512-BF16 "
+            "or AMX try `--dtype float32`)"
+        )
+    if unread:
+        sys.stderr.write(
+            f"engine {engine}: its loader passes by {said(unread)} of the checkpoint, and updates do too\n"
+        )
+    if nbytes := max(rank.buffer_nbytes for rank in ranks):
+        sys.stderr.write(
+            f"engine {engine}: buffers of {nbytes} bytes stay on a rank; "
+            f"{max(len(rank.recomputed) for rank in ranks)} of its tensors are filled by the engine's own "
+            f"loader after every update\n"
+        )

@@ -118,6 +118,20 @@ def expandable_segments() -> str:
     return ""
 
 
+def refuse_expandable_segments() -> None:
+    """Check the allocator's environment.
+
+    Raises:
+        ConfigError: it asks torch for memory that cannot be registered.
+    """
+    if asked := expandable_segments():
+        variable, _, value = asked.partition("=")
+        raise ConfigError(
+            f"{variable} must not ask for expandable segments: their memory cannot be registered "
+            f"or shared, got {value!r}"
+        )
+
+
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What every rank of an engine is told.
 
@@ -187,17 +201,13 @@ class RankStep(StrEnum):
 
 
 class EngineServer(Protocol):
-    """A server of somebody else's, whose ranks run an agent: see `windlass.engines.launch`."""
+    """A server of somebody else's, whose ranks run an agent: see `windlass.engines.launch`.
 
-    @property
-    def ready_line(self) -> str:
-        """What the server logs once it serves."""
-        ...
+    Attributes:
+        ready_line: what it logs once it serves.
+    """
 
-    @property
-    def answers_for_all(self) -> bool:
-        """Whether every rank has carried out an order once the server has answered it."""
-        ...
+    ready_line: str
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         """Return how to start the server.

@@ -63,37 +63,29 @@ class EngineReleases:
         return tuple(map(_spelt, self.run))
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether a release is started; why not, and what is to be known if so."""
-
-    refused: str = ""
-    warnings: tuple[str, ...] = ()
-
-
-def judge(engine: EngineReleases, version: str, device: str = "") -> Verdict:
-    """Return what the table says of a release.
+def warnings_of(engine: EngineReleases, version: str, device: str = "") -> tuple[str, ...]:
+    """Return what the table says of a release, a line each.
 
     Args:
         engine: of the table.
         version: as its package tells it.
         device: where it is to run, as `EngineReleases.run` says it; empty if that is not known.
+
+    Raises:
+        ConfigError: it lacks what updates need, or is older than all that were looked at.
     """
     release = _parsed(version)
     if not any(release):
-        return Verdict(
-            warnings=(f"{engine.name} {version!r} is no release: what it has is not known",)
-        )
+        return (f"{engine.name} {version!r} is no release: what it has is not known",)
     for feature in engine.features:
         if feature.needed and release <= feature.missing_in:
-            return Verdict(
+            raise ConfigError(
                 f"{engine.name} must be {_spelt(feature.since)} or later, got {version}, which has "
                 f"no {feature.name}: {feature.without}"
             )
-    oldest = engine.read[0]
-    if release < oldest:
-        return Verdict(
-            f"{engine.name} must be {_spelt(oldest)} or later, got {version}: "
+    if release < engine.read[0]:
+        raise ConfigError(
+            f"{engine.name} must be {_spelt(engine.read[0])} or later, got {version}: "
             f"nothing older was looked at"
         )
     warnings = [
@@ -113,7 +105,7 @@ def judge(engine: EngineReleases, version: str, device: str = "") -> Verdict:
             f"{engine.name} {version} was updated while it served on {' and '.join(shown)}, never on "
             f"{device}; there {', '.join(others) or 'none'} was"
         )
-    return Verdict(warnings=tuple(warnings))
+    return tuple(warnings)
 
 
 def has(feature: Feature, version: str) -> bool:
@@ -124,7 +116,9 @@ def has(feature: Feature, version: str) -> bool:
         version: as its package tells it.
     """
     release = _parsed(version)
-    return not any(release) or release >= feature.since or _between(feature, release)
+    # Nobody looked at what is newer than the newest that is known not to have it.
+    unseen = release[: len(feature.missing_in)] > feature.missing_in
+    return not any(release) or release >= feature.since or unseen
 
 
 def device_of(engine: EngineReleases) -> str:
@@ -165,10 +159,7 @@ def check_installed(engine: EngineReleases) -> tuple[str, ...]:
     version = installed_version(engine)
     if not version:
         raise ConfigError(f"{engine.name} must be installed in the environment of {sys.executable}")
-    verdict = judge(engine, version, device_of(engine))
-    if verdict.refused:
-        raise ConfigError(verdict.refused)
-    return verdict.warnings
+    return warnings_of(engine, version, device_of(engine))
 
 
 def _parsed(version: str) -> Release:
@@ -178,8 +169,3 @@ def _parsed(version: str) -> Release:
 
 def _spelt(release: Release) -> str:
     return ".".join(map(str, release))
-
-
-def _between(feature: Feature, release: Release) -> bool:
-    """Nobody looked: `release` is newer than the newest known not to have it."""
-    return release[: len(feature.missing_in)] > feature.missing_in

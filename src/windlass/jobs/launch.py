@@ -17,7 +17,7 @@ from typing import final
 import msgspec
 
 from windlass.controller import Controller
-from windlass.engines.launch import num_engine_ranks, read_arguments
+from windlass.engines.launch import num_engine_ranks
 from windlass.engines.spec import ENGINES, EngineOptions
 from windlass.envs import TLS_VARIABLES, TOKEN_VARIABLE, environment_value, secret_value
 from windlass.errors import ConfigError, PeerTimeout, TrainerError, WindlassError
@@ -591,7 +591,7 @@ def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> ProcessSpe
         if spec.server is None:
             num_ranks = engine.tensor_parallel_size
         else:
-            num_ranks = num_engine_ranks(read_arguments(spec, command[3:])[0])
+            num_ranks = num_engine_ranks(spec, command[3:])
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     num_gpus, node, gpus = engine.num_gpus, 0, tuple[int, ...]()

@@ -35,6 +35,9 @@ class Line:
     step: int
 
 
+ELEMENT = Line(1, 1)
+
+
 @dataclass(slots=True)
 class _Items:
     """Boxes in the making: (n, dims) starts, sizes, strides and (n,) places."""
@@ -52,55 +55,31 @@ class _Items:
 
 
 def boxes_of(
-    shape: tuple[int, ...], flat: Int64Array, place: Int64Array, *, limit: int
+    shape: tuple[int, ...],
+    flat: Int64Array,
+    place: Int64Array,
+    *,
+    limit: int,
+    line: Line = ELEMENT,
 ) -> tuple[PlacedBox, ...]:
     """Return the fewest boxes that growing dim by dim, from the last, finds.
 
     Args:
         shape: of the tensor.
-        flat: (n,) row-major indices of elements, each possibly several times.
-        place: (n,) where they lie, each place once.
+        flat: (n,) row-major indices of the first elements of lines, each possibly several times.
+        place: (n,) where these lie, each place once.
         limit: of the number of boxes, and of the number of changes of stride on the way.
-
-    Raises:
-        TooManyBoxes: there would be more than `limit`.
-    """
-    if (whole := _whole(shape, Line(1, 1), flat, place)) is not None:
-        return (whole,)
-    found: list[PlacedBox] = []
-    for copy_flat, copy_place in _copies(flat, place):
-        found.extend(_boxes_of_one_copy(shape, copy_flat, copy_place, limit))
-        if len(found) > limit:
-            raise TooManyBoxes
-    return tuple(found)
-
-
-def boxes_of_lines(
-    shape: tuple[int, ...], line: Line, flat: Int64Array, place: Int64Array, *, limit: int
-) -> tuple[PlacedBox, ...]:
-    """Return boxes as `boxes_of` does, of whole lines of one kind, each along one dim of the tensor.
-
-    Args:
-        shape: of the tensor.
-        line: what begins at each of `flat`.
-        flat: (n,) row-major indices of first elements, each possibly several times.
-        place: (n,) where they lie.
-        limit: see `boxes_of`.
+        line: what begins at each of `flat`, along one dim of the tensor.
 
     Raises:
         TooManyBoxes: there would be more than `limit`, or a line turns a corner of the tensor.
     """
-    if line.length == 1:
-        return boxes_of(shape, flat, place, limit=limit)
     if (whole := _whole(shape, line, flat, place)) is not None:
         return (whole,)
-    dim = _dim_of(shape, line, flat)
+    grown = [_dim_of(shape, line, flat)] if line.length > 1 else []
     found: list[PlacedBox] = []
     for copy_flat, copy_place in _copies(flat, place):
-        items = _items(shape, copy_flat, copy_place)
-        items.size[:, dim] = line.length
-        items.stride[:, dim] = 1
-        found.extend(_boxes_of_items(items, [dim], limit))
+        found.extend(_boxes_of_one_copy(shape, copy_flat, copy_place, line, grown, limit))
         if len(found) > limit:
             raise TooManyBoxes
     return tuple(found)
@@ -165,21 +144,23 @@ def _copies(flat: Int64Array, place: Int64Array) -> Iterator[tuple[Int64Array, I
 
 
 def _boxes_of_one_copy(
-    shape: tuple[int, ...], flat: Int64Array, place: Int64Array, limit: int
+    shape: tuple[int, ...],
+    flat: Int64Array,
+    place: Int64Array,
+    line: Line,
+    along: list[int],
+    limit: int,
 ) -> Iterator[PlacedBox]:
+    """Yield the boxes of elements that have one place each; `along`: the dim of longer lines."""
     if not shape:
         yield PlacedBox(Box((), ()), int(place[0]), ())
         return
-    yield from _boxes_of_items(_items(shape, flat, place), [], limit)
-
-
-def _items(shape: tuple[int, ...], flat: Int64Array, place: Int64Array) -> _Items:
     start = np.stack(np.unravel_index(flat, shape), axis=1).astype(np.int64)
-    return _Items(start, np.ones_like(start), np.zeros_like(start), place)
-
-
-def _boxes_of_items(items: _Items, grown: list[int], limit: int) -> Iterator[PlacedBox]:
-    for dim in reversed(range(items.start.shape[1])):
+    items = _Items(start, np.ones_like(start), np.zeros_like(start), place)
+    for dim in along:
+        items.size[:, dim], items.stride[:, dim] = line.length, 1
+    grown = list(along)
+    for dim in reversed(range(len(shape))):
         if dim not in grown:
             items = _grow(items, dim, grown, limit)
             grown.append(dim)

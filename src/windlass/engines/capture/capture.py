@@ -12,19 +12,20 @@ sharded weight transfer; carrying coordinates in the values needs no operator co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
 from windlass.engines.capture.description import Captured, Seen, describe
 from windlass.engines.capture.element_ids import ElementIds, Exact, Rows, rows_of, scaled
 from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, held_by
-from windlass.engines.capture.reading import Reading
 from windlass.engines.capture.recompute import Recompute, plan_recompute
 from windlass.engines.capture.snapshot import Snapshot, undone_if_it_fails
 from windlass.engines.rank_reports import RefusedByOtherRank
@@ -84,7 +85,7 @@ def capture(
     try:
         start = before.prints if reference is not None else {}
         loads = _Loads(codes, guarded, held, _multiplied(codes, guarded, held, factors), start)
-        seen, part = _observed(loads, worker, exact_numel, recompute=recompute)
+        seen, part = _observed(loads, exact_numel, recompute=recompute)
         if reference is not None:
             guarded(reference() if part is None else part.filling(reference()))
             _require_repeated(held(), start)
@@ -109,7 +110,7 @@ def capture(
         )
     if part is not None:
         part.fix_addresses()
-    return _described(replace(seen, holdings=now), codes, worker, part)
+    return describe(replace(seen, holdings=now), codes, worker, part)
 
 
 def capture_on_every_rank(
@@ -180,17 +181,14 @@ def _multiplied(codes: Codes, load: Load, held: Held, factors: Sequence[float]) 
     return found
 
 
-def _observed(
-    loads: _Loads, worker: str, exact_numel: int, *, recompute: bool
-) -> tuple[Seen, Recompute | None]:
+def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen, Recompute | None]:
     """Observe until everything is understood."""
     scattered = frozenset(loads.factors)
     while True:
         seen = _observe(loads, exact_numel, scattered)
-        described = describe(seen, loads.codes, worker)
-        if isinstance(described, Captured):
+        if not (more := seen.scattered(loads.codes)):
             break
-        scattered |= described
+        scattered |= more
     if not seen.computed:
         return seen, None
     if not recompute:
@@ -198,13 +196,6 @@ def _observed(
             f"{said(seen.computed)}: tensors that the engine computes from the checkpoint"
         )
     return seen, plan_recompute(seen.computed, seen.numbers, loads.codes, loads.load, loads.held)
-
-
-def _described(seen: Seen, codes: Codes, worker: str, part: Recompute | None) -> Captured:
-    described = describe(seen, codes, worker, part)
-    if not isinstance(described, Captured):
-        raise UnsupportedLayout(f"{said(described)}: tensors that are not described twice alike")
-    return described
 
 
 def _observe(loads: _Loads, exact_numel: int, scattered: frozenset[str]) -> Seen:
@@ -215,7 +206,7 @@ def _observe(loads: _Loads, exact_numel: int, scattered: frozenset[str]) -> Seen
     prints = {name: fingerprint(h.memory()) for name, h in held.items()}
     places = {name: h.address for name, h in held.items()}
     numbers = _read_digits(loads, held, exact_numel, scattered)
-    with (reading := Reading()):
+    with (reading := _Reading()):
         load(reading.over(codes.random(1)))
     held = loads.held()
     constants = [n for n, h in held.items() if prints.get(n) == fingerprint(h.memory())]
@@ -337,6 +328,71 @@ class _Proof:
             if not torch.equal(expected, found):
                 return False
         return True
+
+
+_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "nbytes", "itemsize", "is_meta")
+_METHODS = ("size", "dim", "numel", "nelement", "element_size", "stride")
+_TENSOR: Mapping[str, Any] = vars(torch._C.TensorBase)
+_QUESTIONS = frozenset(
+    {*(_TENSOR[name].__get__ for name in _ATTRIBUTES), *(_TENSOR[name] for name in _METHODS)}
+)
+"""What is known of a tensor whose elements nobody has seen."""
+
+
+@final
+class _Reading(TorchFunctionMode):
+    """Entered for a load, takes note of the tensors with which torch's functions are called.
+
+    Engines skip what they do not serve: layers that predict further tokens, an output matrix that is tied, a
+    tower that was not built. A tensor that left no trace may have been skipped, or lie where capture does not
+    see it. It was skipped if the loader called nothing with it but questions of its shape, and let it go.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read: set[str] = set()
+        self._given: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+
+    def over(
+        self, weights: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the same tensors, watched from then on."""
+        while True:
+            with torch._C.DisableTorchFunction():  # making them is not reading them
+                name, tensor = next(weights, ("", None))
+            if tensor is None:
+                return
+            self._given[id(tensor)] = weakref.ref(tensor), name
+            yield name, tensor
+            del tensor
+
+    def read(self, names: Iterable[str]) -> frozenset[str]:
+        """Return those of `names` that were read, or are still there. All of them if none was: another thread did it."""
+        kept = {name for tensor, name in self._given.values() if tensor() is not None}
+        found = self._read | kept
+        return frozenset(name for name in names if not self._read or name in found)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func not in _QUESTIONS:
+            for tensor in _tensors_in((*args, *(kwargs or {}).values())):
+                given = self._given.get(id(tensor))
+                if given is not None and given[0]() is tensor:
+                    self._read.add(given[1])
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
 
 
 def _device(held: Mapping[str, Holding]) -> torch.device:

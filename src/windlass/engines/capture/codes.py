@@ -81,6 +81,34 @@ class CheckpointSpec:
         return math.prod(self.shape)
 
 
+def checkpoint_folder(
+    option: str, model: str, revision: str | None, cache: str | None = None
+) -> Path:
+    """Return the folder that an engine has loaded its model from.
+
+    Args:
+        option: names `model` in errors.
+        model: that folder, or a repository of the Hugging Face Hub.
+        revision: of the repository.
+        cache: in which it was downloaded; None for the usual one.
+
+    Raises:
+        ConfigError: it is no folder, nor a repository that this host has.
+    """
+    if (folder := Path(model)).is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{option} must be a folder of safetensors files, or a repository of the Hugging Face Hub that "
+            f"was downloaded to every host, got {model!r}: {error}"
+        ) from error
+    return Path(found)
+
+
 def checkpoint_specs(folder: Path) -> tuple[CheckpointSpec, ...]:
     """Return what a checkpoint holds, from the headers of its files alone; ordered by name.
 

@@ -9,6 +9,7 @@ per two loads, all layers at once. A last load changes everything else: nothing 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import final
 
 from windlass.engines.capture.codes import Codes, Load
@@ -40,32 +41,31 @@ def sources_of(
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class _Search:
-    def __init__(
-        self,
-        codes: Codes,
-        load: Load,
-        prints: Callable[[], Mapping[str, int]],
-        base: Mapping[str, int],
-    ) -> None:
-        self._codes, self._load, self._prints, self._base = codes, load, prints, base
-        self._all = frozenset(spec.name for spec in codes.specs)
-        self._kinds = patterns_of(spec.name for spec in codes.specs)
+    """See `sources_of`."""
+
+    codes: Codes
+    load: Load
+    prints: Callable[[], Mapping[str, int]]
+    base: Mapping[str, int]
 
     def sources(self) -> frozenset[str]:
-        deaf = sorted(self._base.keys() - self._changed(self._all))
+        every = frozenset(spec.name for spec in self.codes.specs)
+        deaf = sorted(self.base.keys() - self._changed(every))
         if deaf:
             raise UnsupportedLayout(
                 f"{said(deaf)}: tensors that the engine computes, and not from the checkpoint alone"
             )
-        kinds = [tuple(names) for names in self._kinds.values()]
+        patterns = patterns_of(spec.name for spec in self.codes.specs)
+        kinds = [tuple(names) for names in patterns.values()]
         members = frozenset().union(*self._mattering(kinds, known=True))
         found = self._numbered(members)
-        if not self._changed(self._all - found):
+        if not self._changed(every - found):
             return found
-        if members == found or self._changed(self._all - members):
+        if members == found or self._changed(every - members):
             raise UnsupportedLayout(
-                f"{said(self._base)}: tensors that the engine computes from checkpoint tensors "
+                f"{said(self.base)}: tensors that the engine computes from checkpoint tensors "
                 f"that cannot be told apart"
             )
         return members
@@ -74,9 +74,9 @@ class _Search:
         """Return the computed tensors that differ once these checkpoint tensors do."""
         if not names:
             return frozenset()
-        self._load(self._codes.mixed(names, _SEED))
-        now = self._prints()
-        return frozenset(name for name, value in self._base.items() if now.get(name) != value)
+        self.load(self.codes.mixed(names, _SEED))
+        now = self.prints()
+        return frozenset(name for name, value in self.base.items() if now.get(name) != value)
 
     def _mattering(
         self, groups: Sequence[tuple[str, ...]], *, known: bool
@@ -96,12 +96,12 @@ class _Search:
         """Return those whose numbers a computed tensor may depend on, by every digit of them."""
         keys = sorted({_numbers(name) for name in members})
         index = {key: at for at, key in enumerate(keys)}
-        possible = [set(range(len(keys))) for _ in self._base]
+        possible = [set(range(len(keys))) for _ in self.base]
         for digit in range((len(keys) - 1).bit_length()):
             with_digit = {at for at in range(len(keys)) if at >> digit & 1}
             ones = frozenset(name for name in members if index[_numbers(name)] in with_digit)
             by_ones, by_zeros = self._changed(ones), self._changed(members - ones)
-            for tensor, numbers in zip(self._base, possible, strict=True):
+            for tensor, numbers in zip(self.base, possible, strict=True):
                 if tensor not in by_ones:
                     numbers.difference_update(with_digit)
                 if tensor not in by_zeros:

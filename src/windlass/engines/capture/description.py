@@ -79,12 +79,6 @@ class Rounding:
         """Whether updates write the parameter itself."""
         return self.received is self.targets
 
-    def rounded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield every target that has elements, what it was received in, and its rounded values."""
-        for received, target in zip(self.received, self.targets, strict=True):
-            if received.numel():
-                yield target, received, received.to(self.dtype)
-
 
 _ROUNDED_AT_ONCE = 64 << 20
 """Bytes. A GPU is waited for once per so many, and not per tensor: engines have hundreds of small ones."""
@@ -99,7 +93,10 @@ def _round(roundings: Sequence[Rounding]) -> None:
     nbytes = 0
     waiting: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for rounding in roundings:
-        for target, received, rounded in rounding.rounded():
+        for received, target in zip(rounding.received, rounding.targets, strict=True):
+            if not received.numel():
+                continue
+            rounded = received.to(rounding.dtype)
             waiting.append((rounding.name, target, received, rounded))
             nbytes += rounded.nbytes
             if nbytes >= _ROUNDED_AT_ONCE:
@@ -211,11 +208,18 @@ class Seen:
                 self.found[name] = None
         return self.found[name]
 
+    def scattered(self, codes: Codes) -> frozenset[str]:
+        """Return the names of the tensors that have to be read place by place."""
+        in_rows = {name for name, numbers in self.numbers.items() if not isinstance(numbers, Exact)}
+        return self.unproven | {
+            name
+            for name in in_rows - self.unproven
+            if name in self.factors or self.boxes_of(name, codes) is None
+        }
 
-def describe(
-    seen: Seen, codes: Codes, worker: str, recompute: Recompute | None = None
-) -> Captured | frozenset[str]:
-    """Return what was captured, or the names of the tensors that have to be read place by place.
+
+def describe(seen: Seen, codes: Codes, worker: str, recompute: Recompute | None) -> Captured:
+    """Return what was captured, none of which has to be read place by place.
 
     What `recompute` fills has no place of its own in the manifest: its buffers have.
     """
@@ -224,10 +228,9 @@ def describe(
     roundings: list[Rounding] = []
     repacks: list[Repack] = []
     placed: set[str] = set()
-    scattered = set(seen.unproven)
     filled = () if recompute is None else recompute.names
     for name, numbers in seen.numbers.items():
-        if name in scattered or name in filled:
+        if name in filled:
             continue
         holding = seen.holdings[name]
         factor = seen.factors.get(name, 1.0)
@@ -238,9 +241,6 @@ def describe(
             if dtype is not dtype_of(name, memory):
                 memory = torch.zeros_like(memory, dtype=torch_dtype(dtype))
         else:
-            if not isinstance(numbers, Exact):
-                scattered.add(name)
-                continue
             repack, parts = _repack(name, holding, codes, numbers, factor)
             repacks.append(repack)
             memory = repack.buffer
@@ -250,8 +250,6 @@ def describe(
         placed.update(spec.name for spec, _ in parts)
         _add_parameter(builder, name, dtype, len(memory), parts)
         addresses.append(memory.data_ptr())
-    if scattered:
-        return frozenset(scattered)
     if recompute is not None:
         addresses += _add_buffers(builder, recompute)
         placed.update(spec.name for spec, _ in recompute.buffers)
@@ -350,9 +348,11 @@ def _add_buffers(builder: ManifestBuilder, recompute: Recompute) -> list[int]:
 
 
 def _repack(
-    name: str, holding: Holding, codes: Codes, numbers: Exact, factor: float
+    name: str, holding: Holding, codes: Codes, numbers: ElementIds, factor: float
 ) -> tuple[Repack, Parts]:
     """Make a buffer that holds the parameter's elements in checkpoint order, each once."""
+    if not isinstance(numbers, Exact):
+        raise UnsupportedLayout(f"{name}: a tensor that is not described twice alike")
     values, written = numbers.placed()
     unique, elements = np.unique(values, return_inverse=True)
     try:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from windlass.engines.capture.boxes import Line, PlacedBox, TooManyBoxes, boxes_of, boxes_of_lines
+from windlass.engines.capture.boxes import ELEMENT, Line, PlacedBox, TooManyBoxes, boxes_of
 from windlass.engines.capture.codes import CheckpointSpec, Codes, chunk_on
 from windlass.engines.capture.memory import Holding
 
@@ -105,12 +105,14 @@ class Exact:
         return parts_of(codes, numbers, places, limit)
 
 
-def parts_of(codes: Codes, numbers: Int64Array, places: Int64Array, limit: int) -> Parts:
-    """Return the boxes of `numbers` that lie at `places`, tensor by tensor."""
-    parts: Parts = []
-    for spec, flat, lies in _by_tensor(codes, numbers, places):
-        parts.append((spec, boxes_of(spec.shape, flat, lies, limit=limit)))
-    return parts
+def parts_of(
+    codes: Codes, numbers: Int64Array, places: Int64Array, limit: int, line: Line = ELEMENT
+) -> Parts:
+    """Return the boxes of lines that begin with `numbers` and lie at `places`, tensor by tensor."""
+    return [
+        (spec, boxes_of(spec.shape, flat, lies, limit=limit, line=line))
+        for spec, flat, lies in _by_tensor(codes, numbers, places)
+    ]
 
 
 def _by_tensor(
@@ -216,15 +218,8 @@ class Rows:
         for (length, step), lines in by_kind.items():
             numbers = np.concatenate([line[0] for line in lines])
             places = np.concatenate([line[1] for line in lines])
-            parts.extend(_parts_of_lines(codes, Line(length, step), numbers, places, limit))
+            parts.extend(parts_of(codes, numbers, places, limit, Line(length, step)))
         return parts
-
-
-def _parts_of_lines(
-    codes: Codes, line: Line, numbers: Int64Array, places: Int64Array, limit: int
-) -> Iterator[tuple[CheckpointSpec, tuple[PlacedBox, ...]]]:
-    for spec, flat, lies in _by_tensor(codes, numbers, places):
-        yield spec, boxes_of_lines(spec.shape, line, flat, lies, limit=limit)
 
 
 def _pieces(pattern: Int64Array, limit: int) -> list[_Piece]:

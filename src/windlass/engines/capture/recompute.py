@@ -9,9 +9,10 @@ everything would: every tensor of the model, bit for bit, and at its address.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import final
 
 import torch
@@ -39,35 +40,32 @@ PREFIX = "loader/"
 """Of the manifest's names of buffers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What torch keeps per thread; `load` runs as it ran at capture."""
+def surroundings(model: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Return what enters, in any thread, what torch keeps per thread as it is in this one.
 
-    inference: bool
-    default_device: torch.device
-    cuda_device: int | None
-
-    @classmethod
-    def here(cls, model: torch.device) -> Surroundings:
-        """Return those of this thread; `model`: where the weights are."""
-        cuda = torch.cuda.current_device() if model.type == "cuda" else None
-        return cls(torch.is_inference_mode_enabled(), torch.get_default_device(), cuda)
+    Args:
+        model: where the weights are.
+    """
+    inference, default = torch.is_inference_mode_enabled(), torch.get_default_device()
+    cuda = torch.cuda.current_device() if model.type == "cuda" else None
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Work as in the thread that they are of."""
+    def entered() -> Iterator[None]:
         with ExitStack() as stack:
-            if self.cuda_device is not None:
-                stack.enter_context(torch.cuda.device(self.cuda_device))
-            stack.enter_context(self.default_device)
+            if cuda is not None:
+                stack.enter_context(torch.cuda.device(cuda))
+            stack.enter_context(default)
             stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.inference_mode(inference))
             yield
-            if self.cuda_device is not None:
+            if cuda is not None:
                 torch.cuda.synchronize()
+
+    return entered
 
 
 @final
+@dataclass(kw_only=True, slots=True, eq=False)
 class Recompute:
     """What the engine's loader does after every update.
 
@@ -77,7 +75,7 @@ class Recompute:
     in every tensor of the model, and have left alone what updates write themselves and what no
     checkpoint changes.
 
-    Args:
+    Attributes:
         names: of the engine's tensors that it fills: the computed ones, and copies of the same
             checkpoint tensors.
         buffers: the checkpoint tensors that it is given, in checkpoint order; updates write them.
@@ -85,27 +83,19 @@ class Recompute:
         unwritten: of those of `names` that may hold NaN before a load, how many elements a load
             leaves as they are (padding).
         load: see `capture`. held: what the model holds now.
-        surroundings: of the thread that captures.
+        entered: see `surroundings`; of the thread that captures.
     """
 
-    def __init__(
-        self,
-        *,
-        names: tuple[str, ...],
-        buffers: tuple[tuple[CheckpointSpec, torch.Tensor], ...],
-        written: frozenset[str],
-        unwritten: Mapping[str, int],
-        load: Load,
-        held: Held,
-        surroundings: Surroundings,
-    ) -> None:
-        self.names, self.buffers = names, buffers
-        self._written, self._unwritten = written, dict(unwritten)
-        self._load, self._held = load, held
-        self._surroundings = surroundings
-        self._fixed: Mapping[str, int] = {}
-        self._constants: Mapping[str, int] = {}
-        self._is_proven = True
+    names: tuple[str, ...]
+    buffers: tuple[tuple[CheckpointSpec, torch.Tensor], ...]
+    written: frozenset[str]
+    unwritten: Mapping[str, int]
+    load: Load
+    held: Held
+    entered: Callable[[], AbstractContextManager[None]]
+    _fixed: Mapping[str, int] = field(default_factory=dict)
+    _constants: Mapping[str, int] = field(default_factory=dict)
+    _is_proven: bool = True
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -114,12 +104,12 @@ class Recompute:
 
     def fix_addresses(self) -> None:
         """Take note of where the model's tensors lie, which they do from now on, and of its constants."""
-        held = self._held()
-        self._fixed = _places(held, self._written, self.names)
+        held = self.held()
+        self._fixed = _places(held, self.written, self.names)
         self._constants = {
             name: fingerprint(h.memory())
             for name, h in held.items()
-            if name not in self._written
+            if name not in self.written
             and name not in self.names
             and h.kind is not Kind.ATTRIBUTE  # which may be scratch memory of steps
         }
@@ -133,7 +123,7 @@ class Recompute:
                 with bytes of which nothing is known.
         """
         was_proven, self._is_proven = self._is_proven, False
-        with self._surroundings.entered():
+        with self.entered():
             if was_proven:
                 self._load_once()
             else:
@@ -141,11 +131,11 @@ class Recompute:
         self._is_proven = True
 
     def _load_until_repeated(self) -> None:
-        before = {n: p for n, p in self._prints().items() if n in self._written}
+        before = {n: p for n, p in _prints(self.held()).items() if n in self.written}
         earlier: Mapping[str, int] = {}
         for _ in range(_TRIALS):
             self._load_once()
-            found = self._prints()
+            found = _prints(self.held())
             if found == earlier:
                 break
             earlier = found
@@ -163,20 +153,20 @@ class Recompute:
 
     def _load_once(self) -> None:
         taken: list[str] = []
-        marks = _Marks(self._held(), self._unwritten)
+        marks = _Marks(self.held(), self.unwritten)
         try:
-            self._load(self._received(taken))
+            self.load(self._received(taken))
         except WindlassError:
             raise
         except Exception as error:
             raise UnsupportedLayout(
                 f"{said(self.names)}: the engine's loader failed: {type(error).__name__}: {error}"
             ) from error
-        held = self._held()
+        held = self.held()
         moved = [n for n, at in self._fixed.items() if n not in held or held[n].address != at]
         if moved:
             raise UnsupportedLayout(f"{said(moved)}: tensors that the engine's loader has moved")
-        unwritten = sorted(n for n, c in marks.clear(held).items() if c != self._unwritten[n])
+        unwritten = sorted(n for n, c in marks.clear(held).items() if c != self.unwritten[n])
         if unwritten:
             raise UnsupportedLayout(
                 f"{said(unwritten)}: tensors that the engine's loader has not written"
@@ -191,9 +181,6 @@ class Recompute:
         for spec, buffer in self.buffers:
             taken.append(spec.name)
             yield spec.name, buffer.clone().reshape(spec.shape)
-
-    def _prints(self) -> dict[str, int]:
-        return _prints(self._held())
 
     def filling(
         self, weights: Iterator[tuple[str, torch.Tensor]]
@@ -259,48 +246,52 @@ def plan_recompute(
 
 
 @final
+@dataclass(frozen=True)
 class _Part:
-    """Loads of some checkpoint tensors, compared with loads of all."""
+    """Loads of some checkpoint tensors, compared with loads of all; see `plan_recompute`."""
 
-    def __init__(
-        self,
-        computed: frozenset[str],
-        numbers: Mapping[str, ElementIds],
-        codes: Codes,
-        load: Load,
-        held: Held,
-    ) -> None:
-        self._computed, self._codes, self._load, self._held = computed, codes, load, held
-        self._numbers = numbers
-        self._copied = {name: _tensors_in(found, codes) for name, found in numbers.items()}
-        self.depth = max(len(name.split(".")) for name in [*computed, *self._copied])
+    computed: frozenset[str]
+    numbers: Mapping[str, ElementIds]
+    codes: Codes
+    load: Load
+    held: Held
+
+    @cached_property
+    def copied(self) -> Mapping[str, frozenset[str]]:
+        """The checkpoint tensors in every tensor of the engine that holds copies."""
+        return {name: _tensors_in(found, self.codes) for name, found in self.numbers.items()}
+
+    @property
+    def depth(self) -> int:
+        """How many modules lie around one, at most."""
+        return max(len(name.split(".")) for name in [*self.computed, *self.copied])
 
     def disturbed(self, sources: frozenset[str]) -> frozenset[str]:
         """Return what is wrong, or was moved though updates write it, after two updates on trial."""
-        self._load(self._codes.random(0))
+        self.load(self.codes.random(0))
         before = self._fixed(sources)
         try:
             with _nothing_left_over():
                 for seed in _SEEDS:
                     self._write(self._written(sources), seed)
-                    self._load(self._codes.some(sources, seed))
+                    self.load(self.codes.some(sources, seed))
         except Exception:  # noqa: BLE001 - an engine's loader raises what it likes where it misses tensors
-            return self._computed
-        found = self._prints()
+            return self.computed
+        found = _prints(self.held())
         after = self._fixed(sources)
         moved = {name for name, at in before.items() if after.get(name) != at}
-        self._load(self._codes.mixed(frozenset(s.name for s in self._codes.specs), _SEEDS[-1]))
-        wrong = {name for name, value in self._prints().items() if found.get(name) != value}
+        self.load(self.codes.mixed(frozenset(s.name for s in self.codes.specs), _SEEDS[-1]))
+        wrong = {name for name, value in _prints(self.held()).items() if found.get(name) != value}
         return frozenset(wrong | moved)
 
     def _write(self, names: Iterable[str], seed: int) -> None:
         """Write what an update writes itself, as it lies once it is finalised."""
-        held = self._held()
+        held = self.held()
         for name in names:
             memory = held[name].memory()
-            for begin, numbers in self._numbers[name].chunks():
+            for begin, numbers in self.numbers[name].chunks():
                 filled = numbers >= 0
-                values = self._codes.expected(numbers[filled], seed, memory.dtype, loud=True)
+                values = self.codes.expected(numbers[filled], seed, memory.dtype, loud=True)
                 part = bits_of(memory[begin : begin + len(numbers)])
                 with torch.inference_mode():  # as tensors that were made in it demand
                     part[filled] = bits_of(values)
@@ -308,45 +299,45 @@ class _Part:
     def sources_near(self, names: frozenset[str], level: int) -> frozenset[str]:
         """Return the sources of the tensors themselves (level 0), or of all in the modules that many levels up."""
         if level == 0:
-            chosen = names & self._copied.keys()
+            chosen = names & self.copied.keys()
         else:
             modules = tuple({_module(name, level) for name in names})
-            chosen = frozenset(name for name in self._copied if name.startswith(modules))
-        return frozenset().union(*(self._copied[name] for name in chosen))
+            chosen = frozenset(name for name in self.copied if name.startswith(modules))
+        return frozenset().union(*(self.copied[name] for name in chosen))
 
     def recompute(self, sources: frozenset[str]) -> Recompute:
         """Return what has been proven."""
         return Recompute(
             names=tuple(sorted(self._filled(sources))),
             buffers=tuple(
-                (s, torch.zeros(s.numel, dtype=torch_dtype(s.dtype), device=self._codes.device))
-                for s in self._codes.specs
+                (s, torch.zeros(s.numel, dtype=torch_dtype(s.dtype), device=self.codes.device))
+                for s in self.codes.specs
                 if s.name in sources
             ),
             written=self._written(sources),
             unwritten=self._unwritten(sources),
-            load=self._load,
-            held=self._held,
-            surroundings=Surroundings.here(self._codes.device),
+            load=self.load,
+            held=self.held,
+            entered=surroundings(self.codes.device),
         )
 
     def _unwritten(self, sources: frozenset[str]) -> dict[str, int]:
         """See `Recompute`; without tensors from whose old values the loader computes something."""
-        held = self._held()
+        held = self.held()
         names = {n for n in self._filled(sources) if held[n].tensor.dtype in _MARKS}
-        self._load(self._codes.some(sources, _SEEDS[0]))
-        plain = self._prints()
+        self.load(self.codes.some(sources, _SEEDS[0]))
+        plain = _prints(self.held())
         while names:
             # What is put back where a mark is left is another value than `plain` has, unless no
             # load writes it: a mark that came through arithmetic is not taken for padding.
-            self._load(self._codes.some(sources, _SEEDS[1]))
-            marks = _Marks(self._held(), dict.fromkeys(names, -1))
+            self.load(self.codes.some(sources, _SEEDS[1]))
+            marks = _Marks(self.held(), dict.fromkeys(names, -1))
             try:
-                self._load(self._codes.some(sources, _SEEDS[0]))
+                self.load(self.codes.some(sources, _SEEDS[0]))
             except Exception:  # noqa: BLE001 - a loader that looks at what is there
                 return {}
-            left = marks.clear(self._held())
-            found = self._prints()
+            left = marks.clear(self.held())
+            found = _prints(self.held())
             differing = {name for name, value in plain.items() if found.get(name) != value}
             if not differing:
                 return left
@@ -357,19 +348,16 @@ class _Part:
 
     def _filled(self, sources: frozenset[str]) -> frozenset[str]:
         """Return what such a load fills: all of it comes from these checkpoint tensors."""
-        return self._computed | {n for n, found in self._copied.items() if found <= sources}
+        return self.computed | {n for n, found in self.copied.items() if found <= sources}
 
     def _written(self, sources: frozenset[str]) -> frozenset[str]:
         """Return what updates write directly."""
-        return frozenset(self._copied.keys() - self._filled(sources))
+        return frozenset(self.copied.keys() - self._filled(sources))
 
     def _fixed(self, sources: frozenset[str]) -> dict[str, int]:
         """Return addresses that must stay; see `Recompute.fix_addresses`."""
         written, filled = self._written(sources), self._filled(sources)
-        return _places(self._held(), written, filled)
-
-    def _prints(self) -> dict[str, int]:
-        return _prints(self._held())
+        return _places(self.held(), written, filled)
 
 
 def _places(

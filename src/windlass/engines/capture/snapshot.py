@@ -10,22 +10,31 @@ kernels and compiled code refer, at the addresses that they had.
 from __future__ import annotations
 
 import enum
+import mmap
+import os
 import socket
 import sys
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from types import MemberDescriptorType
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
 
 from windlass.engines.capture.codes import Load
-from windlass.engines.capture.host_copies import HostCopies
 from windlass.engines.capture.memory import Holding, Kind, distinct, fingerprint, tensors_of
 
+CHUNK_NBYTES = 32 << 20
+MAX_THREADS = 8
+"""Of copies between a GPU and the host."""
+_Pair = tuple[torch.Tensor, torch.Tensor]
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _Container = dict[object, object] | list[object] | set[object] | deque[object]
 _PLAIN = frozenset({dict, OrderedDict, list, set, deque})
@@ -58,10 +67,7 @@ class Snapshot:
     def __init__(
         self, model: torch.nn.Module, ignored: frozenset[int] = frozenset(), *, copies: bool = False
     ) -> None:
-        self._mappings: list[tuple[dict[str, object], dict[str, object]]] = []
-        self._sequences: list[tuple[list[object] | deque[object], list[object]]] = []
-        self._sets: list[tuple[set[object], set[object]]] = []
-        self._slots: list[tuple[object, dict[MemberDescriptorType, object]]] = []
+        self._kept: list[tuple[Callable[[Any, Any], None], object, object]] = []
         self._tensors: list[_KeptTensor] = []
         self._empty: list[_Container] = []
         for item, kind in _reached(model, self._empty):
@@ -78,20 +84,19 @@ class Snapshot:
 
     def _keep(self, item: object, kind: _Kind) -> None:
         if kind.has_dict:
-            held = vars(item)
-            self._mappings.append((held, held.copy()))
+            self._kept.append((_restore_mapping, vars(item), vars(item).copy()))
         if kind.members:
-            self._slots.append((item, _slots(item, kind)))
+            self._kept.append((_restore_slots, item, _slots(item, kind)))
         if not kind.exempt:
             return
         if isinstance(item, torch.Tensor):
             self._tensors.append(_KeptTensor.of(item))
         elif isinstance(item, dict):
-            self._mappings.append((item, dict(item)))
+            self._kept.append((_restore_mapping, item, dict(item)))
         elif isinstance(item, list | deque):
-            self._sequences.append((item, list(item)))
+            self._kept.append((_restore_sequence, item, list(item)))
         elif isinstance(item, set):
-            self._sets.append((item, set(item)))
+            self._kept.append((_restore_set, item, set(item)))
 
     @property
     def prints(self) -> Mapping[str, int]:
@@ -102,25 +107,34 @@ class Snapshot:
         """Put everything back. Idempotent."""
         for container in self._empty:
             container.clear()
-        for mapping, pairs in self._mappings:
-            if list(mapping) != list(pairs) or not _same(mapping.values(), pairs.values()):
-                mapping.clear()
-                mapping.update(pairs)
-        for sequence, items in self._sequences:
-            if not _same(sequence, items):
-                sequence.clear()
-                sequence.extend(items)
-        for members, kept in self._sets:
-            if members != kept:
-                members.clear()
-                members.update(kept)
-        for item, values in self._slots:
-            for member, value in values.items():
-                if _value(member, item) is not value:
-                    member.__set__(item, value)
+        for restore, item, held in self._kept:
+            restore(item, held)
         for tensor in self._tensors:
             tensor.restore()
         self._bytes.restore()
+
+
+def _restore_mapping(mapping: dict[str, object], pairs: dict[str, object]) -> None:
+    if list(mapping) != list(pairs) or not _same(mapping.values(), pairs.values()):
+        mapping.clear()
+        mapping.update(pairs)
+
+
+def _restore_sequence(sequence: list[object] | deque[object], items: list[object]) -> None:
+    if not _same(sequence, items):
+        sequence.clear()
+        sequence.extend(items)
+
+
+def _restore_set(members: set[object], kept: set[object]) -> None:
+    members.clear()
+    members.update(kept)
+
+
+def _restore_slots(item: object, values: dict[MemberDescriptorType, object]) -> None:
+    for member, value in values.items():
+        if _value(member, item) is not value:
+            member.__set__(item, value)
 
 
 def undone_if_it_fails(load: Load, model: torch.nn.Module) -> Load:
@@ -177,6 +191,85 @@ class _KeptBytes:
             self._on_host[device].restore(changed)
         if any(memory.is_cuda for memory in self._memories.values()):
             torch.cuda.synchronize()  # the engine's next step may run on another stream
+
+
+@final
+class HostCopies:
+    """What CUDA memory holds when this is made, in pageable host memory of its own.
+
+    Some threads share the work. Each has a stream and two chunks of pinned memory: while the GPU fills
+    (or reads) one, the thread moves the other from (or to) ordinary memory. To pin all of the host's
+    copy would take longer than the copies.
+
+    Args:
+        memories: (n,) each, contiguous, on one GPU; work that writes them is waited for. They are kept.
+    """
+
+    def __init__(self, memories: Sequence[torch.Tensor]) -> None:
+        self._device = memories[0].device
+        total = sum(memory.nbytes for memory in memories)
+        pages = mmap.mmap(-1, max(1, total))
+        with suppress(OSError):  # of a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)  # a fault per 2 MiB and not per 4 KiB
+        host = torch.frombuffer(pages, dtype=torch.uint8)
+        self._pairs: list[_Pair] = []
+        begin = 0
+        for memory in memories:
+            self._pairs.append((memory.view(torch.uint8), host[begin : begin + memory.nbytes]))
+            begin += memory.nbytes
+        self._run(range(len(memories)), to_host=True)
+
+    def restore(self, chosen: Sequence[int]) -> None:
+        """Write these memories as they were, and wait for it. May be called in any thread."""
+        self._run(chosen, to_host=False)
+
+    def _run(self, chosen: Sequence[int], *, to_host: bool) -> None:
+        chunks = [chunk for index in chosen for chunk in _chunks(*self._pairs[index])]
+        if not chunks:
+            return
+        torch.cuda.synchronize(self._device)
+        num_threads = min(MAX_THREADS, os.cpu_count() or 1, len(chunks))
+        shares = [chunks[at::num_threads] for at in range(num_threads)]
+        with ThreadPoolExecutor(num_threads) as pool:
+            for _ in pool.map(partial(_copy, self._device, to_host), shares):
+                pass
+
+
+def _chunks(memory: torch.Tensor, copy: torch.Tensor) -> Iterator[_Pair]:
+    for begin, end in pairwise([*range(0, len(memory), CHUNK_NBYTES), len(memory)]):
+        yield memory[begin:end], copy[begin:end]
+
+
+def _copy(device: torch.device, to_host: bool, chunks: Sequence[_Pair]) -> None:
+    """Copy one thread's share. Tensors that were made in inference mode are written in it only."""
+    size = max(len(memory) for memory, _ in chunks)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):
+        staging = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        done = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        late: list[_Pair] = []
+        for number, (memory, copy) in enumerate(chunks):
+            stage, event = staging[number % 2][: len(memory)], done[number % 2]
+            if to_host:
+                stage.copy_(memory, non_blocking=True)
+                event.record()
+                late.append((copy, stage))
+                if number:
+                    done[1 - number % 2].synchronize()
+                    _move(*late.pop(0))
+            else:
+                event.synchronize()  # of the chunk before the last, which the stage still had
+                _move(stage, copy)
+                memory.copy_(stage, non_blocking=True)
+                event.record()
+        stream.synchronize()
+        for copy, stage in late:
+            _move(copy, stage)
+
+
+def _move(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy by numpy, which lets other threads run and starts none."""
+    target.numpy()[:] = source.numpy()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,9 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from windlass.engines.embedded.rank import run_rank
 from windlass.engines.embedded.scheduler import IDLE_TIMEOUT
-from windlass.engines.embedded.settings import EngineSettings
+from windlass.engines.embedded.spec import EngineSettings
 from windlass.envs import control_token, inherited_environment
 from windlass.errors import WindlassError
-from windlass.layout.dtypes import DType
 from windlass.net.addresses import own_address
 from windlass.net.logs import configure_logging
 from windlass.transfer.collective_group import Rendezvous
@@ -35,7 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="windlass.engines.embedded", description=__doc__)
     parser.add_argument("--name", required=True)
     parser.add_argument("--model", required=True, help="configuration JSON or checkpoint folder")
-    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1, dest="tensor_parallel_size")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--controller", default="", help="address of the controller")
     parser.add_argument("--transport", default="auto")
@@ -52,21 +51,8 @@ def main() -> int:
         configure_logging(args.name)
         if args.follow is not None:
             return _follow(int(args.follow[0]), int(args.follow[1]), args.follow[2])
-        settings = EngineSettings(
-            name=args.name,
-            model=args.model,
-            tensor_parallel_size=args.tp,
-            dtype=DType(args.dtype),
-            controller=args.controller,
-            transport=args.transport,
-            host=args.host or own_address(args.controller),
-            advertise_host=args.advertise_host,
-            port=args.port,
-            seed=args.seed,
-            max_batch=args.max_batch,
-            max_positions=args.max_positions,
-        )
-        return _lead(settings)
+        args.host = args.host or own_address(args.controller)
+        return _lead(msgspec.convert(vars(args), EngineSettings))
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         os._exit(2)  # threads of a half-started engine must not keep it alive

@@ -14,7 +14,6 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import final
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -26,35 +25,26 @@ IDLE_TIMEOUT = timedelta(days=30)
 """An idle rank waits in a broadcast; the death of a rank ends it, not the clock."""
 
 
-class StepKind(StrEnum):
-    """FORWARD runs the model; PAUSE quiesces every rank; STOP ends the process."""
-
-    FORWARD = "forward"
-    PAUSE = "pause"
-    STOP = "stop"
-
-
-class Step(msgspec.Struct, frozen=True):
-    """One step of every rank.
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of every rank: a forward pass, or a pause, which quiesces them.
 
     Attributes:
-        kind: what to do.
-        pause_id: which pause quiesces the ranks.
+        pause_id: of the pause; empty for a forward pass.
         slots: (B,) cache rows. tokens: (B, T) right-padded. start: (B,) position of the first token.
         lengths: (B,) number of tokens that are no padding.
     """
 
-    kind: StepKind
     pause_id: str = ""
-    slots: list[int] = []
-    tokens: list[list[int]] = []
-    start: list[int] = []
-    lengths: list[int] = []
+    slots: list[int] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    start: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
 
 
 @final
 class StepChannel:
-    """A gloo broadcast of each step's msgpack bytes, from rank 0: their number first, then they.
+    """A gloo broadcast of each step, from rank 0.
 
     Args:
         world_size: ranks of the engine; of one, nobody receives.
@@ -67,17 +57,13 @@ class StepChannel:
     def publish(self, step: Step) -> None:
         """Rank 0: hand a step to every other rank."""
         if self._group is not None:
-            data = torch.frombuffer(bytearray(msgspec.msgpack.encode(step)), dtype=torch.uint8)
-            dist.broadcast(torch.tensor([len(data)]), src=0, group=self._group)
-            dist.broadcast(data, src=0, group=self._group)
+            dist.broadcast_object_list([step], 0, self._group)
 
     def receive(self) -> Step:
         """Other ranks: return the next step; blocks until there is one."""
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(length, src=0, group=self._group)
-        data = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(data, src=0, group=self._group)
-        return msgspec.msgpack.decode(data.numpy().data, type=Step)
+        received: list[Step] = [Step()]
+        dist.broadcast_object_list(received, 0, self._group)
+        return received[0]
 
 
 class FinishReason(StrEnum):
@@ -134,7 +120,6 @@ class Scheduler:
         self._paused = paused
         self._pause_wanted: tuple[str, PauseMode] | None = None
         self._quiesced_for: str | None = None
-        self._stopped = False
         self._version = -1
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -207,26 +192,16 @@ class Scheduler:
         with self._changed:
             self._version = version
 
-    def stop(self) -> None:
-        """End the model loop; running requests end with what they have."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
     # --- called by the model loop --------------------------------------------------------------
 
     def next_step(self) -> Step:
         """Return what to do next; blocks until there is something."""
         with self._changed:
             self._changed.wait_for(self._has_work)
-            if self._stopped:
-                for request in (*self._running.values(), *self._waiting):
-                    self._finish(request, FinishReason.ABORT)
-                return Step(StepKind.STOP)
             if self._pause_wanted is not None:
                 pause_id, mode = self._pause_wanted
                 self._apply_pause(mode)
-                return Step(StepKind.PAUSE, pause_id=pause_id)
+                return Step(pause_id)
             return self._prefill() if self._waiting and self._free else self._decode()
 
     def quiesced(self, pause_id: str) -> None:
@@ -249,9 +224,8 @@ class Scheduler:
                     self._append(request, *row)
 
     def _has_work(self) -> bool:
-        if self._stopped or self._pause_wanted is not None:
-            return True
-        return not self._paused and bool(self._running or self._waiting)
+        runs = not self._paused and bool(self._running or self._waiting)
+        return runs or self._pause_wanted is not None
 
     def _apply_pause(self, mode: PauseMode) -> None:
         if mode is PauseMode.ABORT:
@@ -274,7 +248,6 @@ class Scheduler:
             rows.append(request.input_ids + request.output_ids)
         width = max(len(row) for row in rows)
         return Step(
-            StepKind.FORWARD,
             slots=slots,
             tokens=[row + [0] * (width - len(row)) for row in rows],
             start=[0] * len(rows),
@@ -285,7 +258,6 @@ class Scheduler:
         slots = sorted(self._running)
         requests = [self._running[slot] for slot in slots]
         return Step(
-            StepKind.FORWARD,
             slots=slots,
             tokens=[[r.output_ids[-1]] for r in requests],
             start=[r.num_tokens - 1 for r in requests],

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from windlass.config import PauseMode
 from windlass.engines.embedded.scheduler import Request, Scheduler
-from windlass.engines.embedded.settings import EngineSettings
+from windlass.engines.embedded.spec import EngineSettings
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout
 from windlass.net.access import Access
 from windlass.net.server import ControlServer
@@ -147,14 +147,18 @@ class EngineServer:
             raise ConfigError("stream must be false, got true")
         if body.lora_path:
             raise ConfigError(f"lora_path must be empty, got {body.lora_path!r}: no adapter here")
-        self._check_tokens("input_ids", body.input_ids)
+        if not body.input_ids:
+            raise ConfigError("input_ids must not be empty, got []")
+        if bad := [token for token in body.input_ids if not 0 <= token < self._vocab_size]:
+            raise ConfigError(f"input_ids must be in [0, {self._vocab_size}), got {bad[0]}")
         sampling = body.sampling_params
         if sampling.top_k != -1:
             raise ConfigError(f"top_k must be -1, got {sampling.top_k}: use top_p")
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops |= self._eos
-        done: asyncio.Future[Request] = self._loop.create_future()
+        done: Future[Request] = Future()
+        done.set_running_or_notify_cancel()  # a client that goes away cancels nothing
         request = Request(
             rid=body.rid or uuid.uuid4().hex,
             input_ids=body.input_ids,
@@ -162,27 +166,23 @@ class EngineServer:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             stop_token_ids=frozenset(stops),
-            on_finish=lambda finished: self._post(done, finished),
+            on_finish=done.set_result,
         )
         self._scheduler.submit(request)
-        if (finished := await done).failure:
+        if (finished := await asyncio.wrap_future(done)).failure:
             return web.json_response({"error": finished.failure}, status=500)
         return web.Response(
             body=msgspec.json.encode(self._answer(finished)), content_type="application/json"
         )
 
-    def _post(self, done: asyncio.Future[Request], finished: Request) -> None:
-        self._loop.call_soon_threadsafe(_resolve, done, finished)
-
     def _answer(self, request: Request) -> dict[str, Any]:
-        finish: dict[str, Any] = {"type": str(request.finish)}
         version = request.versions[-1] if request.versions else self._scheduler.version
         return {
             "text": "",
             "output_ids": request.output_ids,
             "meta_info": {
                 "id": request.rid,
-                "finish_reason": finish,
+                "finish_reason": {"type": str(request.finish)},
                 "prompt_tokens": len(request.input_ids),
                 "completion_tokens": len(request.output_ids),
                 "weight_version": str(version),
@@ -193,13 +193,6 @@ class EngineServer:
                 "output_token_versions": request.versions,
             },
         }
-
-    def _check_tokens(self, name: str, tokens: list[int]) -> None:
-        if not tokens:
-            raise ConfigError(f"{name} must not be empty, got []")
-        bad = [token for token in tokens if not 0 <= token < self._vocab_size]
-        if bad:
-            raise ConfigError(f"{name} must be in [0, {self._vocab_size}), got {bad[0]}")
 
     async def _health(self, _http: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -254,8 +247,3 @@ async def _name_errors(
         return web.json_response({"error": str(error)}, status=400)
     except PeerTimeout as error:
         return web.json_response({"error": str(error)}, status=504)
-
-
-def _resolve(done: asyncio.Future[Request], request: Request) -> None:
-    if not done.done():  # the client may have gone away
-        done.set_result(request)

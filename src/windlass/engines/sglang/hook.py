@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
-from typing import Protocol, assert_never
+from typing import Any, assert_never
 
 import msgspec
 import torch
@@ -26,15 +26,8 @@ from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.capture.snapshot import Snapshot
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.rank_reports import Secrets, carry_out
-from windlass.engines.sglang.orders import (
-    Block,
-    Capture,
-    Digests,
-    Join,
-    Order,
-    Quiesce,
-    SglangApi,
-)
+from windlass.engines.sglang.orders import Digests, Order, Quiesce, SglangApi, Step
+from windlass.engines.spec import RankStep
 from windlass.envs import environment_value
 from windlass.errors import UnsupportedLayout
 
@@ -68,16 +61,14 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
     order: Order = msgspec.json.decode(named_tensors[0][0], type=Order)
     rank = own_rank()
     match order:
-        case Capture():
-            carry_out(order.folder, rank, lambda secrets: _capture(model, order, rank, secrets))
-        case Join():
-            carry_out(order.folder, rank, lambda secrets: _join(order, rank, secrets))
+        case Step():
+            carry_out(order.folder, rank, lambda secrets: _take(model, order, rank, secrets))
         case Quiesce():
             _quiesce(model, order.namespace)
-            _rank.engine_rank.gate.quiesced(order.pause_id)
-        case Block():
-            _quiesce(model, order.namespace)
-            _rank.engine_rank.gate.block(order.pause_id, order.deadline_s, LONGEST_BLOCK_S)
+            if order.blocked_s is None:
+                _rank.engine_rank.gate.quiesced(order.pause_id)
+            else:
+                _rank.engine_rank.gate.block(order.pause_id, order.blocked_s, LONGEST_BLOCK_S)
         case Digests():
             held = held_by(model)
             carry_out(order.folder, rank, lambda _: msgspec.json.encode(fingerprints(held)))
@@ -105,29 +96,29 @@ def _own_replica() -> int:
     return replica or 0
 
 
-def _join(order: Join, rank: int, secrets: Secrets) -> bytes:
-    _rank.engine_rank.join(order.settings, rank, secrets.token)
-    return b""
-
-
-def _capture(model: torch.nn.Module, order: Capture, rank: int, secrets: Secrets) -> bytes:
+def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> bytes:
+    """Take a step towards the fleet, and return what is reported of it."""
     settings = order.settings
+    if order.step is RankStep.JOIN:
+        _rank.engine_rank.join(settings, rank, secrets.token)
+        return b""
     alone = order.num_stages == 1 and settings.world_size == dist.get_world_size()
-    own, every = partial(_layout_of, model, order, rank), partial(_on_every_rank, model)
 
     def captured() -> Captured:
         if not alone:
-            return own()[0]
-        found, untouched = capture_on_every_rank(own, every)
-        _rank.can_block = every(_plain(found) and untouched)
+            return _layout_of(model, order, rank)[0]
+        every = partial(all_ranks, device=next(model.parameters()).device)
+        found, untouched = capture_on_every_rank(lambda: _layout_of(model, order, rank), every)
+        # The manifest's parameters are the model's own memory, all of them.
+        plain = not found.repacked and not found.recomputed
+        _rank.can_block = every(plain and untouched)
         return found
 
     def api() -> SglangApi:
-        gate = _rank.engine_rank.gate
         return SglangApi(
             secrets.server(settings.url),
             settings.world_size,
-            gate,
+            _rank.engine_rank.gate,
             blocks=_rank.can_block,
             num_stages=order.num_stages,
         )
@@ -136,7 +127,7 @@ def _capture(model: torch.nn.Module, order: Capture, rank: int, secrets: Secrets
     return msgspec.json.encode(_rank.engine_rank.capture(settings, rank, captured, api))
 
 
-def _layout_of(model: torch.nn.Module, order: Capture, rank: int) -> tuple[Captured, bool]:
+def _layout_of(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured, bool]:
     """Return what was captured, and whether SGLang leaves weights alone around an order."""
     settings = order.settings
     captured = capture(
@@ -160,16 +151,6 @@ def _has_sessions() -> bool:
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     return "restore_weights_before_loading" in vars(DefaultModelLoader)
-
-
-def _plain(captured: Captured) -> bool:
-    """Whether the manifest's parameters are the model's own memory, all of them."""
-    return not captured.repacked and not captured.recomputed
-
-
-def _on_every_rank(model: torch.nn.Module, mine: bool) -> bool:
-    """Whether it is so on all ranks of this world, each of which is in the same order."""
-    return all_ranks(mine, next(model.parameters()).device)
 
 
 def _orders_change_nothing(model: torch.nn.Module) -> bool:
@@ -220,21 +201,6 @@ _FOLLOWS = "windlass_follows"
 _NO_NAMESPACES = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
 
 
-class _Request(Protocol):
-    """The part of SGLang's `Req` that is used."""
-
-    extra_key: str | None
-    """Prefixes are found under the key under which they were left, and under no other."""
-
-
-class _Begin(Protocol):
-    """`Req.init_next_round_input`."""
-
-    def __call__(
-        self, request: _Request, tree_cache: object = None, cow_mamba: bool | None = None
-    ) -> None: ...
-
-
 def _separate_caches() -> None:
     """Have requests find and leave prefixes of their own weights only, in every cache of SGLang's.
 
@@ -254,7 +220,7 @@ def _separate_caches() -> None:
             f"{_NO_NAMESPACES} must not be set: that tree finds prefixes of old weights, whatever "
             "their key"
         )
-    begin: _Begin | None = vars(Req).get("init_next_round_input")
+    begin: Callable[..., None] | None = vars(Req).get("init_next_round_input")
     if begin is None or "extra_key" not in inspect.signature(Req.__init__).parameters:
         raise UnsupportedLayout(
             "sglang: Req must have extra_key and init_next_round_input, by which prefixes of old and "
@@ -265,7 +231,7 @@ def _separate_caches() -> None:
 
     @wraps(begin)
     def begin_in_namespace(
-        request: _Request, tree_cache: object = None, cow_mamba: bool | None = None
+        request: Any, tree_cache: object = None, cow_mamba: bool | None = None
     ) -> None:
         if tree_cache is not None and _rank.namespace:
             own = vars(request).setdefault(_OWN_KEY, request.extra_key)

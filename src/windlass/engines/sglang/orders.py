@@ -21,44 +21,38 @@ from windlass.config import PauseMode
 from windlass.engines.http import EngineHttp, NoSuchRoute
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.sglang.spec import HOOK
-from windlass.engines.spec import AgentSettings
+from windlass.engines.spec import AgentSettings, RankStep
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 
 DRAIN_S = 30.0
 """For stages to notice that no request is left; they do so after a turn of every micro-batch."""
 
 
-class Capture(msgspec.Struct, frozen=True, tag="capture"):
-    """Capture the layout; each rank reports a `CapturedLayout` in `folder`."""
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """Capture the layout, or, once what all ranks have captured was found good, join the fleet.
 
+    Each rank reports so in `folder`, see `windlass.engines.spec.EngineServer.order`.
+    """
+
+    step: RankStep
     settings: AgentSettings
     folder: str
     num_stages: int = 1
 
 
-class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Join the fleet, once what all ranks have captured was found good; each reports so in `folder`."""
-
-    settings: AgentSettings
-    folder: str
-
-
 class Quiesce(msgspec.Struct, frozen=True, tag="quiesce"):
     """Every step before this order is over, and caches of the weights until now answer nobody else.
 
-    `namespace`: unlike that of any other order; of the keys of the caches from now on.
+    Attributes:
+        pause_id: that the loop is quiesced for.
+        namespace: unlike that of any other order; of the keys of the caches from now on.
+        blocked_s: the loop stays in the order until the pause ends, or for 20 s; this is the deadline
+            for the agent to ask for that pause. None where the loop goes on.
     """
 
     pause_id: str
     namespace: str
-
-
-class Block(msgspec.Struct, frozen=True, tag="block"):
-    """As `Quiesce`, and the loop stays in the order until the pause ends, or for 20 s."""
-
-    pause_id: str
-    namespace: str
-    deadline_s: float
+    blocked_s: float | None = None
 
 
 class Digests(msgspec.Struct, frozen=True, tag="digests"):
@@ -67,7 +61,7 @@ class Digests(msgspec.Struct, frozen=True, tag="digests"):
     folder: str
 
 
-Order = Capture | Join | Quiesce | Block | Digests
+Order = Step | Quiesce | Digests
 
 
 class _Empty:
@@ -114,10 +108,7 @@ def session(server: EngineHttp, deadline_s: float) -> Iterator[Mapping[str, str]
     except NoSuchRoute:  # 0.5.16: no sessions, and no draft model here
         yield {}
         return
-    except (
-        PeerTimeout,
-        SystemExit,
-    ):  # SystemExit: by a signal, while the server waits for requests
+    except (PeerTimeout, SystemExit):  # by a signal, while the server waits for requests
         with suppress(WindlassError):  # it opens later, and nobody else would close it
             _call(server, "/end_weight_update", {}, deadline_s)
         raise
@@ -202,7 +193,7 @@ class SglangApi:
 
     def block(self, pause_id: str, deadline_s: float) -> None:
         with session(self._server, deadline_s) as selector:
-            order = Block(pause_id, uuid.uuid4().hex, deadline_s)
+            order = Quiesce(pause_id, uuid.uuid4().hex, deadline_s)
             send_order(self._server, order, selector, self._world_size, None)
             self._gate.wait_ended(pause_id)  # the end of a session works on weights
 

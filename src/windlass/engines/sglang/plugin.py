@@ -23,20 +23,18 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
 
 from windlass.engines.join_route import JoinOrder, JoinRoute
-from windlass.engines.launch import join_fleet, refuse_expandable_segments
 from windlass.engines.private_routes import PrivateRoutes, is_launched, new_key
 from windlass.engines.quantised import require_followed
-from windlass.engines.rank_reports import Secrets
-from windlass.engines.sglang.replicas import reach_replicas
+from windlass.engines.rank_reports import Secrets, join_fleet
 from windlass.engines.sglang.spec import HOOK, RELEASES, RULES, SglangServer
-from windlass.engines.spec import AgentSettings, refuse_settings
+from windlass.engines.spec import AgentSettings, refuse_expandable_segments, refuse_settings
 from windlass.engines.versions import check_installed
 from windlass.envs import CONTROLLER_VARIABLE, control_token, environment_value
 from windlass.errors import ConfigError, ProtocolError, WindlassError
@@ -54,6 +52,8 @@ from windlass.updates.engine_channel import report_cannot_join
 WAIT = "wait"
 _HTTP = "sglang.srt.entrypoints.http_server"
 _OTHER_SERVERS = ("SGLANG_RUST_SERVER", "SGLANG_USE_MODELSCOPE")
+_OF_TENSORS = (None, "direct", "flattened_bucket")
+"""Load formats that are no custom weight loader."""
 _log = logging.getLogger(__name__)
 _done: set[str] = set()
 """What this process has done, of which once is enough."""
@@ -144,6 +144,47 @@ def _set_loader(server_args: Any, loaders: list[str]) -> None:
 def _require_followed(settings: Any, checkpoint: Path) -> None:
     asked = settings.quantization
     require_followed(checkpoint, ("--quantization", asked) if asked else ())
+
+
+def reach_replicas(mixin: Any) -> None:
+    """Have orders reach every data-parallel replica, by the methods of SGLang's tokenizer manager.
+
+    SGLang (0.5.23) sends what its control plane is asked to the schedulers of all replicas and waits for all of
+    them, but refuses tensors beforehand, because a payload has one entry per tensor-parallel rank. Orders are the
+    same for every rank: only what is, and is for a custom weight loader, passes the refusal by, in the way in
+    which SGLang handles the sessions around it. Of the replicas' answers to a flush it passes on one; here a
+    refusal of any replica counts, since stages of that one are still at work.
+    """
+    update: Callable[..., Awaitable[Any]] = mixin.update_weights_from_tensor
+    flush: Callable[..., Awaitable[Any]] = mixin.flush_cache
+
+    async def update_weights_from_tensor(
+        manager: Any, request: Any, received: object = None
+    ) -> Any:
+        payloads: Sequence[str | bytes] = request.serialized_named_tensors
+        is_order = request.load_format not in _OF_TENSORS and len(set(payloads)) == 1
+        if manager.server_args.dp_size == 1 or not is_order:
+            return await update(manager, request, received)
+        from sglang.srt.utils.common import normalize_serialized_named_tensor_payloads
+
+        manager.auto_create_handle_loop()
+        request.serialized_named_tensors = normalize_serialized_named_tensor_payloads(payloads)
+        return await manager._weight_update_session_call(
+            manager.update_weights_from_tensor_communicator, request
+        )
+
+    async def flush_cache(manager: Any, timeout_s: float | None = None) -> Any:
+        """Refuse what one replica has refused; what all have done SGLang does as ever, once more."""
+        if manager.server_args.dp_size == 1:
+            return await flush(manager, timeout_s)
+        from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+        manager.auto_create_handle_loop()
+        answers = await manager.flush_cache_communicator(FlushCacheReqInput(timeout_s=timeout_s))
+        refused = [answer for answer in answers if not answer.success]
+        return refused[0] if refused else await flush(manager, timeout_s)
+
+    mixin.update_weights_from_tensor, mixin.flush_cache = update_weights_from_tensor, flush_cache
 
 
 def _stand_in_front(http_server: ModuleType, member: _Member | None) -> None:
@@ -240,7 +281,10 @@ class _Member:
         try:
             check_url(order.controller, "controller")
             given = self._settings
-            checkpoint = _checkpoint_of(given)
+            from windlass.engines.capture.codes import checkpoint_folder
+
+            model = given.model_path, given.revision, given.download_dir
+            checkpoint = checkpoint_folder("--model-path", *model)
             _require_followed(given, checkpoint)
             settings = AgentSettings(
                 name=self._name(order.controller),
@@ -280,29 +324,3 @@ class _Member:
                 f"--host must be an address that others reach, since {controller} is on another host, got {host!r}"
             )
         return host
-
-
-def _checkpoint_of(settings: Any) -> Path:
-    """Return the folder that SGLang has loaded its model from.
-
-    Raises:
-        ConfigError: it was no folder, nor a repository of the Hugging Face Hub that this host has.
-    """
-    folder = Path(settings.model_path)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = snapshot_download(
-            settings.model_path,
-            revision=settings.revision,
-            cache_dir=settings.download_dir,
-            local_files_only=True,
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--model-path must be a folder of safetensors files, or a repository of the Hugging Face Hub that "
-            f"was downloaded, got {settings.model_path!r}: {error}"
-        ) from error
-    return Path(found)

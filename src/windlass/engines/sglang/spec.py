@@ -160,7 +160,6 @@ class SglangServer:
     """`EngineServer` of SGLang."""
 
     ready_line = "The server is fired up"
-    answers_for_all = False
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         require_followed(Path(args.model), rest)
@@ -188,13 +187,10 @@ class SglangServer:
     def order(
         self, server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str
     ) -> None:
-        from windlass.engines.sglang.orders import Capture, Join, order_ranks
+        from windlass.engines.sglang.orders import Step, order_ranks
 
-        if step is RankStep.CAPTURE:
-            num_stages = check_server(server, settings.world_size)
-            order: Capture | Join = Capture(settings, folder, num_stages)
-        else:
-            order = Join(settings, folder)
+        stages = check_server(server, settings.world_size) if step is RankStep.CAPTURE else 1
+        order = Step(step, settings, folder, stages)
         order_ranks(server, order, settings.world_size, settings.join_deadline_s)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol, cast, final
+from typing import Any, Protocol, cast, final
 
 import torch
 
@@ -32,26 +32,6 @@ class LoraWorker(Protocol):
     def pin_lora(self, lora_id: int) -> bool: ...
 
     def list_loras(self) -> set[int]: ...
-
-
-class _Adapters(Protocol):
-    """The part of vLLM's `LoRAModelManager` that is used (0.24, 0.32)."""
-
-    def get_adapter(self, adapter_id: int) -> object: ...
-
-    def add_adapter(self, adapter: object) -> bool: ...
-
-    def activate_adapter(self, lora_id: int) -> bool: ...
-
-    def remove_adapter(self, adapter_id: int) -> bool: ...
-
-
-class _Runner(Protocol):
-    lora_manager: object
-
-
-class _Worker(Protocol):
-    model_runner: _Runner
 
 
 @final
@@ -101,7 +81,8 @@ def capture_adapter(
             worker.remove_lora(number)
             worker.add_lora(LoRARequest(settings.adapter, number, str(place)))
 
-    adapters = _adapters_of(worker)
+    # vLLM's `LoRAModelManager`: what this worker has of the adapters that it knows (0.24, 0.32).
+    adapters = vars(cast("Any", worker).model_runner.lora_manager)["_adapter_manager"]
     served, before = adapters.get_adapter(number), Snapshot(Slot(model), copies=True)
     try:
         captured = capture(
@@ -134,13 +115,6 @@ def keep_adapter(worker: LoraWorker) -> None:
         UnsupportedLayout: see `capture_adapter`.
     """
     worker.pin_lora(_the_only(worker))
-
-
-def _adapters_of(worker: LoraWorker) -> _Adapters:
-    """Return what a worker has of the adapters that it knows."""
-    manager = cast("_Worker", worker).model_runner.lora_manager
-    adapters: _Adapters = vars(manager)["_adapter_manager"]
-    return adapters
 
 
 def _the_only(worker: LoraWorker) -> int:

@@ -7,6 +7,7 @@ vLLM makes this a base class of its worker, so `self` is the worker. The methods
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import cast
 
 import msgspec
@@ -17,10 +18,10 @@ from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.http import EngineHttp
 from windlass.engines.rank_reports import Secrets, carry_out
-from windlass.engines.spec import AgentSettings, CapturedLayout
+from windlass.engines.spec import AgentSettings
 from windlass.engines.vllm.adapter import LoraWorker, Slot, keep_adapter
-from windlass.engines.vllm.core_calls import CoreCalls, core_calls
 from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
+from windlass.engines.vllm.engine_core import CoreCalls, core_calls, stamps_tokens
 from windlass.engines.vllm.rank import (
     ParallelConfig,
     Worker,
@@ -28,7 +29,6 @@ from windlass.engines.vllm.rank import (
     capture_rank,
     number_of,
 )
-from windlass.engines.vllm.token_versions import stamps_tokens
 from windlass.errors import ConfigError
 
 multiply_by_parameters()  # vLLM imports this module in a worker before it loads the model
@@ -102,7 +102,10 @@ class VllmApi:
 class WindlassExtension:
     """Methods of every worker. vLLM refuses clashes of names."""
 
-    windlass_engine_rank: EngineRank
+    @cached_property
+    def windlass_engine_rank(self) -> EngineRank:
+        """What this process keeps."""
+        return EngineRank()
 
     def windlass_capture(self, encoded: str, folder: str) -> None:
         """Capture the layout; comes before `windlass_join`. A layout that is refused changes nothing.
@@ -112,35 +115,28 @@ class WindlassExtension:
             folder: of the launcher, where the rank reports a `CapturedLayout`, see `carry_out`.
         """
         settings = msgspec.json.decode(encoded, type=AgentSettings)
-        carry_out(
-            folder,
-            self.windlass_rank(),
-            lambda secrets: msgspec.json.encode(self._windlass_capture(settings, secrets)),
-        )
-
-    def _windlass_capture(self, settings: AgentSettings, secrets: Secrets) -> CapturedLayout:
         worker = cast("Worker", self)
-        return capture_rank(
-            worker,
-            self._windlass_engine_rank(),
-            settings,
-            lambda: self._windlass_api(settings, secrets.server(settings.url)),
-        )
 
-    def _windlass_api(self, settings: AgentSettings, server: EngineHttp) -> VllmApi:
-        return VllmApi(
-            server,
-            can_block=_can_block(cast("Worker", self).parallel_config),
-            stamps=stamps_tokens(),
-            core=core_calls() if settings.world_size == 1 else None,
-        )
+        def capture(secrets: Secrets) -> bytes:
+            def api() -> VllmApi:
+                return VllmApi(
+                    secrets.server(settings.url),
+                    can_block=_can_block(worker.parallel_config),
+                    stamps=stamps_tokens(),
+                    core=core_calls() if settings.world_size == 1 else None,
+                )
+
+            found = capture_rank(worker, self.windlass_engine_rank, settings, api)
+            return msgspec.json.encode(found)
+
+        carry_out(folder, self.windlass_rank(), capture)
 
     def windlass_join(self, encoded: str, folder: str) -> None:
         """Join the fleet, once what all ranks have captured was found good; as `windlass_capture`."""
         settings, rank = msgspec.json.decode(encoded, type=AgentSettings), self.windlass_rank()
 
         def join(secrets: Secrets) -> bytes:
-            self._windlass_engine_rank().join(settings, rank, secrets.token)
+            self.windlass_engine_rank.join(settings, rank, secrets.token)
             return b""
 
         carry_out(folder, rank, join)
@@ -154,14 +150,14 @@ class WindlassExtension:
 
         Args:
             pause_id: of the pause that an agent has asked for.
-            namespace: that the EngineCore has begun for its caches; see `windlass.engines.vllm.caches`.
+            namespace: that the EngineCore has begun for its caches; see `windlass.engines.vllm.engine_core`.
 
         Raises:
             ConfigError: it has begun none.
         """
         _require_apart(namespace)
         self._windlass_keep()
-        self._windlass_engine_rank().gate.quiesced(pause_id)
+        self.windlass_engine_rank.gate.quiesced(pause_id)
 
     def windlass_block(self, pause_id: str, deadline_s: str, namespace: str = "") -> int | None:
         """Called in the main loop between two steps; it stays until the pause ends.
@@ -181,8 +177,8 @@ class WindlassExtension:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._windlass_keep()
-        self._windlass_engine_rank().gate.block(pause_id, float(deadline_s))
-        version = self._windlass_engine_rank().served_version
+        self.windlass_engine_rank.gate.block(pause_id, float(deadline_s))
+        version = self.windlass_engine_rank.served_version
         return version if version >= 0 else None
 
     def windlass_set_version(self, version: int) -> int:
@@ -197,13 +193,8 @@ class WindlassExtension:
         return fingerprints(held) | fingerprints(held_by(Slot(model)))
 
     def _windlass_keep(self) -> None:
-        if self._windlass_engine_rank().settings.adapter:
+        if self.windlass_engine_rank.settings.adapter:
             keep_adapter(cast("LoraWorker", self))
-
-    def _windlass_engine_rank(self) -> EngineRank:
-        if "windlass_engine_rank" not in vars(self):
-            self.windlass_engine_rank = EngineRank()
-        return self.windlass_engine_rank
 
 
 def _require_apart(namespace: str) -> None:

@@ -3,18 +3,17 @@
 `--middleware windlass.engines.vllm.generate_route.GenerateRoute` puts it into vLLM's API server, so
 that rollout workers speak one dialect with every engine: in front of `/inference/v1/generate`, where weight
 versions per token are vLLM's own. `CompletionsRoute` is for servers in which Windlass notes versions
-(`windlass.engines.vllm.token_versions`): in front of `/v1/completions`, which every release has.
+(`windlass.engines.vllm.engine_core`): in front of `/v1/completions`, which every release has.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
 import msgspec
 
-from windlass.engines.private_routes import App, Message, Receive, Send, answer
+from windlass.engines.private_routes import App, Message, Receive, Send, answer, body_of
 from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.rollout.messages import SamplingParams
 
@@ -38,7 +37,10 @@ class _Candidate(msgspec.Struct, frozen=True):
 
 
 class _Logprobs(msgspec.Struct, frozen=True):
+    """`content` of the one route, `token_logprobs` of the other."""
+
     content: list[_Candidate] | None = None
+    token_logprobs: list[float] = []
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -48,49 +50,39 @@ class _Choice(msgspec.Struct, frozen=True):
     weight_versions: list[dict[str, Any]] | None = None
 
 
-class _Response(msgspec.Struct, frozen=True):
-    choices: list[_Choice]
-
-
-class _CompletionLogprobs(msgspec.Struct, frozen=True):
-    token_logprobs: list[float] = []
-
-
-class _Completion(msgspec.Struct, frozen=True):
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    logprobs: _CompletionLogprobs | None = None
-
-
 class _Noted(msgspec.Struct, frozen=True):
     weight_versions: list[dict[str, Any]] | None = None
 
 
-class _Completions(msgspec.Struct, frozen=True):
-    choices: list[_Completion]
+class _Answer(msgspec.Struct, frozen=True):
+    choices: list[_Choice]
     kv_transfer_params: _Noted | None = None
 
 
-class _Route(ABC):
-    """ASGI middleware. Everything but `POST /generate` passes through.
+class GenerateRoute:
+    """ASGI middleware: `POST /generate` by `/inference/v1/generate`; everything else passes through.
 
     Args:
         app: vLLM's.
     """
 
-    path: ClassVar[str]
+    path: ClassVar[str] = "/inference/v1/generate"
     """The route of vLLM that answers."""
 
     def __init__(self, app: App) -> None:
         self._app = app
 
-    @abstractmethod
     def to_inner(self, request: _Request) -> dict[str, object]:
         """Return what that route is asked."""
+        sampling = {**_sampling(request), "detokenize": False}
+        return {"token_ids": request.input_ids, "sampling_params": sampling, **_named(request)}
 
-    @abstractmethod
     def to_outer(self, body: bytes) -> dict[str, object]:
         """Return what it answers, in the words of `/generate`."""
+        choice = msgspec.json.decode(body, type=_Answer).choices[0]
+        content = choice.logprobs.content if choice.logprobs is not None else None
+        logprobs = [(each.logprob, each.token_id) for each in content or []]
+        return _outer(choice, choice.token_ids or [], logprobs, choice.weight_versions)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -99,7 +91,7 @@ class _Route(ABC):
             await self._app(scope, receive, send)
             return
         try:
-            request = msgspec.json.decode(await _body(receive), type=_Request)
+            request = msgspec.json.decode(await body_of(receive), type=_Request)
             body = msgspec.json.encode(self.to_inner(request))
         except (ConfigError, *DECODE_ERRORS) as error:
             await answer(send, UNPROCESSABLE, str(error).encode())
@@ -115,6 +107,31 @@ class _Route(ABC):
             await answer(send, collected.status, collected.body)
 
 
+@final
+class CompletionsRoute(GenerateRoute):
+    """The same by `/v1/completions`.
+
+    An answer that was aborted has no tokens: vLLM ends it without the versions of those that it had, so
+    the worker asks for them again.
+    """
+
+    path = "/v1/completions"
+
+    def to_inner(self, request: _Request) -> dict[str, object]:
+        tokens = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        return {"prompt": request.input_ids, **tokens, **_sampling(request), **_named(request)}
+
+    def to_outer(self, body: bytes) -> dict[str, object]:
+        found = msgspec.json.decode(body, type=_Answer)
+        choice, noted = found.choices[0], found.kv_transfer_params
+        versions = noted.weight_versions if noted is not None else None
+        if choice.finish_reason == ABORT and versions is None:
+            return _outer(choice, [], [], None)
+        tokens = choice.token_ids or []
+        logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
+        return _outer(choice, tokens, [*zip(logprobs, tokens, strict=False)], versions)
+
+
 class _Collected:
     """What the inner application sent."""
 
@@ -127,15 +144,6 @@ class _Collected:
             self.status = message["status"]
         elif message["type"] == "http.response.body":
             self.body += message.get("body", b"")
-
-
-async def _body(receive: Receive) -> bytes:
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return body
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -170,57 +178,13 @@ def _named(request: _Request) -> dict[str, object]:
     }
 
 
-def _answer(
-    reason: str, tokens: Sequence[int], logprobs: Sequence[tuple[float, int]], versions: object
+def _outer(
+    choice: _Choice, tokens: Sequence[int], logprobs: Sequence[tuple[float, int]], versions: object
 ) -> dict[str, object]:
     meta = {
-        "finish_reason": {"type": reason},
+        "finish_reason": {"type": choice.finish_reason or "stop"},
         "completion_tokens": len(tokens),
         "output_token_logprobs": [[logprob, token, None] for logprob, token in logprobs],
         "weight_versions": versions,
     }
     return {"output_ids": tokens, "meta_info": meta}
-
-
-@final
-class GenerateRoute(_Route):
-    """`/generate` by `/inference/v1/generate`."""
-
-    path = "/inference/v1/generate"
-
-    def to_inner(self, request: _Request) -> dict[str, object]:
-        sampling = {**_sampling(request), "detokenize": False}
-        return {"token_ids": request.input_ids, "sampling_params": sampling, **_named(request)}
-
-    def to_outer(self, body: bytes) -> dict[str, object]:
-        choice = msgspec.json.decode(body, type=_Response).choices[0]
-        content = choice.logprobs.content if choice.logprobs is not None else None
-        logprobs = [(each.logprob, each.token_id) for each in content or []]
-        reason = choice.finish_reason or "stop"
-        return _answer(reason, choice.token_ids or [], logprobs, choice.weight_versions)
-
-
-@final
-class CompletionsRoute(_Route):
-    """`/generate` by `/v1/completions`.
-
-    An answer that was aborted has no tokens: vLLM ends it without the versions of those that it had, so
-    the worker asks for them again.
-    """
-
-    path = "/v1/completions"
-
-    def to_inner(self, request: _Request) -> dict[str, object]:
-        tokens = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        return {"prompt": request.input_ids, **tokens, **_sampling(request), **_named(request)}
-
-    def to_outer(self, body: bytes) -> dict[str, object]:
-        found = msgspec.json.decode(body, type=_Completions)
-        choice, noted = found.choices[0], found.kv_transfer_params
-        reason = choice.finish_reason or "stop"
-        tokens = choice.token_ids or []
-        versions = noted.weight_versions if noted is not None else None
-        if reason == ABORT and versions is None:
-            return _answer(reason, [], [], None)
-        logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-        return _answer(reason, tokens, [*zip(logprobs, tokens, strict=False)], versions)

@@ -68,9 +68,7 @@ def capture_rank(
     worker: Worker,
     engine_rank: EngineRank,
     settings: AgentSettings,
-    api: Callable[[], EngineApi],
-    *,
-    is_launched: bool = True,
+    api: Callable[[], EngineApi] | None = None,
 ) -> CapturedLayout:
     """Capture what a rank holds of the checkpoint; in its main loop, on every rank of the server.
 
@@ -81,7 +79,6 @@ def capture_rank(
         engine_rank: keeps what was captured.
         settings: of the engine.
         api: see `EngineRank.capture`.
-        is_launched: see `refuse_unsafe_config`.
 
     Raises:
         RefusedByOtherRank: another rank could not, and has the reason.
@@ -89,7 +86,7 @@ def capture_rank(
     """
     rank = number_of(worker)
     refuse_unsafe_config(
-        worker.vllm_config, adapter=bool(settings.adapter), is_launched=is_launched
+        worker.vllm_config, adapter=bool(settings.adapter), is_launched=api is not None
     )
 
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -216,7 +213,11 @@ def _experts_packed_anew(model: torch.nn.Module) -> Iterator[None]:
     are loaded again would stay unpacked. The kernels of the start are put back afterwards: they,
     and not those made meanwhile, refer to the tensors that the model keeps.
     """
-    held = [holder for module in model.modules() for holder in (module, _method_of(module))]
+    held = [
+        holder
+        for module in model.modules()
+        for holder in (module, vars(module).get("quant_method"))
+    ]
     kernels = [
         (holder, {name: vars(holder)[name] for name in _OF_KERNELS if name in vars(holder)})
         for holder in {id(h): h for h in held if h is not None}.values()
@@ -264,11 +265,6 @@ def _forgotten_if_it_fails(model: torch.nn.Module) -> Iterator[None]:
             if module in LAYERWISE_INFO:
                 LAYERWISE_INFO[module].reset()
         raise
-
-
-def _method_of(module: torch.nn.Module) -> object | None:
-    method: object | None = vars(module).get("quant_method")
-    return method
 
 
 def cache_storages(worker: Worker) -> frozenset[int]:

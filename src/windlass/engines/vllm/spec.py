@@ -25,8 +25,7 @@ from windlass.engines.spec import (
     refuse_settings,
 )
 from windlass.engines.versions import EngineReleases, Feature
-from windlass.engines.vllm.caches import OUTSIDE, SCHEDULER
-from windlass.engines.vllm.token_versions import OWN_VERSIONS
+from windlass.engines.vllm.engine_core import OUTSIDE, OWN_VERSIONS, SCHEDULER
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 
@@ -148,7 +147,6 @@ class VllmServer:
     """`EngineServer` of vLLM."""
 
     ready_line = "Application startup complete"
-    answers_for_all = True
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         quantised = require_followed(Path(args.model), rest)

@@ -16,10 +16,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, final
 
-import msgspec
 import torch
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import (
@@ -28,13 +26,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from windlass.engines.capture.codes import checkpoint_specs
+from windlass.engines.capture.codes import checkpoint_folder
 from windlass.engines.engine_rank import EngineRank
-from windlass.engines.held_loop import HeldLoop
-from windlass.engines.launch import check_placed, refuse_unsafe, report_buffers
 from windlass.engines.quantised import require_followed
-from windlass.engines.rank_reports import RefusedByOtherRank
-from windlass.engines.spec import AgentSettings, CapturedLayout
+from windlass.engines.rank_reports import RefusedByOtherRank, check_layouts, reason_of
+from windlass.engines.spec import AgentSettings, CapturedLayout, refuse_expandable_segments
 from windlass.engines.vllm.rank import Worker, capture_rank, number_of
 from windlass.errors import ConfigError, WindlassError
 from windlass.updates.engine_channel import report_cannot_join
@@ -70,7 +66,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     Attributes:
         version: that is about to come.
         deadline_s: for its round to reach this worker.
-        namespace: that the EngineCore has begun for its caches; see `windlass.engines.vllm.caches`.
+        namespace: that the EngineCore has begun for its caches; see `windlass.engines.vllm.engine_core`.
     """
 
     version: int
@@ -108,24 +104,17 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             return  # the rank that has a reason tells it
         except Exception as error:
             logger.exception("rank %s", rank)
-            reason = (
-                str(error)
-                if isinstance(error, WindlassError)
-                else f"{type(error).__name__}: {error}"
-            )
+            reason = f"rank {rank}: {reason_of(error)}"
             try:
-                report_cannot_join(
-                    init_info.controller, init_info.token, init_info.name, f"rank {rank}: {reason}"
-                )
+                report_cannot_join(init_info.controller, init_info.token, init_info.name, reason)
             except WindlassError as unheard:
                 logger.warning("rank %s: the trainer was not told: %s", rank, unheard)
             if rank == init_info.world_size - 1:
                 raise
 
     def _join(self, info: InitInfo, rank: int) -> None:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # there is none, unless a trainer died in the middle
+        # There is none, unless a trainer died in the middle.
+        with contextlib.suppress(RuntimeError):
             self.worker.finish_weight_update()
         parallel = self.worker.parallel_config
         if parallel.pipeline_parallel_size > 1 or parallel.world_size != info.world_size:
@@ -135,8 +124,8 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 f"{parallel.world_size}: python -m windlass.engines.vllm serves stages and replicas"
             )
         model, load = self.worker.vllm_config.model_config, self.worker.vllm_config.load_config
-        folder = _folder_of(model.model, model.revision)
-        refuse_unsafe((), ())  # what the environment says of memory
+        folder = checkpoint_folder("--model", model.model, model.revision)
+        refuse_expandable_segments()
         require_followed(
             folder, ("--quantization", model.quantization) if model.quantization else ()
         )
@@ -150,11 +139,8 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             loaded=load.load_format != "dummy",
             serves_own_weights=True,
         )
-        captured = capture_rank(
-            self.worker, self._engine_rank, settings, HeldLoop, is_launched=False
-        )
-        check_placed(info.name, [_of_all_ranks(folder, captured, info.world_size)])
-        report_buffers(info.name, [captured])
+        captured = capture_rank(self.worker, self._engine_rank, settings)
+        check_layouts(info.name, _of_all_ranks(captured, info.world_size))
         self._engine_rank.join(settings, rank, info.token)
 
     def start_weight_update(self) -> None:
@@ -206,23 +192,15 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         raise ConfigError("trainer_send_weights: use windlass.integrations.vllm.WeightSync")
 
 
-def _of_all_ranks(folder: Path, captured: CapturedLayout, world_size: int) -> CapturedLayout:
-    """Return the layout with what no rank has placed, and what none has read; every rank calls this."""
+def _of_all_ranks(captured: CapturedLayout, world_size: int) -> list[CapturedLayout]:
+    """Return what every rank has captured; every rank calls this."""
     if world_size == 1:
-        return captured
+        return [captured]
     from vllm.distributed.parallel_state import get_world_group
 
-    names = [spec.name for spec in checkpoint_specs(folder)]  # in one order for all
-    missing = [
-        [name in {*found} for name in names] for found in (captured.unplaced, captured.unread)
-    ]
-    everywhere = torch.tensor(missing, dtype=torch.int32)
-    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=get_world_group().cpu_group)
-    unplaced, unread = (
-        tuple(name for name, is_so in zip(names, row, strict=True) if is_so)
-        for row in everywhere.tolist()
-    )
-    return msgspec.structs.replace(captured, unplaced=unplaced, unread=unread)
+    found = [captured] * world_size
+    dist.all_gather_object(found, captured, get_world_group().cpu_group)
+    return found
 
 
 def _give_worker() -> None:
@@ -237,25 +215,6 @@ def _give_worker() -> None:
         initialise(worker, init_info)
 
     VllmWorker.init_weight_transfer_engine = with_worker
-
-
-def _folder_of(model: str, revision: str | None) -> Path:
-    """Return the folder of the checkpoint that vLLM has loaded: of the hub's cache, where it has a name there.
-
-    Raises:
-        ConfigError: it is not on this host.
-    """
-    if (folder := Path(model)).is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except LocalEntryNotFoundError as error:
-        raise ConfigError(
-            f"--model must be a folder, or a model in the hub's cache of every rank, got {model!r}"
-        ) from error
 
 
 _give_worker()  # imported in a worker that has this backend, while it loads its model

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 
-from windlass.engines.vllm.caches import BACKEND, is_backend_of, keep_caches_apart
 from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
+from windlass.engines.vllm.engine_core import BACKEND, is_backend_of, keep_caches_apart
 
 __all__ = ["register"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.engines.vllm.token_versions import Span, add_tokens
+from windlass.engines.vllm.engine_core import Span, add_tokens
 
 
 def test_spans_follow_one_another_and_grow_while_the_version_stays() -> None:
