@@ -26,7 +26,7 @@ import windlass
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.sglang import hook
 from windlass.engines.vllm import extension
-from windlass.engines.vllm.engine_core import PAUSING_CALLS
+from windlass.engines.vllm.engine_core import QUIESCES
 from windlass.engines.vllm.extension import WindlassExtension
 from windlass.errors import PeerTimeout, WindlassError
 
@@ -129,7 +129,7 @@ class Vllm(Engine):
             return 200, b"{}"
         body = json.loads(asked)
         # As a core does that keeps caches apart by version.
-        begun = ("namespace",) if body["method"] in PAUSING_CALLS else ()
+        begun = ("namespace",) if body["method"] == QUIESCES else ()
         call = partial(getattr(self.worker, body["method"]), *body["args"], *begun)
         result = call() if body["method"] == "windlass_quiesce" else self.counted(call)
         return 200, json.dumps({"results": [result]}).encode()

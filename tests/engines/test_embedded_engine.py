@@ -267,4 +267,3 @@ def test_a_server_that_cannot_serve_says_why_and_is_not_waited_for() -> None:
     for thread in threading.enumerate():
         if thread.name == "http":
             thread.join(30)
-    server._loop.close()

@@ -37,13 +37,11 @@ class Api:
     def blocks(self, mode: PauseMode) -> bool:
         return False
 
-    def block(self, pause_id: str, deadline_s: float) -> None:
-        raise AssertionError
-
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         return True
 
-    def quiesce(self, pause_id: str, deadline_s: float) -> None:
+    def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
+        assert not block
         self.gate.quiesced(pause_id)
 
     def resume(self, deadline_s: float) -> None:

@@ -143,4 +143,4 @@ def check_that_it_stays(server: Server, adapter: Path, old: Path) -> None:
     assert parts(held)[1] == server.digests_of_fresh_adapter(adapter)
     server.post("/collective_rpc", {"method": "remove_lora", "args": [1]})
     with pytest.raises(urllib.error.HTTPError):
-        server.post("/collective_rpc", {"method": "windlass_quiesce", "args": ["x"]})
+        server.post("/collective_rpc", {"method": "windlass_quiesce", "args": ["x", ""]})

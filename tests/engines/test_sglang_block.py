@@ -219,7 +219,7 @@ def test_stages_stop_by_abort_alone_and_drain(loops: Loops, url: str) -> None:
             api.pause(mode, DEADLINE_S)
     assert loops.seen == []
     assert api.pause(PauseMode.ABORT, DEADLINE_S)
-    api.quiesce("1.1", DEADLINE_S)
+    api.quiesce("1.1", DEADLINE_S, block=False)
     assert loops.seen == [PAUSE, BEGIN, "Quiesce", END, f"{FLUSH}?timeout=20.0"]
 
 

@@ -91,4 +91,4 @@ def test_a_worker_whose_core_began_no_namespace_is_not_paused() -> None:
     with pytest.raises(ConfigError, match="must keep caches apart by version"):
         WindlassExtension().windlass_quiesce("1.1")
     with pytest.raises(ConfigError, match="must keep caches apart by version"):
-        WindlassExtension().windlass_block("1.1", "1.0")
+        WindlassExtension().windlass_quiesce("1.1", "1.0")

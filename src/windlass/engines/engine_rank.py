@@ -22,11 +22,9 @@ from windlass.errors import ConfigError, ProtocolError, UnsupportedLayout, Windl
 from windlass.memory.cuda.driver import gpu_of
 from windlass.memory.ops import memory_on
 from windlass.transfer.registration import stretches
-from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
 
 logger = logging.getLogger(__name__)
-CONNECT_DEADLINE_S = 60.0
 LEAVE_DEADLINE_S = 30.0
 RELEASE_S = 5.0
 """For a loop that was let go, of the time to resume."""
@@ -39,27 +37,26 @@ class EngineApi(Protocol):
         """Stop admission and treat running requests as `mode` says.
 
         Returns:
-            Whether the engine is paused now, until `resume`; False where `block` alone does `mode`.
+            Whether the engine is paused now, until `resume`; False where loops that are blocked are enough.
         """
         ...
 
     def blocks(self, mode: PauseMode) -> bool:
-        """Whether loops are quiesced by `block`, and not by `quiesce`."""
-        ...
-
-    def block(self, pause_id: str, deadline_s: float) -> None:
-        """Make the main loop of every rank call its `QuiesceGate.block`; return when all have left it.
+        """Whether loops are blocked for as long as a pause of this mode lasts.
 
         A loop that is blocked neither runs steps nor takes the interpreter from the agent's thread.
         """
         ...
 
-    def quiesce(self, pause_id: str, deadline_s: float) -> None:
-        """Make the main loop of every rank call its `QuiesceGate.quiesced`."""
+    def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
+        """Make the main loop of every rank call its `QuiesceGate`: `quiesced`, or `block`.
+
+        Returns when all have; with `block`, when all have left it.
+        """
         ...
 
     def resume(self, deadline_s: float) -> None:
-        """Go on generating after `pause`, and after `block` has returned, unless a loop is stuck."""
+        """Go on generating after `pause`, and after loops have left `block`, unless a loop is stuck."""
         ...
 
     def set_version(self, version: int, deadline_s: float) -> None:
@@ -99,7 +96,7 @@ class RankHooks:
         before, self._paused = self._paused, True  # also if no answer comes: it may have stopped
         self._paused = api.pause(mode, deadline_s) or before
         if not api.blocks(mode):
-            api.quiesce(pause_id, deadline_s)
+            api.quiesce(pause_id, deadline_s, block=False)
             return
         self._blocked = threading.Thread(
             target=self._block, args=(api, pause_id, deadline_s), name="windlass-block"
@@ -109,7 +106,7 @@ class RankHooks:
     def _block(self, api: EngineApi, pause_id: str, deadline_s: float) -> None:
         """Have loops blocked, in a thread of its own: the call lasts as long as the pause."""
         try:
-            api.block(pause_id, deadline_s)
+            api.quiesce(pause_id, deadline_s, block=True)
         except WindlassError as error:
             logger.warning("pause %s: the engine did not block its loops", pause_id, exc_info=True)
             self._gate.fail(pause_id, error)
@@ -218,8 +215,6 @@ class EngineRank:
         return CapturedLayout(
             unplaced=captured.unplaced,
             unread=captured.unread,
-            constants=captured.constants,
-            repacked=captured.repacked,
             recomputed=captured.recomputed,
             buffer_nbytes=captured.buffer_nbytes,
         )
@@ -250,7 +245,13 @@ class EngineRank:
             memory_at=captured.addresses[0] if captured.addresses else 0,
         )
         begun = time.perf_counter()
-        regions = _register(transport, captured)
+        spans = (
+            (address, parameter.nbytes)
+            for address, parameter in zip(
+                captured.addresses, captured.manifest.parameters, strict=True
+            )
+        )
+        regions = transport.register_all(stretches(spans, allocation_of))
         # Repacked parameters are read from their buffers, which hold what was last received.
         self._client = EngineClient(
             EngineWeights(
@@ -266,7 +267,6 @@ class EngineRank:
             world_size=settings.world_size,
             url=settings.url if rank == 0 else "",
             serves_own_weights=settings.serves_own_weights,
-            connect_deadline_s=CONNECT_DEADLINE_S,
         )
         self._has_joined = True
 
@@ -274,10 +274,6 @@ class EngineRank:
     def served_version(self) -> int:
         """That this rank holds of the fleet that it is in; -1 for none."""
         return -1 if self._client is None else self._client.agent.served_version
-
-    def serves(self, version: int) -> bool:
-        """Whether this rank holds a version, or a later one, of the fleet that it is in."""
-        return self._client is not None and self._client.agent.served_version >= version
 
     def leave(self, deadline_s: float) -> None:
         """Withdraw the rank's memory from its fleet, whose controller has ended; if it is in one.
@@ -323,14 +319,6 @@ def _freeze_heap() -> None:
 
 def _identity(settings: AgentSettings) -> tuple[str, str, str, int]:
     return settings.name, settings.url, settings.checkpoint, settings.world_size
-
-
-def _register(transport: OneSidedTransport, captured: Captured) -> tuple[MemoryRegion, ...]:
-    spans = (
-        (address, parameter.nbytes)
-        for address, parameter in zip(captured.addresses, captured.manifest.parameters, strict=True)
-    )
-    return transport.register_all(stretches(spans, allocation_of))
 
 
 def allocation_of(address: int) -> tuple[int, int] | None:

@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self, final
+from typing import final
 
 import msgspec
 
@@ -37,8 +36,6 @@ _SOCKET = "sent"
 _SECRETS = "secrets"
 REPORTED_S = 2.0
 """For what ranks have reported before the server failed."""
-_LONGEST = 4096
-"""Bytes that a rank sends before it goes on: no more than a socket holds that nobody reads."""
 
 
 class RefusedByOtherRank(UnsupportedLayout):
@@ -67,7 +64,7 @@ class Secrets(msgspec.Struct, frozen=True):
 
 
 class _Sent(msgspec.Struct, frozen=True):
-    """`failed`: what is in the folder is the reason."""
+    """What is sent is less than a socket holds that nobody reads; `failed`: the reason is in the folder."""
 
     rank: int
     failed: bool = False
@@ -109,7 +106,7 @@ def _secrets_in(folder: str) -> Secrets:
 
 
 @final
-class RankReports:
+class RankReports(ExitStack):
     """A folder for the reports of every rank of this host; left when they have been read.
 
     Args:
@@ -118,26 +115,13 @@ class RankReports:
     """
 
     def __init__(self, world_size: int, secrets: Secrets = Secrets()) -> None:  # noqa: B008 - frozen
+        super().__init__()
         self._world_size = world_size
-        self._owned = ExitStack()
-        with ExitStack() as undo:
-            self.folder = undo.enter_context(tempfile.TemporaryDirectory())
-            (Path(self.folder) / _SECRETS).write_bytes(msgspec.json.encode(secrets))
-            self._listening = undo.enter_context(socket.socket(socket.AF_UNIX))
-            self._listening.bind(str(Path(self.folder) / _SOCKET))
-            self._listening.listen(world_size)
-            self._owned = undo.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._owned.close()
+        self.folder = self.enter_context(tempfile.TemporaryDirectory())
+        (Path(self.folder) / _SECRETS).write_bytes(msgspec.json.encode(secrets))
+        self._listening = self.enter_context(socket.socket(socket.AF_UNIX))
+        self._listening.bind(str(Path(self.folder) / _SOCKET))
+        self._listening.listen(world_size)
 
     def gather(self, deadline_s: float) -> list[bytes]:
         """Return what every rank reported, by rank.
@@ -164,12 +148,9 @@ class RankReports:
     def _next(self, end_s: float) -> _Sent:
         self._listening.settimeout(max(end_s - time.monotonic(), 0.001))
         line, _ = self._listening.accept()
-        with line:
+        with line, line.makefile("rb") as sent:
             line.settimeout(max(end_s - time.monotonic(), 0.001))
-            received = b""
-            while part := line.recv(_LONGEST):
-                received += part
-        return msgspec.json.decode(received, type=_Sent)
+            return msgspec.json.decode(sent.read(), type=_Sent)
 
 
 def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) -> None:

@@ -173,14 +173,12 @@ class CapturedLayout(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         unplaced: of the checkpoint, that left no trace on this rank. unread: those of them that the
             loader passed by.
-        constants, repacked, recomputed: see `windlass.engines.capture.description.Captured`.
+        recomputed: see `windlass.engines.capture.description.Captured`.
         buffer_nbytes: of buffers that stay, because these tensors are received there.
     """
 
     unplaced: tuple[str, ...]
     unread: tuple[str, ...] = ()
-    constants: tuple[str, ...] = ()
-    repacked: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
     buffer_nbytes: int
 

@@ -24,13 +24,12 @@ from torch.overrides import TorchFunctionMode
 
 from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
 from windlass.engines.capture.description import Captured, Seen, describe
-from windlass.engines.capture.element_ids import ElementIds, Exact, Rows, rows_of, scaled
-from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, held_by
+from windlass.engines.capture.element_ids import ElementIds, scaled
+from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, held_by, refuse
 from windlass.engines.capture.recompute import Recompute, plan_recompute
 from windlass.engines.capture.snapshot import Snapshot, undone_if_it_fails
 from windlass.engines.rank_reports import RefusedByOtherRank
 from windlass.errors import UnsupportedLayout, WindlassError
-from windlass.layout.naming.patterns import said
 
 _Found = TypeVar("_Found")
 EXACT_NUMEL = 1 << 20
@@ -104,10 +103,7 @@ def capture(
     # Where tensors lie is told of those that are there again, not of what the last load has made.
     now = held()
     made = [n for n in seen.numbers if n not in now or now[n].reach != seen.holdings[n].reach]
-    if made:
-        raise UnsupportedLayout(
-            f"{said(made)}: tensors that the engine had not before its loader made them"
-        )
+    refuse(made, "tensors that the engine had not before its loader made them")
     if part is not None:
         part.fix_addresses()
     return describe(replace(seen, holdings=now), codes, worker, part)
@@ -192,9 +188,7 @@ def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen
     if not seen.computed:
         return seen, None
     if not recompute:
-        raise UnsupportedLayout(
-            f"{said(seen.computed)}: tensors that the engine computes from the checkpoint"
-        )
+        refuse(seen.computed, "tensors that the engine computes from the checkpoint")
     return seen, plan_recompute(seen.computed, seen.numbers, loads.codes, loads.load, loads.held)
 
 
@@ -222,13 +216,15 @@ def _observe(loads: _Loads, exact_numel: int, scattered: frozenset[str]) -> Seen
     load(codes.random(0))
     held = loads.held()
     right = {n for n in right if proofs[n].holds(held[n], 0)}
-    _require_written(held, idle)
-    _require_in_place({name: held[name] for name in changing}, places)
+    unwritten = [n for n, constant in idle.items() if not _same(held[n].memory(), constant)]
+    refuse(unwritten, "parameters that the engine's loader does not write")
+    moved = [n for n in changing if held[n].address != places.get(n) and _must_stay(held[n])]
+    refuse(moved, "tensors that move with every load")
     unproven = frozenset(
         n
         for n in proofs
         if n not in right
-        and isinstance(numbers[n], Rows)
+        and not numbers[n].by_place
         and n not in scattered
         and held[n].reach <= MAX_EXACT_NUMEL
     )
@@ -250,7 +246,9 @@ def _read_digits(
 ) -> dict[str, ElementIds]:
     """Which checkpoint element lies at each place of what is `held`, which has the first digits."""
     numbers = {
-        name: _numbers_for(h, MAX_EXACT_NUMEL if name in scattered else exact_numel)
+        name: ElementIds(
+            h, by_place=h.reach <= (MAX_EXACT_NUMEL if name in scattered else exact_numel)
+        )
         for name, h in held.items()
     }
     for position in range(loads.codes.num_digits):
@@ -263,24 +261,8 @@ def _read_digits(
     return numbers
 
 
-def _require_written(held: Mapping[str, Holding], idle: Mapping[str, torch.Tensor]) -> None:
-    """Raise if what was overwritten before a load has not its value again: the loader does not write it."""
-    unwritten = [n for n, constant in idle.items() if not _same(held[n].memory(), constant)]
-    if unwritten:
-        raise UnsupportedLayout(
-            f"{said(unwritten)}: parameters that the engine's loader does not write"
-        )
-
-
-def _require_in_place(changing: Mapping[str, Holding], places: Mapping[str, int]) -> None:
-    moved = [
-        name
-        for name, holding in changing.items()
-        if holding.address != places.get(name)
-        and (holding.kind is not Kind.ATTRIBUTE or holding.tensor.device.type != "cpu")
-    ]
-    if moved:
-        raise UnsupportedLayout(f"{said(moved)}: tensors that move with every load")
+def _must_stay(holding: Holding) -> bool:
+    return holding.kind is not Kind.ATTRIBUTE or holding.tensor.device.type != "cpu"
 
 
 def _is_weight(holding: Holding) -> bool:
@@ -290,11 +272,6 @@ def _is_weight(holding: Holding) -> bool:
     take plain numbers, so that these must not be changed for a trial.
     """
     return holding.kind is Kind.PARAMETER and holding.tensor.dim() > 0
-
-
-def _numbers_for(holding: Holding, exact_numel: int) -> ElementIds:
-    rows = rows_of(holding) if holding.reach > exact_numel else None
-    return rows if rows is not None else Exact(holding.reach, holding.tensor.device)
 
 
 @final
@@ -407,8 +384,8 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _require_repeated(held: Mapping[str, Holding], before: Mapping[str, int]) -> None:
     changed = [n for n, h in held.items() if n in before and fingerprint(h.memory()) != before[n]]
-    if changed:
-        raise UnsupportedLayout(
-            f"{said(changed)}: loading the engine's own checkpoint again gives other bytes than its start "
-            f"gave: the engine does not repeat its post-processing, or was not started from it"
-        )
+    refuse(
+        changed,
+        "loading the engine's own checkpoint again gives other bytes than its start gave: the engine "
+        "does not repeat its post-processing, or was not started from it",
+    )

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import final
 
 from windlass.engines.capture.codes import Codes, Load
-from windlass.errors import UnsupportedLayout
-from windlass.layout.naming.patterns import NUMBER, patterns_of, said
+from windlass.engines.capture.memory import refuse
+from windlass.layout.naming.patterns import NUMBER, patterns_of
 
 _SEED = 2
 ElementIds = tuple[int, ...]
@@ -53,10 +53,7 @@ class _Search:
     def sources(self) -> frozenset[str]:
         every = frozenset(spec.name for spec in self.codes.specs)
         deaf = sorted(self.base.keys() - self._changed(every))
-        if deaf:
-            raise UnsupportedLayout(
-                f"{said(deaf)}: tensors that the engine computes, and not from the checkpoint alone"
-            )
+        refuse(deaf, "tensors that the engine computes, and not from the checkpoint alone")
         patterns = patterns_of(spec.name for spec in self.codes.specs)
         kinds = [tuple(names) for names in patterns.values()]
         members = frozenset().union(*self._mattering(kinds, known=True))
@@ -64,10 +61,10 @@ class _Search:
         if not self._changed(every - found):
             return found
         if members == found or self._changed(every - members):
-            raise UnsupportedLayout(
-                f"{said(self.base)}: tensors that the engine computes from checkpoint tensors "
-                f"that cannot be told apart"
+            why = (
+                "tensors that the engine computes from checkpoint tensors that cannot be told apart"
             )
+            refuse(self.base, why)
         return members
 
     def _changed(self, names: frozenset[str]) -> frozenset[str]:

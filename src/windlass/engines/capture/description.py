@@ -11,7 +11,7 @@ import torch
 
 from windlass.engines.capture.boxes import PlacedBox, TooManyBoxes
 from windlass.engines.capture.codes import Codes, bits_of, quantized_tensors
-from windlass.engines.capture.element_ids import ElementIds, Exact, Parts, parts_of, scaled
+from windlass.engines.capture.element_ids import ElementIds, Parts, parts_of, scaled
 from windlass.engines.capture.memory import Holding
 from windlass.engines.capture.recompute import Recompute
 from windlass.errors import UnsupportedLayout
@@ -210,7 +210,7 @@ class Seen:
 
     def scattered(self, codes: Codes) -> frozenset[str]:
         """Return the names of the tensors that have to be read place by place."""
-        in_rows = {name for name, numbers in self.numbers.items() if not isinstance(numbers, Exact)}
+        in_rows = {name for name, numbers in self.numbers.items() if not numbers.by_place}
         return self.unproven | {
             name
             for name in in_rows - self.unproven
@@ -351,7 +351,7 @@ def _repack(
     name: str, holding: Holding, codes: Codes, numbers: ElementIds, factor: float
 ) -> tuple[Repack, Parts]:
     """Make a buffer that holds the parameter's elements in checkpoint order, each once."""
-    if not isinstance(numbers, Exact):
+    if not numbers.by_place:
         raise UnsupportedLayout(f"{name}: a tensor that is not described twice alike")
     values, written = numbers.placed()
     unique, elements = np.unique(values, return_inverse=True)

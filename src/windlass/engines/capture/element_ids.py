@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,30 +27,6 @@ Parts = list[tuple[CheckpointSpec, tuple[PlacedBox, ...]]]
 
 _NOTHING = -(1 << 58)
 """Added for what is no digit: no number of digits makes the sum positive again, or so low that it wraps."""
-
-
-class ElementIds(Protocol):
-    """Element numbers of one tensor, gathered digit by digit."""
-
-    def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
-        """Take the digit at `position` from the tensor, which the loader multiplies by `factor`."""
-        ...
-
-    def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first place, numbers) in order, covering every place; below 0 where no element lies."""
-        ...
-
-    def is_consistent(self) -> bool:
-        """Whether what was read can be continued to every place."""
-        ...
-
-    def parts(self, codes: Codes, limit: int) -> Parts:
-        """Boxes, once the numbers are proven.
-
-        Raises:
-            TooManyBoxes: more than `limit` of one tensor.
-        """
-        ...
 
 
 def scaled(values: torch.Tensor, factor: float) -> torch.Tensor:
@@ -71,38 +47,6 @@ def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1
     valid = spelt.logical_and_(digit >= 1).logical_and_(digit <= base)
     found = digit.where(valid, 0).to(torch.int64).sub_(1).bitwise_left_shift_(bits * position)
     return found.masked_fill_(valid.logical_not_(), _NOTHING)
-
-
-@final
-class Exact:
-    """Every place of a tensor: 8 bytes for each of `reach` elements."""
-
-    def __init__(self, reach: int, device: torch.device) -> None:
-        self._numbers = torch.zeros(reach, dtype=torch.int64, device=device)
-
-    def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
-        memory = holding.memory()
-        for begin, numbers in self.chunks():
-            part = memory[begin : begin + len(numbers)]
-            numbers.add_(read_digit(part, codes.digit_bits, position, factor))
-
-    def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        step = chunk_on(self._numbers.device)
-        for begin in range(0, len(self._numbers), step):
-            yield begin, self._numbers[begin : begin + step]
-
-    def is_consistent(self) -> bool:
-        return True
-
-    def placed(self) -> tuple[Int64Array, Int64Array]:
-        """(numbers, places) of all places that hold an element."""
-        numbers = self._numbers.cpu().numpy()
-        places = np.flatnonzero(numbers >= 0)
-        return numbers[places], places
-
-    def parts(self, codes: Codes, limit: int) -> Parts:
-        numbers, places = self.placed()
-        return parts_of(codes, numbers, places, limit)
 
 
 def parts_of(
@@ -131,10 +75,10 @@ def _by_tensor(
             yield codes.specs[index], flat, places[begin:end]
 
 
-def rows_of(holding: Holding) -> Rows | None:
-    """Return a grid over a tensor without gaps, of any order of dims; None for others."""
+def _grid_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+    """Return groups, rows and width of a tensor without gaps, of any order of dims; None for others."""
     dims = sorted(
-        ((step, size) for size, step in zip(holding.tensor.shape, holding.tensor.stride(), strict=True)
+        ((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True)
          if size > 1), reverse=True
     )  # fmt: skip
     expected = 1
@@ -144,9 +88,8 @@ def rows_of(holding: Holding) -> Rows | None:
         expected *= size
     if len(dims) < 2:
         return None
-    groups = dims[0][1] if len(dims) > 2 else 1
-    width = dims[-1][1]
-    return Rows(groups, holding.reach // groups // width, width, holding.tensor.device)
+    groups, width = dims[0][1] if len(dims) > 2 else 1, dims[-1][1]
+    return groups, expected // groups // width, width
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,35 +103,58 @@ class _Piece:
 
 
 @final
-class Rows:
-    """First elements of all rows, and three whole rows per group."""
+class ElementIds:
+    """Element numbers of one tensor, gathered digit by digit.
 
-    def __init__(self, groups: int, rows: int, width: int, device: torch.device) -> None:
-        self._shape = (groups, rows, width)
+    Of a grid of groups, rows and places in a row these are the first elements of all rows, and three whole
+    rows per group. In a grid of one place per row every place is read: 8 bytes for each.
+
+    Args:
+        holding: the tensor.
+        by_place: whether every place is read; tensors with gaps are in any case.
+    """
+
+    def __init__(self, holding: Holding, *, by_place: bool) -> None:
+        grid = None if by_place else _grid_of(holding.tensor)
+        self._shape = groups, rows, width = grid or (1, holding.reach, 1)
         self._at = sorted({0, rows // 2, rows - 1})
+        samples, device = (groups, len(self._at), width), holding.tensor.device
         self._heads = torch.zeros((groups, rows), dtype=torch.int64, device=device)
-        self._samples = torch.zeros(
-            (groups, len(self._at), width), dtype=torch.int64, device=device
-        )
+        self._samples = torch.zeros(samples, dtype=torch.int64, device=device)
+
+    @property
+    def by_place(self) -> bool:
+        """Whether every place was read, and nothing guessed."""
+        return self._shape[2] == 1
 
     def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
-        grid = holding.memory().view(self._shape)
-        self._heads += read_digit(grid[:, :, 0], codes.digit_bits, position, factor)
-        self._samples += read_digit(grid[:, self._at], codes.digit_bits, position, factor)
+        """Take the digit at `position` from the tensor, which the loader multiplies by `factor`."""
+        memory, bits = holding.memory(), codes.digit_bits
+        heads, firsts = self._heads.view(-1), memory[:: self._shape[2]]
+        step = chunk_on(heads.device)
+        for begin in range(0, len(heads), step):
+            found = read_digit(firsts[begin : begin + step], bits, position, factor)
+            heads[begin : begin + step] += found
+        if not self.by_place:
+            rows = memory.view(self._shape)[:, self._at]
+            self._samples += read_digit(rows, bits, position, factor)
 
     def is_consistent(self) -> bool:
         """Whether each group that holds an element has a sampled row that does."""
         filled = (self._heads >= 0).any(dim=1)
         sampled = (self._samples[:, :, 0] >= 0).any(dim=1)
-        return bool((filled == sampled).all())
+        return self.by_place or bool((filled == sampled).all())
 
     def _patterns(self) -> torch.Tensor:
         """(groups, width): what to add to the first element of a row; `_NOTHING` for padding."""
+        if self.by_place:
+            return torch.zeros_like(self._samples[:, 0])
         chosen = (self._samples[:, :, 0] >= 0).to(torch.int8).argmax(dim=1)
         rows = self._samples[torch.arange(len(chosen), device=chosen.device), chosen]
         return torch.where((rows >= 0) & (rows[:, :1] >= 0), rows - rows[:, :1], _NOTHING)
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first place, numbers) in order, covering every place; below 0 where no element lies."""
         groups, rows, width = self._shape
         patterns = self._patterns()
         step = max(1, chunk_on(self._heads.device) // width)
@@ -199,7 +165,18 @@ class Rows:
                 numbers = torch.where(heads >= 0, heads + pattern, _NOTHING)
                 yield (group * rows + row) * width, numbers.reshape(-1)
 
+    def placed(self) -> tuple[Int64Array, Int64Array]:
+        """(numbers, places) of all places that hold an element, if these were read `by_place`."""
+        numbers = self._heads.view(-1).cpu().numpy()
+        places = np.flatnonzero(numbers >= 0)
+        return numbers[places], places
+
     def parts(self, codes: Codes, limit: int) -> Parts:
+        """Return the boxes, once the numbers are proven.
+
+        Raises:
+            TooManyBoxes: more than `limit` of one tensor.
+        """
         groups, rows, width = self._shape
         patterns, which = np.unique(self._patterns().cpu().numpy(), axis=0, return_inverse=True)
         which = which.reshape(-1)

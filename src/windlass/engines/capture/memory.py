@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 
 from windlass.engines.capture.codes import bits_of
+from windlass.errors import UnsupportedLayout
+from windlass.layout.naming.patterns import said
 
 
 class Kind(StrEnum):
@@ -46,6 +48,12 @@ class Holding:
     def memory(self) -> torch.Tensor:
         """Return its elements as they lie, gaps included: (reach,)."""
         return self.tensor.detach().as_strided((self.reach,), (1,))
+
+
+def refuse(names: Collection[str], why: str) -> None:
+    """Raise UnsupportedLayout that names tensors and says what is wrong with them, if there are any."""
+    if names:
+        raise UnsupportedLayout(f"{said(names)}: {why}")
 
 
 Held = Callable[[], Mapping[str, Holding]]

@@ -20,7 +20,7 @@ import torch
 from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
 from windlass.engines.capture.dependence import sources_of
 from windlass.engines.capture.element_ids import ElementIds
-from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint
+from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, refuse
 from windlass.errors import UnsupportedLayout, WindlassError
 from windlass.layout.naming.patterns import said
 from windlass.memory.torch_dtypes import torch_dtype
@@ -145,11 +145,8 @@ class Recompute:
                 f"with every load of the same tensors"
             )
         stale = sorted(n for n, p in {**before, **self._constants}.items() if found.get(n) != p)
-        if stale:
-            raise UnsupportedLayout(
-                f"{said(stale)}: tensors that the engine's loader, which failed before, has changed and "
-                f"must not"
-            )
+        why = "tensors that the engine's loader, which failed before, has changed and must not"
+        refuse(stale, why)
 
     def _load_once(self) -> None:
         taken: list[str] = []
@@ -164,18 +161,11 @@ class Recompute:
             ) from error
         held = self.held()
         moved = [n for n, at in self._fixed.items() if n not in held or held[n].address != at]
-        if moved:
-            raise UnsupportedLayout(f"{said(moved)}: tensors that the engine's loader has moved")
+        refuse(moved, "tensors that the engine's loader has moved")
         unwritten = sorted(n for n, c in marks.clear(held).items() if c != self.unwritten[n])
-        if unwritten:
-            raise UnsupportedLayout(
-                f"{said(unwritten)}: tensors that the engine's loader has not written"
-            )
-        if len(taken) != len(self.buffers):
-            missing = [s.name for s, _ in self.buffers if s.name not in taken]
-            raise UnsupportedLayout(
-                f"{said(missing)}: tensors that the engine's loader has not taken"
-            )
+        refuse(unwritten, "tensors that the engine's loader has not written")
+        missing = [s.name for s, _ in self.buffers if s.name not in taken]
+        refuse(missing, "tensors that the engine's loader has not taken")
 
     def _received(self, taken: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for spec, buffer in self.buffers:
@@ -225,10 +215,7 @@ def plan_recompute(
     base = prints()
     load(codes.random(0))
     unsteady = sorted(name for name, value in prints().items() if base.get(name) != value)
-    if unsteady:
-        raise UnsupportedLayout(
-            f"{said(unsteady)}: tensors that the engine computes, and otherwise each time"
-        )
+    refuse(unsteady, "tensors that the engine computes, and otherwise each time")
     part = _Part(computed, numbers, codes, load, held)
     sources = sources_of(codes, load, prints, base)
     bad = part.disturbed(sources)
@@ -237,11 +224,8 @@ def plan_recompute(
         if bad and wider != sources:
             sources = wider
             bad = part.disturbed(sources)
-    if bad:
-        raise UnsupportedLayout(
-            f"{said(bad)}: tensors that the engine's loader does not leave right when it computes "
-            f"{said(computed)} again"
-        )
+    wrong = "tensors that the engine's loader does not leave right when it computes"
+    refuse(bad, f"{wrong} {said(computed)} again")
     return part.recompute(sources)
 
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+from typing import NoReturn
 
 import msgspec
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from windlass.transfer.collective_group import Rendezvous
 STORE_DEADLINE_S = 300.0
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Run an engine, or one of its following ranks."""
     parser = argparse.ArgumentParser(prog="windlass.engines.embedded", description=__doc__)
     parser.add_argument("--name", required=True)
@@ -50,15 +51,15 @@ def main() -> int:
     try:
         configure_logging(args.name)
         if args.follow is not None:
-            return _follow(int(args.follow[0]), int(args.follow[1]), args.follow[2])
+            _follow(int(args.follow[0]), int(args.follow[1]), args.follow[2])
         args.host = args.host or own_address(args.controller)
-        return _lead(msgspec.convert(vars(args), EngineSettings))
+        _lead(msgspec.convert(vars(args), EngineSettings))
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         os._exit(2)  # threads of a half-started engine must not keep it alive
 
 
-def _lead(settings: EngineSettings) -> int:
+def _lead(settings: EngineSettings) -> NoReturn:
     token = control_token()
     if settings.tensor_parallel_size > 1:
         rendezvous = Rendezvous("127.0.0.1", STORE_DEADLINE_S)
@@ -66,17 +67,11 @@ def _lead(settings: EngineSettings) -> int:
             _start_follower(settings, rank, rendezvous.port)
         _meet(settings, 0, rendezvous.store)
     run_rank(settings, 0, token)
-    return 0
 
 
 def _meet(settings: EngineSettings, rank: int, store: Store) -> None:
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=rank,
-        world_size=settings.tensor_parallel_size,
-        timeout=IDLE_TIMEOUT,
-    )
+    size = settings.tensor_parallel_size
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=IDLE_TIMEOUT)
 
 
 def _start_follower(settings: EngineSettings, rank: int, store_port: int) -> None:
@@ -96,7 +91,7 @@ def _start_follower(settings: EngineSettings, rank: int, store_port: int) -> Non
     threading.Thread(target=watch, name=f"rank-{rank}", daemon=True).start()
 
 
-def _follow(rank: int, store_port: int, encoded: str) -> int:
+def _follow(rank: int, store_port: int, encoded: str) -> NoReturn:
     settings, token = msgspec.json.decode(encoded, type=EngineSettings), control_token()
 
     def watch() -> None:
@@ -107,8 +102,7 @@ def _follow(rank: int, store_port: int, encoded: str) -> int:
     store = TCPStore("127.0.0.1", store_port, settings.tensor_parallel_size, is_master=False)
     _meet(settings, rank, store)
     run_rank(settings, rank, token)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -113,11 +113,10 @@ def _check_divisible(config: Any, size: int) -> None:
 
 
 def _parallelize(module: torch.nn.Module, mesh: DeviceMesh) -> None:
-    plan: dict[str, ParallelStyle] = {}
-    for name, _ in module.named_modules():
-        style = TENSOR_PARALLEL_STYLES.get(name.rpartition(".")[2])
-        if style is not None:
-            plan[name] = style()
+    styles = {
+        n: TENSOR_PARALLEL_STYLES.get(n.rpartition(".")[2]) for n, _ in module.named_modules()
+    }
+    plan: dict[str, ParallelStyle] = {n: style() for n, style in styles.items() if style}
     parallelize_module(module, mesh, plan)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -22,10 +22,8 @@ from windlass.errors import ConfigError
 from windlass.transports.registry import create_transport, parse_transport
 from windlass.updates.engine_agent import EngineHooks
 
-CONNECT_DEADLINE_S = 60.0
 
-
-def run_rank(settings: EngineSettings, rank: int, token: str) -> None:
+def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
     """Run one rank for as long as this process lives. `torch.distributed` is initialised if needed.
 
     Raises:
@@ -62,7 +60,6 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> None:
             token=token,
             world_size=settings.tensor_parallel_size,
             url=url,
-            connect_deadline_s=CONNECT_DEADLINE_S,
         )
 
     if rank:

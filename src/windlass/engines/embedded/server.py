@@ -93,7 +93,6 @@ class EngineServer:
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._read_weight = read_weight
-        self._loop = asyncio.new_event_loop()
         self._pauses = 0
 
     @property
@@ -108,15 +107,15 @@ class EngineServer:
             PeerTimeout: they are not within `START_DEADLINE_S`. OSError: they cannot be.
         """
         ready: Future[None] = Future()
-        threading.Thread(target=self._serve, args=(ready,), name="http", daemon=True).start()
+        serving = (self._serve(ready),)
+        threading.Thread(target=asyncio.run, args=serving, name="http", daemon=True).start()
         try:
             ready.result(START_DEADLINE_S)
         except FutureTimeout:
             where = f"engine {self._settings.name}: {self.url}"
             raise PeerTimeout(f"{where} does not serve after {START_DEADLINE_S} s") from None
 
-    def _serve(self, ready: Future[None]) -> None:
-        asyncio.set_event_loop(self._loop)
+    async def _serve(self, ready: Future[None]) -> None:
         self._server.add_routes(
             [
                 web.post("/generate", self._generate),
@@ -133,13 +132,13 @@ class EngineServer:
             ]
         )
         try:
-            self._loop.run_until_complete(self._server.start())
+            await self._server.start()
         # The boundary of the thread: whatever it is, `start` waits for it.
         except Exception as error:  # noqa: BLE001
             ready.set_exception(error)
-            return
-        ready.set_result(None)
-        self._loop.run_forever()
+        else:
+            ready.set_result(None)
+            await asyncio.Event().wait()
 
     async def _generate(self, http: web.Request) -> web.Response:
         body = msgspec.json.decode(await http.read(), type=_Generate)
@@ -171,28 +170,21 @@ class EngineServer:
         self._scheduler.submit(request)
         if (finished := await asyncio.wrap_future(done)).failure:
             return web.json_response({"error": finished.failure}, status=500)
-        return web.Response(
-            body=msgspec.json.encode(self._answer(finished)), content_type="application/json"
-        )
-
-    def _answer(self, request: Request) -> dict[str, Any]:
-        version = request.versions[-1] if request.versions else self._scheduler.version
-        return {
-            "text": "",
-            "output_ids": request.output_ids,
-            "meta_info": {
-                "id": request.rid,
-                "finish_reason": {"type": str(request.finish)},
-                "prompt_tokens": len(request.input_ids),
-                "completion_tokens": len(request.output_ids),
-                "weight_version": str(version),
-                "output_token_logprobs": [
-                    [logprob, token, None]
-                    for logprob, token in zip(request.logprobs, request.output_ids, strict=True)
-                ],
-                "output_token_versions": request.versions,
-            },
+        tokens, versions = finished.output_ids, finished.versions
+        meta = {
+            "id": finished.rid,
+            "finish_reason": {"type": str(finished.finish)},
+            "prompt_tokens": len(finished.input_ids),
+            "completion_tokens": len(tokens),
+            "weight_version": str(versions[-1] if versions else self._scheduler.version),
+            "output_token_logprobs": [
+                [logprob, token, None]
+                for logprob, token in zip(finished.logprobs, tokens, strict=True)
+            ],
+            "output_token_versions": versions,
         }
+        answer = msgspec.json.encode({"text": "", "output_ids": tokens, "meta_info": meta})
+        return web.Response(body=answer, content_type="application/json")
 
     async def _health(self, _http: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -205,13 +197,9 @@ class EngineServer:
         )
 
     async def _model_info(self, _http: web.Request) -> web.Response:
-        return web.json_response(
-            {
-                "model_path": self._settings.model,
-                "weight_version": str(self._scheduler.version),
-                "is_generation": True,
-            }
-        )
+        version = str(self._scheduler.version)
+        told = {"model_path": self._settings.model, "weight_version": version}
+        return web.json_response({**told, "is_generation": True})
 
     async def _get_weights(self, http: web.Request) -> web.Response:
         return web.json_response({"parameter": self._read_weight(http.query.get("name", ""))})

@@ -191,15 +191,13 @@ class SglangApi:
         """See `EngineApi.blocks`; a loop that is only paused spins."""
         return self._blocks
 
-    def block(self, pause_id: str, deadline_s: float) -> None:
+    def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
+        order = Quiesce(pause_id, uuid.uuid4().hex, deadline_s if block else None)
         with session(self._server, deadline_s) as selector:
-            order = Quiesce(pause_id, uuid.uuid4().hex, deadline_s)
-            send_order(self._server, order, selector, self._world_size, None)
-            self._gate.wait_ended(pause_id)  # the end of a session works on weights
-
-    def quiesce(self, pause_id: str, deadline_s: float) -> None:
-        order = Quiesce(pause_id, uuid.uuid4().hex)
-        order_ranks(self._server, order, self._world_size, deadline_s)
+            answered_s = None if block else deadline_s
+            send_order(self._server, order, selector, self._world_size, answered_s)
+            if block:
+                self._gate.wait_ended(pause_id)  # the end of a session works on weights
         if self._num_stages > 1:  # a flush waits until every stage knows that no request is left
             waits_s = min(DRAIN_S, deadline_s)
             self._server.post(f"/flush_cache?timeout={waits_s}", {}, deadline_s)

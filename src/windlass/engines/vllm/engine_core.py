@@ -56,12 +56,12 @@ SCHEDULER = "windlass.engines.vllm.engine_core._scheduler"
 """For `--scheduler-cls`."""
 OUTSIDE = "what was computed with older weights stays in caches outside the engine"
 """Why connectors for keys, values and outputs of encoders are refused: not all go by the salt."""
-PAUSING_CALLS = frozenset({"windlass_quiesce", "windlass_block"})
-"""Methods of workers that the EngineCore calls with one more argument: the namespace it has begun.
+QUIESCES = "windlass_quiesce"
+"""The method of workers that the EngineCore calls with one more argument: the namespace it has begun.
 
 A worker that is not given one refuses the pause: this core would mix the versions of its caches.
 """
-_TELLING_CALLS = frozenset({"windlass_block", "windlass_set_version"})
+_TELLING_CALLS = frozenset({QUIESCES, "windlass_set_version"})
 """Methods of workers that return the version to note from now on, or None."""
 _HOLDS = "update_weights"
 """vLLM's own call of workers, which a weight-transfer backend of ours holds; its argument is a dict."""
@@ -260,9 +260,9 @@ def keep_caches_apart() -> None:
         if method == _LOADS and _own.calls is None and isinstance(core, EngineCoreProc):
             _own.calls = CoreCalls(core)
         of_backend = method in (_HOLDS, _INITIALISES) and is_backend_of(core.vllm_config)
-        if method in PAUSING_CALLS or method == _LOADS or of_backend:
+        if method in (QUIESCES, _LOADS) or of_backend:
             _drop_encoder_outputs(core)
-        if method in PAUSING_CALLS:
+        if method == QUIESCES:
             args = (*args, namespace.begin())
         elif method == _HOLDS and of_backend and kwargs is not None:
             update = {**kwargs["update_info"], "namespace": namespace.begin()}

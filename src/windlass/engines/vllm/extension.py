@@ -70,15 +70,13 @@ class VllmApi:
         """See `EngineApi.blocks`: /pause sleeps for 20 ms after it is done (0.24, 0.32)."""
         return mode is PauseMode.IN_PLACE and self._can_block
 
-    def block(self, pause_id: str, deadline_s: float) -> None:
-        self._is_blocking = True
+    def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
+        self._is_blocking = block
         try:
-            self._call("windlass_block", [pause_id, str(deadline_s)], None)
+            blocked_s = str(deadline_s) if block else ""
+            self._call("windlass_quiesce", [pause_id, blocked_s], None if block else deadline_s)
         finally:
             self._is_blocking = False
-
-    def quiesce(self, pause_id: str, deadline_s: float) -> None:
-        self._call("windlass_quiesce", [pause_id], deadline_s)
 
     def resume(self, deadline_s: float) -> None:
         self._server.post("/resume", {}, deadline_s)
@@ -145,41 +143,36 @@ class WindlassExtension:
         """Return this process's number among all of the server's: replicas, stages, tensor-parallel ranks."""
         return number_of(cast("Worker", self))
 
-    def windlass_quiesce(self, pause_id: str, namespace: str = "") -> None:
-        """Called in the main loop once it is paused.
+    def windlass_quiesce(
+        self, pause_id: str, blocked_s: str = "", namespace: str = ""
+    ) -> int | None:
+        """Called in the main loop, which is paused, or between two steps and stays until the pause ends.
 
         Args:
-            pause_id: of the pause that an agent has asked for.
+            pause_id: of the pause that an agent has asked for, or is about to.
+            blocked_s: see `deadline_s` of `QuiesceGate.block`; empty where the loop is paused.
             namespace: that the EngineCore has begun for its caches; see `windlass.engines.vllm.engine_core`.
 
-        Raises:
-            ConfigError: it has begun none.
-        """
-        _require_apart(namespace)
-        self._windlass_keep()
-        self.windlass_engine_rank.gate.quiesced(pause_id)
-
-    def windlass_block(self, pause_id: str, deadline_s: str, namespace: str = "") -> int | None:
-        """Called in the main loop between two steps; it stays until the pause ends.
-
         Returns:
-            The version that this rank serves from now on; None for none of any fleet.
-
-        Args:
-            pause_id: see `windlass_quiesce`.
-            deadline_s: see `QuiesceGate.block`.
-            namespace: see `windlass_quiesce`.
+            The version that this rank serves after it was blocked; None for none of any fleet.
 
         Raises:
-            ConfigError: see `windlass_quiesce`.
+            ConfigError: the core has begun no namespace.
         """
-        _require_apart(namespace)
-        if torch.cuda.is_available():
+        if not namespace:
+            raise ConfigError(
+                "vLLM: its core must keep caches apart by version, and began no namespace"
+            )
+        rank = self.windlass_engine_rank
+        if blocked_s and torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._windlass_keep()
-        self.windlass_engine_rank.gate.block(pause_id, float(deadline_s))
-        version = self.windlass_engine_rank.served_version
-        return version if version >= 0 else None
+        if rank.settings.adapter:
+            keep_adapter(cast("LoraWorker", self))
+        if not blocked_s:
+            rank.gate.quiesced(pause_id)
+            return None
+        rank.gate.block(pause_id, float(blocked_s))
+        return rank.served_version if rank.served_version >= 0 else None
 
     def windlass_set_version(self, version: int) -> int:
         """Called in the main loop while it is paused; the core reads what is returned."""
@@ -191,17 +184,6 @@ class WindlassExtension:
         model = worker.model_runner.get_model()
         held = held_by(model, cache_storages(worker))
         return fingerprints(held) | fingerprints(held_by(Slot(model)))
-
-    def _windlass_keep(self) -> None:
-        if self.windlass_engine_rank.settings.adapter:
-            keep_adapter(cast("LoraWorker", self))
-
-
-def _require_apart(namespace: str) -> None:
-    if not namespace:
-        raise ConfigError(
-            "vLLM: its core must keep caches apart by version, and began no namespace"
-        )
 
 
 def _can_block(parallel: ParallelConfig) -> bool:

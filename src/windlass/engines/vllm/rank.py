@@ -91,13 +91,7 @@ def capture_rank(
 
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         model = worker.model_runner.get_model()
-        _name_weight_loaders(model)
-        with (
-            _forgotten_if_it_fails(model),
-            _experts_packed_anew(model),
-            _no_warnings_of_parts(),
-            _DirectCopies(model),
-        ):
+        with _reloading(model), _DirectCopies(model):
             worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
 
     def own() -> Captured:
@@ -148,14 +142,6 @@ def _on_every_rank(mine: bool) -> bool:
     return all_ranks(mine, torch.device("cpu"), get_world_group().cpu_group)
 
 
-def _name_weight_loaders(model: torch.nn.Module) -> None:
-    """Give partials that load weights (of MiniMax-M2, say) the `__name__` that vLLM's reload asks them for."""
-    for parameter in model.parameters():
-        loader = vars(parameter).get("weight_loader")
-        if isinstance(loader, partial):
-            vars(loader).setdefault("__name__", "weight_loader")
-
-
 @final
 class _DirectCopies(TorchFunctionMode):
     """Entered for a load, hands vLLM's reload what a model copies to its parameters itself.
@@ -203,59 +189,41 @@ class _DirectCopies(TorchFunctionMode):
 _DATA = vars(torch._C.TensorBase)["data"].__get__
 _OF_KERNELS = ("moe_kernel", "moe_quant_config")
 """What refers to tensors of experts: the kernel, and where its block scales lie."""
-
-
-@contextmanager
-def _experts_packed_anew(model: torch.nn.Module) -> Iterator[None]:
-    """Have vLLM pack experts for their kernel while it loads weights again.
-
-    vLLM 0.32 packs experts for its CPU kernel only while there is no kernel yet, so weights that
-    are loaded again would stay unpacked. The kernels of the start are put back afterwards: they,
-    and not those made meanwhile, refer to the tensors that the model keeps.
-    """
-    held = [
-        holder
-        for module in model.modules()
-        for holder in (module, vars(module).get("quant_method"))
-    ]
-    kernels = [
-        (holder, {name: vars(holder)[name] for name in _OF_KERNELS if name in vars(holder)})
-        for holder in {id(h): h for h in held if h is not None}.values()
-        if vars(holder).get("moe_kernel") is not None
-    ]
-    for holder, _ in kernels:
-        vars(holder)["moe_kernel"] = None
-    try:
-        yield
-    finally:
-        for holder, found in kernels:
-            vars(holder).update(found)
-
-
 _RELOAD = "vllm.model_executor.model_loader.reload"
 
 
 @contextmanager
-def _no_warnings_of_parts() -> Iterator[None]:
-    """VLLM warns of every layer for which a load has nothing; capture proves what loads leave."""
+def _reloading(model: torch.nn.Module) -> Iterator[None]:
+    """Have a load by vLLM's reload (0.24, 0.32) leave what a load at its start does, or no trace if it fails.
+
+    - It asks weight loaders for a `__name__`, which partials (of MiniMax-M2, say) do not have.
+    - 0.32 packs experts for its CPU kernel only while there is no kernel yet, so weights that are loaded again
+      would stay unpacked. The kernels of the start are put back afterwards: they, and not those made
+      meanwhile, refer to the tensors that the model keeps.
+    - It warns of every layer for which a load has nothing; capture proves what loads leave.
+    - It keeps tensors that have come for a layer beside the model (`LAYERWISE_INFO`), and takes a layer that
+      has some for one that is being loaded: after a load that failed the next one would go on with it.
+    """
+    for parameter in model.parameters():
+        loader = vars(parameter).get("weight_loader")
+        if isinstance(loader, partial):
+            vars(loader).setdefault("__name__", "weight_loader")
+    holders = {
+        id(holder): holder
+        for module in model.modules()
+        for holder in (module, vars(module).get("quant_method"))
+        if holder is not None and vars(holder).get("moe_kernel") is not None
+    }
+    kernels = [
+        (holder, {name: vars(holder)[name] for name in _OF_KERNELS if name in vars(holder)})
+        for holder in holders.values()
+    ]
+    for holder, _ in kernels:
+        vars(holder)["moe_kernel"] = None
     loggers = [logging.getLogger(f"{_RELOAD}.{name}") for name in ("layerwise", "inplace")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-@contextmanager
-def _forgotten_if_it_fails(model: torch.nn.Module) -> Iterator[None]:
-    """Have vLLM forget what it keeps of a load that failed: the next one would go on with it.
-
-    It keeps tensors that have come for a layer beside the model (0.24, 0.32: `LAYERWISE_INFO`),
-    and takes a layer that has some for one that is being loaded.
-    """
     try:
         yield
     except BaseException:
@@ -265,6 +233,11 @@ def _forgotten_if_it_fails(model: torch.nn.Module) -> Iterator[None]:
             if module in LAYERWISE_INFO:
                 LAYERWISE_INFO[module].reset()
         raise
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        for holder, found in kernels:
+            vars(holder).update(found)
 
 
 def cache_storages(worker: Worker) -> frozenset[int]:

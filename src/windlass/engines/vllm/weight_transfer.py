@@ -168,7 +168,7 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             )
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        if self._engine_rank.serves(update_info.version):
+        if self._engine_rank.served_version >= update_info.version:
             return  # the call was late
         self._engine_rank.gate.block(f"version {update_info.version}", update_info.deadline_s)
 
