@@ -25,6 +25,7 @@ from windlass.engines.embedded.scheduler import Request, Scheduler
 from windlass.engines.embedded.server import EngineServer
 from windlass.engines.embedded.spec import EngineSettings
 from windlass.net.access import Access, role_token
+from windlass.rollout.messages import SamplingParams
 
 TOKEN = "secret of the test"
 CONFIG = {
@@ -207,8 +208,9 @@ def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
         Scheduler(num_slots=2, max_positions=8, paused=False, seed=0),
         list[Request](),
     )
+    once = SamplingParams(max_new_tokens=1)
     for rid in ("bad", "good"):
-        scheduler.submit(Request(rid, [1], 1, 1.0, 1.0, frozenset(), on_finish=finished.append))
+        scheduler.submit(Request(rid, [1], once, frozenset(), on_finish=finished.append))
     step = scheduler.next_step()
     logits = torch.zeros(2, 4)
     logits[0, 0] = torch.nan

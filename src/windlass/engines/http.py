@@ -72,12 +72,9 @@ class EngineHttp:
             raise PeerUnreachable(f"{what}: {type(error).__name__}: {error}") from error
         finally:
             connection.close()
-        if response.status == http.client.NOT_FOUND:
-            raise NoSuchRoute(
-                f"{what}: {response.status} {answer[:LONGEST_ANSWER].decode(errors='replace')}"
-            )
         if response.status != http.client.OK:
-            raise PeerUnreachable(
-                f"{what}: {response.status} {answer[:LONGEST_ANSWER].decode(errors='replace')}"
-            )
+            lacks = response.status == http.client.NOT_FOUND
+            told = answer[:LONGEST_ANSWER].decode(errors="replace")
+            kind = NoSuchRoute if lacks else PeerUnreachable
+            raise kind(f"{what}: {response.status} {told}")
         return answer

@@ -41,14 +41,10 @@ class _Quantisation(msgspec.Struct, frozen=True):
     quant_algo: str | None = None
 
 
-class _Text(msgspec.Struct, frozen=True):
-    quantization_config: _Quantisation | None = None
-
-
 class _Config(msgspec.Struct, frozen=True):
     quantization_config: _Quantisation | None = None
     compression_config: _Quantisation | None = None
-    text_config: _Text | None = None
+    text_config: _Config | None = None
 
 
 class _Modelopt(msgspec.Struct, frozen=True):
@@ -100,12 +96,11 @@ def is_declared(folder: Path) -> bool:
 
 
 def _declared(folder: Path) -> _Quantisation | None:
+    modelopt, path = folder / "hf_quant_config.json", folder / "config.json"
     try:
-        modelopt = folder / "hf_quant_config.json"
         if modelopt.exists():
             found = msgspec.json.decode(modelopt.read_bytes(), type=_Modelopt).quantization
             return msgspec.structs.replace(found, quant_method="modelopt")
-        path = folder / "config.json"
         if not path.exists():
             return None
         config = msgspec.json.decode(path.read_bytes(), type=_Config)

@@ -336,24 +336,18 @@ class Codes:
         """
         most = batch_on(self.device)
         for batch in self._all if batches is None else batches:
-            spec, first, last = batch.specs[0], batch.first, batch.last
-            dtype = torch_dtype(spec.dtype)
-            if len(batch.specs) == 1:
-                tensor = torch.empty(last - first, dtype=dtype, device=self.device)
-                begin = first
-                while begin < last:
-                    end = min(last, begin + most, ((begin >> 32) + 1) * _LOW_HALVES)
-                    tensor[begin - first : end - first] = values(
-                        begin, end, spec.dtype, batch.is_chosen
-                    )
-                    begin = end
-                yield spec.name, tensor.view(spec.shape)
-                continue
-            made = values(first, last, spec.dtype, batch.is_chosen).to(dtype)
+            stored, first, last = batch.specs[0].dtype, batch.first, batch.last
+            made = torch.empty(last - first, dtype=torch_dtype(stored), device=self.device)
+            begin = first
+            while begin < last:
+                end = min(last, begin + most, ((begin >> 32) + 1) * _LOW_HALVES)
+                part = values(begin, end, stored, batch.is_chosen)
+                made[begin - first : end - first] = part
+                begin = end
             parts = torch.split(made, [spec.numel for spec in batch.specs])
             for spec, part in zip(batch.specs, parts, strict=True):
                 # Each is the loader's own: it may keep one, and read it as another type.
-                yield spec.name, part.clone().view(spec.shape)
+                yield spec.name, (part.clone() if len(parts) > 1 else part).view(spec.shape)
 
     def _batches(
         self, specs: Iterable[int], chosen: frozenset[str] = frozenset()

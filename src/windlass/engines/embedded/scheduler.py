@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from windlass.config import PauseMode
 from windlass.errors import ConfigError, PeerTimeout
+from windlass.rollout.messages import SamplingParams
 
 GREEDY = 1e-5
 IDLE_TIMEOUT = timedelta(days=30)
@@ -87,9 +88,7 @@ class Request:
 
     rid: str
     input_ids: list[int]
-    max_new_tokens: int
-    temperature: float
-    top_p: float
+    sampling: SamplingParams
     stop_token_ids: frozenset[int]
     on_finish: Callable[[Request], None]
     output_ids: list[int] = field(default_factory=list)
@@ -146,7 +145,7 @@ class Scheduler:
         Raises:
             ConfigError: it cannot fit into the cache.
         """
-        needed = len(request.input_ids) + request.max_new_tokens
+        needed = len(request.input_ids) + request.sampling.max_new_tokens
         if needed > self._max_positions:
             raise ConfigError(
                 f"input_ids and max_new_tokens must fit into {self._max_positions} positions, "
@@ -279,11 +278,11 @@ class Scheduler:
     def _drawn(
         self, requests: list[Request | None], logits: torch.Tensor
     ) -> tuple[list[int], list[float]]:
-        temperatures = torch.tensor([r.temperature if r else 1.0 for r in requests])
+        temperatures = torch.tensor([r.sampling.temperature if r else 1.0 for r in requests])
         greedy = temperatures < GREEDY
         scaled = logits / torch.where(greedy, 1.0, temperatures)[:, None]
         logprobs = scaled.log_softmax(-1)
-        weights = _nucleus(logprobs.exp(), [r.top_p if r else 1.0 for r in requests])
+        weights = _nucleus(logprobs.exp(), [r.sampling.top_p if r else 1.0 for r in requests])
         drawn = torch.multinomial(weights, 1, generator=self._generator)[:, 0]
         tokens = torch.where(greedy, logits.argmax(-1), drawn)
         chosen = logprobs.gather(1, tokens[:, None])[:, 0]
@@ -295,7 +294,7 @@ class Scheduler:
         request.versions.append(self._version)
         if token in request.stop_token_ids:
             self._finish(request, FinishReason.STOP)
-        elif len(request.output_ids) >= request.max_new_tokens:
+        elif len(request.output_ids) >= request.sampling.max_new_tokens:
             self._finish(request, FinishReason.LENGTH)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:

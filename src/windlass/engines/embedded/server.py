@@ -161,9 +161,7 @@ class EngineServer:
         request = Request(
             rid=body.rid or uuid.uuid4().hex,
             input_ids=body.input_ids,
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
+            sampling=sampling,
             stop_token_ids=frozenset(stops),
             on_finish=done.set_result,
         )
