@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from typing import NoReturn
 
 import msgspec
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from windlass.engines.embedded.rank import run_rank
-from windlass.engines.embedded.scheduler import IDLE_TIMEOUT
 from windlass.engines.embedded.spec import EngineSettings
 from windlass.envs import control_token, inherited_environment
 from windlass.errors import WindlassError
@@ -28,6 +28,8 @@ from windlass.net.logs import configure_logging
 from windlass.transfer.collective_group import Rendezvous
 
 STORE_DEADLINE_S = 300.0
+IDLE_TIMEOUT = timedelta(days=30)
+"""An idle rank waits in a broadcast; the death of a rank ends it, not the clock."""
 
 
 def main() -> NoReturn:

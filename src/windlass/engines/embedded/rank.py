@@ -8,11 +8,12 @@ from typing import Any, NoReturn
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.engines.embedded.model import ForwardRunner, ModelShard, load_model
-from windlass.engines.embedded.scheduler import Scheduler, StepChannel
+from windlass.engines.embedded.scheduler import Scheduler, Step
 from windlass.engines.embedded.server import EngineServer
 from windlass.engines.embedded.spec import EngineSettings
 from windlass.engines.engine_rank import RankHooks
@@ -24,7 +25,7 @@ from windlass.updates.engine_agent import EngineHooks
 
 
 def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
-    """Run one rank for as long as this process lives. `torch.distributed` is initialised if needed.
+    """Run one rank for as long as this process lives. Several meet in the default group of `torch.distributed`.
 
     Raises:
         ConfigError: see `load_model` and `EngineServer`.
@@ -42,7 +43,6 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
     runner = ForwardRunner(
         shard.module, num_slots=settings.max_batch, max_positions=settings.max_positions
     )
-    peers = StepChannel(settings.tensor_parallel_size)
 
     def join_fleet(hooks: EngineHooks, url: str = "") -> None:
         if not settings.controller:
@@ -66,7 +66,9 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
         gate = QuiesceGate()
         join_fleet(RankHooks(_nothing, gate, None))
         while True:
-            step = peers.receive()
+            received = [Step()]
+            dist.broadcast_object_list(received, 0)
+            step = received[0]
             if step.pause_id:
                 gate.quiesced(step.pause_id)
             else:
@@ -91,7 +93,8 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
     os.write(1, msgspec.json.encode({"name": settings.name, "url": server.url}) + b"\n")
     while True:
         step = scheduler.next_step()
-        peers.publish(step)
+        if settings.tensor_parallel_size > 1:
+            dist.broadcast_object_list([step], 0)
         if step.pause_id:
             scheduler.quiesced(step.pause_id)
         else:

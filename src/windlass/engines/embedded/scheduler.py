@@ -1,7 +1,7 @@
 """Rank 0's queue: which requests run, what they have generated, and what a pause does to them.
 
-Every forward pass is one `Step`. Ranks meet in a gloo broadcast, so they run the same steps in
-the same order and are quiesced at the same one.
+Every forward pass is one `Step`, which rank 0 broadcasts: ranks run the same steps in the same order and
+are quiesced at the same one.
 """
 
 from __future__ import annotations
@@ -10,20 +10,16 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from enum import StrEnum
 from typing import final
 
 import torch
-import torch.distributed as dist
 
 from windlass.config import PauseMode
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.rollout.messages import SamplingParams
 
 GREEDY = 1e-5
-IDLE_TIMEOUT = timedelta(days=30)
-"""An idle rank waits in a broadcast; the death of a rank ends it, not the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +37,6 @@ class Step:
     tokens: list[list[int]] = field(default_factory=list)
     start: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-
-
-@final
-class StepChannel:
-    """A gloo broadcast of each step, from rank 0.
-
-    Args:
-        world_size: ranks of the engine; of one, nobody receives.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        several = world_size > 1
-        self._group = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT) if several else None
-
-    def publish(self, step: Step) -> None:
-        """Rank 0: hand a step to every other rank."""
-        if self._group is not None:
-            dist.broadcast_object_list([step], 0, self._group)
-
-    def receive(self) -> Step:
-        """Other ranks: return the next step; blocks until there is one."""
-        received: list[Step] = [Step()]
-        dist.broadcast_object_list(received, 0, self._group)
-        return received[0]
 
 
 class FinishReason(StrEnum):
@@ -201,7 +173,7 @@ class Scheduler:
                 pause_id, mode = self._pause_wanted
                 self._apply_pause(mode)
                 return Step(pause_id)
-            return self._prefill() if self._waiting and self._free else self._decode()
+            return self._forward()
 
     def quiesced(self, pause_id: str) -> None:
         """Take note that every rank is quiesced."""
@@ -236,31 +208,26 @@ class Scheduler:
                 self._waiting.appendleft(request)
             self._running.clear()
 
-    def _prefill(self) -> Step:
-        slots: list[int] = []
-        rows: list[list[int]] = []
-        while self._waiting and self._free:
-            request = self._waiting.popleft()
-            slot = self._free.pop()
-            self._running[slot] = request
-            slots.append(slot)
-            rows.append(request.input_ids + request.output_ids)
+    def _forward(self) -> Step:
+        """Return a step over whole requests that wait, if there is room for one, else over the last tokens of all."""
+        slots, rows = sorted(self._running), list[list[int]]()
+        if self._waiting and self._free:
+            slots = []
+            while self._waiting and self._free:
+                request, slot = self._waiting.popleft(), self._free.pop()
+                self._running[slot] = request
+                slots.append(slot)
+                rows.append(request.input_ids + request.output_ids)
+        else:
+            rows = [self._running[slot].output_ids[-1:] for slot in slots]
         width = max(len(row) for row in rows)
         return Step(
             slots=slots,
             tokens=[row + [0] * (width - len(row)) for row in rows],
-            start=[0] * len(rows),
+            start=[
+                self._running[s].num_tokens - len(row) for s, row in zip(slots, rows, strict=True)
+            ],
             lengths=[len(row) for row in rows],
-        )
-
-    def _decode(self) -> Step:
-        slots = sorted(self._running)
-        requests = [self._running[slot] for slot in slots]
-        return Step(
-            slots=slots,
-            tokens=[[r.output_ids[-1]] for r in requests],
-            start=[r.num_tokens - 1 for r in requests],
-            lengths=[1] * len(slots),
         )
 
     def _sample(
