@@ -230,6 +230,20 @@ def test_every_route_asks_for_the_token(engine: Engine, path: str) -> None:
     )
 
 
+def test_a_setting_that_is_refused_is_told_in_one_line() -> None:
+    command = (sys.executable, "-m", "windlass.engines.embedded", "--name", "e", "--model", "m")
+    ended = subprocess.run(
+        (*command, "--max-batch", "0", "--host", "127.0.0.1"),
+        env={**os.environ, "WINDLASS_TOKEN": TOKEN},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr == "engine e: ConfigError: engine e: max_batch must be >= 1, got 0\n"
+
+
 def test_an_engine_that_lost_a_rank_ends(tmp_path: Path) -> None:
     engine = start(tmp_path, 2)
     try:

@@ -23,11 +23,13 @@ from windlass.engines.embedded.rank import run_rank
 from windlass.engines.embedded.spec import EngineSettings
 from windlass.envs import control_token, inherited_environment
 from windlass.errors import WindlassError
+from windlass.layout.dtypes import DType
 from windlass.net.addresses import own_address
 from windlass.net.logs import configure_logging
 from windlass.transfer.collective_group import Rendezvous
 
 STORE_DEADLINE_S = 300.0
+DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 IDLE_TIMEOUT = timedelta(days=30)
 """An idle rank waits in a broadcast; the death of a rank ends it, not the clock."""
 
@@ -38,7 +40,7 @@ def main() -> NoReturn:
     parser.add_argument("--name", required=True)
     parser.add_argument("--model", required=True, help="configuration JSON or checkpoint folder")
     parser.add_argument("--tp", type=int, default=1, dest="tensor_parallel_size")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--dtype", type=DType, default=DType.FLOAT32, choices=DTYPES)
     parser.add_argument("--controller", default="", help="address of the controller")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--host", default="", help="to bind; see docs/hosts.md")
@@ -55,7 +57,8 @@ def main() -> NoReturn:
         if args.follow is not None:
             _follow(int(args.follow[0]), int(args.follow[1]), args.follow[2])
         args.host = args.host or own_address(args.controller)
-        _lead(msgspec.convert(vars(args), EngineSettings))
+        given = {name: vars(args)[name] for name in EngineSettings.__struct_fields__}
+        _lead(EngineSettings(**given))
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         os._exit(2)  # threads of a half-started engine must not keep it alive

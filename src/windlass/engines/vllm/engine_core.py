@@ -272,11 +272,8 @@ def keep_caches_apart() -> None:
             _own.version = next((v for v in found if v is not None), _own.version)
         return found
 
-    def handle_client_request(core: Any, kind: Any, request: Any) -> None:
-        if kind is _CALL:
-            request()
-        else:
-            handle(core, kind, request)
+    def handle_client_request(core: Any, kind: Any, *request: Any) -> Any:
+        return request[0]() if kind is _CALL else handle(core, kind, *request)
 
     def get_computed_blocks(manager: Any, request: Any, *limits: Any) -> Any:  # 0.33 has one
         namespace.enter(request)
