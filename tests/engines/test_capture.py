@@ -214,6 +214,22 @@ def test_transposed_fused_and_padded_rows_are_boxes(exact_numel: int) -> None:
     assert captured.manifest.num_shards <= 12
 
 
+def test_what_is_too_scattered_and_too_large_to_be_read_place_by_place_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("windlass.engines.capture.capture.MAX_EXACT_NUMEL", 64)
+    engine = torch.nn.Linear(4, 2048, bias=False)
+    order = torch.randperm(2048, generator=torch.Generator().manual_seed(3))
+
+    def load(weights: Weights) -> None:
+        for _, tensor in weights:
+            engine.weight.data.copy_(tensor[order])
+
+    specs = [CheckpointSpec("w", (2048, 4), DType.FLOAT32)]
+    with pytest.raises(UnsupportedLayout, match="weight: its checkpoint elements are scattered"):
+        capture(engine, specs, load, worker="e/0", exact_numel=0)
+
+
 def test_rows_that_mislead_are_found_out_and_read_place_by_place() -> None:
     engine = torch.nn.Linear(64, 32, bias=False)
 

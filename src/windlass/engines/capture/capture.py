@@ -182,7 +182,7 @@ def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen
     scattered = frozenset(loads.factors)
     while True:
         seen = _observe(loads, exact_numel, scattered)
-        if not (more := seen.scattered(loads.codes)):
+        if not (more := seen.scattered(loads.codes) - scattered):
             break
         scattered |= more
     if not seen.computed:

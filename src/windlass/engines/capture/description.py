@@ -352,7 +352,9 @@ def _repack(
 ) -> tuple[Repack, Parts]:
     """Make a buffer that holds the parameter's elements in checkpoint order, each once."""
     if not numbers.by_place:
-        raise UnsupportedLayout(f"{name}: a tensor that is not described twice alike")
+        raise UnsupportedLayout(
+            f"{name}: its checkpoint elements are scattered, and too many to be read one by one"
+        )
     values, written = numbers.placed()
     unique, elements = np.unique(values, return_inverse=True)
     try:

@@ -51,8 +51,7 @@ TENSOR_PARALLEL_STYLES: dict[str, type[ColwiseParallel | RowwiseParallel]] = {
 class ModelShard:
     """One rank's model, and the memory its parameters lie in for as long as it lives."""
 
-    module: torch.nn.Module
-    config: Any
+    module: transformers.PreTrainedModel
     manifest: ShardManifest
     arena: Arena
     addresses: tuple[int, ...]
@@ -78,41 +77,33 @@ def load_model(
     Raises:
         ConfigError: no such model, or one whose sizes the ranks cannot share evenly.
     """
-    module, config = _build(source, seed)
-    module = module.to(torch_dtype(dtype)).eval().requires_grad_(requires_grad=False)
+    torch.manual_seed(seed)
+    module = _build(source).to(torch_dtype(dtype)).eval().requires_grad_(requires_grad=False)
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size > 1:
-        _check_divisible(config, size)
         _parallelize(module, init_device_mesh("cpu", (size,)))
     arena = _move_into_arena(module, transport)
     manifest = describe_module(module, worker, Role.ENGINE)
     addresses = parameter_addresses(module)
     _run_locally(module)
-    return ModelShard(module, config, manifest, arena, addresses)
+    return ModelShard(module, manifest, arena, addresses)
 
 
-def _build(source: Path, seed: int) -> tuple[torch.nn.Module, Any]:
-    torch.manual_seed(seed)
+def _build(source: Path) -> Any:
     if source.is_dir():
-        module: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-            source, local_files_only=True
-        )
-        return module, transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+        return transformers.AutoModelForCausalLM.from_pretrained(source, local_files_only=True)
     try:
         config = transformers.AutoConfig.for_model(**json.loads(source.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"model: {source} is no transformers configuration: {error}") from error
-    return transformers.AutoModelForCausalLM.from_config(config), config
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def _check_divisible(config: Any, size: int) -> None:
+def _parallelize(module: Any, mesh: DeviceMesh) -> None:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        value = int(config.to_dict()[name])
-        if value % size:
-            raise ConfigError(f"tp: {name} must be divisible by tp {size}, got {value}")
-
-
-def _parallelize(module: torch.nn.Module, mesh: DeviceMesh) -> None:
+        value = int(module.config.to_dict()[name])
+        if value % mesh.size():
+            raise ConfigError(f"tp: {name} must be divisible by tp {mesh.size()}, got {value}")
     styles = {
         n: TENSOR_PARALLEL_STYLES.get(n.rpartition(".")[2]) for n, _ in module.named_modules()
     }

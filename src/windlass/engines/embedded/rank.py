@@ -83,8 +83,8 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
         settings,
         token,
         scheduler,
-        vocab_size=int(shard.config.vocab_size),
-        eos_token_ids=_eos_token_ids(shard.config.eos_token_id),
+        vocab_size=int(shard.module.config.vocab_size),
+        eos_token_ids=_eos_token_ids(shard.module.config.eos_token_id),
         read_weight=lambda name: _read_weight(shard, name),
         engine_token=secret_value(ENGINE_TOKEN_VARIABLE),
     )
