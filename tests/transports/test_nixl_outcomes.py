@@ -252,6 +252,27 @@ def test_closing_beside_a_write_ends_it_with_an_error_and_frees_nothing_under_it
     assert len(stranded) == len(region_transport._KEPT) == 1
 
 
+def test_a_write_whose_thread_is_interrupted_keeps_its_memory_until_it_is_over(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends.write(ends.arenas[0], SECONDS)
+    ends.agent.state = "PROC"
+
+    def interrupt(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PeerLiveness, "wait_ended", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ends.write(ends.arenas[0], SECONDS)
+    memory = weakref.ref(ends.arenas[0].bytes)
+    ends.arenas[0].close()
+    assert memory() is not None
+    ends.agent.state = ends.agent.begun[-1].state = "DONE"
+    ends.write(ends.arenas[1], SECONDS)
+    assert memory() is None
+
+
 def test_nobody_waits_for_the_listener_of_a_peer_whose_connection_broke(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -270,6 +270,12 @@ class NetworkPeer(ABC):
             outcome = self._follow(call, deadline)
             if outcome is not Outcome.DONE:
                 raise self._failure(call, outcome, deadline)
+        except TransferError:
+            raise
+        except BaseException:  # an interrupt of this thread: nobody follows the call any more
+            with self.lock:
+                self._given_up[call] = f"{deadline.purpose}: interrupted; bytes may still land"
+            raise
         finally:
             self._end(call)
 
