@@ -268,16 +268,17 @@ class NetworkPeer(ABC):
             self._under_way.add(call)
         try:
             outcome = self._follow(call, deadline)
-            if outcome is not Outcome.DONE:
-                raise self._failure(call, outcome, deadline)
-        except TransferError:
-            raise
-        except BaseException:  # an interrupt of this thread: nobody follows the call any more
+            failure = None if outcome is Outcome.DONE else self._failure(call, outcome, deadline)
+        except (
+            BaseException
+        ):  # such as an interrupt of this thread: nobody follows the call any more
             with self.lock:
                 self._given_up[call] = f"{deadline.purpose}: interrupted; bytes may still land"
             raise
         finally:
             self._end(call)
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         """Let whoever waits go; nothing is begun any more. Idempotent."""
