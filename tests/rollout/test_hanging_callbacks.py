@@ -24,7 +24,6 @@ from windlass.jobs.launch import _Job
 from windlass.jobs.schedulers import base
 from windlass.jobs.schedulers import ray as ray_scheduler
 from windlass.jobs.schedulers.local import LocalScheduler
-from windlass.net.messages import Envelope
 from windlass.rollout import (
     RolloutController,
     SamplingParams,
@@ -86,7 +85,7 @@ async def test_a_worker_shuts_down_beside_a_workflow_that_ignores_its_cancellati
     async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as http:
         settings = WorkerSettings(controller="http://127.0.0.1:9", name="worker-0")
         worker = RolloutWorker(settings, "a-token", http, {"stubborn": workflow})
-        worker.execute(Envelope(1, 1, 0, TaskBatch((task,))))
+        worker.on_frame(TaskBatch(1, (task,)))
         await workflow.begun.wait()
         await worker.shut_down(0.2)
         workflow.release.set()

@@ -17,11 +17,12 @@ import pytest
 from aiohttp import WSMsgType, web
 from test_rollout_loop import TOKEN, Rig, assert_right, finished
 
-from windlass.net.messages import Envelope, encode
+from windlass.net.messages import encode
 from windlass.rollout.messages import (
     CONTROLLER_FRAMES,
     WORKER_FRAMES,
     CompletionBatch,
+    TaskBatch,
     WorkerHello,
     decode_outcome,
 )
@@ -115,14 +116,9 @@ class Proxy:
     ) -> None:
         async for message in far:
             data, frame = message.data, CONTROLLER_FRAMES.decode(message.data)
-            if (
-                self.num_answers_to_lose
-                and isinstance(frame, Envelope)
-                and frame.command.acknowledged
-            ):
+            if self.num_answers_to_lose and isinstance(frame, TaskBatch) and frame.acknowledged:
                 self.num_answers_to_lose -= 1
-                lost = msgspec.structs.replace(frame.command, acknowledged=0)
-                data = encode(msgspec.structs.replace(frame, command=lost))
+                data = encode(msgspec.structs.replace(frame, acknowledged=0))
             await near.send_bytes(data)
         await near.close()
 

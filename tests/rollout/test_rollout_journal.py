@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from windlass.errors import ConfigError, RolloutError
@@ -203,6 +203,7 @@ STEPS = st.lists(
 
 @settings(deadline=None, max_examples=120)
 @given(steps=STEPS, on_stale=st.sampled_from(OnStale))
+@example(steps=[("add", 0), ("go", 0), ("error", 0), ("up", 1)], on_stale=OnStale.RESUBMIT)
 def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
     steps: list[tuple[str, int]], on_stale: OnStale
 ) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from windlass.errors import ConfigError, ProtocolError
-from windlass.net.messages import Envelope, encode
+from windlass.net.messages import encode
 from windlass.rollout import SamplingParams
 from windlass.rollout.messages import (
     CONTROLLER_FRAMES,
@@ -75,8 +75,8 @@ async def test_frames_are_read_as_they_were_written() -> None:
         engine=EngineTarget("a", "http://a"),
         deadline_s=1.0,
     )
-    call = Envelope(1, 2, 0, TaskBatch((task,), (AttemptKey("u", 3),)))
-    assert CONTROLLER_FRAMES.decode(encode(call)) == call
+    batch = TaskBatch(2, (task,), (AttemptKey("u", 3),))
+    assert CONTROLLER_FRAMES.decode(encode(batch)) == batch
     with pytest.raises(ProtocolError, match="frame of a worker of 3 bytes"):
         WORKER_FRAMES.decode(b"\x01\x02\x03")
 

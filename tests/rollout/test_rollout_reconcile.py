@@ -12,7 +12,7 @@ import pytest
 from fake_engine import FakeEngine, expected_tokens
 
 from windlass.errors import RolloutError
-from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, encode
+from windlass.net.messages import PROTOCOL_VERSION, encode
 from windlass.net.server import ControlServer
 from windlass.rollout import (
     BatchQueue,
@@ -63,8 +63,8 @@ class PlayedWorker:
         self.tasks: asyncio.Queue[RolloutTask] = asyncio.Queue()
         self.cancelled: asyncio.Queue[AttemptKey] = asyncio.Queue()
         self.acknowledged: asyncio.Queue[int] = asyncio.Queue()
-        self.answers = True
-        self.calls: asyncio.Queue[tuple[int, int, int]] = asyncio.Queue()
+        self.numbers: asyncio.Queue[int] = asyncio.Queue()
+        self.received = 0
 
     async def connect(self, *attempts: AttemptKey, incarnation: str = "i") -> None:
         headers = {"Authorization": f"Bearer {TOKEN}"}
@@ -77,6 +77,7 @@ class PlayedWorker:
             incarnation=incarnation,
             max_concurrent=8,
             attempts=attempts,
+            received=self.received,
         )
         await self.socket.send_bytes(encode(hello))
         welcome = CONTROLLER_FRAMES.decode(await self.socket.receive_bytes(timeout=WITHIN_S))
@@ -87,16 +88,15 @@ class PlayedWorker:
     async def read(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         async for message in socket:
             match CONTROLLER_FRAMES.decode(message.data):
-                case Envelope(epoch, number, seq, TaskBatch() as batch):
+                case TaskBatch() as batch:
+                    self.received = batch.number
                     if batch.acknowledged:
                         self.acknowledged.put_nowait(batch.acknowledged)
-                    self.calls.put_nowait((epoch, number, seq))
+                    self.numbers.put_nowait(batch.number)
                     for task in batch.tasks:
                         self.tasks.put_nowait(task)
                     for key in batch.cancelled:
                         self.cancelled.put_nowait(key)
-                    if self.answers:
-                        await socket.send_bytes(encode(Reply(epoch, number, seq, None)))
                 case frame:
                     raise AssertionError(frame)
 
@@ -161,18 +161,17 @@ async def test_what_comes_without_an_outcome_before_it_is_not_acknowledged(
     assert (await handles[1]).output_ids == (42,)
 
 
-async def test_a_call_that_was_not_answered_is_sent_again_over_the_next_connection(
+async def test_tasks_that_were_not_received_are_sent_again_over_the_next_connection(
     played: tuple[RolloutController, PlayedWorker],
 ) -> None:
     controller, worker = played
-    worker.answers = False
     controller.submit((1,), SAMPLING)
-    task, call = await worker.task(), await worker.calls.get()
-    worker.answers = True
+    task, number = await worker.task(), await worker.numbers.get()
+    worker.received = 0
     await worker.socket.close()
     await worker.connect()
     assert await worker.task() == task, "the same attempt"
-    assert await worker.calls.get() == call, "under the same number"
+    assert await worker.numbers.get() == number, "under the same number"
     assert controller.stats().retried == 0
 
 
@@ -257,7 +256,7 @@ async def test_a_worker_runs_an_attempt_once_however_often_it_is_handed_over() -
         )
 
         def hand_over() -> None:
-            worker.execute(Envelope(1, 1, 0, TaskBatch((task,))))
+            worker.on_frame(TaskBatch(1, (task,)))
 
         engine.hold(1)
         hand_over()
@@ -274,6 +273,6 @@ async def test_a_worker_runs_an_attempt_once_however_often_it_is_handed_over() -
         ((_, encoded),) = worker._kept.values()
         outcome = msgspec.msgpack.decode(encoded, type=RolloutOutcome)
         assert outcome.result.output_ids == expected_tokens((3,), 3)
-        worker.execute(Envelope(1, 2, 0, TaskBatch((), (), 1)))
+        worker.on_frame(TaskBatch(2, (), (), 1))
         assert worker.hello().attempts == ()
         assert engine.num_requests == 1

@@ -475,7 +475,7 @@ class Intruder:
             self._worker_hello(name="a\nb"),
             self._worker_hello(name=""),
             self._worker_hello(name="x" * 300),
-            self._worker_hello(newest_epoch=MAX_COUNT + 1),
+            self._worker_hello(received=MAX_COUNT + 1),
             self._worker_hello(protocol_version=PROTOCOL_VERSION + 1),
             msgspec.to_builtins(rollout.CompletionBatch(1, ())),
         )

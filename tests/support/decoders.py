@@ -232,15 +232,14 @@ DECODERS = {
                     attempts=(rollout.AttemptKey("t", 1),),
                 )
             ),
-            encode(rollout.CompletionBatch(1, (encode(OUTCOME),))),
-            encode(Reply(1, 1, 0, None)),
+            encode(rollout.CompletionBatch(1, (encode(OUTCOME),), 1)),
         ),
     ),
     "outcome": Decoder(rollout.decode_outcome, (encode(OUTCOME),)),
     "rollout controller frame": Decoder(
         rollout.CONTROLLER_FRAMES.decode,
         (
-            encode(Envelope(1, 1, 0, rollout.TaskBatch((TASK,), (), 1))),
+            encode(rollout.TaskBatch(1, (TASK,), (), 1)),
             encode(rollout.WorkerWelcome("controller")),
         ),
     ),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import final
@@ -27,6 +26,21 @@ _fields: ContextVar[Mapping[str, str | int]] = ContextVar("windlass_log_fields")
 _NO_FIELDS: Mapping[str, str | int] = {}
 
 
+class _Undo:
+    """A context that sets the fields of before when it ends."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, before: Mapping[str, str | int]) -> None:
+        self._before = before
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *_: object) -> None:
+        _fields.set(self._before)
+
+
 def log_fields(
     *,
     task: str | None = None,
@@ -34,7 +48,7 @@ def log_fields(
     round_number: int | None = None,
     version: int | None = None,
     engine: str | None = None,
-) -> AbstractContextManager[object]:
+) -> _Undo:
     """Add fields to every later line of the running asyncio task, and of tasks that it creates.
 
     Args:
@@ -48,17 +62,19 @@ def log_fields(
         For `with`: its end takes the fields away again.
     """
     before = _fields.get(_NO_FIELDS)
-    given = {
-        "task": task,
-        "attempt": attempt,
-        "round": round_number,
-        "version": version,
-        "engine": engine,
-    }
-    _fields.set({**before, **{name: value for name, value in given.items() if value is not None}})
-    undo = ExitStack()
-    undo.callback(_fields.set, before)
-    return undo
+    fields = dict(before)
+    if task is not None:
+        fields["task"] = task
+    if attempt is not None:
+        fields["attempt"] = attempt
+    if round_number is not None:
+        fields["round"] = round_number
+    if version is not None:
+        fields["version"] = version
+    if engine is not None:
+        fields["engine"] = engine
+    _fields.set(fields)
+    return _Undo(before)
 
 
 @final

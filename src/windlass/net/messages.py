@@ -15,7 +15,6 @@ MAX_NAME_NBYTES = 255
 CallId = tuple[int, int, int]
 """(epoch, round, seq)."""
 
-T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 encode = msgspec.msgpack.Encoder().encode
@@ -23,7 +22,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 @final
-class Codec(Generic[T]):
+class Codec(Generic[T_co]):
     """Reads messages of one type.
 
     Args:
@@ -35,10 +34,10 @@ class Codec(Generic[T]):
     __slots__ = ("_decoder", "_name", "max_nbytes")
 
     def __init__(self, kind: object, name: str, *, max_nbytes: int = 256 << 20) -> None:
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._decoder: msgspec.msgpack.Decoder[T_co] = msgspec.msgpack.Decoder(kind)
         self._name, self.max_nbytes = name, max_nbytes
 
-    def decode(self, data: bytes) -> T:
+    def decode(self, data: bytes) -> T_co:
         """Read a message.
 
         Raises:

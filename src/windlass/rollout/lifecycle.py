@@ -328,6 +328,8 @@ class Lifecycle:
             )
             return
         self.table.counts.retried += 1
+        record.oldest_version = None  # an attempt that a successor asks for is not there to grow old
+        self.journal.attempted(record)
         self.table.move(record, State.BACKOFF)
         delay = min(self._config.retry_backoff_s * 2 ** (record.failures - 1), MAX_BACKOFF_S)
         record.timer = asyncio.get_running_loop().call_later(delay, self._requeue, record)

@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 
 from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError
-from windlass.net.messages import MAX_NAME_NBYTES, Codec, Envelope, Refused, Reply
+from windlass.net.messages import MAX_NAME_NBYTES, Codec, Refused
 
 LOCAL_WORKER = "controller"
 """Name of the worker that is the controller's own event loop."""
@@ -238,7 +238,7 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
         max_concurrent: attempts that it runs at a time; it is never given more.
         workflows: names of the user code that it was started with.
         attempts: that it runs, or whose outcomes it keeps.
-        newest_epoch: of the calls that it has received; those of a new controller are above it.
+        received: number of the newest `TaskBatch` that it has received; those of a new controller are above it.
         oldest_outcome: number of the first outcome that was not acknowledged, or will be the next.
     """
 
@@ -248,7 +248,7 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     max_concurrent: Annotated[int, msgspec.Meta(ge=1, le=MAX_ATTEMPTS)]
     workflows: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=MAX_WORKFLOWS)] = ()
     attempts: Annotated[tuple[AttemptKey, ...], msgspec.Meta(max_length=MAX_ATTEMPTS)] = ()
-    newest_epoch: _Count = 0
+    received: _Count = 0
     oldest_outcome: _Count = 1
 
 
@@ -259,10 +259,12 @@ class CompletionBatch(msgspec.Struct, frozen=True, tag="completions"):
         last: number of the last of them; a worker numbers its outcomes from 1.
         outcomes: a `RolloutOutcome` each, which `decode_outcomes` reads. Its length stands before it, so that
             reading the frame steps over it.
+        received: as in `WorkerHello`.
     """
 
     last: _Count
     outcomes: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_OUTCOMES)]
+    received: _Count = 0
 
     @property
     def first(self) -> int:
@@ -283,13 +285,18 @@ class WorkerWelcome(msgspec.Struct, frozen=True, tag="welcome"):
     controller: str
 
 
-class TaskBatch(msgspec.Struct, frozen=True):
-    """A call: run these attempts, each at most once, and cancel those; unknown ones are ignored.
+class TaskBatch(msgspec.Struct, frozen=True, tag="tasks"):
+    """Run these attempts, each at most once, and cancel those; unknown ones are ignored.
+
+    It is not answered: a connection loses nothing before its end, and the worker's next `WorkerHello` says what
+    it has received.
 
     Attributes:
+        number: of this batch; later ones are greater.
         acknowledged: outcomes up to this number may be forgotten.
     """
 
+    number: int
     tasks: tuple[RolloutTask, ...]
     cancelled: tuple[AttemptKey, ...] = ()
     acknowledged: int = 0
@@ -323,8 +330,8 @@ class TrainingBatch(msgspec.Struct, frozen=True):
     samples: tuple[TrainingSample, ...]
 
 
-WorkerFrame = WorkerHello | CompletionBatch | WorkerLeaving | Reply[None]
-ControllerFrame = WorkerWelcome | Envelope[TaskBatch] | Refused
+WorkerFrame = WorkerHello | CompletionBatch | WorkerLeaving
+ControllerFrame = WorkerWelcome | TaskBatch | Refused
 
 WORKER_FRAMES: Codec[WorkerFrame] = Codec(
     WorkerFrame, "frame of a worker", max_nbytes=MAX_FRAME_NBYTES

@@ -1,25 +1,27 @@
 """The controller's end of rollout workers: who is there, what each was handed, and when it is lost.
 
 A worker process opens one WebSocket, like every peer of a controller (`net/rpc.py`), and opens it again
-whenever it is lost: it needs no port of its own. Tasks are calls, sent again until they are answered;
-outcomes are kept by the worker until they are acknowledged. Whenever a connection begins, both sides
-compare what they know.
+whenever it is lost: it needs no port of its own. Tasks and outcomes are sent once per connection, which
+loses nothing before its end, and no frame is answered. Tasks are kept until the worker has said what it
+received, outcomes until they are acknowledged; both with a later frame the other way. Whenever a connection
+begins, both sides compare what they know, and what was lost with the one before is sent again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import final
+from typing import Never, final
 
 from aiohttp import web
 
-from windlass.errors import ProtocolError, RolloutError
+from windlass.errors import PeerUnreachable, ProtocolError, RolloutError
 from windlass.net.access import Access, role_token
-from windlass.net.messages import PROTOCOL_VERSION, Garbled, MustWait, Reply, check_name
+from windlass.net.messages import PROTOCOL_VERSION, Garbled, MustWait, check_name
 from windlass.net.rpc import Session
 from windlass.net.rpc_server import serve
 from windlass.net.sockets import close_socket, open_http
@@ -44,15 +46,16 @@ from windlass.rollout.workflows import Attempts, Workflow
 logger = logging.getLogger(__name__)
 MAX_REPLACED = 4096
 """Processes whose name another one has: the newest are known when they come back."""
-CALL_DEADLINE_S = 10.0
 CLOSE_DEADLINE_S = 2.0
 RECONNECT_S = 3.0
 """For a worker that has closed its connection to open another one; one that has ended never does."""
 STOP_DEADLINE_S = 5.0
 # Few enough to stay in the cache of the core that decodes and uses them; the loop is free again soon.
-MAX_TASKS_PER_CALL = 64
-MAX_TOKENS_PER_CALL = 1 << 20
+MAX_TASKS_PER_BATCH = 64
+MAX_TOKENS_PER_BATCH = 1 << 20
 GATHER_S = 0.005
+"""Between two batches: what is dispatched or comes meanwhile shares the next. A rollout takes seconds, and the
+loop's time belongs to completions."""
 
 
 class Worker(ABC):
@@ -145,8 +148,8 @@ class LocalWorker(Worker):
 
 
 @final
-class RemoteWorker(Worker, Session[TaskBatch, None]):
-    """A worker process, over all its connections. One call is under way at a time.
+class RemoteWorker(Worker, Session[Never, Never]):
+    """A worker process, over all its connections.
 
     Args:
         hello: how it introduced itself.
@@ -165,11 +168,9 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
         self._outbox: OrderedDict[str, RolloutTask] = OrderedDict()
         self._cancelled: list[AttemptKey] = []
         self._acknowledged = 0  # what was not said yet; 0 for nothing
-        self._under_way: frozenset[str] = frozenset()
-        self._epoch, self._num_calls = hello.newest_epoch + 1, 0
+        self._num_sent = hello.received
+        self._sent: dict[int, TaskBatch] = {}  # what the worker has not said that it received
         self._work = asyncio.Event()
-        self._silence: asyncio.TimerHandle | None = None
-        self._closing: asyncio.Task[None] | None = None
         self._sender = asyncio.create_task(self._send_forever(), name=f"tasks of {hello.name}")
 
     @property
@@ -192,7 +193,7 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
         self._takes_no_more = True
 
     def enqueue(self, task: RolloutTask) -> None:
-        """Send a task with the next call."""
+        """Send a task with the next batch."""
         self.assigned[task.task_id] = task.attempt
         self._outbox[task.task_id] = task
         self._work.set()
@@ -204,24 +205,37 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
             self._work.set()
 
     def acknowledge(self, last: int) -> None:
-        """Say with the next call that outcomes up to this number may be forgotten."""
+        """Say with the next batch that outcomes up to this number may be forgotten."""
         self.next_outcome = max(self.next_outcome, last + 1)
         self._acknowledged = self.next_outcome - 1
         self._work.set()
 
+    def note_received(self, received: int) -> None:
+        """The worker has the batches up to this number."""
+        while (number := next(iter(self._sent), received + 1)) <= received:
+            del self._sent[number]
+
     def compare(self, hello: WorkerHello) -> list[AttemptKey]:
         """Cancel what the worker has and nobody wants; return what it should have and has not."""
+        self.note_received(hello.received)
         wanted = {AttemptKey(*item) for item in self.assigned.items()}
         # A cancellation, or the knowledge of the attempt, was lost with a controller process.
         self._cancelled += set(hello.attempts) - wanted
         if self._cancelled:
             self._work.set()
         unknown = wanted.difference(hello.attempts)
-        sent = self._under_way.union(self._outbox)
-        return [key for key in unknown if key.task_id not in sent]
+        coming = {task.task_id for batch in self._sent.values() for task in batch.tasks}
+        return [key for key in unknown if key.task_id not in coming.union(self._outbox)]
+
+    async def attach(self, socket: web.WebSocketResponse) -> None:
+        """Go on over another connection of the same process: what it did not receive is sent again."""
+        self._socket, self.was_cut = socket, False
+        for batch in list(self._sent.values()):
+            await self.send(batch)
+        self._work.set()
 
     def detach(self, socket: web.WebSocketResponse, reason: str) -> None:  # noqa: ARG002
-        """This connection is gone; calls wait for the next."""
+        """This connection is gone; tasks wait for the next."""
         if self._socket is socket:
             self._socket = None
 
@@ -236,54 +250,42 @@ class RemoteWorker(Worker, Session[TaskBatch, None]):
         if self.lost_timer is not None:
             self.lost_timer.cancel()
         self._sender.cancel()
-        self.fail_calls("is lost")
         await self.close()
         await asyncio.gather(self._sender, return_exceptions=True)
 
     async def _send_forever(self) -> None:
+        clock, may_send_at = asyncio.get_running_loop().time, 0.0
         while True:
             await self._work.wait()
+            if (early_s := may_send_at - clock()) > 0:
+                # Of a full batch nothing is gained by waiting, but others get their turn of the loop.
+                is_full = len(self._outbox) >= MAX_TASKS_PER_BATCH
+                await asyncio.sleep(0 if is_full else early_s)
             self._work.clear()
-            while self._outbox or self._cancelled or self._acknowledged:
-                await self._send_tasks()
-                if len(self._outbox) < MAX_TASKS_PER_CALL:
-                    # What is dispatched or comes meanwhile shares the next call. A rollout takes
-                    # seconds; the loop's time belongs to completions.
-                    await asyncio.sleep(GATHER_S)
+            if self._socket is None or not (
+                self._outbox or self._cancelled or self._acknowledged
+            ):
+                continue
+            may_send_at = clock() + GATHER_S
+            with contextlib.suppress(PeerUnreachable):  # the next connection begins with it
+                await self.send(self._next_batch())
+            if self._outbox:
+                self._work.set()
 
-    async def _send_tasks(self) -> None:
-        tasks = self._next_tasks()
-        cancelled, self._cancelled = tuple(self._cancelled), []
-        self._under_way = frozenset(task.task_id for task in tasks)
-        self._num_calls += 1
-        call_id = (self._epoch, self._num_calls, 0)
-        acknowledged, self._acknowledged = self._acknowledged, 0
-        answer = await self.call(call_id, TaskBatch(tasks, cancelled, acknowledged))
-        self._wait_for_answer()
-        try:
-            await answer
-        finally:
-            if self._silence is not None:
-                self._silence.cancel()
-        self._under_way = frozenset()
-
-    def _wait_for_answer(self) -> None:
-        self._silence = asyncio.get_running_loop().call_later(CALL_DEADLINE_S, self._cut)
-
-    def _cut(self) -> None:
-        """The worker is silent, and may live: its next connection begins with the call."""
-        self.was_cut = True
-        self._closing = asyncio.create_task(self.close(), name=f"cut {self.hello.name}")
-        self._wait_for_answer()
-
-    def _next_tasks(self) -> tuple[RolloutTask, ...]:
+    def _next_batch(self) -> TaskBatch:
         tasks: list[RolloutTask] = []
         num_tokens = 0
-        while self._outbox and len(tasks) < MAX_TASKS_PER_CALL and num_tokens < MAX_TOKENS_PER_CALL:
+        while (
+            self._outbox and len(tasks) < MAX_TASKS_PER_BATCH and num_tokens < MAX_TOKENS_PER_BATCH
+        ):
             _, task = self._outbox.popitem(last=False)
             num_tokens += len(task.prompt_ids) + len(task.partial.output_ids) + len(task.arguments)
             tasks.append(task)
-        return tuple(tasks)
+        self._num_sent += 1
+        batch = TaskBatch(self._num_sent, tuple(tasks), tuple(self._cancelled), self._acknowledged)
+        self._sent[batch.number] = batch
+        self._cancelled, self._acknowledged = [], 0
+        return batch
 
 
 @final
@@ -395,6 +397,7 @@ class WorkerPool:
     async def received(self, session: RemoteWorker, frame: WorkerFrame) -> None:
         match frame:
             case CompletionBatch():
+                session.note_received(frame.received)
                 outcomes = await decode_outcomes(frame)
                 # The worker sends them again, after those before them: what is acknowledged covers all.
                 if frame.first > session.next_outcome:
@@ -404,8 +407,6 @@ class WorkerPool:
                 except RolloutError:
                     return  # the worker sends them again
                 session.acknowledge(frame.last)
-            case Reply():
-                session.on_reply((frame.epoch, frame.round, frame.seq), None)
             case WorkerLeaving():
                 session.leave()
             case WorkerHello():

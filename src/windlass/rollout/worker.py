@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import concurrent.futures
 import logging
 import signal
 import sys
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Mapping, Sequence
+from typing import Never, final
 
 import aiohttp
 import msgspec
@@ -51,7 +50,7 @@ logger = logging.getLogger(__name__)
 REMEMBERED_ATTEMPTS = 1 << 16
 MAX_BATCH_NBYTES = 16 << 20
 MAX_IN_FLIGHT = 8
-"""Batches that are not acknowledged: the controller says so with its next call, a few milliseconds later."""
+"""Batches that are not acknowledged: the controller says so with its next tasks, a few milliseconds later."""
 MAX_OUTCOME_NBYTES = MAX_FRAME_NBYTES - (1 << 20)
 CHECKED_NBYTES = 1 << 20
 """An outcome that is larger is read here before it is sent: the controller would refuse it for ever."""
@@ -78,19 +77,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
-class _InLoop(concurrent.futures.Executor):
-    """Does at once what it is given: calls of a worker only start attempts."""
-
-    def submit(  # type: ignore[override]  # the loop gives no arguments by name
-        self, fn: Callable[..., Any], /, *args: Any
-    ) -> concurrent.futures.Future[Any]:
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        future.set_result(fn(*args))
-        return future
-
-
-@final
-class RolloutWorker(Client[TaskBatch, None, WorkerWelcome]):
+class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
     """Runs attempts of one worker incarnation; call everything in one event loop.
 
     Outcomes are delivered at least once and in order. One is sent at once while fewer than
@@ -119,10 +106,8 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome]):
             "/v1/workers",
             token,
             CONTROLLER_FRAMES,
-            executor=_InLoop(),
             loop=asyncio.get_running_loop(),
             give_up_s=settings.controller_gone_s,
-            keeps_calls=True,
         )
         known = check_workflows(workflows)
         for name in (settings.name, *known):
@@ -141,42 +126,37 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome]):
         )
         self._attempts = Attempts(engine_session, known, self._hello, self._ended)
         self._controller = ""
-        self._remembered: OrderedDict[AttemptKey, None] = OrderedDict()
-        self._kept: OrderedDict[int, tuple[AttemptKey, bytes]] = OrderedDict()
+        self._remembered: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._kept: OrderedDict[int, tuple[tuple[str, int], bytes]] = OrderedDict()
         self._num_outcomes = self._num_sent = 0
         self._in_flight: deque[int] = deque()  # the last outcome of each batch
+        self._received = 0
         self._send_again_at: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._work, self._empty = asyncio.Event(), asyncio.Event()
         self._empty.set()
 
     # --- net.rpc_client.Client -----------------------------------------------------------------
 
     def hello(self) -> WorkerHello:
-        running = [AttemptKey(*key) for key in self._attempts.running]
-        kept = [key for key, _ in self._kept.values()]
+        there = [*self._attempts.running, *(key for key, _ in self._kept.values())]
         return msgspec.structs.replace(
             self._hello,
-            attempts=(*running, *kept),
-            newest_epoch=self._store.newest[0],
+            attempts=tuple(AttemptKey(*key) for key in there),
+            received=self._received,
             oldest_outcome=self._oldest_outcome,
         )
 
-    def execute(self, call: Envelope[TaskBatch]) -> None:
-        """Start attempts that were never seen before, and cancel those that run and shall not."""
-        self._forget(call.command.acknowledged)
-        for task in call.command.tasks:
-            key = AttemptKey(task.task_id, task.attempt)
-            if (task.task_id, task.attempt) in self._attempts.running or key in self._remembered:
-                continue
-            self._attempts.start(task)
-        for key in call.command.cancelled:
-            self._attempts.cancel(key.task_id, key.attempt)
+    def execute(self, call: Envelope[Never]) -> Never:
+        raise NotImplementedError("workers are sent frames, and no calls")
 
-    def failed(self, error: Exception, command: TaskBatch) -> None:
-        """See `Client`; the controller asks for attempts that it misses."""
-        logger.error("%d tasks were not taken: %s", len(command.tasks), error)
+    def failed(self, error: Exception, command: Never) -> Never:
+        raise NotImplementedError("workers are sent frames, and no calls")
 
-    def on_frame(self, frame: WorkerWelcome) -> None:
+    def on_frame(self, frame: WorkerWelcome | TaskBatch) -> None:
+        if isinstance(frame, TaskBatch):
+            self._take(frame)
+            return
         # Attempts of a controller process that is gone would only hold engines.
         if self._controller not in {"", frame.controller}:
             self._attempts.cancel_all()
@@ -190,11 +170,23 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome]):
         """See `Client`: no answer will come."""
         self._send_again_at = None
 
+    def _take(self, batch: TaskBatch) -> None:
+        """Start attempts that were never seen before, and cancel those that run and shall not."""
+        self._received = batch.number
+        self._forget(batch.acknowledged)
+        running, remembered = self._attempts.running, self._remembered
+        for task in batch.tasks:
+            key = (task.task_id, task.attempt)
+            if key not in running and key not in remembered:
+                self._attempts.start(task)
+        for cancelled in batch.cancelled:
+            self._attempts.cancel(cancelled.task_id, cancelled.attempt)
+
     # --- outcomes ------------------------------------------------------------------------------
 
     def _ended(self, outcome: RolloutOutcome) -> None:
         """However the attempt ended, the controller hears of it, or it would wait in vain."""
-        key = AttemptKey(outcome.task_id, outcome.attempt)
+        key = (outcome.task_id, outcome.attempt)
         self._remembered[key] = None
         if len(self._remembered) > REMEMBERED_ATTEMPTS:
             self._remembered.popitem(last=False)
@@ -215,13 +207,28 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome]):
             self._num_sent = max(self._num_sent, self._kept.popitem(last=False)[0])
         while self._in_flight and self._in_flight[0] <= last:
             self._in_flight.popleft()
-        self._send_again_at = self._acknowledged_by() if self._in_flight else None
+        self._send_again_at = None
+        if self._in_flight:
+            self._wait_for_acknowledgement()
         if not self._kept:
             self._empty.set()
         self._work.set()
 
-    def _acknowledged_by(self) -> float:
-        return asyncio.get_running_loop().time() + self._settings.call_deadline_s
+    def _wait_for_acknowledgement(self) -> None:
+        """One timer serves all: it is not set anew while it runs."""
+        self._send_again_at = self._loop.time() + self._settings.call_deadline_s
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._send_again_at, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._send_again_at is None:
+            return
+        if self._loop.time() < self._send_again_at:
+            self._timer = self._loop.call_at(self._send_again_at, self._look)
+            return
+        logger.info("outcomes were not acknowledged, and are sent again")
+        self._send_again()
 
     def _send_again(self) -> None:
         """Nothing counts as sent of what was not acknowledged."""
@@ -232,17 +239,12 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome]):
 
     async def _deliver(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout_at(self._send_again_at):
-                    await self._work.wait()
-            except TimeoutError:
-                logger.info("outcomes were not acknowledged, and are sent again")
-                self._send_again()
+            await self._work.wait()
             self._work.clear()
             while self._num_sent < self._num_outcomes and len(self._in_flight) < MAX_IN_FLIGHT:
                 batch = self._next_batch()
                 if not self._in_flight:
-                    self._send_again_at = self._acknowledged_by()
+                    self._wait_for_acknowledgement()
                 self._in_flight.append(batch.last)
                 self._num_sent = batch.last
                 if not await self.send(batch):
@@ -259,7 +261,7 @@ class RolloutWorker(Client[TaskBatch, None, WorkerWelcome]):
                 break
             batch.append(outcome)
             last = number
-        return CompletionBatch(last, tuple(batch))
+        return CompletionBatch(last, tuple(batch), self._received)
 
     # --- the process ---------------------------------------------------------------------------
 
