@@ -515,15 +515,20 @@ class RolloutController:
         if not engines:
             return False
         self._unpark()
+        queued, waiting = self._table.queued, self._table.waiting
         slots = sum(worker.free_slots for worker in self._workers.values())
-        parked = False
+        room, parked = self._policy.capacity(), False
         for _ in range(min(slots, MAX_DISPATCHES_PER_TURN)):
-            record = self._next_record()
-            if record is None:
+            if queued:
+                record = next(iter(queued.values()))
+            elif waiting and room > 0:
+                record = next(iter(waiting.values()))
+                room -= 1
+            else:
                 return parked
             if not self._hand_over(record, engines):
                 # What stands behind it may still find a worker in the next turn.
-                self._table.move(record, State.PARKED)
+                self._life.park(record)
                 parked = True
         return parked or slots > MAX_DISPATCHES_PER_TURN
 
@@ -543,15 +548,6 @@ class RolloutController:
             room = sum(w.free_slots for w in self._workers.values() if w.can_run(workflow))
             for record in reversed(list(islice(records.values(), room))):
                 self._table.move(record, State.QUEUED, front=True)
-
-    def _next_record(self) -> Record | None:
-        if self._table.queued:
-            return next(iter(self._table.queued.values()))
-        if not self._table.waiting or self._policy.capacity() < 1:
-            return None
-        record = next(iter(self._table.waiting.values()))
-        self._life.admit(record)
-        return record
 
     def _hand_over(self, record: Record, engines: Sequence[EngineTarget]) -> bool:
         workers = [w for w in self._workers.values() if w.can_run(record.work.workflow)]

@@ -78,12 +78,13 @@ class EngineChoice:
             avoid: an engine that just failed; used only when there is no other.
         """
         allowed = [engine for engine in engines if engine.name != avoid] or engines
-        best = min(allowed, key=lambda engine: load_of(engine.name))
-        known = self._seen.get(prefix)
-        limit = load_of(best.name) + self._slack
-        for engine in allowed:
-            if engine.name == known and load_of(engine.name) <= limit:
-                best = engine
+        loads = [load_of(engine.name) for engine in allowed]
+        least, known = min(loads), self._seen.get(prefix)
+        best = allowed[loads.index(least)]
+        if known != best.name:
+            for engine, load in zip(allowed, loads, strict=True):
+                if engine.name == known and load <= least + self._slack:
+                    best = engine
         self._seen[prefix] = best.name
         self._seen.move_to_end(prefix)
         if len(self._seen) > REMEMBERED_PREFIXES:

@@ -231,17 +231,27 @@ class Lifecycle:
         Raises:
             RolloutError: there is no capacity.
         """
-        self._policy.admit()
-        record.admitted = True
+        self._admit(record)
         self.table.move(record, State.QUEUED)
 
+    def _admit(self, record: Record) -> None:
+        if not record.admitted:
+            self._policy.admit()
+            record.admitted = True
+
+    def park(self, record: Record) -> None:
+        """As `admit`, if it is not admitted yet; it waits for a worker that knows its workflow."""
+        self._admit(record)
+        self.table.move(record, State.PARKED)
+
     def start_attempt(self, record: Record, engine: str, worker: str) -> float:
-        """A worker gets it; returns the seconds that it may take."""
+        """A worker gets it, which admits it; returns the seconds that it may take."""
+        self._admit(record)
         record.attempt = max(record.attempt, self.first_attempt) + 1
         record.num_dispatches += 1
         record.engine = engine
         record.worker = worker
-        if self._policy.throws_away(record.partial.versions):
+        if record.partial is not NOTHING and self._policy.throws_away(record.partial.versions):
             self.table.counts.wasted_tokens += len(record.partial.output_ids)
             record.partial = NOTHING
         record.oldest_version = self._oldest_token(record)
@@ -328,7 +338,9 @@ class Lifecycle:
             )
             return
         self.table.counts.retried += 1
-        record.oldest_version = None  # an attempt that a successor asks for is not there to grow old
+        record.oldest_version = (
+            None  # an attempt that a successor asks for is not there to grow old
+        )
         self.journal.attempted(record)
         self.table.move(record, State.BACKOFF)
         delay = min(self._config.retry_backoff_s * 2 ** (record.failures - 1), MAX_BACKOFF_S)

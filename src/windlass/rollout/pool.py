@@ -262,9 +262,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
                 is_full = len(self._outbox) >= MAX_TASKS_PER_BATCH
                 await asyncio.sleep(0 if is_full else early_s)
             self._work.clear()
-            if self._socket is None or not (
-                self._outbox or self._cancelled or self._acknowledged
-            ):
+            if self._socket is None or not (self._outbox or self._cancelled or self._acknowledged):
                 continue
             may_send_at = clock() + GATHER_S
             with contextlib.suppress(PeerUnreachable):  # the next connection begins with it

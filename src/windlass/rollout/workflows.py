@@ -145,42 +145,6 @@ def encode_value(what: str, value: object) -> bytes:
     return encoded
 
 
-async def _run_attempt(
-    session: aiohttp.ClientSession, task: RolloutTask, workflows: Mapping[str, Workflow]
-) -> AttemptResult:
-    """Run one attempt to its end.
-
-    Raises:
-        AttemptError: the engine failed, the deadline passed, or the workflow is unknown here.
-        Reject: the workflow does not want its trajectory used.
-        Exception: whatever the workflow raises.
-    """
-    # An attempt is a task of its own, so that the fields are of nobody else's lines.
-    log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name)
-    if not task.workflow:
-        answer = await generate(session, task)
-        return AttemptResult(answer.tokens, answer.finish_reason)
-    workflow = workflows.get(task.workflow)
-    if workflow is None:
-        raise AttemptError(
-            f"workflow must be one of {sorted(workflows)}, got {task.workflow!r}", Partial()
-        )
-    context = WorkflowContext(session, task)
-    deadline = asyncio.timeout(task.deadline_s)
-    try:
-        async with deadline:
-            value = await workflow(context)
-    except TimeoutError as error:
-        if not deadline.expired():
-            raise
-        raise AttemptError(
-            f"workflow {task.workflow}: no end within {task.deadline_s:.3f} s", Partial()
-        ) from error
-    return AttemptResult(
-        turns=tuple(context.turns), value=encode_value(f"workflow {task.workflow}: value", value)
-    )
-
-
 @final
 class Attempts:
     """Attempts of one worker, a process of its own or the controller's event loop.
@@ -238,8 +202,39 @@ class Attempts:
                 logger.error("%s does not heed its cancellation", job.get_name())
 
     async def _run(self, task: RolloutTask) -> AttemptResult:
+        """Run one attempt to its end.
+
+        Raises:
+            AttemptError: the engine failed, the deadline passed, or the workflow is unknown here.
+            Reject: the workflow does not want its trajectory used.
+            Exception: whatever the workflow raises.
+        """
+        # An attempt is a task of its own, so that the fields are of nobody else's lines.
+        log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name)
         async with self._slots:
-            return await _run_attempt(self._session, task, self._workflows)
+            if not task.workflow:
+                return await generate(self._session, task)
+            workflow = self._workflows.get(task.workflow)
+            if workflow is None:
+                raise AttemptError(
+                    f"workflow must be one of {sorted(self._workflows)}, got {task.workflow!r}",
+                    Partial(),
+                )
+            context = WorkflowContext(self._session, task)
+            deadline = asyncio.timeout(task.deadline_s)
+            try:
+                async with deadline:
+                    value = await workflow(context)
+            except TimeoutError as error:
+                if not deadline.expired():
+                    raise
+                raise AttemptError(
+                    f"workflow {task.workflow}: no end within {task.deadline_s:.3f} s", Partial()
+                ) from error
+        return AttemptResult(
+            turns=tuple(context.turns),
+            value=encode_value(f"workflow {task.workflow}: value", value),
+        )
 
     def _ended(self, task: RolloutTask, job: asyncio.Task[AttemptResult]) -> None:
         del self.running[task.task_id, task.attempt]
