@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 
 import aiohttp
 from aiohttp import web
-from certificates import Authority
 from fake_agents import (
     engine_manifest,
     fake_endpoint,
@@ -260,11 +260,15 @@ def main() -> None:
         return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for case, journal, files in (
+        cases: list[tuple[str, Path | None, dict[str, str]]] = [
             ("journal in memory", None, {}),
             ("journal on disk", Path(folder) / "journal", {}),
-            ("journal in memory, TLS", None, Authority(Path(folder)).issue()),
-        ):
+        ]
+        if importlib.util.find_spec("trustme") is not None:
+            from certificates import Authority
+
+            cases.append(("journal in memory, TLS", None, Authority(Path(folder)).issue()))
+        for case, journal, files in cases:
             with temporary_values(files):
                 measured = asyncio.run(measure(given.engines, given.rounds, journal))
             rows += rows_of(f"{given.engines} engine ranks, {case}", *measured)

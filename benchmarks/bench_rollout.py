@@ -28,8 +28,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from certificates import Authority
-
 from harness import Row, median_p95, parser, report
 from rollout_load import (
     NUM_TOKENS,
@@ -381,6 +379,8 @@ def throughput_rows(ours: Sequence[Sample], theirs: Sequence[Sample]) -> list[Ro
 
 def tls_rows() -> list[Row]:
     """The same two processes over TLS and without it, in turns: a machine is not as fast all the time."""
+    from certificates import Authority  # needs trustme, which no other part does
+
     plain: list[Sample] = []
     secured: list[Sample] = []
     with tempfile.TemporaryDirectory() as folder:
