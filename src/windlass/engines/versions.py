@@ -124,27 +124,22 @@ def has(feature: Feature, version: str) -> bool:
 def device_of(engine: EngineReleases) -> str:
     """Return what this environment's engine runs on here, as `EngineReleases.run` says it."""
     for_cpus = [name for name in engine.distributions if name.endswith("-cpu")]
-    if any(_is_installed(name) for name in for_cpus) or not Path("/dev/nvidiactl").exists():
+    if any(map(_version_of, for_cpus)) or not Path("/dev/nvidiactl").exists():
         return "CPUs"
     return "GPUs"
 
 
-def _is_installed(distribution: str) -> bool:
+def _version_of(distribution: str) -> str:
     try:
-        importlib.metadata.version(distribution)
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return ""
 
 
 def installed_version(engine: EngineReleases) -> str:
     """Return this environment's; '' where it is not installed, 'unknown' for a package without metadata."""
-    for distribution in engine.distributions:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "" if importlib.util.find_spec(engine.package) is None else "unknown"
+    found = next(filter(None, map(_version_of, engine.distributions)), "")
+    return found or ("" if importlib.util.find_spec(engine.package) is None else "unknown")
 
 
 def check_installed(engine: EngineReleases) -> tuple[str, ...]:

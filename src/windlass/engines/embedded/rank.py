@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.engines.embedded.model import ForwardRunner, ModelShard, load_model
@@ -115,7 +114,5 @@ def _read_weight(shard: ModelShard, name: str) -> list[Any]:
     held = shard.module.state_dict()
     if name not in held:
         raise ConfigError(f"name must be a parameter or persistent buffer, got {name!r}")
-    tensor = held[name]
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    values: list[Any] = local.detach().float().tolist()
+    values: list[Any] = held[name].detach().float().tolist()
     return values
