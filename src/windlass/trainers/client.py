@@ -234,7 +234,7 @@ class TrainerClient:
             RoundAborted: not published, with the reason; the old version goes on being served.
             PeerTimeout: no answer within `deadline_s`; the weights must still not change.
         """
-        return self._begin("publish", version, deadline_s).result()
+        return self._begin("publish", version, deadline_s)()
 
     def publish_soon(self, version: int, *, deadline_s: float = 600.0) -> Future[UpdateReport]:
         """As `publish`, but return at once: the weights must not change until the future is done.
@@ -245,7 +245,7 @@ class TrainerClient:
         Raises:
             ConfigError: `version` is no integer >= 0, or a version is still being published.
         """
-        return self._begin("publish_soon", version, deadline_s)
+        return self._background.submit(self._begin("publish_soon", version, deadline_s))
 
     def begin_publish(self, version: int, *, deadline_s: float = 600.0) -> PendingUpdate:
         """As `publish`, but return once the weights are copied: they may change, move or go away.
@@ -270,8 +270,8 @@ class TrainerClient:
         if self._sender.replica is None:
             raise ConfigError("begin_publish: needs a replica when connecting, got replica=off")
         began, copied = time.perf_counter(), threading.Event()
-        report = self._begin("begin_publish", version, deadline_s, copied)
-        pending = PendingUpdate(version, report)
+        until_over = self._begin("begin_publish", version, deadline_s, copied)
+        pending = PendingUpdate(version, self._background.submit(until_over))
         pending.when_done(copied.set)
         if not copied.wait(deadline_s + MARGIN_S):
             self._sender.end_version()  # a copy that is under way still reads the weights
@@ -298,7 +298,8 @@ class TrainerClient:
             self._channel.give_up_expected()
             wait([self._prepared])
         copied = threading.Event() if self._sender.replica is not None else None
-        self._prepared = self._begin("prepare_publish", version, None, copied)
+        until_over = self._begin("prepare_publish", version, None, copied)
+        self._prepared = self._background.submit(until_over)
 
     def _begin(
         self,
@@ -306,8 +307,8 @@ class TrainerClient:
         version: int,
         deadline_s: float | None,
         copied: threading.Event | None = None,
-    ) -> Future[UpdateReport]:
-        """Every way to publish begins here, and ends with the future.
+    ) -> Callable[[], UpdateReport]:
+        """Every way to publish begins here, and ends with a call of what is returned.
 
         Args:
             what: the method that was called, for errors.
@@ -339,10 +340,10 @@ class TrainerClient:
                 if deadline_s is None
                 else partial(self._channel.announce, number, deadline_s)
             )
-            return self._background.submit(self._end, number, until_over, copied)
         except BaseException:
             self._publishing.release()
             raise
+        return partial(self._end, number, until_over, copied)
 
     def _end(
         self,
