@@ -118,8 +118,8 @@ BUGS = (
         "a write of unknown outcome counts as failed",
         Sender,
         "_failed",
-        "LinkOutcome(name, status,",
-        "LinkOutcome(name, LinkStatus.FAILED if status is LinkStatus.UNKNOWN else status,",
+        "failed_link(name, reason, status)",
+        "failed_link(name, reason, LinkStatus.FAILED)",
         8,
     ),
     Bug(
