@@ -174,7 +174,7 @@ BUGS = (
         "a round goes on though the disk is full",
         RoundDriver,
         "_carry_out",
-        "return await self._carry_out(self._machine.handle(blocked))",
+        "return await self._carry_out(self.machine.handle(blocked))",
         "raise",
         52,
     ),
