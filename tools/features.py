@@ -24,8 +24,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "features.md"
-DEADLINE_S = 240
-"""Of one test with all of its cases."""
+DEADLINE_S = 120
+"""Of one case."""
+PYTEST = (
+    *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"),
+    *("-m", "not engines and not cluster"),
+)
 ON_GPU = "tests/transfer/test_backends_on_gpu.py"
 BACKENDS = "tests/transfer/test_backends.py::test_every_backend_delivers_every_byte"
 LIVE = "tests/updates/test_live_update.py"
@@ -86,8 +90,12 @@ def run(memory: str, path: Path, at_once: int) -> int:
     chosen = {
         test for ways in FEATURES.values() for kind, (test, _) in ways.items() if kind == memory
     }
+    listed = subprocess.run(
+        [*PYTEST, "--collect-only", *sorted(chosen)],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout.splitlines()  # fmt: skip
     with ThreadPoolExecutor(at_once) as pool:
-        cases = [case for found in pool.map(_run_test, sorted(chosen)) for case in found]
+        cases = [*pool.map(_run_case, (line for line in listed if "::" in line))]
     gpus = subprocess.run(
         ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
         capture_output=True, text=True, check=False,
@@ -103,37 +111,24 @@ def run(memory: str, path: Path, at_once: int) -> int:
     return 0 if cases and not outcomes["failed"] else 1
 
 
-def _run_test(test: str) -> list[dict[str, str]]:
-    """Run one test with all of its cases in a process of its own, and print what it said if one failed."""
+def _run_case(test: str) -> dict[str, str]:
+    """Run one case of a test in a process of its own, and print what it said if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default")
-        wanted = ("-m", "not engines and not cluster", f"--junit-xml={report}", test)
         try:
             ended = subprocess.run(
-                [*pytest, *wanted],
+                [*PYTEST, f"--junit-xml={report}", test],
                 cwd=ROOT, timeout=DEADLINE_S, check=False, capture_output=True, text=True,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            reason = f"did not end within {DEADLINE_S} s"
-            return [{"test": test, "outcome": "failed", "reason": reason}]
+            return {"test": test, "outcome": "failed", "reason": f"did not end in {DEADLINE_S} s"}
         if ended.returncode:
             print(ended.stdout[-6000:], ended.stderr[-2000:])
-        return [_case(case) for case in ET.parse(report).iter("testcase")]
-
-
-def _case(case: ET.Element) -> dict[str, str]:
-    """Return the name, the outcome and the reason of one case."""
-    test = case.attrib["name"]
-    file = case.attrib["classname"].replace(".", "/") + ".py"
+        told_of = ET.parse(report).getroot()
     for tag, outcome in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
-        if (told := case.find(tag)) is not None:
-            return {
-                "test": f"{file}::{test}",
-                "outcome": outcome,
-                "reason": told.attrib.get("message", ""),
-            }
-    return {"test": f"{file}::{test}", "outcome": "passed", "reason": ""}
+        if (told := told_of.find(f".//{tag}")) is not None:
+            return {"test": test, "outcome": outcome, "reason": told.attrib.get("message", "")}
+    return {"test": test, "outcome": "passed", "reason": ""}
 
 
 def render() -> str:
@@ -188,7 +183,7 @@ def main() -> int:
     runs = commands.add_parser("run", help="run the tests of one memory")
     runs.add_argument("memory", choices=["host", "gpu"])
     runs.add_argument("--json", type=Path, required=True)
-    runs.add_argument("--at-once", type=int, default=1, help="tests beside each other (default 1)")
+    runs.add_argument("--at-once", type=int, default=1, help="cases beside each other (default 1)")
     commands.add_parser("render", help="write the page").add_argument(
         "--check", action="store_true"
     )

@@ -78,6 +78,12 @@ class Rig:
         self.peer = peer
         self.deadline_s = DEADLINE_S
         self.prompt_s = PROMPT_S
+        self._placed: list[UInt8Array] = []
+
+    def place(self, content: UInt8Array) -> int:
+        """Return the address of these bytes in memory that the transport can register; it lives as long as the rig."""
+        self._placed.append(content)
+        return int(content.ctypes.data)
 
     def batch(
         self,
@@ -343,22 +349,22 @@ class TransportConformance:
             rig.transport.register(address, nbytes)
 
     def test_a_region_can_be_unregistered_once_and_registered_again(self, rig: Rig) -> None:
-        memory = np.full(4096, 3, np.uint8)
-        region = rig.transport.register(int(memory.ctypes.data), memory.nbytes)
+        address = rig.place(np.full(4096, 3, np.uint8))
+        region = rig.transport.register(address, 4096)
         rig.transport.unregister(region)
         with pytest.raises(RegionError):
             rig.transport.unregister(region)
         batch = rig.batch([0], [0], [16])
-        batch.local_addresses[0] = memory.ctypes.data
+        batch.local_addresses[0] = address
         rig.refused(batch, RegionError)
-        region = rig.transport.register(int(memory.ctypes.data), memory.nbytes)
+        region = rig.transport.register(address, 4096)
         rig.write(batch)
         rig.transport.unregister(region)
         check(rig.peer.read(0, 16) == bytes([3] * 16), "a region registered again is a source")
 
     def test_ranges_registered_together_are_sources_and_go_one_by_one(self, rig: Rig) -> None:
-        memory = np.repeat(np.arange(1, 5, dtype=np.uint8), 4096)
-        starts = [int(memory.ctypes.data) + 4096 * index for index in range(4)]
+        base = rig.place(np.repeat(np.arange(1, 5, dtype=np.uint8), 4096))
+        starts = [base + 4096 * index for index in range(4)]
         regions = rig.transport.register_all([(start, 4000) for start in starts])
         check([r.address for r in regions] == starts, f"in the order of the call, got {regions}")
         rig.transport.unregister(regions[1])
@@ -378,8 +384,7 @@ class TransportConformance:
     @pytest.mark.parametrize("bad", [(0, 16), (64, 0), (2048, 64), (4000, 200)])
     def test_one_range_that_is_refused_registers_none(self, rig: Rig, bad: tuple[int, int]) -> None:
         """Nothing at address 0, nothing empty, nothing twice, nothing that overlaps another one."""
-        memory = np.full(16384, 7, np.uint8)
-        base = int(memory.ctypes.data)
+        base = rig.place(np.full(16384, 7, np.uint8))
         start = base + bad[0] if bad[0] else 0
         good = [(base, 32), (base + 2048, 64), (base + 4096, 4096)]
         with pytest.raises(RegionError):
