@@ -1,27 +1,5 @@
 """Every error that Windlass raises on purpose.
 
-    WindlassError
-    |-- ConfigError(ValueError)           an argument, a file or a flag is wrong; nothing was started
-    |-- PlanError(ValueError)             found while connecting; nothing was paused, nothing was sent
-    |   |-- ManifestError                 a manifest contradicts itself or its partner
-    |   |-- UnsupportedLayout             a layout that cannot be expressed
-    |   `-- IncompleteCoverage            some destination bytes have no source
-    |-- TransferError(RuntimeError)
-    |   |-- RegionError                   outside registered or published memory; nothing was sent
-    |   |-- PeerUnreachable               the peer is dead, restarted or never answered
-    |   |-- TransferFailed                over: no further byte will land
-    |   `-- TransferOutcomeUnknown        bytes may still land: free nothing, reuse nothing
-    |-- RoundError(RuntimeError)
-    |   |-- StaleMessage                  from an epoch, round or version that has passed
-    |   `-- RoundAborted                  the old version goes on being served
-    |-- ProtocolError(ValueError)         a message that cannot be decoded or does not belong here
-    |-- AuthenticationError(RuntimeError) a wrong or missing token
-    |-- PeerTimeout(TimeoutError)         a deadline passed while waiting for a peer
-    |-- EngineRefused(RuntimeError)       an engine cannot be part of the fleet; says why
-    |-- TrainerError(RuntimeError)        a trainer rank died, hung or raised; carries its log tail
-    |-- RolloutError(RuntimeError)        a rollout ended in an error; names task and attempt
-    `-- TransportUnavailable(ImportError) an optional dependency or kernel feature is missing
-
 *Unknown* is kept apart from *failed* throughout: after `TransferOutcomeUnknown` the
 memory on both sides must be left alone (the distinction follows google/tunix,
 `experimental/orchestrator/weight_sync.py`). Messages are one line and name the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from windlass.observability.spans import find_tracer, record_round
+from windlass.updates.messages import RoundOutcome, UpdateReport
 
 trace = pytest.importorskip("opentelemetry.sdk.trace")
 export = pytest.importorskip("opentelemetry.sdk.trace.export")
@@ -15,13 +16,13 @@ def test_a_round_is_one_span_with_a_child_per_stage() -> None:
     exporter = memory.InMemorySpanExporter()
     provider = trace.TracerProvider()
     provider.add_span_processor(export.SimpleSpanProcessor(exporter))
-    record_round(
-        provider.get_tracer("test"),
+    report = UpdateReport(
         version=3,
-        outcome="published",
+        outcome=RoundOutcome.PUBLISHED,
         measures={"nbytes": 64, "update_s": 0.5},
         phase_s={"prepare": 0.1, "write": 0.25, "publish": 0.15},
     )
+    record_round(provider.get_tracer("test"), report)
     *stages, whole = exporter.get_finished_spans()
     assert [stage.name for stage in stages] == ["prepare", "write", "publish"]
     assert whole.name == "weight update"
@@ -46,4 +47,5 @@ def test_a_round_is_one_span_with_a_child_per_stage() -> None:
 def test_without_a_provider_a_round_is_recorded_nowhere() -> None:
     tracer = find_tracer()
     assert tracer is not None
-    record_round(tracer, version=0, outcome="aborted", measures={"update_s": 0.1}, phase_s={})
+    aborted = UpdateReport(version=0, outcome=RoundOutcome.ABORTED, measures={"update_s": 0.1})
+    record_round(tracer, aborted)

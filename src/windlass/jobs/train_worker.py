@@ -308,15 +308,15 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
             keeps_calls=True,
         )
         self._engine, self._operations = engine, dict(operations)
-        self._rank, self._world_size = rank, world_size
-        self._incarnation = os.urandom(8).hex()
         self._is_stopped = False
-        self._host, self._port, self._store_server = "", 0, None
+        host, port = "", 0
         if rank == 0:
-            self._host = own_address(url)
+            host = own_address(url)
             # Bound here, then published: no port is ever guessed.
-            self._store_server = Rendezvous(self._host, STORE_DEADLINE_S)
-            self._port = self._store_server.port
+            self._store_server = Rendezvous(host, STORE_DEADLINE_S)
+            port = self._store_server.port
+        names, incarnation = tuple(sorted(operations)), os.urandom(8).hex()
+        self._joined = Joined(PROTOCOL_VERSION, rank, world_size, incarnation, host, port, names)
 
     def work(self) -> None:
         """Carry out calls until one says stop.
@@ -334,15 +334,7 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
             self.close()
 
     def hello(self) -> Joined:
-        return Joined(
-            PROTOCOL_VERSION,
-            self._rank,
-            self._world_size,
-            self._incarnation,
-            self._host,
-            self._port,
-            tuple(sorted(self._operations)),
-        )
+        return self._joined
 
     def on_frame(self, frame: Welcome) -> None:
         """A welcome says nothing else."""
@@ -356,8 +348,8 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
         match call.command:
             case Setup(store_host=host, store_port=port, deadline_s=deadline_s):
                 context = TrainContext(
-                    rank=self._rank,
-                    world_size=self._world_size,
+                    rank=self._joined.rank,
+                    world_size=self._joined.world_size,
                     store_host=host,
                     store_port=port,
                     controller=self._url,

@@ -148,7 +148,6 @@ class FleetEvents:
     def __init__(self) -> None:
         self.newest: deque[FleetEvent] = deque(maxlen=MAX_EVENTS)
         self.stretches: deque[Stretch] = deque(maxlen=MAX_STRETCHES)
-        self._states: dict[str, EngineState] = {}
         self._current: dict[str, Stretch] = {}
         self._behind: set[str] = set()
 
@@ -158,39 +157,30 @@ class FleetEvents:
 
     def compare(self, at_s: float, states: Iterable[EngineState]) -> None:
         """Remember how engines differ from the last call: who came, went, fell behind, caught up."""
-        known, self._states = self._states, {state.name: state for state in states}
-        for name in sorted(known.keys() - self._states.keys()):
+        here = {state.name: state for state in states}
+        for name in sorted(self._current.keys() - here.keys()):
             self._behind.discard(name)
             self.add(at_s, name, GONE, is_bad=True)
             last = self._current.pop(name)
             self.stretches.append(replace(last, at_s=at_s, standing=Standing.GONE, why=GONE))
-        for name, state in self._states.items():
-            before = known.get(name)
+        for name, state in here.items():
+            before = self._current.get(name)
             if before is None:
                 said = f", with version {state.version}" if state.version >= 0 else ""
                 self.add(at_s, name, f"connected{said}", is_bad=False)
             elif state.routable and name in self._behind:
                 self._behind.discard(name)
                 self.add(at_s, name, f"caught up with version {state.version}", is_bad=False)
-            if state.reason and (before is None or state.reason != before.reason):
+            if state.reason and (before is None or state.reason != before.why):
                 self._behind.add(name)
                 self.add(at_s, name, state.reason, is_bad=True)
-            self._begin(at_s, state)
-
-    def _begin(self, at_s: float, state: EngineState) -> None:
-        """Begin a stretch, unless the engine's goes on: a pause in an update ends none."""
-        standing = (
-            Standing.SERVING
-            if state.routable
-            else Standing.LEFT_OUT
-            if state.reason
-            else Standing.WAITING
-        )
-        now = Stretch(at_s, state.name, state.version, standing, state.reason)
-        before = self._current.get(state.name)
-        if before is not None:
-            is_pause = standing is Standing.WAITING and before.standing is Standing.SERVING
-            if replace(before, at_s=at_s) == now or (is_pause and before.version == now.version):
-                return
-        self._current[state.name] = now
-        self.stretches.append(now)
+            waits = Standing.LEFT_OUT if state.reason else Standing.WAITING
+            standing = Standing.SERVING if state.routable else waits
+            now = Stretch(at_s, name, state.version, standing, state.reason)
+            if before is not None:
+                is_pause = standing is Standing.WAITING and before.standing is Standing.SERVING
+                if is_pause and before.version == now.version:
+                    continue  # a pause in an update ends no stretch
+            if before is None or replace(before, at_s=at_s) != now:
+                self._current[name] = now
+                self.stretches.append(now)

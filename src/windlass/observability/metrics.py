@@ -7,7 +7,7 @@ from typing import final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from windlass.updates.report import Measure, RoundOutcome
+from windlass.updates.report import Measure, RoundOutcome, UpdateReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -47,16 +47,16 @@ class ControllerMetrics:
             "windlass_rollouts", "Rollouts by state since the start", ["state"], registry=registry
         )
 
-    def observe_round(self, outcome: str, measures: Mapping[str, float]) -> None:
+    def observe_round(self, report: UpdateReport) -> None:
         """A round ended."""
-        self._rounds.labels(outcome).inc()
+        self._rounds.labels(report.outcome.value).inc()
         for measure, figure in self._figures.items():
-            if measure not in measures:
+            if measure not in report.measures:
                 continue
             if isinstance(figure, Counter):
-                figure.inc(measures[measure])
+                figure.inc(report.measures[measure])
             else:
-                figure.observe(measures[measure])
+                figure.observe(report.measures[measure])
 
     def observe_staleness(self, ages: Iterable[int]) -> None:
         """Samples were handed to trainers; ages in versions."""

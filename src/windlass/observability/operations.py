@@ -146,15 +146,9 @@ class Operations:
         self._notify()
 
     def _on_update(self, report: UpdateReport) -> None:
-        self._metrics.observe_round(report.outcome.value, report.measures)
+        self._metrics.observe_round(report)
         if self._tracer is not None:
-            record_round(
-                self._tracer,
-                version=report.version,
-                outcome=report.outcome.value,
-                measures=report.measures,
-                phase_s=report.phase_s,
-            )
+            record_round(self._tracer, report)
         if report.outcome is not RoundOutcome.PUBLISHED:
             said = f"version {report.version} {report.outcome}: {report.reason}"
             self._events.add(self._now_s(), "", said, is_bad=True)

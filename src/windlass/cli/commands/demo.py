@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from windlass import jobs
 from windlass.cli import Command
@@ -94,61 +94,60 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
     Raises:
         ConfigError: a value that breaks its rule, or options that do not go together.
     """
-    job, folder, replace = (
-        load_config(FOLDER / "job.toml"),
-        args.output.resolve(),
-        msgspec.structs.replace,
-    )
-    engines, trainer, seed = job.engines, job.trainer, str(args.seed)
+    job, folder = load_config(FOLDER / "job.toml"), args.output.resolve()
+    engines, trainer, rollout, seed = job.engines, job.trainer, job.rollout, str(args.seed)
     transport = args.transport or SERVER_TRANSPORTS[args.device][0]
     model = str((args.model or FOLDER / MODELS[args.device]).absolute())
+    is_server = ENGINES.find(args.engine).server is not None
+    room = MAX_NEW_TOKENS["server" if is_server else "embedded"]
     if not Path(model).is_file():
         raise ConfigError(f"demo: --model must be a file, got {model!r}")
-    spec = ENGINES.find(args.engine)
-    room = MAX_NEW_TOKENS["embedded" if spec.server is None else "server"]
     if not 1 <= args.max_new_tokens <= room:
         raise ConfigError(
             f"demo: --max-new-tokens must be in [1, {room}] with --engine {args.engine}, "
             f"got {args.max_new_tokens}"
         )
-    sampling = replace(job.rollout.sampling, max_new_tokens=args.max_new_tokens)
-    rollout = replace(job.rollout, sampling=sampling)
-    if spec.server is None:
-        if args.device != "cpu":
-            raise ConfigError(
-                f"demo: --device must be cpu with --engine {args.engine}, got {args.device!r}"
-            )
-        engines = tuple(
-            replace(e, model=model, arguments=(*e.arguments, "--seed", seed)) for e in engines
+    if not 0 <= args.kill_engine_at < args.steps:
+        raise ConfigError(
+            f"demo: kill_engine_at must be in [0, steps={args.steps}), since the engine comes back "
+            f"with a later version, got {args.kill_engine_at}"
         )
-        restarts = 1 if args.kill_engine_at else 0
-        engines = (*engines[:-1], replace(engines[-1], max_restarts=restarts))
-    else:
+    if is_server:
         _check_server_options(args, transport)
         names = ["engine-a", "engine-b"][: 2 if args.kill_engine_at else 1]
         engines = tuple(_server(args, folder, name) for name in names)
-        if args.device == "cpu":
-            # Steps of a size that it answers in seconds on two cores.
-            rollout = replace(rollout, groups_per_step=16)
-        else:
-            trainer, engines = _on_gpus(trainer, engines)
+    elif args.device != "cpu":
+        raise ConfigError(
+            f"demo: --device must be cpu with --engine {args.engine}, got {args.device!r}"
+        )
+    else:
+        engines = tuple(
+            replace(each, model=model, arguments=(*each.arguments, "--seed", seed))
+            for each in engines
+        )
+        restarts = 1 if args.kill_engine_at else 0
+        engines = (*engines[:-1], replace(engines[-1], max_restarts=restarts))
+    if args.device == "cuda":
+        trainer, engines = _on_gpus(trainer, engines)
+    elif is_server:
+        # Steps of a size that it answers in seconds on two cores.
+        rollout = replace(rollout, groups_per_step=16)
     backends = {
         "p2p": P2pBackend(),
         "xccl": XcclBackend(),
         "disk": DiskBackend(folder=str(folder / "weights")),
     }
-    config = replace(
+    return replace(
         job,
         steps=args.steps,
         output_dir=str(folder),
         transport=transport,
         scheduler=SCHEDULERS[args.scheduler],
-        trainer=replace(
-            trainer,
-            arguments=(model, str(folder / "versions"), seed, args.device),
-        ),
+        trainer=replace(trainer, arguments=(model, str(folder / "versions"), seed, args.device)),
         engines=engines,
-        rollout=rollout,
+        rollout=replace(
+            rollout, sampling=replace(rollout.sampling, max_new_tokens=args.max_new_tokens)
+        ),
         update=replace(
             job.update,
             mode=UpdateMode(args.mode),
@@ -156,12 +155,6 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
             backend=backends[args.backend],
         ),
     )
-    if not 0 <= args.kill_engine_at < args.steps:
-        raise ConfigError(
-            f"demo: kill_engine_at must be in [0, steps={args.steps}), since the engine comes back "
-            f"with a later version, got {args.kill_engine_at}"
-        )
-    return config
 
 
 def _check_server_options(args: argparse.Namespace, transport: str) -> None:
@@ -171,18 +164,21 @@ def _check_server_options(args: argparse.Namespace, transport: str) -> None:
             f"demo: --engine {args.engine} --device {args.device} goes with --backend p2p and "
             f"--transport one of {list(transports)}, got {args.backend!r} and {transport!r}"
         )
-    if args.device == "cuda" and not ENGINES.find(args.engine).gpu_arguments:
-        able = [name for name in ENGINES.names() if ENGINES.find(name).gpu_arguments]
+    able = [name for name in ENGINES.names() if ENGINES.find(name).gpu_arguments]
+    if args.device == "cuda" and args.engine not in able:
         raise ConfigError(f"demo: --device cuda goes with --engine {able}, got {args.engine!r}")
 
 
 def _server(args: argparse.Namespace, folder: Path, name: str) -> EngineSection:
     """One unmodified server: in an environment of its own, or in this one where it is installed here."""
     kind, spec = args.engine, ENGINES.find(args.engine)
-    on_gpu = args.device == "cuda"
-    venv = environment_value(f"WINDLASS_{kind.upper()}_VENV")
-    is_here = not venv and importlib.util.find_spec(kind) is not None
-    python = Path(venv or f".venv-{kind}") / "bin" / "python"
+    on_gpu, environment = args.device == "cuda", {"TOKENIZERS_PARALLELISM": "false"}
+    if not on_gpu:
+        environment |= spec.cpu_environment
+    python, venv = sys.executable, environment_value(f"WINDLASS_{kind.upper()}_VENV")
+    if venv or importlib.util.find_spec(kind) is None:
+        python = str((Path(venv or f".venv-{kind}") / "bin" / "python").absolute())
+        environment["PYTHONPATH"] = str(folder / "package")
     return EngineSection(
         name=name,
         kind=kind,
@@ -192,12 +188,8 @@ def _server(args: argparse.Namespace, folder: Path, name: str) -> EngineSection:
             *("--dtype", "bfloat16"),
             *(spec.gpu_arguments if on_gpu else spec.cpu_arguments),
         ),
-        python=sys.executable if is_here else str(python.absolute()),
-        environment={
-            **({} if on_gpu else spec.cpu_environment),
-            **({} if is_here else {"PYTHONPATH": str(folder / "package")}),
-            "TOKENIZERS_PARALLELISM": "false",
-        },
+        python=python,
+        environment=environment,
         max_restarts=1 if args.kill_engine_at else 0,
     )
 
@@ -210,22 +202,18 @@ def _on_gpus(
     Raises:
         ConfigError: no GPU is visible.
     """
-    num_gpus, replace = len(visible_gpus()), msgspec.structs.replace
+    num_gpus = len(visible_gpus())
     if not num_gpus:
         raise ConfigError("demo: --device cuda needs a GPU, none is visible")
     num_left = num_gpus - len(engines)
     if num_left > 0:
-        return (
-            replace(trainer, world_size=num_left, num_gpus=1),
-            tuple(replace(engine, num_gpus=1) for engine in engines),
-        )
-    return (
-        replace(trainer, world_size=num_gpus, num_gpus=1),
-        tuple(
+        engines = tuple(replace(engine, num_gpus=1) for engine in engines)
+    else:
+        engines = tuple(
             replace(engine, colocate_with=f"trainer-{number % num_gpus}")
             for number, engine in enumerate(engines)
-        ),
-    )
+        )
+    return replace(trainer, world_size=max(num_left, 0) or num_gpus, num_gpus=1), engines
 
 
 COMMAND = Command(

@@ -12,13 +12,11 @@ import msgspec
 from windlass.cli import Command
 from windlass.config import (
     ControlConfig,
-    P2pBackend,
     PauseMode,
     RouterConfig,
     RouterKind,
     UpdateBackend,
     UpdateMode,
-    XcclBackend,
 )
 from windlass.envs import control_token
 from windlass.errors import DECODE_ERRORS, ConfigError
@@ -86,15 +84,12 @@ def parse_backend(text: str) -> UpdateBackend:
     Raises:
         ConfigError: neither; or a name alone does not say enough.
     """
-    if text == "p2p":
-        return P2pBackend()
-    if text == "xccl":
-        return XcclBackend()
+    spelt_out = text if text.startswith("{") else msgspec.json.encode({"type": text})
     try:
-        spelled_out: UpdateBackend = msgspec.json.decode(text, type=UpdateBackend)
+        backend: UpdateBackend = msgspec.json.decode(spelt_out, type=UpdateBackend)
     except DECODE_ERRORS as error:
         raise ConfigError(f"--backend must be p2p, xccl or a JSON object, got {text!r}: {error}") from error  # fmt: skip
-    return spelled_out
+    return backend
 
 
 async def _serve(config: ControlConfig, token: str, args: argparse.Namespace) -> None:
