@@ -144,6 +144,23 @@ async def test_whoever_waits_for_a_process_is_told_of_that_one_when_another_has_
         assert scheduler.status("again").returncode is None
 
 
+async def test_a_reservation_that_others_share_outlives_a_start_in_it_that_fails(
+    tmp_path: Path,
+) -> None:
+    async with LocalScheduler(tmp_path) as scheduler:
+        await scheduler.start(python("first", STAY))
+        beside = ProcessSpec(
+            name="beside", command=(sys.executable, "-c", STAY), colocate_with="first"
+        )
+        await scheduler.start(beside)
+        await scheduler.delete("first")
+        with pytest.raises(ConfigError, match=r"cannot start '/no/such/program'"):
+            await scheduler.start(ProcessSpec(name="first", command=("/no/such/program",)))
+        await asyncio.sleep(0.2)
+        assert scheduler.status("beside").returncode is None
+        assert [status.name for status in scheduler.list()] == ["beside"]
+
+
 async def pidfds(fifo: Path, deadline_s: float = 15) -> list[int]:
     """Handles of the processes that a process names; a reused pid cannot be mistaken for them."""
     async with asyncio.timeout(deadline_s):

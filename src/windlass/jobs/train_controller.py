@@ -375,15 +375,11 @@ class TrainController:
         if not self._failure:
             try:
                 await self._finish_update(Deadline.after(grace_s, "publish"))
+                if self.ranks_started.is_set():
+                    await self._collective([Stop()] * len(self._ranks), grace_s)
             except TrainerError as error:
-                _log.warning("the last update: %s", error)
+                _log.warning("trainer ranks did not end in order: %s", error)
         broken = bool(self._failure)
-        if self.ranks_started.is_set() and not self._failure:
-            try:
-                await self._collective([Stop()] * len(self._ranks), grace_s)
-            except TrainerError as error:
-                broken = True
-                _log.warning("trainer ranks did not stop: %s", error)
         self._failure = self._failure or "closed"
         await self._end_ranks(min(grace_s, BROKEN_GRACE_S) if broken else grace_s)
 

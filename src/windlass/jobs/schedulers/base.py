@@ -205,9 +205,7 @@ class Scheduler:
         if not self._backend.queues:
             await process.left_queue.wait()
             if not process.pid:
-                del self._processes[spec.name]
-                if not spec.colocate_with:
-                    await self._backend.release(process.reservation)
+                await self.delete(spec.name)
                 raise ConfigError(process.failure)
         return self.status(spec.name)
 
