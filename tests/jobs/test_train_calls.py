@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import final
 
 import aiohttp
 import msgspec
@@ -22,9 +23,11 @@ TOKEN = "a-token"
 
 
 @asynccontextmanager
-async def mounted(scheduler: IdleScheduler) -> AsyncIterator[tuple[TrainController, str]]:
+async def mounted(
+    scheduler: IdleScheduler, world_size: int = 1
+) -> AsyncIterator[tuple[TrainController, str]]:
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
-    trainers = TrainController(scheduler, command=("true",), world_size=1, token=TOKEN)
+    trainers = TrainController(scheduler, command=("true",), world_size=world_size, token=TOKEN)
     trainers.mount(server)
     await server.start()
     try:
@@ -33,14 +36,16 @@ async def mounted(scheduler: IdleScheduler) -> AsyncIterator[tuple[TrainControll
         await server.close()
 
 
-async def answer_everything(url: str, name: str = "trainer") -> None:
+async def answer_everything(
+    url: str, name: str = "trainer", *, rank: int = 0, world_size: int = 1
+) -> None:
     """A rank that does what it is told."""
     headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.TRAINER)}"}
     async with (
         aiohttp.ClientSession(headers=headers) as session,
         session.ws_connect(f"{url}/v1/train_workers/{name}") as socket,
     ):
-        await socket.send_bytes(encode(Joined(PROTOCOL_VERSION, 0, 1, "first")))
+        await socket.send_bytes(encode(Joined(PROTOCOL_VERSION, rank, world_size, "first")))
         async for message in socket:
             call = CONTROLLER_FRAMES.decode(message.data)
             if isinstance(call, Envelope):
@@ -89,6 +94,33 @@ async def test_ranks_that_stopped_have_the_time_to_end_that_close_was_given() ->
         await trainers.close(grace_s=7.0)
         assert scheduler.graces == [7.0]
         await rank
+
+
+@final
+class Together(IdleScheduler):
+    """Ends a process once all are to end."""
+
+    def __init__(self, num_processes: int) -> None:
+        super().__init__()
+        self._all = asyncio.Barrier(num_processes)
+
+    async def delete(self, name: str, *, grace_s: float = 5.0) -> None:
+        await self._all.wait()
+        await super().delete(name, grace_s=grace_s)
+
+
+async def test_ranks_end_side_by_side_and_not_each_after_the_grace_of_the_one_before() -> None:
+    scheduler = Together(3)
+    async with mounted(scheduler, 3) as (trainers, url):
+        ranks = [
+            asyncio.create_task(answer_everything(url, rank=rank, world_size=3))
+            for rank in range(3)
+        ]
+        await trainers.start(url, deadline_s=20)
+        async with asyncio.timeout(20):
+            await trainers.close(grace_s=7.0)
+        assert scheduler.graces == [7.0] * 3
+        await asyncio.gather(*ranks)
 
 
 @pytest.mark.timeout(60)

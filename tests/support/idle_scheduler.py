@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import final
 
 from windlass.jobs.schedulers.base import ProcessSpec, ProcessStatus, Scheduler
 
 __all__ = ["IdleScheduler"]
 
 
-@final
 class IdleScheduler(Scheduler):
     """`Scheduler` whose processes seem to run for ever.
 

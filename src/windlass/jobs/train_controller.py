@@ -384,16 +384,17 @@ class TrainController:
         await self._end_ranks(min(grace_s, BROKEN_GRACE_S) if broken else grace_s)
 
     async def _end_ranks(self, grace_s: float) -> None:
-        """End every rank that was started; each has `grace_s`."""
+        """End every rank that was started, side by side; each has `grace_s`."""
         self.ranks_started.clear()
-        for rank in self._ranks:
-            if rank.watch is None:
-                continue
-            rank.watch.cancel()
-            await asyncio.gather(rank.watch, return_exceptions=True)
+
+        async def end(rank: _Rank, watch: asyncio.Task[str]) -> None:
+            watch.cancel()
+            await asyncio.wait([watch])
             rank.watch = None
             await self._scheduler.delete(rank.peer, grace_s=grace_s)
             await rank.close()
+
+        await asyncio.gather(*(end(r, r.watch) for r in self._ranks if r.watch is not None))
 
     async def _collective(
         self, commands: Sequence[TrainCommand], deadline_s: float

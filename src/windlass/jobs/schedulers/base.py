@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -290,53 +291,38 @@ class Scheduler:
     async def delete(self, name: str, *, grace_s: float = 5.0) -> None:
         """End one process (terminate, wait `grace_s`, kill), free its reservation, forget it."""
         process = self._process(name)
-        await self._terminate([process], grace_s)
-        del self._processes[name]
+        if process.is_running:
+            for number in (signal.SIGTERM, signal.SIGCONT):  # a stopped one cannot end itself
+                try:
+                    await self._backend.signal(name, number)
+                except WindlassError as error:  # its reservation is released all the same
+                    _log.warning("%s: not signalled: %s", name, error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await process.ended.wait()
+        self._processes.pop(name, None)
         if all(other.reservation != process.reservation for other in self._processes.values()):
             await self._backend.release(process.reservation)
         elif process.pid:
             await self._backend.signal(name, signal.SIGKILL)
-        await self._join([process])
+        if process.task is None:
+            return
+        if not process.pid:
+            process.task.cancel()  # still queued
+        # One that hangs in the kernel (a file system that is gone) ends when that lets it.
+        _, pending = await asyncio.wait([process.task], timeout=END_DEADLINE_S)
+        if pending:
+            _log.error("%s was killed and has not ended within %s s", name, END_DEADLINE_S)
+            process.task.cancel()
+            await asyncio.wait(pending)
 
     async def close(self, *, grace_s: float = 5.0) -> None:
-        """End every process: terminate, wait `grace_s`, kill. Idempotent."""
-        processes = [*self._processes.values()]
+        """End every process, side by side: terminate, wait `grace_s`, kill. Idempotent."""
         try:
-            await self._terminate(processes, grace_s)
-            for reservation in dict.fromkeys(each.reservation for each in processes):
-                await self._backend.release(reservation)
-            await self._join(processes)
+            await asyncio.gather(*(self.delete(n, grace_s=grace_s) for n in list(self._processes)))
         finally:
             self._processes.clear()
             await self._backend.close()
-
-    async def _terminate(self, processes: Sequence[_Process], grace_s: float) -> None:
-        live = [process for process in processes if process.is_running]
-        for process in live:
-            for number in (signal.SIGTERM, signal.SIGCONT):  # a stopped one cannot end itself
-                try:
-                    await self._backend.signal(process.spec.name, number)
-                except WindlassError as error:  # its reservation is released all the same
-                    _log.warning("%s: not signalled: %s", process.spec.name, error)
-        waits = [asyncio.ensure_future(process.ended.wait()) for process in live]
-        if waits:
-            _, pending = await asyncio.wait(waits, timeout=grace_s)
-            for task in pending:
-                task.cancel()
-
-    async def _join(self, processes: Sequence[_Process]) -> None:
-        """Released reservations end their processes; a cluster that does not say so is not waited for."""
-        tasks = [process.task for process in processes if process.task is not None]
-        for process in processes:
-            if not process.pid and process.task is not None:
-                process.task.cancel()  # still queued
-        if tasks:
-            # One that hangs in the kernel (a file system that is gone) ends when that lets it.
-            _, pending = await asyncio.wait(tasks, timeout=END_DEADLINE_S)
-            for task in pending:
-                _log.error("a process was killed and has not ended within %s s", END_DEADLINE_S)
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _process(self, name: str) -> _Process:
         if name not in self._processes:
