@@ -9,7 +9,7 @@ from typing import Any, final
 
 from windlass.errors import ConfigError
 from windlass.observability.plots import drawn_to
-from windlass.updates.report import UpdateReport
+from windlass.updates.report import Measure, UpdateReport
 
 
 @final
@@ -69,10 +69,7 @@ class SpeedOfLight:
         report = self.report
         return {
             "version": report.version,
-            "nbytes": report.nbytes,
-            "wire_s": report.wire_s,
-            "update_s": report.update_s,
-            "pause_s": report.pause_s,
+            **{measure.value: report.measure(measure) for measure in Measure},
             "phase_s": report.phase_s,
             "ceiling_gbps": self.ceiling_gbps,
             "num_links": self.num_links,
