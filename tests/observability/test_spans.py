@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from windlass.observability.spans import find_tracer, record_round
-from windlass.updates.messages import RoundOutcome, UpdateReport
+from windlass.updates.report import RoundOutcome, UpdateReport
 
 trace = pytest.importorskip("opentelemetry.sdk.trace")
 export = pytest.importorskip("opentelemetry.sdk.trace.export")
