@@ -149,7 +149,7 @@ class _Process:
     failure: str = ""
     left_queue: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] = field(init=False)
 
     @property
     def is_running(self) -> bool:
@@ -305,8 +305,6 @@ class Scheduler:
             await self._backend.release(process.reservation)
         elif process.pid:
             await self._backend.signal(name, signal.SIGKILL)
-        if process.task is None:
-            return
         if not process.pid:
             process.task.cancel()  # still queued
         # One that hangs in the kernel (a file system that is gone) ends when that lets it.
