@@ -423,34 +423,43 @@ class _Job:
             submit(rollout.samples_per_group, rollout.sampling, metadata=task.metadata)
 
     async def _batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
-        """The groups of a step, scored as they come; None when there are not enough tasks left for one.
+        """The groups of a step, scored; None when there are no tasks left for one.
 
         Groups that the recipe declines are replaced. The deadline is for waiting, all in all, and
         not for scoring, which has its own.
         """
-        rollout, rollouts = self._config.rollout, self.controller.rollouts
-        loop, left_s = asyncio.get_running_loop(), rollout.batch_deadline_s
+        loop, left_s = asyncio.get_running_loop(), self._config.rollout.batch_deadline_s
         batch: list[list[TrainingSample]] = []
-        while (missing := rollout.groups_per_step - len(batch)) > 0:
+        while (missing := self._config.rollout.groups_per_step - len(batch)) > 0:
             began_s = loop.time()
-            drawn = asyncio.ensure_future(rollouts.next_batch(1, deadline_s=left_s))
-            try:
-                await asyncio.wait([drawn, producer], return_when=asyncio.FIRST_COMPLETED)
-                if producer.done():
-                    producer.result()
-                    num_left = rollouts.stats().outstanding
-                    if not drawn.done() and num_left < rollout.samples_per_group * missing:
-                        return None
-                (group,) = await drawn
-            finally:
-                drawn.cancel()
+            groups = await self._draw(missing, left_s, producer)
             left_s -= loop.time() - began_s
-            samples = await self._score(group)
-            if samples:
-                batch.append(samples)
-            else:
-                rollouts.decline(group)
+            if groups is None:
+                return None
+            for group in groups:
+                samples = await self._score(group)
+                if samples:
+                    batch.append(samples)
+                else:
+                    self.controller.rollouts.decline(group)
         return batch
+
+    async def _draw(
+        self, num_groups: int, deadline_s: float, producer: asyncio.Task[None]
+    ) -> tuple[RolloutGroup, ...] | None:
+        """So many groups; None when there are no tasks left for them."""
+        rollout, rollouts = self._config.rollout, self.controller.rollouts
+        drawn = asyncio.ensure_future(rollouts.next_batch(num_groups, deadline_s=deadline_s))
+        try:
+            await asyncio.wait([drawn, producer], return_when=asyncio.FIRST_COMPLETED)
+            if producer.done():
+                producer.result()
+                num_left = rollouts.stats().outstanding
+                if not drawn.done() and num_left < rollout.samples_per_group * num_groups:
+                    return None
+            return await drawn
+        finally:
+            drawn.cancel()
 
     async def _score(self, group: RolloutGroup) -> list[TrainingSample]:
         deadline_s = self._config.rollout.batch_deadline_s
