@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from windlass.errors import ConfigError
+from windlass import ConfigError
 from windlass.planning import TransferPlan
 from windlass.transports import (
     Backend,
