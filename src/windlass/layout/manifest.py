@@ -15,7 +15,7 @@ for the adapter and never reaches this type.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -307,33 +307,31 @@ class ManifestBuilder:
             ManifestError: a box outside its tensor, bytes outside a parameter, or a parameter
                 whose shards and padding do not add up to its size (engines only).
         """
-        num_rows = len(self._rows)
-        offsets = np.zeros((num_rows, MAX_DIMS), np.int64)
-        sizes = np.ones((num_rows, MAX_DIMS), np.int64)
-        strides = np.zeros((num_rows, MAX_DIMS), np.int64)
-        for row, (_, _, box, _, row_strides) in enumerate(self._rows):
-            lead = MAX_DIMS - box.num_dims
-            offsets[row, lead:] = box.offsets
-            sizes[row, lead:] = box.sizes
-            strides[row, lead:] = row_strides
+        rows = self._rows
         manifest = ShardManifest(
             worker=self._worker,
             role=self._role,
             tensors=tuple(spec for _, spec in self._tensors.values()),
             parameters=tuple(spec for _, spec in self._parameters.values()),
             table=ShardTable(
-                tensor=np.array([row[0] for row in self._rows], np.int32),
-                parameter=np.array([row[1] for row in self._rows], np.int32),
-                offsets=offsets,
-                sizes=sizes,
-                offset_bytes=np.array([row[3] for row in self._rows], np.int64),
-                strides_bytes=strides,
+                tensor=np.array([tensor for tensor, *_ in rows], np.int32),
+                parameter=np.array([parameter for _, parameter, *_ in rows], np.int32),
+                offsets=_padded([box.offsets for _, _, box, *_ in rows], 0),
+                sizes=_padded([box.sizes for _, _, box, *_ in rows], 1),
+                offset_bytes=np.array([offset for *_, offset, _ in rows], np.int64),
+                strides_bytes=_padded([strides for *_, strides in rows], 0),
             ),
             aliases=dict(self._aliases),
             quantized=tuple(self._quantized),
         )
         _check(manifest)
         return manifest
+
+
+def _padded(rows: Sequence[tuple[int, ...]], fill: int) -> Int64Array:
+    """(n, MAX_DIMS) values, padded on the left."""
+    wide = [(fill,) * (MAX_DIMS - len(row)) + row for row in rows]
+    return np.array(wide, np.int64).reshape(-1, MAX_DIMS)
 
 
 def contiguous_strides(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -379,14 +377,13 @@ def _check_index(what: str, column: Int32Array, count: int) -> None:
 def _check_boxes(manifest: ShardManifest) -> None:
     """Every box lies inside its tensor's shape."""
     table, worker = manifest.table, manifest.worker
-    shapes = np.ones((len(manifest.tensors), MAX_DIMS), np.int64)
-    for index, tensor_spec in enumerate(manifest.tensors):
+    for tensor_spec in manifest.tensors:
         if len(tensor_spec.shape) > MAX_DIMS:
             raise UnsupportedLayout(
                 f"{worker}: tensor {tensor_spec.name!r} must have at most {MAX_DIMS} dims, "
                 f"got {len(tensor_spec.shape)}"
             )
-        shapes[index, MAX_DIMS - len(tensor_spec.shape) :] = tensor_spec.shape
+    shapes = _padded([tensor_spec.shape for tensor_spec in manifest.tensors], 1)
     outside = (
         (table.offsets < 0)
         | (table.sizes < 1)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import final
 
@@ -34,7 +34,6 @@ from windlass.errors import ConfigError, ManifestError, PlanError, UnsupportedLa
 from windlass.layout.box import Box, chunk
 from windlass.layout.columns import Int64Array
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.layout.naming.place import PlacedShard
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 from windlass.memory.torch_dtypes import dtype_of
 from windlass.transfer.base import ParameterMemory
@@ -343,49 +342,40 @@ def describe_module(
         UnsupportedLayout, ManifestError: see `held_tensors`, `local_shard`, `saved_parts` and `unstack`.
     """
     builder = ManifestBuilder(worker, role)
-    first: dict[int, HeldTensor] = {}
-    owners: dict[str, str] = {}
     held_here = held_tensors(module, name_map)
     parts = [_part_of(held) for held in held_here]
-    for held in held_here:
-        first.setdefault(id(held.tensor), held)
-    tied = {
-        held.tensor_name: owner.tensor_name
-        for held in held_here
-        if (owner := first[id(held.tensor)]) is not held
-    }
-    saved: Mapping[str, list[PlacedShard]] = {}
+    first: dict[int, int] = {}
+    owner = [first.setdefault(id(held.tensor), index) for index, held in enumerate(held_here)]
     if name_map is None and stacked is None and is_of_transformers(module):
-        saved = saved_parts(module, parts, tied)
-    rules = TRANSFORMERS_EXPERTS if stacked is None else stacked
-    for held, part in zip(held_here, parts, strict=True):
-        name = held.tensor_name
-        if first[id(held.tensor)] is not held:
-            for alias, of in _aliases(name, first[id(held.tensor)].tensor_name, saved):
-                builder.add_alias(alias, of)
+        boxes = saved_parts(module, parts, owner)
+        owners = None  # what a saved tensor is made of is for transformers to say
+    else:
+        rules = TRANSFORMERS_EXPERTS if stacked is None else stacked
+        boxes = [unstack(rules, part) for part in parts]
+        owners = dict[str, str]()
+    for index, held in enumerate(held_here):
+        if owner[index] != index:
+            for other, one in zip(boxes[index], boxes[owner[index]], strict=True):
+                if other.tensor != one.tensor:
+                    builder.add_alias(other.tensor, one.tensor)
             continue
         dtype, nbytes = dtype_of(held.name, held.tensor), _reach(local_tensor(held.tensor))
-        gaps = max(nbytes - part.box.numel * dtype.itemsize, 0)
+        gaps = max(nbytes - parts[index].box.numel * dtype.itemsize, 0)
         builder.add_parameter(held.name, nbytes=nbytes, dtype=dtype, padding_nbytes=gaps)
-        boxes = saved.get(name)
-        if boxes is None:
-            boxes = unstack(rules, name, part)
-        if boxes is None:
-            boxes = [PlacedShard(name, part.shape, part.box, 0, part.strides)]
-        for box in boxes:
+        for placed in boxes[index]:
             # Otherwise one would be taken for a copy of the other.
-            if not saved and owners.setdefault(box.tensor, held.name) != held.name:
+            if owners is not None and owners.setdefault(placed.tensor, held.name) != held.name:
                 raise ConfigError(
-                    f"name_map: every tensor must be one parameter, got {owners[box.tensor]!r} and "
-                    f"{held.name!r} for {box.tensor!r}"
+                    f"name_map: every tensor must be one parameter, got {owners[placed.tensor]!r} and "
+                    f"{held.name!r} for {placed.tensor!r}"
                 )
             builder.add_shard(
-                box.tensor,
-                box.global_shape,
-                box.box,
+                placed.tensor,
+                placed.global_shape,
+                placed.box,
                 held.name,
-                offset_bytes=box.offset * dtype.itemsize,
-                strides_bytes=tuple(step * dtype.itemsize for step in box.strides),
+                offset_bytes=placed.offset * dtype.itemsize,
+                strides_bytes=tuple(step * dtype.itemsize for step in placed.strides),
             )
     return builder.build()
 
@@ -394,15 +384,6 @@ def _part_of(held: HeldTensor) -> HeldPart:
     shard, tensor = local_shard(held.name, held.tensor, by_fsdp=held.by_fsdp), held.tensor
     strides = tuple(step // tensor.element_size() for step in shard.strides_bytes)
     return HeldPart(held.tensor_name, shard.global_shape, tensor.dtype, shard.box, strides)
-
-
-def _aliases(
-    name: str, first: str, saved: Mapping[str, Sequence[PlacedShard]]
-) -> Iterator[tuple[str, str]]:
-    """Yield further names of what a tensor is saved as, each with the first one."""
-    pairs = zip(saved[name], saved[first], strict=True) if saved else ()
-    names = [(other.tensor, one.tensor) for other, one in pairs] if saved else [(name, first)]
-    yield from ((other, one) for other, one in names if other != one)
 
 
 def parameter_addresses(

@@ -46,7 +46,7 @@ class HeldPart:
     """This rank's part of a parameter.
 
     Attributes:
-        name: of the parameter, in the bare module.
+        name: of the tensor: the parameter's in the bare module, or what `name_map` makes of it.
         shape, dtype: of the whole.
         box: the elements held here.
         strides: of the local memory, in elements.
@@ -60,23 +60,24 @@ class HeldPart:
 
 
 def saved_parts(
-    module: torch.nn.Module, held: Sequence[HeldPart], owners: Mapping[str, str]
-) -> dict[str, list[PlacedShard]]:
-    """Return the boxes of saved tensors that lie in each part, by its name; offsets and strides in elements.
+    module: torch.nn.Module, held: Sequence[HeldPart], owner: Sequence[int]
+) -> list[list[PlacedShard]]:
+    """Return the boxes of saved tensors that lie in each part; offsets and strides in elements.
 
     Args:
         module: for which `is_of_transformers` holds; wrapped or not, sharded or not.
         held: this rank's parts of its parameters and persistent buffers.
-        owners: names of `held` that are further names of one parameter (tied weights), and its first one.
+        owner: (num_held,) the first part of the same parameter: tied weights have several names.
 
     Raises:
         UnsupportedLayout: the conversion fails, or computes something.
     """
     model = _bare(_unwrapped(module), {})
-    found = _reverted(model, [part for part in held if part.name not in owners])
-    if owners:  # a saved file has tied weights once
+    once = [part for index, part in enumerate(held) if owner[index] == index]
+    found = _reverted(model, once)
+    if len(once) < len(held):  # a saved file has tied weights once
         found = {**_reverted(model, held), **found}
-    return found
+    return [found[part.name] for part in held]
 
 
 def _reverted(model: torch.nn.Module, held: Sequence[HeldPart]) -> dict[str, list[PlacedShard]]:
@@ -97,28 +98,24 @@ def _reverted(model: torch.nn.Module, held: Sequence[HeldPart]) -> dict[str, lis
     return found
 
 
-def unstack(rules: Sequence[StackedRule], name: str, part: HeldPart) -> list[PlacedShard] | None:
-    """Return the boxes of checkpoint tensors in part of a stacked parameter, as `saved_parts` does.
+def unstack(rules: Sequence[StackedRule], part: HeldPart) -> list[PlacedShard]:
+    """Return the boxes of checkpoint tensors that lie in a part, as `saved_parts` does.
 
     Args:
-        rules: the first that matches counts.
-        name: tensor name, as mapped.
-        part: of a parameter of dims (experts, rows, columns).
-
-    Returns:
-        None when no rule is about `name`.
+        rules: the first that matches counts; where none does, the parameter is a tensor of its name.
+        part: of a parameter of dims (experts, rows, columns) where one matches.
 
     Raises:
         ManifestError: it has not three dims, or its rows cannot be shared out evenly.
     """
     for rule in rules:
-        layer = rule.match(name)
+        layer = rule.match(part.name)
         if layer is None:
             continue
         count, dim = len(rule.tensors), 2 if rule.transposed else 1
         if len(part.shape) != 3 or part.shape[dim] % count:
             raise ManifestError(
-                f"tensor {name!r}: shape {part.shape} must be experts, rows, columns with rows "
+                f"tensor {part.name!r}: shape {part.shape} must be experts, rows, columns with rows "
                 f"divisible by {count}"
             )
         matrices = watched(part).transpose(1, dim).unbind()
@@ -128,7 +125,7 @@ def unstack(rules: Sequence[StackedRule], name: str, part: HeldPart) -> list[Pla
             for tensor, rows in zip(rule.tensors, matrix.chunk(count), strict=True)
         }
         return [placed for _, placed in _placed(saved)]
-    return None
+    return [PlacedShard(part.name, part.shape, part.box, 0, part.strides)]
 
 
 def _placed(saved: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, PlacedShard]]:
