@@ -19,9 +19,12 @@ from windlass.rollout import (
     GroupHandle,
     OnStale,
     RolloutConfig,
+    RolloutController,
     RolloutGroup,
     SamplingParams,
     StalenessPolicy,
+    StaticEngines,
+    WorkflowContext,
     journal,
 )
 from windlass.rollout.journal import Entry, PersistedState, RolloutJournal, VersionReached
@@ -470,6 +473,42 @@ async def test_a_full_disk_stops_admission_and_delivery_until_there_is_room(
     second = await world.restarted(process, 0)
     assert [r.state for r in second.table.records.values()] == [State.WAITING]
     await second.journal.close()
+
+
+async def test_what_ends_in_the_controllers_loop_while_the_disk_is_full_is_used_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(journal, "WRITE_AGAIN_S", 0.01)
+    num_started, may_end = asyncio.Semaphore(0), asyncio.Event()
+
+    async def gated(context: WorkflowContext) -> object:
+        num_started.release()
+        await may_end.wait()
+        return context.arguments
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engines = StaticEngines([("engine", "http://127.0.0.1:9", 0)])
+    config = RolloutConfig(journal=tmp_path / "journal")
+    policy = StalenessPolicy.unbounded(4)
+    async with RolloutController(engines, policy, config=config) as controller, asyncio.timeout(10):
+        controller.run_here({"gated": gated})
+        controller.submit_workflow_group("gated", 7, 2, SAMPLING)
+        for _ in range(2):
+            await num_started.acquire()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", full)
+            later = controller.submit_workflow("gated", 8, SAMPLING)
+            may_end.set()
+            await asyncio.sleep(0.05)
+            assert controller.stats().completed == 0
+        assert (await later).value == 8
+        (group,) = await controller.next_batch(1, deadline_s=5)
+        assert [rollout.value for rollout in group.rollouts] == [7, 7]
+        stats = controller.stats()
+        assert (stats.completed, stats.running, stats.retried) == (3, 0, 0)
+    assert not [r for r in caplog.records if r.name == "asyncio"], "no traceback of a callback"
 
 
 async def test_a_journal_that_was_removed_or_replaced_is_noticed(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Self, final
 import msgspec
 from aiohttp import web
 
-from windlass.errors import ConfigError, PeerTimeout
+from windlass.errors import ConfigError, PeerTimeout, RolloutError
 from windlass.net.messages import PROTOCOL_VERSION
 from windlass.net.server import ControlServer
 from windlass.rollout.batches import BatchQueue
@@ -304,7 +304,9 @@ class RolloutController:
             max_concurrent=max_concurrent,
             workflows=tuple(sorted(known)),
         )
-        self._pool.add(LocalWorker(hello, known, self._use, self._token))
+        worker = LocalWorker(hello, known, self._use, self._token)
+        self._journal.on_change(worker.deliver)
+        self._pool.add(worker)
 
     async def next_batch(self, num_groups: int, *, deadline_s: float) -> tuple[RolloutGroup, ...]:
         """The next `num_groups` groups, in order of completion; none too old, unless `OnStale.TRAIN`.
@@ -503,8 +505,10 @@ class RolloutController:
         if not self._paused and self._dispatch_some():
             # Completions get their turn before the rest is dispatched.
             self._schedule_dispatch()
-        # Before a worker sends anything of this turn.
-        self._journal.flush()
+        try:
+            self._journal.flush()  # before a worker sends anything of this turn
+        except RolloutError:
+            return  # the journal has said so, and calls when it is written again
         if self._room and self._policy.capacity() > len(self._table.waiting):
             self._room.notify()
         tell(self._listeners)

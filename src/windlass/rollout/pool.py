@@ -110,7 +110,8 @@ class LocalWorker(Worker):
     Args:
         hello: identity and limit.
         workflows: user code by name.
-        on_outcomes: given the outcome of every attempt.
+        on_outcomes: given the outcome of every attempt. Raises `RolloutError` if it cannot be used now;
+            it is kept, and given again by `deliver`.
         token: the owner's secret; engines are shown the one that it gives rollout clients.
     """
 
@@ -123,6 +124,7 @@ class LocalWorker(Worker):
     ) -> None:
         super().__init__(hello)
         self._on_outcomes = on_outcomes
+        self._kept: list[RolloutOutcome] = []
         self._session = open_http(role_token(token, Access.CLIENT), many_connections=True)
         self._attempts = Attempts(self._session, workflows, hello, self._ended)
 
@@ -142,9 +144,17 @@ class LocalWorker(Worker):
         await self._attempts.stop(STOP_DEADLINE_S)
         await self._session.close()
 
+    def deliver(self) -> None:
+        """Hand over what has ended and was not taken yet."""
+        if self._takes_no_more or not self._kept:
+            return
+        with contextlib.suppress(RolloutError):
+            self._on_outcomes(tuple(self._kept))
+            self._kept.clear()
+
     def _ended(self, outcome: RolloutOutcome) -> None:
-        if not self._takes_no_more:
-            self._on_outcomes((outcome,))
+        self._kept.append(outcome)
+        self.deliver()
 
 
 @final
