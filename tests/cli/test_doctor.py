@@ -14,6 +14,7 @@ import torch
 from windlass.cli import checks
 from windlass.cli.checks import Status, check_flags, run_checks
 from windlass.cli.main import main
+from windlass.transports import CmaConfig, create_transport, parse_transport
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,6 +66,18 @@ def test_every_finding_that_does_not_work_says_what_to_do() -> None:
     for finding in findings:
         silent = finding.status is Status.WORKS or finding.name in nothing_to_mend
         assert silent or finding.remedy, finding
+
+
+@pytest.mark.parametrize("is_automatic", [True, False])
+def test_what_links_of_this_host_would_take_is_what_auto_starts(
+    is_automatic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CmaConfig, "is_automatic", is_automatic)
+    transport = create_transport(parse_transport("auto"), towards="http://127.0.0.1:8000")
+    fastest = transport.offers()[0].transport
+    transport.close()
+    (found,) = (finding for finding in run_checks() if finding.name == "auto, host memory")
+    assert found.found.startswith(f"within this host {fastest};")
 
 
 @pytest.mark.parametrize(

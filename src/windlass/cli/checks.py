@@ -84,7 +84,8 @@ def _transports() -> list[Finding]:
             continue
         finding, found = _start(kind())
         findings.append(_of_mooncake(finding) if name == "mooncake" else finding)
-        offers += found
+        if kind.is_automatic:
+            offers += found
     return [*findings, *_automatic(offers)]
 
 
@@ -108,6 +109,8 @@ def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
     findings = []
     for kind in MemoryType:
         here = [offer for offer in offers if offer.traits.memory is kind]
+        if any(offer.traits.same_host and not offer.traits.allocates for offer in here):
+            here = [offer for offer in here if not offer.traits.allocates]  # as `AutoConfig` does
         said = []
         for where, same_host in (("within this host", True), ("between hosts", False)):
             try:
