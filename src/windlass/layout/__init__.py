@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS as TRANSFORMERS_EXPERTS
     from windlass.layout.naming.stacked import StackedRule as StackedRule
     from windlass.layout.naming.tables import FAMILIES as FAMILIES
+    from windlass.layout.quantization import QuantizedTensor as QuantizedTensor
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
     __all__, __getattr__, __dir__ = public(__name__)
