@@ -91,6 +91,7 @@ class Refusing:
     """A server that is never started, and whose ranks refuse to capture their layout."""
 
     ready_line = "it serves"
+    answers_for_all = True
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         raise AssertionError

@@ -37,10 +37,10 @@ def server(
     return answering(answer)
 
 
-def settings(url: str, world_size: int, join_deadline_s: float = 60.0) -> AgentSettings:
+def settings(url: str, world_size: int) -> AgentSettings:
     return AgentSettings(
         name="a", controller="http://c", transport="cma", url=url, checkpoint="/m",
-        world_size=world_size, join_deadline_s=join_deadline_s,
+        world_size=world_size,
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_a_replica_of_which_nothing_was_heard_is_named() -> None:
             PeerTimeout, match=r"ranks \[1\] have not reported .* must be of this server"
         ),
     ):
-        join_fleet(VllmServer(), settings(url, 2, join_deadline_s=1.0), Secrets())
+        join_fleet(VllmServer(), settings(url, 2), Secrets())
 
 
 def test_in_place_is_done_by_a_route_where_no_rank_may_be_held() -> None:

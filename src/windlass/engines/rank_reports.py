@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _SOCKET = "sent"
 _SECRETS = "secrets"
 REPORTED_S = 2.0
-"""For what ranks have reported before the server failed."""
+"""For what ranks have reported already."""
 
 
 class RefusedByOtherRank(UnsupportedLayout):
@@ -185,7 +185,7 @@ def _order(
             except PeerUnreachable as reason:
                 raise reason from None
             raise
-        return reports.gather(settings.join_deadline_s)
+        return reports.gather(REPORTED_S if server.answers_for_all else settings.join_deadline_s)
 
 
 def check_layouts(engine: str, ranks: Sequence[CapturedLayout]) -> None:

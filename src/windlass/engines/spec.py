@@ -203,9 +203,11 @@ class EngineServer(Protocol):
 
     Attributes:
         ready_line: what it logs once it serves.
+        answers_for_all: whether every rank has carried out an order once the server has answered it.
     """
 
     ready_line: str
+    answers_for_all: bool
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         """Return how to start the server.

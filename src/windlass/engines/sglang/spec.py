@@ -160,6 +160,7 @@ class SglangServer:
     """`EngineServer` of SGLang."""
 
     ready_line = "The server is fired up"
+    answers_for_all = False
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         require_followed(Path(args.model), rest)

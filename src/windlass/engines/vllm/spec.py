@@ -147,6 +147,7 @@ class VllmServer:
     """`EngineServer` of vLLM."""
 
     ready_line = "Application startup complete"
+    answers_for_all = True
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         quantised = require_followed(Path(args.model), rest)
