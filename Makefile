@@ -95,9 +95,10 @@ test-engines: engines
 	$(BIN)/python tools/render_capabilities.py
 
 # Engines and frameworks that the user starts in their own way, with Windlass installed beside them.
-# WINDLASS_TRL_VENV, WINDLASS_VERL_VENV and WINDLASS_AREAL_VENV name environments that are there already.
+# WINDLASS_TRL_VENV, WINDLASS_VERL_VENV and WINDLASS_AREAL_VENV name environments that are there already; WINDLASS_NEMO_RL
+# a checkout of NVIDIA-NeMo/RL, without which that test is skipped.
 test-integrations: engines
-	test -n "$(WINDLASS_VERL_VENV)" || bash tools/engines/install.sh verl .venv-verl $(VENV)
+	test -n "$(WINDLASS_VERL_VENV)" || bash tools/engines/install.sh verl .venv-verl $(VENV) $(or $(WINDLASS_VLLM_VENV),.venv-vllm)
 	test -n "$(WINDLASS_TRL_VENV)" || bash tools/integrations/install_trl.sh .venv-trl $(VENV) $(or $(WINDLASS_VLLM_VENV),.venv-vllm)
 	test -n "$(WINDLASS_AREAL_VENV)" || bash tools/integrations/install_areal.sh .venv-areal $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target build/routers sglang-router==0.3.2 vllm-router==0.1.17

@@ -193,7 +193,7 @@ def kill_in_write(actor: Any, version: int, pids: list[int]) -> None:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
 
-    actor._sync._fleet._controller.coordinator.on_phase(killed)
+    actor._sync._fleet._coordinator.on_phase(killed)
 
 
 class PpoSettings(msgspec.Struct, frozen=True, kw_only=True):

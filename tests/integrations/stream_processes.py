@@ -68,11 +68,12 @@ async def _receive(
 ) -> object:
     got: dict[str, object] = {}
     try:
-        async for name, tensor in receiver.receive():
-            if len(got) == stop_at:
-                pipe.send(STOPPED)
-                await asyncio.sleep(seconds)
-            got[name] = digest(tensor)
+        async for bucket in receiver.receive():
+            for name, tensor in bucket:
+                if len(got) == stop_at:
+                    pipe.send(STOPPED)
+                    await asyncio.sleep(seconds)
+                got[name] = digest(tensor)
     except WindlassError as error:
         return error, time.monotonic()
     return got

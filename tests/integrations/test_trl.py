@@ -149,8 +149,8 @@ def test_what_is_refused_and_why(model: Path) -> None:
     ).stdout  # fmt: skip
     refused = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     assert refused == {
-        "servers": "servers: must be URLs, one at least, each once, got []",
-        "twice": "servers: must be URLs, one at least, each once, got ['http://a:1', 'http://a:1']",
+        "servers": "servers: must be a sequence of one URL or more, got []",
+        "twice": "servers: each must be given once, got ['http://a:1', 'http://a:1']",
         "ranks": "weight_transfer: a trainer of 2 ranks must be attached: call attach(trainer) on every rank "
         "before train()",
     }

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import ROOT
+from plain_vllm import serving_plain
+from servers import ROOT, environment
 
 from tools.entry_points import write_entry_points
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1500)]
 
 HERE = Path(__file__).parent
 VENV = Path(os.environ.get("WINDLASS_VERL_VENV", ROOT / ".venv-verl"))
@@ -25,22 +26,27 @@ MODEL = """
 import sys, torch, transformers
 torch.manual_seed(0)
 config = transformers.Qwen3Config(
-    vocab_size=2048, hidden_size=128, intermediate_size=352, num_hidden_layers=4,
-    num_attention_heads=8, num_key_value_heads=4, head_dim=16, tie_word_embeddings=False)
+    vocab_size=250, hidden_size=128, intermediate_size=1024, num_hidden_layers=4, max_position_embeddings=256,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=False)
 transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(sys.argv[1])
-from tokenizers import Tokenizer, models
-words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
+from tokenizers import Tokenizer, models, pre_tokenizers
+words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(250)}, unk_token="w0"))
+words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 transformers.PreTrainedTokenizerFast(
-    tokenizer_object=words, pad_token="c", eos_token="b").save_pretrained(sys.argv[1])
+    tokenizer_object=words, unk_token="w0", pad_token="w1", eos_token="w2").save_pretrained(sys.argv[1])
 """
 
 
 def run(folder: Path, *command: str) -> None:
     """With verl's interpreter, as an installation of Windlass beside verl would be seen there."""
+    # verl asks for the version of a package that the wheel for CPUs is not called.
+    info = folder / "installed" / "vllm-0.32.0+cpu.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
     path = [ROOT / "src", HERE, write_entry_points(folder / "installed")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, path)),
+    variables = {
+        **environment("vllm", 1, os.pathsep.join(map(str, path))),
+        "VLLM_SERVER_DEV_MODE": "1",
         "VERL_PLATFORM": "cpu",
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform",
         # Its FSDP engine is registered for these only.
@@ -51,7 +57,7 @@ def run(folder: Path, *command: str) -> None:
     with log.open("w") as out:
         done = subprocess.run(
             [VENV / "bin" / "python", *command],
-            env=environment,
+            env=variables,
             stdout=out,
             stderr=out,
             check=False,
@@ -65,12 +71,18 @@ def test_doctor_says_that_verl_finds_windlass(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    run(folder, "-c", MODEL, str(folder / "checkpoint"))
+    return folder / "checkpoint"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("verl")
-    run(tmp_path_factory.mktemp("model"), "-c", MODEL, str(folder / "checkpoint"))
     run(
         folder,
-        *(str(HERE / "verl_job.py"), "--model", str(folder / "checkpoint")),
+        *(str(HERE / "verl_job.py"), "--model", str(checkpoint)),
         *("--out", str(folder / "found.json"), "--rollouts", str(NUM_ROLLOUTS)),
         *("--engine-kwargs", '{"transport": "cma"}'),
     )
@@ -117,3 +129,63 @@ def test_a_killed_sender_is_told_to_every_receiver_at_once(found: dict[str, Any]
     first, last = sorted(after_s for _, after_s in killed["told"])
     assert first < AT_ONCE_S  # who waited for a bucket
     assert last < STOP_S + AT_ONCE_S  # who stood still with one in its hands
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[str, Any]:
+    """Found by `verl_shard_job.py`; `weights` is the checkpoint of what the actor has in the end."""
+    folder = tmp_path_factory.mktemp("shards")
+    run(
+        folder,
+        *(str(HERE / "verl_shard_job.py"), "--model", str(checkpoint)),
+        *("--out", str(folder / "found.json")),
+    )
+    answer: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return {**answer, "weights": folder / "weights"}
+
+
+def check_served(update: dict[str, Any], num_servers: int) -> None:
+    """All servers have the same weights, and label tokens with the step."""
+    assert len(update["checksums"]) == len(update["answers"]) == num_servers
+    for number in range(1, num_servers):
+        assert update["checksums"][number] == update["checksums"][0]
+        assert update["answers"][number]["tokens"] == update["answers"][0]["tokens"]
+    assert {answer["step"] for answer in update["answers"]} == {update["step"]}
+
+
+def test_shards_arrive_in_every_server_and_tokens_have_the_step_of_their_weights(
+    sharded: dict[str, Any],
+) -> None:
+    held = sharded["first"]
+    for update in sharded["updates"]:
+        check_served(update, 2)
+        assert update["checksums"][0] != held
+        held = update["checksums"][0]
+        assert update["metrics"]["windlass/nbytes"] > 2 * 2 * 1_000_000
+        for cut_off in update["running"]:
+            assert cut_off["stop_reason"] == "aborted"
+            assert cut_off["step"] in (None, update["step"] - 1)
+
+
+def test_a_server_leaves_and_comes_back_to_shards(sharded: dict[str, Any]) -> None:
+    check_served(sharded["without one"], 1)
+    check_served(sharded["with it again"], 2)
+
+
+def test_a_killed_server_is_named_and_the_others_have_the_weights(sharded: dict[str, Any]) -> None:
+    killed = sharded["killed"]
+    assert killed["address"] in killed["raised"]
+    assert killed["took_s"] < 30.0
+    check_served(killed, 1)
+    check_served(sharded["after it"], 1)
+
+
+def test_the_last_weights_are_those_of_a_fresh_server(
+    sharded: dict[str, Any], tmp_path: Path
+) -> None:
+    with serving_plain(sharded["weights"], tmp_path / "fresh.log") as fresh:
+        assert fresh.checksums() == sharded["after it"]["checksums"][0]
+        tokens, _ = fresh.answer(
+            sharded["prompt"], len(sharded["after it"]["answers"][0]["tokens"])
+        )
+    assert tokens == sharded["after it"]["answers"][0]["tokens"]

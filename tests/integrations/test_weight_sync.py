@@ -11,7 +11,6 @@ import torch
 from plain_vllm import syncing
 from servers import save
 
-from windlass.config import ControlConfig
 from windlass.errors import ConfigError, PeerUnreachable
 from windlass.integrations.hosted import HostedController
 from windlass.integrations.vllm import PAUSE_MODES, VllmServers, WeightSync
@@ -65,13 +64,14 @@ def test_every_rank_hears_at_once_that_a_server_is_not_there(tmp_path: Path) -> 
 
 
 def test_a_hosted_controller_gives_tokens_of_roles_and_frees_its_port() -> None:
-    hosted = HostedController([NOWHERE], ControlConfig(), lambda _: None)
-    tokens = {hosted.token(role) for role in (Access.TRAINER, Access.ENGINE)}
+    hosted = HostedController([NOWHERE])
+    addresses = [hosted.address(role) for role in (Access.TRAINER, Access.ENGINE)]
+    tokens = {address.token for address in addresses}
     assert len(tokens) == 2
-    assert not any(token in repr(hosted.controller) for token in tokens)
+    assert not any(token in repr((hosted.controller, addresses)) for token in tokens)
     began_s = time.monotonic()
     hosted.close()
     hosted.close()
     assert time.monotonic() - began_s < TOLD_S
     with pytest.raises(PeerUnreachable):
-        VllmServers([hosted.url]).world_size(hosted.url, 1.0)
+        VllmServers([addresses[0].url]).world_size(addresses[0].url, 1.0)

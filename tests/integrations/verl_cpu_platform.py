@@ -83,10 +83,10 @@ class PlatformCpu(PlatformBase):  # type: ignore[misc]  # verl has no types
         pass
 
     def ray_resource_name(self) -> str:
-        return "CPU"
+        return "GPU"  # which Ray takes on trust, and verl places servers by
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        return {}
+        return {"num_gpus": num_gpus}
 
     def ray_noset_envvars(self) -> list[str]:
         return []

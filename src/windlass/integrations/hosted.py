@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,19 +20,36 @@ import msgspec
 
 from windlass.config import ControlConfig
 from windlass.controller import Controller
-from windlass.errors import PeerTimeout, PeerUnreachable
+from windlass.errors import EngineRefused, PeerTimeout, PeerUnreachable
 from windlass.net.access import Access, role_token
 from windlass.net.addresses import check_url, is_loopback, own_address
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["HostedController", "TrainerRanks"]
+__all__ = ["HostAddress", "HostedController", "TrainerRanks"]
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 CLOSE_S = 30.0
+MARGIN_S = 5.0
+"""By which the controller's thread may answer after its deadline."""
 _NUMBERS = itertools.count()
 """Ranks make what is collective in one order, so the same number says the same thing on each."""
+
+
+class HostAddress(msgspec.Struct, frozen=True):
+    """Where ranks of one role connect. `token` opens the controller to that role, and nothing else."""
+
+    url: str
+    token: str
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+
+def _no_setup(_: Controller) -> None:
+    """Of a controller that needs none."""
 
 
 @final
@@ -40,7 +58,7 @@ class HostedController:
 
     Args:
         towards: URLs of those that connect besides the trainer's ranks; says which address is bound.
-        config: of its updates.
+        config: of its updates; the defaults where it is omitted.
         setup: called with the controller in its loop, before anybody can connect.
 
     Attributes:
@@ -53,8 +71,8 @@ class HostedController:
     def __init__(
         self,
         towards: Sequence[str],
-        config: ControlConfig,
-        setup: Callable[[Controller], None],
+        config: ControlConfig | None = None,
+        setup: Callable[[Controller], None] = _no_setup,
     ) -> None:
         self._secret = secrets.token_urlsafe(32)
         away = [url for url in towards if not is_loopback(check_url(url, "towards").hostname or "")]
@@ -84,14 +102,33 @@ class HostedController:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(serve())
 
-    @property
-    def url(self) -> str:
-        """The address that ranks are given."""
-        return self.controller.url
+    def address(self, role: Access) -> HostAddress:
+        """Where ranks of a role connect."""
+        return HostAddress(self.controller.url, role_token(self._secret, role))
 
-    def token(self, role: Access) -> str:
-        """A token that opens the controller to a role, and nothing else."""
-        return role_token(self._secret, role)
+    def wait_for_fleet(
+        self, engines: Sequence[str], deadline_s: float, *, num_trainers: int = 0
+    ) -> None:
+        """Return once these engines, and as many trainer jobs, are in the fleet.
+
+        Raises:
+            EngineRefused: one cannot be updated; quotes its reason.
+            PeerTimeout: names who is missing after `deadline_s`.
+        """
+        there = self.controller.wait_for_fleet(
+            num_trainers=num_trainers, engines=tuple(engines), deadline_s=deadline_s
+        )
+        self.call(there).result(deadline_s + MARGIN_S)
+
+    def missing(self, engines: Sequence[str]) -> list[str]:
+        """Which of these engines are not in the fleet now."""
+        found = []
+        for name in engines:
+            try:
+                self.wait_for_fleet([name], 0)
+            except (EngineRefused, PeerTimeout):
+                found.append(name)
+        return found
 
     def call(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Have its loop do `work`."""
@@ -167,3 +204,48 @@ class TrainerRanks:
         if told.reason:
             raise PeerUnreachable(told.reason)
         return told.text
+
+    def meet(
+        self,
+        what: str,
+        host: Callable[[], HostAddress],
+        connect: Callable[[HostAddress], None],
+        join: Callable[[], None],
+        deadline_s: float,
+    ) -> None:
+        """Have rank 0 host a controller, every rank connect to it, and then servers join it. Collective.
+
+        Args:
+            what: the same on every rank, and another one for every call.
+            host: called on rank 0: returns where trainer ranks connect.
+            connect: called on every rank with that.
+            join: called on rank 0, once all ranks have connected.
+            deadline_s: for each wait for another rank.
+
+        Raises:
+            WindlassError: whatever was raised here.
+            PeerUnreachable: another rank has failed; quotes its reason. PeerTimeout: see `hear`.
+        """
+        address, joined = f"{what}/address", f"{what}/joined"
+        connected = [f"{what}/connected/{rank}" for rank in range(self.world_size)]
+        try:
+            if self.rank == 0:
+                own = host()
+                self.tell(address, msgspec.json.encode(own).decode())
+                connect(own)
+                for other in connected[1:]:
+                    self.hear(other, deadline_s)
+                join()
+                self.tell(joined)
+            else:
+                connect(msgspec.json.decode(self.hear(address, deadline_s), type=HostAddress))
+                self.tell(connected[self.rank])
+                self.hear(joined, deadline_s)
+        except Exception as error:
+            reason = f"rank {self.rank} of the trainer: {type(error).__name__}: {error}"
+            for waited in (connected[self.rank],) if self.rank else (address, joined):
+                try:  # those that wait for this rank hear at once that they wait in vain
+                    self.tell(waited, reason=reason)
+                except PeerUnreachable as unheard:
+                    _log.warning("%s", unheard)
+            raise

@@ -16,27 +16,22 @@ import logging
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, final
 
 import msgspec
 
-from windlass.config import ControlConfig
-from windlass.controller import Controller
 from windlass.engines.http import EngineHttp, NoSuchRoute
 from windlass.engines.join_route import JOIN_PATH, JoinOrder
 from windlass.envs import control_token
 from windlass.errors import (
     ConfigError,
     EngineRefused,
-    PeerTimeout,
     PeerUnreachable,
     ProtocolError,
-    WindlassError,
 )
-from windlass.integrations.hosted import HostedController, TrainerRanks
+from windlass.integrations.hosted import HostAddress, HostedController, TrainerRanks
 from windlass.net.access import Access
 from windlass.net.addresses import check_url
 from windlass.trainers.client import TrainerClient
@@ -73,14 +68,6 @@ def install(args: Namespace) -> None:
                 f"--{option.replace('_', '-')} must be {allowed} with Windlass, got {given}"
             )
     vars(importlib.import_module(_ACTOR))["UpdateWeightFromDistributed"] = WeightUpdater
-
-
-class _Address(msgspec.Struct, frozen=True):
-    url: str
-    token: str
-
-    def __repr__(self) -> str:
-        return f"_Address({self.url!r})"
 
 
 class _HfConfig(msgspec.Struct, frozen=True):
@@ -168,29 +155,19 @@ class WeightUpdater:
             PeerTimeout: not all have joined within `DEADLINE_S`.
         """
         self._num_connected += 1
-        address, joined = f"address/{self._num_connected}", f"joined/{self._num_connected}"
-        if self._ranks.rank:
-            told = self._ranks.hear(address, DEADLINE_S)
-            self._connect(msgspec.json.decode(told, type=_Address))
-            self._ranks.hear(joined, DEADLINE_S)
-            return
-        try:
-            urls = _urls_of(rollout_engines)
-            if self._fleet is None:
-                self._fleet = _Fleet(urls)
-            own = self._fleet.address()
-            self._ranks.tell(address, msgspec.json.encode(own).decode())
-            self._connect(own)
-            self._fleet.join(urls)
-        except WindlassError as error:
-            for what in (address, joined):
-                self._ranks.tell(
-                    what, reason=f"rank 0 of the trainer: {type(error).__name__}: {error}"
-                )
-            raise
-        self._ranks.tell(joined)
 
-    def _connect(self, address: _Address) -> None:
+        def host() -> HostAddress:
+            if self._fleet is None:
+                self._fleet = _Fleet(_urls_of(rollout_engines))
+            return self._fleet.hosted.address(Access.TRAINER)
+
+        def join() -> None:
+            if self._fleet is not None:
+                self._fleet.join(_urls_of(rollout_engines))
+
+        self._ranks.meet(f"engines/{self._num_connected}", host, self._connect, join, DEADLINE_S)
+
+    def _connect(self, address: HostAddress) -> None:
         if self._trainer is not None:
             return
         from windlass.trainers.megatron import connect_megatron_trainer
@@ -275,11 +252,7 @@ class _Fleet:
     def __init__(self, urls: Sequence[str]) -> None:
         self._token = control_token()
         self._names: dict[str, str] = {}
-        self._hosted = HostedController(urls, ControlConfig(), lambda _: None)
-
-    def address(self) -> _Address:
-        """Of the controller, for trainer ranks."""
-        return _Address(self._hosted.url, self._hosted.token(Access.TRAINER))
+        self.hosted = HostedController(urls)
 
     def join(self, urls: Sequence[str]) -> None:
         """Have servers join that are not there, at once.
@@ -287,26 +260,15 @@ class _Fleet:
         Raises:
             EngineRefused: one cannot be updated; quotes its reason. PeerUnreachable. PeerTimeout.
         """
-        order = JoinOrder(self._hosted.url, token=self._hosted.token(Access.ENGINE))
-        asked = [url for url in urls if not self._is_there(url)]
-        with ExitStack() as running:
-            pool = running.enter_context(ThreadPoolExecutor(max(1, len(asked)), "windlass-join"))
-            answers = [*pool.map(partial(self._ask, order), asked)]
-        self._names.update(zip(asked, answers, strict=True))
-        names = [self._names[url] for url in urls]
-        self._wait_for(names, DEADLINE_S)
-
-    def _is_there(self, url: str) -> bool:
-        try:
-            return url in self._names and self._wait_for([self._names[url]], 0)
-        except (EngineRefused, PeerTimeout):
-            return False
-
-    def _wait_for(self, names: Sequence[str], deadline_s: float) -> bool:
-        controller: Controller = self._hosted.controller
-        there = controller.wait_for_fleet(num_trainers=0, engines=names, deadline_s=deadline_s)
-        self._hosted.call(there).result()
-        return True
+        address = self.hosted.address(Access.ENGINE)
+        missing = self.hosted.missing([*self._names.values()])
+        asked = [url for url in urls if self._names.get(url) in (None, *missing)]
+        if asked:
+            order = JoinOrder(address.url, token=address.token)
+            with ThreadPoolExecutor(len(asked), "windlass-join") as pool:
+                answers = [*pool.map(partial(self._ask, order), asked)]
+            self._names.update(zip(asked, answers, strict=True))
+        self.hosted.wait_for_fleet([self._names[url] for url in urls], DEADLINE_S)
 
     def _ask(self, order: JoinOrder, url: str) -> str:
         """Return the name under which a server has joined."""
@@ -323,4 +285,4 @@ class _Fleet:
 
     def close(self) -> None:
         """End the controller. Idempotent."""
-        self._hosted.close()
+        self.hosted.close()

@@ -115,9 +115,7 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
         if self._sync is None or meta.version is None:
             raise ConfigError(f"update_weights: meta.version must be an integer >= 0, got {meta}")
         sent = self._sync.send_weights(meta.version)
-        for url, reason in sent.left_out.items():
-            _log.warning("%s does not serve version %s: %s", url, sent.version, reason)
-        serving = [_address(url) for url in sent.servers]
+        serving = [url.removeprefix("http://") for url in sent.servers]
         if isinstance(self.rollout_engine, RemotevLLMEngine):
             self.rollout_engine.send_only_to(serving)
         return serving
@@ -343,10 +341,6 @@ def _servers_of(engine: object) -> list[str]:
     if not isinstance(engine, RemotevLLMEngine | ServersCallback):
         _refuse_rollout(engine)
     return [f"http://{address}" for address in sorted(engine.addresses)]
-
-
-def _address(url: str) -> str:
-    return url.removeprefix("http://")
 
 
 def _require_plain_weights(config: TrainEngineConfig, meta: WeightUpdateMeta) -> None:

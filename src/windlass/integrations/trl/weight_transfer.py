@@ -9,7 +9,6 @@ async_rollout_worker.py, 1.16). The servers are plain ones of vLLM with
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -24,12 +23,13 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker,
 
 from windlass.config import ControlConfig
 from windlass.errors import ConfigError
+from windlass.integrations.tensor_module import TensorModule
 from windlass.integrations.vllm import SentWeights, WeightSync
+from windlass.integrations.vllm.servers import server_urls
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 
 __all__ = ["WeightTransfer"]
 
-logger = logging.getLogger(__name__)
 FAILED_FOR_S = 30.0
 """How long a server that failed a request gets none, while another one has not failed."""
 _SERVER: ContextVar[str] = ContextVar("windlass_server", default="")
@@ -55,7 +55,7 @@ class WeightTransfer:
         deadline_s: for all servers to join, and then for every version.
 
     Raises:
-        ConfigError: no server, or one of them twice.
+        ConfigError: no server, one that is no URL, or one twice.
     """
 
     def __init__(
@@ -69,9 +69,7 @@ class WeightTransfer:
         api_key: str = "",
         deadline_s: float = 600.0,
     ) -> None:
-        if isinstance(servers, str) or not servers or len(set(servers)) < len(servers):
-            raise ConfigError(f"servers: must be URLs, one at least, each once, got {servers!r}")
-        self._servers = tuple(servers)
+        self._servers = server_urls(servers)
         self._connect = functools.partial(
             WeightSync,
             servers=self._servers,
@@ -84,7 +82,7 @@ class WeightTransfer:
         )
         self._trainer: AsyncGRPOTrainer | None = None
         self._sync: WeightSync | None = None
-        self._whole = torch.nn.Module()
+        self._whole = TensorModule()
         self._version = 0
 
     def attach(self, trainer: AsyncGRPOTrainer) -> None:
@@ -132,7 +130,7 @@ class WeightTransfer:
             WindlassError: any error of `WeightSync` and of `WeightSync.send_weights`.
         """
         for name, tensor in iterator:
-            _place(self._whole, name, tensor)
+            self._whole.place(name, tensor)
         if self._sync is None:
             self._sync = self._connect(self._whole)
         self._send(self._sync)
@@ -177,10 +175,7 @@ class WeightTransfer:
 
     def _send(self, sync: WeightSync) -> SentWeights:
         self._version += 1
-        sent = sync.send_weights(self._version)
-        for url, reason in sent.left_out.items():
-            logger.warning("%s does not serve version %s: %s", url, self._version, reason)
-        return sent
+        return sync.send_weights(self._version)
 
 
 @final
@@ -202,7 +197,7 @@ class _FleetLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # nor is TRL
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        servers = [url.rstrip("/") for url in settings["vllm_server_url"].split()]
+        servers = settings["vllm_server_url"].split()
         self._num_requests = dict.fromkeys(servers, 0)
         self._failed_until = dict.fromkeys(servers, 0.0)
 
@@ -241,18 +236,3 @@ def _merged_names(prefix: str) -> Callable[[str], str | None]:
         return name.replace(".base_layer", "").replace("modules_to_save.default.", "")
 
     return name_map
-
-
-def _place(root: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Have `root` hold a tensor under a dotted name, in the place of the one before; copies nothing."""
-    path, _, leaf = name.rpartition(".")
-    module = root
-    for part in path.split(".") if path else ():
-        if part not in module._modules:
-            module.add_module(part, torch.nn.Module())
-        module = module.get_submodule(part)
-    held = module._parameters.get(leaf)
-    if held is None:
-        module.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
-    else:
-        held.data = tensor

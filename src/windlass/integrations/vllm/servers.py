@@ -28,6 +28,22 @@ class _WorldSize(msgspec.Struct, frozen=True):
     world_size: int
 
 
+def server_urls(urls: Sequence[str]) -> tuple[str, ...]:
+    """Return the URLs without a slash at their end.
+
+    Raises:
+        ConfigError: no URL, one that is none, or one twice.
+    """
+    if isinstance(urls, str) or not urls:
+        raise ConfigError(f"servers: must be a sequence of one URL or more, got {urls!r}")
+    found = tuple(url.rstrip("/") for url in urls)
+    for url in found:
+        check_url(url, "servers")
+    if len({*found}) < len(found):
+        raise ConfigError(f"servers: each must be given once, got {list(found)}")
+    return found
+
+
 @final
 class VllmServers:
     """Servers that were started with `--weight-transfer-config '{"backend": "windlass"}'`.
@@ -44,13 +60,7 @@ class VllmServers:
     """
 
     def __init__(self, urls: Sequence[str], *, api_key: str = "") -> None:
-        if isinstance(urls, str) or not urls:
-            raise ConfigError(f"servers: must be a sequence of one URL or more, got {urls!r}")
-        self.urls = tuple(url.rstrip("/") for url in urls)
-        for url in self.urls:
-            check_url(url, "servers")
-        if len({*self.urls}) < len(self.urls):
-            raise ConfigError(f"servers: each must be given once, got {list(self.urls)}")
+        self.urls = server_urls(urls)
         self._http = {url: EngineHttp(url, api_key=api_key) for url in self.urls}
         # One thread more for each: a call may last as long as weights are mixed.
         self._pool = ThreadPoolExecutor(2 * len(self.urls), "windlass-vllm")

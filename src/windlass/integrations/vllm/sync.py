@@ -10,12 +10,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, final
 
-import msgspec
-
 from windlass.config import ControlConfig, UpdateMode
 from windlass.controller import Controller
-from windlass.errors import ConfigError, EngineRefused, PeerTimeout, PeerUnreachable, WindlassError
-from windlass.integrations.hosted import HostedController, TrainerRanks
+from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
+from windlass.integrations.hosted import HostAddress, HostedController, TrainerRanks
 from windlass.integrations.vllm.servers import PAUSE_MODES, VllmServers
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 from windlass.net.access import Access
@@ -53,14 +51,6 @@ class SentWeights:
     servers: tuple[str, ...]
     left_out: Mapping[str, str]
     report: UpdateReport
-
-
-class _Address(msgspec.Struct, frozen=True):
-    url: str
-    token: str
-
-    def __repr__(self) -> str:
-        return f"_Address({self.url!r})"
 
 
 @final
@@ -118,17 +108,15 @@ class WeightSync:
         self._num_sent = 0
         self._fleet: _Fleet | None = None
         with ExitStack() as undo:
-            try:
-                if self._ranks.rank == 0:
-                    self._fleet = _Fleet(
-                        routes, self._urls, config or ControlConfig(), transport, pause, deadline_s
-                    )
-                    undo.callback(self._fleet.close)
-                    address = self._fleet.address()
-                    self._ranks.tell("controller", msgspec.json.encode(address).decode())
-                else:
-                    told = self._ranks.hear("controller", deadline_s)
-                    address = msgspec.json.decode(told, type=_Address)
+
+            def host() -> HostAddress:
+                self._fleet = fleet = _Fleet(
+                    routes, self._urls, config or ControlConfig(), transport, pause, deadline_s
+                )
+                undo.callback(fleet.close)
+                return fleet.hosted.address(Access.TRAINER)
+
+            def connect(address: HostAddress) -> None:
                 from windlass.trainers.fsdp import connect_trainer
 
                 self._trainer = connect_trainer(
@@ -141,33 +129,13 @@ class WeightSync:
                     connect_deadline_s=deadline_s,
                 )
                 undo.callback(self._trainer.close)
-                self._gather()
-            except Exception as error:
-                self._tell_failure(error)
-                raise
+
+            def join() -> None:
+                if self._fleet is not None:
+                    self._fleet.join([*self._urls], deadline_s)
+
+            self._ranks.meet("joined", host, connect, join, deadline_s)
             undo.pop_all()
-
-    def _gather(self) -> None:
-        """Return when all ranks and all servers are there."""
-        rank = self._ranks.rank
-        if self._fleet is None:
-            self._ranks.tell(f"connected/{rank}")
-            self._ranks.hear("joined", self._deadline_s)
-            return
-        for other in range(1, self._ranks.world_size):
-            self._ranks.hear(f"connected/{other}", self._deadline_s)
-        self._fleet.join([*self._urls], self._deadline_s)
-        self._ranks.tell("joined")
-
-    def _tell_failure(self, error: Exception) -> None:
-        """Those that wait for this rank hear at once that they wait in vain, and why."""
-        rank = self._ranks.rank
-        reason = f"rank {rank} of the trainer: {type(error).__name__}: {error}"
-        for what in ("controller", "joined") if rank == 0 else (f"connected/{rank}",):
-            try:
-                self._ranks.tell(what, reason=reason)
-            except PeerUnreachable as unheard:
-                logger.warning("%s", unheard)
 
     def send_weights(self, version: int) -> SentWeights:
         """Have every server serve the weights as they are now. Collective; blocks.
@@ -198,13 +166,15 @@ class WeightSync:
                 raise
             self._ranks.tell(going)
         report = self._trainer.publish(version, deadline_s=self._deadline_s)
-        if self._fleet is not None:
-            self._fleet.wait_resumed(report.engines)
         left_out = {
             url: report.left_out.get(name) or reasons.get(url) or "not in the fleet"
             for name, url in self._urls.items()
             if name not in report.engines
         }
+        if self._fleet is not None:
+            self._fleet.wait_resumed(report.engines)
+            for url, reason in left_out.items():
+                logger.warning("%s does not serve version %s: %s", url, version, reason)
         served = tuple(url for url in self._urls.values() if url not in left_out)
         return SentWeights(version=version, servers=served, left_out=left_out, report=report)
 
@@ -251,24 +221,21 @@ class _Fleet:
         # One each: what a server is asked for one round comes after all that it was asked for another.
         self._holding = {name: ThreadPoolExecutor(1, f"windlass-{name}") for name in urls}
         self._holds: dict[str, Future[None]] = {}
-        self._hosted = HostedController(routes.urls, config, self._listen)
-        self._controller = self._hosted.controller
+        self.hosted = HostedController(routes.urls, config, self._listen)
+        self._coordinator = self.hosted.controller.coordinator
 
-    def address(self) -> _Address:
-        """Of the controller, for trainer ranks."""
-        return _Address(self._hosted.url, self._hosted.token(Access.TRAINER))
-
-    def join(self, names: Collection[str], deadline_s: float, *, answer_s: float = CALL_S) -> None:
+    def join(self, names: Sequence[str], deadline_s: float, *, answer_s: float = CALL_S) -> None:
         """Have servers capture their layouts and join. `answer_s`: for each to say that it is there.
 
         Raises:
             EngineRefused: one cannot be updated; its reason. PeerUnreachable. PeerTimeout.
         """
+        address = self.hosted.address(Access.ENGINE)
         infos = {
             self._urls[name]: {
                 "name": name,
-                "controller": self._hosted.url,
-                "token": self._hosted.token(Access.ENGINE),
+                "controller": address.url,
+                "token": address.token,
                 "transport": self._transport,
                 "url": self._urls[name],
                 "world_size": self._routes.world_size(self._urls[name], answer_s),
@@ -281,15 +248,9 @@ class _Fleet:
         except PeerUnreachable:
             # Of a refusal the answer says less than the rank that has told the controller.
             with suppress(PeerTimeout):
-                self._wait_joined(names, REASON_S)
+                self.hosted.wait_for_fleet(names, REASON_S)
             raise
-        self._wait_joined(names, deadline_s)
-
-    def _wait_joined(self, names: Collection[str], deadline_s: float) -> None:
-        there = self._controller.wait_for_fleet(
-            num_trainers=0, engines=tuple(names), deadline_s=deadline_s
-        )
-        self._hosted.call(there).result()
+        self.hosted.wait_for_fleet(names, deadline_s)
 
     def rejoin(self, deadline_s: float) -> Mapping[str, str]:
         """Have servers join that are not in the fleet, at once.
@@ -300,10 +261,9 @@ class _Fleet:
         Raises:
             PeerUnreachable: none is in the fleet.
         """
-        missing = self._hosted.call(self._missing()).result()
         tries = {
             name: self._joining.submit(self.join, [name], deadline_s, answer_s=PROBE_S)
-            for name in missing
+            for name in self.hosted.missing([*self._urls])
         }
         reasons = {}
         for name, tried in tries.items():
@@ -315,15 +275,6 @@ class _Fleet:
             raise PeerUnreachable(f"servers: none is there: {'; '.join(reasons.values())}")
         return reasons
 
-    async def _missing(self) -> list[str]:
-        found = []
-        for name in self._urls:
-            try:
-                await self._controller.wait_for_fleet(num_trainers=0, engines=(name,), deadline_s=0)
-            except (PeerTimeout, EngineRefused):
-                found.append(name)
-        return found
-
     def _listen(self, controller: Controller) -> None:
         controller.coordinator.on_phase(self._on_phase)
 
@@ -334,7 +285,7 @@ class _Fleet:
         if phase is not self._holds_in:
             return
         self._round_over = over = threading.Event()
-        coordinator = self._controller.coordinator
+        coordinator = self._coordinator
         is_news = version > coordinator.published_version
         served = set() if is_news else {engine.name for engine in coordinator.routable()}
         for name in self._joined - served:
@@ -353,14 +304,13 @@ class _Fleet:
         if not refusals:
             routes.update_weights(among, version, self._deadline_s, held_s=held_s)
             over.wait(LATE_S)
-            served = self._hosted.call(self._served_by(name)).result(CALL_S)
+            served = self.hosted.call(self._served_by(name)).result(CALL_S)
             routes.finish_weight_update(among, served, CALL_S)
         if pause is not None:
             self._routes.resume(among, CALL_S)
 
     async def _served_by(self, name: str) -> int | None:
-        coordinator = self._controller.coordinator
-        served = {engine.name: engine.version for engine in coordinator.routable()}
+        served = {engine.name: engine.version for engine in self._coordinator.routable()}
         return served.get(name)
 
     def wait_resumed(self, names: Collection[str]) -> None:
@@ -369,7 +319,7 @@ class _Fleet:
 
     def close(self) -> None:
         """End the controller, and have the servers know. Idempotent."""
-        self._hosted.close()
+        self.hosted.close()
         for pool in (self._joining, *self._holding.values()):
             pool.shutdown(wait=False, cancel_futures=True)
         joined, self._joined = self._joined, set()

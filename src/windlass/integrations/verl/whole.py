@@ -1,8 +1,5 @@
 """The checkpoint engine `windlass` of verl: whole tensors from the actor's rank 0 to every rollout rank.
 
-    actor_rollout_ref.rollout.checkpoint_engine.backend=windlass
-    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=windlass.integrations.verl
-
 The interface is verl's `CheckpointEngine` (verl 0.9.1, `verl/checkpoint_engine/base.py`); there
 `CheckpointEngineManager.update_weights` calls `prepare`, `build_topology`, `init_process_group`, then
 `send_weights` and `receive_weights`, then `finalize`, for every update.
@@ -19,30 +16,10 @@ import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from windlass.config import UpdateMode, take_name
 from windlass.errors import ConfigError
-from windlass.integrations.bucket_stream import (
-    BucketReceiver,
-    BucketSender,
-    StreamAddress,
-    StreamReport,
-    StreamSettings,
-)
-from windlass.transports.registry import parse_transport
+from windlass.integrations.bucket_stream import StreamAddress, StreamEnd
 
 __all__ = ["WindlassCheckpointEngine"]
-
-Weights = Generator[tuple[str, torch.Tensor], None, None]
-
-
-def _gpu_of(device: str) -> int:
-    if device not in {"auto", "cpu", "cuda"}:
-        raise ConfigError(
-            f"checkpoint_engine.engine_kwargs.windlass.device must be auto, cpu or cuda, got {device!r}"
-        )
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return -1
-    return torch.cuda.current_device()
 
 
 @final
@@ -56,12 +33,11 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
     Args:
         bucket_size: bytes of a bucket, at most; two of them at the sender, one at every receiver.
         is_master: given to the actor's rank 0 by verl.
-        transport: see `connect_trainer`. mode, deadline_s: see `StreamSettings`.
-        device: where buckets lie: `cuda`, `cpu`, or `auto`: on this process's GPU if it has one.
+        transport, mode, device, deadline_s: see `StreamEnd`.
         rebuild_group: give memory back and close connections after every update.
 
     Raises:
-        ConfigError: an argument is out of range. TransportUnavailable: see `parse_transport`.
+        ConfigError, TransportUnavailable: see `StreamEnd`.
     """
 
     def __init__(
@@ -75,17 +51,15 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         deadline_s: float = 600.0,
         rebuild_group: bool = False,
     ) -> None:
-        settings = StreamSettings(
-            bucket_nbytes=bucket_size,
-            transport=parse_transport(transport),
-            mode=take_name("checkpoint_engine.engine_kwargs.windlass.mode", mode, UpdateMode),
-            gpu=_gpu_of(device),
+        self._end = StreamEnd(
+            bucket_size,
+            transport=transport,
+            mode=mode,
+            device=device,
             deadline_s=deadline_s,
+            option="checkpoint_engine.engine_kwargs.windlass",
         )
-        self._settings, self._rebuild_group = settings, rebuild_group
-        self._is_master = is_master
-        self._sender: BucketSender | None = None
-        self._receiver: BucketReceiver | None = None
+        self._is_master, self._rebuild_group = is_master, rebuild_group
 
     def prepare(self) -> dict[str, Any]:
         """Say how this rank is reached: the sender's address, or a receiver's name.
@@ -94,13 +68,9 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
             ConfigError, TransportUnavailable, TransferFailed: see `BucketSender.open`.
         """
         if not self._is_master:
-            if self._receiver is None:
-                self._receiver = BucketReceiver(self._settings)
-            return {"member": self._receiver.name}
-        if self._sender is None:
-            host = ray.util.get_node_ip_address().strip("[]")
-            self._sender = BucketSender(self._settings, host=host)
-        return {"address": msgspec.to_builtins(self._sender.open())}
+            return {"member": self._end.receiver.name}
+        host = ray.util.get_node_ip_address().strip("[]")
+        return {"address": msgspec.to_builtins(self._end.open_sender(host))}
 
     @classmethod
     def build_topology(
@@ -144,27 +114,20 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         Raises:
             EngineRefused, PeerTimeout: see `BucketSender.wait_for` and `BucketReceiver.connect`.
         """
-        if role == "send" and self._sender is not None:
-            self._sender.wait_for(members)
-        elif role == "receive" and self._receiver is not None:
-            self._receiver.connect(msgspec.convert(address, StreamAddress))
+        if role == "send":
+            self._end.wait_for(members)
+        elif role == "receive":
+            self._end.receiver.connect(msgspec.convert(address, StreamAddress))
 
     def finalize(self) -> None:
         """Verl calls it after every update that did not fail."""
         if self._rebuild_group:
-            self.close()
-
-    def close(self) -> None:
-        """End every connection, free the buckets. Idempotent; `prepare` opens again."""
-        if self._sender is not None:
-            self._sender.close()
-        if self._receiver is not None:
-            self._receiver.close()
+            self._end.close()
 
     @torch.no_grad()
     async def send_weights(
         self,
-        weights: Weights,
+        weights: Generator[tuple[str, torch.Tensor], None, None],
         global_steps: int | None = None,  # noqa: ARG002 - verl's interface
     ) -> dict[str, float]:
         """Send every tensor; on other actor ranks, take part in the gathers.
@@ -177,40 +140,29 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
             Figures for verl's trainer to log; empty on ranks that send nothing.
 
         Raises:
-            PeerUnreachable, RoundAborted, PeerTimeout, UnsupportedLayout: see `BucketSender.send`; the
-                receivers have been told before the rest of `weights` is taken.
+            PeerUnreachable, RoundAborted, PeerTimeout, UnsupportedLayout: see `StreamEnd.send`.
         """
-        tensors = ensure_async_iterator(weights)
-        try:
-            if self._sender is not None:
-                return _metrics(await self._sender.send(tensors))
-        finally:
-            # The other actor ranks go on with gathers that wait for this one, whatever has failed here.
-            async for _ in tensors:
-                pass
-        return {}
+        report = await self._end.send(ensure_async_iterator(weights))
+        if report is None:
+            return {}
+        return {
+            "windlass/seconds": report.seconds,
+            "windlass/fill_s": report.fill_s,
+            "windlass/update_s": report.update_s,
+            "windlass/wire_s": report.wire_s,
+            "windlass/nbytes": float(report.nbytes),
+            "windlass/num_buckets": float(report.num_buckets),
+        }
 
-    def receive_weights(
+    async def receive_weights(
         self,
         global_steps: int | None = None,  # noqa: ARG002 - verl's interface
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Return an iterator of (name, tensor); a tensor is valid until the next one is asked for.
+        """Yield (name, tensor); a tensor is valid until the next one is asked for.
 
         Raises:
-            ConfigError: `prepare` was not called.
-            PeerUnreachable, PeerTimeout, ProtocolError: from the iterator; see `BucketReceiver.receive`.
+            ConfigError, PeerUnreachable, PeerTimeout, ProtocolError: see `BucketReceiver.receive`.
         """
-        if self._receiver is None:
-            raise ConfigError("receive_weights: prepare must have been called")
-        return self._receiver.receive()
-
-
-def _metrics(report: StreamReport) -> dict[str, float]:
-    return {
-        "windlass/seconds": report.seconds,
-        "windlass/fill_s": report.fill_s,
-        "windlass/update_s": report.update_s,
-        "windlass/wire_s": report.wire_s,
-        "windlass/nbytes": float(report.nbytes),
-        "windlass/num_buckets": float(report.num_buckets),
-    }
+        async for bucket in self._end.receiver.receive():
+            for name, tensor in bucket:
+                yield name, tensor

@@ -1,0 +1,289 @@
+"""verl's own actor, manager and vLLM servers over Ray, on CPUs; run by the Python of verl's environment.
+
+The configuration is verl's `ppo_trainer`, the actor ranks are its `ActorRolloutRefWorker`, the servers its `vLLMReplica`
+of vLLM for CPUs. What a server has is compared with what the actor exports by vLLM's own answers.
+"""
+
+# mypy: disable-error-code="untyped-decorator"
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import signal
+import time
+import urllib.request
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import verl.trainer.config
+from hydra import compose, initialize_config_dir
+from safetensors.torch import save_file
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.distributed import initialize_global_process_group_ray
+from verl.utils.import_utils import load_class_from_fqn
+from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.rollout.replica import get_rollout_replica_class
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+from windlass.errors import PeerUnreachable
+from windlass.integrations.verl import ShardCheckpointManager
+
+PROMPT = [5, 9, 33, 17]
+MANAGER = "windlass.integrations.verl.ShardCheckpointManager"
+NUM_TOKENS = 12
+NUM_RUNNING_TOKENS = 120
+
+
+class Server(vLLMHttpServer):  # type: ignore[misc]  # verl has no types
+    """verl's: it calls vLLM's pause as releases before 0.32 have it."""
+
+    async def run_server(self, args: argparse.Namespace) -> None:
+        await super().run_server(args)
+        pause = self.engine.pause_generation
+
+        async def abort(*, wait_for_inflight_requests: bool, clear_cache: bool) -> None:
+            assert not wait_for_inflight_requests
+            await pause(mode="abort", clear_cache=clear_cache)
+
+        self.engine.pause_generation = abort
+
+    async def wait_running(self) -> None:
+        """Return once it has requests."""
+        while not self.engine.output_processor.request_states:  # noqa: ASYNC110 - vLLM tells nobody
+            await asyncio.sleep(0.01)
+
+
+class Actor(ActorRolloutRefWorker):  # type: ignore[misc]  # verl has no types
+    """verl's, whose weights can be made others and written."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # verl asks for "cpu:gloo,DEVICE:BACKEND", which names the CPU twice here.
+        initialize_global_process_group_ray(timeout_second=None, backend="cpu:gloo")
+        super().__init__(*args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def change_weights(self, seed: int) -> None:
+        """Every element becomes another one."""
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.actor.engine.module.parameters():
+                local = parameter.to_local()
+                local.add_(torch.randn(local.shape) * 0.05)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def full_weights(self) -> dict[str, torch.Tensor]:
+        """What verl exports now, gathered."""
+        weights, _ = self.actor.engine.get_per_tensor_param()
+        return {name: tensor.clone() for name, tensor in weights}
+
+
+class Manager(ShardCheckpointManager):
+    """Windlass's, which kills processes once requests are aborted."""
+
+    pids: Sequence[int] = ()
+
+    async def abort_replicas(self, reject_request: bool = False) -> None:
+        await asyncio.gather(*(replica.abort_all_requests() for replica in self.replicas))
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+
+
+class Job:
+    """Two actor ranks, and vLLM servers of one rank each, on GPUs that Ray believes in."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        names = {"PYTHONPATH", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("VERL_", "VLLM_")) or name in names
+        }
+        ray.init(
+            num_cpus=16,
+            num_gpus=args.rollouts,
+            include_dashboard=False,
+            object_store_memory=256 << 20,
+            runtime_env={"env_vars": environment},
+        )
+        self.args, self.step = args, 0
+        settings = configuration(args)
+        self.actors = RayWorkerGroup(
+            resource_pool=RayResourcePool([args.trainers], use_gpu=False, max_colocate_count=1),
+            ray_cls_with_init=RayClassWithInitArgs(
+                cls=ray.remote(Actor), config=settings, role="actor"
+            ),
+            device_name="cpu",
+        )
+        self.actors.init_model()
+        rollout, model = map(omega_conf_to_dataclass, (settings.rollout, settings.model))
+        self.replicas = [
+            get_rollout_replica_class("vllm")(rank, rollout, model, gpus_per_node=1)
+            for rank in range(args.rollouts)
+        ]
+        asyncio.run(self._start())
+        named = load_class_from_fqn(
+            settings.rollout.checkpoint_manager_class, "CheckpointEngineManager"
+        )
+        assert named is ShardCheckpointManager
+        config = omega_conf_to_dataclass(settings.rollout.checkpoint_engine)
+        self.manager = Manager(config=config, actor_wg=self.actors, replicas=[*self.replicas])
+
+    async def _start(self) -> None:
+        for replica in self.replicas:
+            replica.server_class = ray.remote(Server)
+        await asyncio.gather(*(replica.init_standalone() for replica in self.replicas))
+
+    def update(self) -> dict[str, Any]:
+        """Other weights, one update in which requests run, and what every replica has then."""
+        self.step += 1
+        self.actors.change_weights(self.step)
+        replicas = self.manager.replicas
+        running = [generate(replica, NUM_RUNNING_TOKENS) for replica in replicas]
+        ray.get([replica.server_handle.wait_running.remote() for replica in replicas])
+        metrics = self.manager.update_weights(global_steps=self.step)
+        return {
+            "metrics": metrics,
+            "running": [told(each) for each in ray.get(running)],
+            **self.served(replicas),
+        }
+
+    def served(self, replicas: Sequence[Any]) -> dict[str, Any]:
+        """What is served, by vLLM's own answers."""
+        return {
+            "step": self.step,
+            "checksums": [checksums(replica) for replica in replicas],
+            "answers": [told(ray.get(generate(replica, NUM_TOKENS))) for replica in replicas],
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write the checkpoint of what the actor exports now."""
+        folder.mkdir()
+        for path in Path(self.args.model).iterdir():
+            if path.suffix != ".safetensors":
+                shutil.copy(path, folder)
+        save_file(self.actors.full_weights()[0], folder / "model.safetensors", {"format": "pt"})
+
+    def kill(self, replica: Any) -> dict[str, Any]:
+        """An update in which all processes of a replica are killed once its requests are aborted."""
+        self.step += 1
+        self.actors.change_weights(self.step)
+        pid = ray.get(replica.server_handle.__ray_call__.remote(lambda _: os.getpid()))
+        self.manager.pids = family(pid)
+        began = time.monotonic()
+        try:
+            self.manager.update_weights(global_steps=self.step)
+            raised = ""
+        except PeerUnreachable as error:
+            raised = str(error)
+        self.manager.pids = ()
+        took_s = time.monotonic() - began
+        self.manager.remove_replicas([replica])
+        return {
+            "raised": raised,
+            "address": replica.server_address,
+            "took_s": took_s,
+            **self.served(self.manager.replicas),
+        }
+
+
+def configuration(args: argparse.Namespace) -> Any:
+    """verl's own, with what its users would write for Windlass, and what CPUs and a tiny model need."""
+    windlass = [
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=windlass_shards",
+        f"+actor_rollout_ref.rollout.checkpoint_manager_class={MANAGER}",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config={backend:windlass}",
+        "+actor_rollout_ref.rollout.enable_sleep_mode=False",
+        "actor_rollout_ref.rollout.free_cache_engine=False",
+    ]
+    tiny = [
+        f"actor_rollout_ref.model.path={args.model}",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "+actor_rollout_ref.model.override_config.attn_implementation=eager",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        f"actor_rollout_ref.actor.fsdp_config.fsdp_size={args.trainers}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.actor.optim.total_training_steps=10",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.rollout.enforce_eager=True",
+        "actor_rollout_ref.rollout.prompt_length=64",
+        "actor_rollout_ref.rollout.response_length=128",
+        "actor_rollout_ref.rollout.max_model_len=256",
+        "actor_rollout_ref.rollout.max_num_batched_tokens=256",
+        "actor_rollout_ref.rollout.max_num_seqs=8",
+    ]
+    folder = Path(verl.trainer.config.__file__).parent
+    with initialize_config_dir(str(folder), version_base=None):
+        return compose("ppo_trainer", overrides=[*windlass, *tiny]).actor_rollout_ref
+
+
+def generate(replica: Any, num_tokens: int) -> Any:
+    sampling = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True, "logprobs": True}
+    return replica.server_handle.generate.remote(list(PROMPT), sampling, uuid.uuid4().hex)
+
+
+def told(output: Any) -> dict[str, Any]:
+    return {
+        "tokens": output.token_ids,
+        "logprobs": output.log_probs,
+        "stop_reason": output.stop_reason,
+        "step": output.extra_fields.get("global_steps"),
+    }
+
+
+def checksums(replica: Any) -> dict[str, str]:
+    """Of every tensor, by vLLM itself."""
+    request = urllib.request.Request(
+        f"http://{replica.server_address}/weight_checker",
+        json.dumps({"action": "checksum"}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return dict(json.load(answer)["checksums"])
+
+
+def family(pid: int) -> list[int]:
+    """Pids: itself, and what it has started."""
+    found, left = [], [pid]
+    while left:
+        pid = left.pop()
+        found.append(pid)
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            left += [int(child) for child in task.read_text().split()]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--trainers", type=int, default=2)
+    parser.add_argument("--rollouts", type=int, default=2)
+    args = parser.parse_args()
+    job = Job(args)
+    first, last = job.replicas[0], job.replicas[-1]
+    found: dict[str, Any] = {"prompt": PROMPT, "first": checksums(first)}
+    found["updates"] = [job.update(), job.update()]
+    job.manager.remove_replicas([first])
+    found["without one"] = job.update()
+    job.manager.add_replicas([first])
+    found["with it again"] = job.update()
+    found["killed"] = job.kill(last)
+    found["after it"] = job.update()
+    job.save(args.out.with_name("weights"))
+    args.out.write_text(json.dumps(found, indent=1))
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
