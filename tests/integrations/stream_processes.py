@@ -94,8 +94,8 @@ def _be_receiver(pipe: Connection, given: StreamSettings) -> None:
 
 
 def _be_sender(pipe: Connection, given: StreamSettings, tensors: Tensors) -> None:
-    sender = BucketSender(given, host=HOST)
-    pipe.send(sender.open())
+    sender = BucketSender(given)
+    pipe.send(sender.open(HOST))
     sender.wait_for(pipe.recv())
     asyncio.run(sender.send(one_by_one(tensors)))
 

@@ -45,11 +45,11 @@ def receivers() -> Iterator[list[Receiver]]:
 
 
 def open_sender(given: StreamSettings) -> closing[BucketSender]:
-    return closing(BucketSender(given, host=HOST))
+    return closing(BucketSender(given))
 
 
 def connect(sender: BucketSender, receivers: list[Receiver]) -> StreamAddress:
-    address = sender.open()
+    address = sender.open(HOST)
     for receiver in receivers:
         receiver.pipe.send(address)
     sender.wait_for([receiver.name for receiver in receivers])
@@ -188,6 +188,6 @@ def test_arguments_are_refused_by_name() -> None:
     with open_sender(settings(SMALL)) as sender:
         with pytest.raises(ConfigError, match="wait_for must have been called"):
             send(sender, [])
-        sender.open()
+        sender.open(HOST)
         with pytest.raises(ConfigError, match="members must name one receiver at least"):
             sender.wait_for([])

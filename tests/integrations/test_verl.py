@@ -48,6 +48,7 @@ def run(folder: Path, *command: str) -> None:
         **environment("vllm", 1, os.pathsep.join(map(str, path))),
         "VLLM_SERVER_DEV_MODE": "1",
         "VERL_PLATFORM": "cpu",
+        "RAY_raylet_start_wait_time_s": "300",  # the machine may be busy
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform",
         # Its FSDP engine is registered for these only.
         "VERL_ENGINE_DEVICE": "cuda",

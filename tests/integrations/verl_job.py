@@ -159,6 +159,7 @@ class Job:
             if name.startswith("VERL_") or name in {"PYTHONPATH", "OMP_NUM_THREADS"}
         }
         ray.init(
+            address="local",  # whatever else runs on this machine
             num_cpus=args.trainers + args.rollouts + 1,
             include_dashboard=False,
             object_store_memory=256 << 20,

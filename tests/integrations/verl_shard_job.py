@@ -108,6 +108,7 @@ class Job:
             if name.startswith(("VERL_", "VLLM_")) or name in names
         }
         ray.init(
+            address="local",  # whatever else runs on this machine
             num_cpus=16,
             num_gpus=args.rollouts,
             include_dashboard=False,

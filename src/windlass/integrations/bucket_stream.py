@@ -151,29 +151,37 @@ class BucketSender:
     Memory: two buckets, from `open` to `close`.
 
     Args:
-        settings: of every stream. host: address of this process that every receiver reaches.
+        settings: of every stream.
+
+    Attributes:
+        was_opened: whether `open` has been called, be it closed now or not.
     """
 
-    def __init__(self, settings: StreamSettings, *, host: str) -> None:
-        self._settings, self._host = settings, host
+    def __init__(self, settings: StreamSettings) -> None:
+        self._settings = settings
         self._bucket_nbytes = self._wanted_nbytes = settings.bucket_nbytes
         self._members: tuple[str, ...] = ()
         self._owned: ExitStack | None = None
         self._version = -1
+        self.was_opened = False
 
-    def open(self) -> StreamAddress:
+    def open(self, host: str) -> StreamAddress:
         """Be there for receivers; what is open already stays, unless buckets are better made smaller.
+
+        Args:
+            host: address of this process that every receiver reaches.
 
         Raises:
             ConfigError, PeerUnreachable, TransportUnavailable, TransferFailed: see `HostedController`, `create_transport`
                 and `Arena`.
         """
+        self.was_opened = True
         if self._wanted_nbytes < SHRINK * self._bucket_nbytes:
             self.close()
         if self._owned is None:
             self._bucket_nbytes = self._wanted_nbytes
             with ExitStack() as undo:
-                self._start(undo)
+                self._start(host, undo)
                 self._owned = undo.pop_all()
         address = self._hosted.address(Access.ENGINE)
         return StreamAddress(address.url, address.token, self._bucket_nbytes)
@@ -219,13 +227,13 @@ class BucketSender:
         if owned is not None:
             owned.close()
 
-    def _start(self, undo: ExitStack) -> None:
+    def _start(self, host: str, undo: ExitStack) -> None:
         settings, nbytes = self._settings, self._bucket_nbytes
         deadlines = PhaseDeadlines(
             pause_s=settings.deadline_s, write_s=settings.deadline_s, fleet_s=FLEET_S
         )
         self._hosted = HostedController(
-            [url_of(self._host, 1)], ControlConfig(mode=settings.mode, deadlines=deadlines)
+            [url_of(host, 1)], ControlConfig(mode=settings.mode, deadlines=deadlines)
         )
         undo.callback(self._hosted.close)
         address = self._hosted.address(Access.TRAINER)
@@ -485,10 +493,13 @@ class StreamEnd:
     """One rank's end for checkpoint engines, which learn late, or never, whether they send, receive, or neither.
 
     Args:
-        bucket_nbytes: see `StreamSettings`, as for `deadline_s`.
-        transport: see `connect_trainer`. mode: see `StreamSettings`.
+        bucket_nbytes: see `StreamSettings`, as for `mode` and `deadline_s`.
+        transport: see `connect_trainer`.
         device: where buckets lie: `cuda`, `cpu`, or `auto`: on this process's GPU if it has one.
         option: how messages name the place of these in the framework's configuration.
+
+    Attributes:
+        sender: to be opened by the one that sends. receiver: to be connected by those that receive.
 
     Raises:
         ConfigError: an argument is out of range. TransportUnavailable: see `parse_transport`.
@@ -509,29 +520,17 @@ class StreamEnd:
         if device not in {"auto", "cpu", "cuda"}:
             raise ConfigError(f"{option}.device must be auto, cpu or cuda, got {device!r}")
         on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-        self._settings = StreamSettings(
+        settings = StreamSettings(
             bucket_nbytes=bucket_nbytes,
             transport=parse_transport(transport),
             mode=take_name(f"{option}.mode", mode, UpdateMode),
             gpu=torch.cuda.current_device() if on_gpu else -1,
             deadline_s=deadline_s,
         )
-        self._sender: BucketSender | None = None
-        self.receiver = BucketReceiver(self._settings)
-
-    def open_sender(self, host: str) -> StreamAddress:
-        """Be the one that sends; see `BucketSender.open`."""
-        if self._sender is None:
-            self._sender = BucketSender(self._settings, host=host)
-        return self._sender.open()
-
-    def wait_for(self, members: Sequence[str]) -> None:
-        """See `BucketSender.wait_for`; `open_sender` has been called."""
-        if self._sender is not None:
-            self._sender.wait_for(members)
+        self.sender, self.receiver = BucketSender(settings), BucketReceiver(settings)
 
     async def send(self, weights: AsyncIterator[tuple[str, torch.Tensor]]) -> StreamReport | None:
-        """Send every tensor; where `open_sender` was not called, take part in the gathers and return None.
+        """Send every tensor; where the sender was never opened, take part in the gathers and return None.
 
         Args:
             weights: collective over the ranks of a trainer.
@@ -541,7 +540,7 @@ class StreamEnd:
                 receivers have been told before the rest of `weights` is taken.
         """
         try:
-            return None if self._sender is None else await self._sender.send(weights)
+            return await self.sender.send(weights) if self.sender.was_opened else None
         finally:
             # The other ranks go on with gathers that wait for this one, whatever has failed here.
             async for _ in weights:
@@ -549,6 +548,5 @@ class StreamEnd:
 
     def close(self) -> None:
         """End every connection, free the buckets. Idempotent; both ends can be opened again."""
-        if self._sender is not None:
-            self._sender.close()
+        self.sender.close()
         self.receiver.close()

@@ -101,9 +101,9 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
             )
         if worker_rank or self._store is None:
             return
-        address = self._end.open_sender(metadata[0]["host"])
+        address = self._end.sender.open(metadata[0]["host"])
         self._store.set(ADDRESS, msgspec.json.encode(address).decode())
-        self._end.wait_for([rank["member"] for rank in metadata[train_world_size:]])
+        self._end.sender.wait_for([rank["member"] for rank in metadata[train_world_size:]])
 
     def init_rollout_process_group(
         self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, final
+from typing import TYPE_CHECKING, NoReturn, TypedDict, final
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -204,29 +204,14 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
             sync.shutdown()
 
     def prepare(self) -> NoReturn:
-        """Refuse: verl's own manager calls it.
+        """Refuse: verl's own manager calls it first, and would call the methods below after.
 
         Raises:
             ConfigError: always.
         """
         _refuse_manager()
 
-    @classmethod
-    def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
-    ) -> NoReturn:
-        """See `prepare`."""
-        del actor_wg_world_size, rollout_world_size, metadata
-        _refuse_manager()
-
-    def init_process_group(self) -> NoReturn:
-        """See `prepare`."""
-        _refuse_manager()
-
-    def receive_weights(self, global_steps: int | None = None) -> NoReturn:
-        """See `prepare`."""
-        del global_steps
-        _refuse_manager()
+    build_topology = init_process_group = receive_weights = prepare
 
 
 def _refuse_manager() -> NoReturn:

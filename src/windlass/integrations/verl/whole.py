@@ -70,7 +70,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         if not self._is_master:
             return {"member": self._end.receiver.name}
         host = ray.util.get_node_ip_address().strip("[]")
-        return {"address": msgspec.to_builtins(self._end.open_sender(host))}
+        return {"address": msgspec.to_builtins(self._end.sender.open(host))}
 
     @classmethod
     def build_topology(
@@ -115,7 +115,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
             EngineRefused, PeerTimeout: see `BucketSender.wait_for` and `BucketReceiver.connect`.
         """
         if role == "send":
-            self._end.wait_for(members)
+            self._end.sender.wait_for(members)
         elif role == "receive":
             self._end.receiver.connect(msgspec.convert(address, StreamAddress))
 
