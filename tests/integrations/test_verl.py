@@ -26,11 +26,11 @@ MODEL = """
 import sys, torch, transformers
 torch.manual_seed(0)
 config = transformers.Qwen3Config(
-    vocab_size=250, hidden_size=128, intermediate_size=1024, num_hidden_layers=4, max_position_embeddings=256,
+    vocab_size=256, hidden_size=128, intermediate_size=1024, num_hidden_layers=4, max_position_embeddings=256,
     num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=False)
 transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(sys.argv[1])
 from tokenizers import Tokenizer, models, pre_tokenizers
-words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(250)}, unk_token="w0"))
+words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(256)}, unk_token="w0"))
 words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 transformers.PreTrainedTokenizerFast(
     tokenizer_object=words, unk_token="w0", pad_token="w1", eos_token="w2").save_pretrained(sys.argv[1])
