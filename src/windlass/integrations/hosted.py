@@ -32,7 +32,7 @@ __all__ = ["HostAddress", "HostedController", "TrainerRanks"]
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 CLOSE_S = 30.0
-MARGIN_S = 5.0
+MARGIN_S = 30.0
 """By which the controller's thread may answer after its deadline."""
 _NUMBERS = itertools.count()
 """Ranks make what is collective in one order, so the same number says the same thing on each."""

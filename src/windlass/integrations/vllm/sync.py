@@ -134,7 +134,7 @@ class WeightSync:
                 if self._fleet is not None:
                     self._fleet.join([*self._urls], deadline_s)
 
-            self._ranks.meet("joined", host, connect, join, deadline_s)
+            self._ranks.meet("servers", host, connect, join, deadline_s)
             undo.pop_all()
 
     def send_weights(self, version: int) -> SentWeights:
