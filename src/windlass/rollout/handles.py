@@ -73,8 +73,7 @@ _LEAST = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Rollout:
+class Rollout(msgspec.Struct, frozen=True):
     """A finished rollout.
 
     Attributes:
@@ -107,8 +106,7 @@ class Rollout:
     value: object = None
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutGroup:
+class RolloutGroup(msgspec.Struct, frozen=True):
     """All samples of one prompt, in the order in which they were submitted."""
 
     group_id: int

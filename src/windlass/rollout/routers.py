@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from typing import Protocol, final
+from typing import final
 from urllib.parse import quote
 
 import aiohttp
@@ -45,31 +45,13 @@ class _Fleet(msgspec.Struct, frozen=True):
     engines: tuple[EngineState, ...]
 
 
-class _Router(Protocol):
-    """How one kind of router is told."""
-
-    async def tell(self, http: aiohttp.ClientSession, fleet: _Fleet) -> bool:
-        """Tell it; returns whether it sends requests to the routable engines now, and to no other one.
-
-        Raises:
-            aiohttp.ClientError, PeerUnreachable, ProtocolError: it is not there, or answered something else.
-        """
-        ...
-
-
-@final
-class _Webhook:
-    """Gets the fleet as JSON, by POST; any answer of 200 to 299 will do."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    async def tell(self, http: aiohttp.ClientSession, fleet: _Fleet) -> bool:
-        body = msgspec.json.encode(fleet)
-        headers = {"Content-Type": "application/json"}
-        async with http.post(self._url, data=body, headers=headers) as answer:
-            await _body_of(answer)
-        return True
+async def _tell_webhook(http: aiohttp.ClientSession, url: str, fleet: _Fleet) -> bool:
+    """Post the fleet as JSON; any answer of 200 to 299 will do."""
+    body = msgspec.json.encode(fleet)
+    headers = {"Content-Type": "application/json"}
+    async with http.post(url, data=body, headers=headers) as answer:
+        await _body_of(answer)
+    return True
 
 
 class _Worker(msgspec.Struct):
@@ -81,40 +63,34 @@ class _Workers(msgspec.Struct):
     workers: list[_Worker]
 
 
-@final
-class _WorkerRoutes:
-    """`/workers` of sglang-router 0.3 (SGLang's model gateway) and of vllm-router 0.1.
+async def _tell_workers(http: aiohttp.ClientSession, url: str, fleet: _Fleet) -> bool:
+    """Compare with `/workers` of sglang-router 0.3 (SGLang's model gateway) or vllm-router 0.1, and mend it.
 
     Seen of both by running them: GET lists workers; POST `{"url": ...}` adds one, at once (vllm-router) or
     later (sglang-router, which answers 202 and asks the engine first); DELETE takes the id of a worker where it
     has one, and its quoted URL otherwise. Workers that are no engines of this fleet are left alone.
     """
-
-    def __init__(self, url: str) -> None:
-        self._url = f"{url.rstrip('/')}/workers"
-
-    async def tell(self, http: aiohttp.ClientSession, fleet: _Fleet) -> bool:
-        async with http.get(self._url) as answer:
-            body = await _body_of(answer)
-        try:
-            listed = msgspec.json.decode(body, type=_Workers).workers
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(f"{self._url}: {error}") from error
-        known = {worker.url.rstrip("/"): worker for worker in listed}
-        is_right = True
-        for engine in fleet.engines:
-            worker = known.get(engine.url.rstrip("/"))
-            if engine.routable == (worker is not None):
-                continue
-            is_right = False
-            if worker is not None:
-                name = quote(worker.id or worker.url, safe="")
-                async with http.delete(f"{self._url}/{name}") as answer:
-                    await _body_of(answer)
-            else:
-                async with http.post(self._url, json={"url": engine.url}) as answer:
-                    await _body_of(answer)
-        return is_right
+    url = f"{url.rstrip('/')}/workers"
+    async with http.get(url) as answer:
+        body = await _body_of(answer)
+    try:
+        listed = msgspec.json.decode(body, type=_Workers).workers
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"{url}: {error}") from error
+    known = {worker.url.rstrip("/"): worker for worker in listed}
+    is_right = True
+    for engine in fleet.engines:
+        worker = known.get(engine.url.rstrip("/"))
+        if engine.routable == (worker is not None):
+            continue
+        is_right = False
+        if worker is None:
+            change = http.post(url, json={"url": engine.url})
+        else:
+            change = http.delete(f"{url}/{quote(worker.id or worker.url, safe='')}")
+        async with change as answer:
+            await _body_of(answer)
+    return is_right
 
 
 async def _body_of(answer: aiohttp.ClientResponse) -> bytes:
@@ -129,10 +105,9 @@ async def _body_of(answer: aiohttp.ClientResponse) -> bytes:
     return bytes(body)
 
 
-_KINDS: dict[RouterKind, type[_Webhook] | type[_WorkerRoutes]] = {
-    RouterKind.WORKERS: _WorkerRoutes,
-    RouterKind.WEBHOOK: _Webhook,
-}
+_TELL = {RouterKind.WORKERS: _tell_workers, RouterKind.WEBHOOK: _tell_webhook}
+"""Each returns whether the router sends requests to the routable engines now, and to no other one, and raises
+aiohttp.ClientError, PeerUnreachable or ProtocolError if it is not there, or answered something else."""
 
 
 @final
@@ -209,18 +184,15 @@ class RouterFeed:
         return _Fleet(self._coordinator.published_version, tuple(engines))
 
     async def _feed(self, config: RouterConfig, changed: asyncio.Event, token: str) -> None:
-        router = _KINDS[config.kind](config.url)
         told: _Fleet | None = None
         async with open_http(token) as http:
             while True:
                 await changed.wait()
                 changed.clear()
                 if (fleet := self._fleet()) != told:
-                    told = fleet if await self._tell(http, router, config) else None
+                    told = fleet if await self._tell(http, config) else None
 
-    async def _tell(
-        self, http: aiohttp.ClientSession, router: _Router, config: RouterConfig
-    ) -> bool:
+    async def _tell(self, http: aiohttp.ClientSession, config: RouterConfig) -> bool:
         """Returns whether it knows; each try tells how the fleet is then."""
         backoff_s, reason = FIRST_BACKOFF_S, ""
         for _ in range(config.num_tries):
@@ -228,7 +200,7 @@ class RouterFeed:
                 return False  # it is told when the round has ended
             try:
                 async with asyncio.timeout(config.deadline_s):
-                    if await router.tell(http, self._fleet()):
+                    if await _TELL[config.kind](http, config.url, self._fleet()):
                         return True
                 reason = "it has not done yet what it was asked for"
             except TimeoutError:

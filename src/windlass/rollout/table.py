@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, final
 
@@ -99,8 +99,7 @@ class GroupFuture(asyncio.Future[Any]):
         return True
 
 
-@dataclass(slots=True, eq=False)
-class Group:
+class Group(msgspec.Struct, eq=False):
     """Records of the same work, which end together. A rollout that was submitted alone is one of one.
 
     Attributes:
@@ -110,7 +109,7 @@ class Group:
 
     group_id: int
     future: GroupFuture
-    records: list[Record] = field(default_factory=list)
+    records: list[Record] = []
 
     @classmethod
     def of(
@@ -140,8 +139,7 @@ class Group:
         return all(record.state is State.BUFFERED for record in self.records)
 
 
-@dataclass(slots=True, eq=False)
-class Record:
+class Record(msgspec.Struct, eq=False):
     """One rollout from submission to its end.
 
     Attributes:
