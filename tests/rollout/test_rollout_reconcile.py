@@ -25,6 +25,7 @@ from windlass.rollout import (
 )
 from windlass.rollout.messages import (
     CONTROLLER_FRAMES,
+    MAX_UNSAID,
     AttemptKey,
     CompletionBatch,
     EngineTarget,
@@ -75,7 +76,7 @@ class PlayedWorker:
             protocol_version=PROTOCOL_VERSION,
             name="played",
             incarnation=incarnation,
-            max_concurrent=8,
+            max_concurrent=16,
             attempts=attempts,
             received=self.received,
         )
@@ -173,6 +174,22 @@ async def test_tasks_that_were_not_received_are_sent_again_over_the_next_connect
     assert await worker.task() == task, "the same attempt"
     assert await worker.numbers.get() == number, "under the same number"
     assert controller.stats().retried == 0
+
+
+async def test_a_worker_that_does_not_say_what_it_received_is_sent_no_more(
+    played: tuple[RolloutController, PlayedWorker],
+) -> None:
+    controller, worker = played
+    for number in range(2 * MAX_UNSAID):
+        controller.submit((number,), SAMPLING)
+        await worker.task()
+    controller.submit((9,), SAMPLING)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(worker.tasks.get(), 0.3)
+    said = CompletionBatch(0, (), worker.received)
+    await worker.socket.send_bytes(encode(said))
+    assert (await worker.task()).prompt_ids == (9,)
+    assert controller.stats().running == 2 * MAX_UNSAID + 1
 
 
 async def test_work_that_a_worker_forgot_is_sent_again_and_work_that_it_runs_is_not(

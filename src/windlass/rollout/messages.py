@@ -35,6 +35,9 @@ MAX_WORKFLOWS, MAX_ATTEMPTS = 1 << 12, 1 << 18
 """Of one worker."""
 MAX_OUTCOMES = 64
 """Of one batch: few enough to stay in the cache of the core that decodes and uses them."""
+MAX_UNSAID = 4
+"""Batches of tasks after which a worker says that it has received them, if it has no outcome to say it with. At most
+twice as many are under way, so that a ping never waits behind more."""
 SMALL_VALUE_NBYTES = 4096
 """A value that is decoded to be checked, whatever it holds."""
 SMALL_FRAME_NBYTES = 256 << 10
@@ -253,7 +256,7 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class CompletionBatch(msgspec.Struct, frozen=True, tag="completions"):
-    """Outcomes, each sent until it was acknowledged.
+    """Outcomes, each sent until it was acknowledged; none where only `received` is to be said.
 
     Attributes:
         last: number of the last of them; a worker numbers its outcomes from 1.

@@ -29,6 +29,7 @@ from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import (
     LOCAL_WORKER,
     MAX_FRAME_NBYTES,
+    MAX_UNSAID,
     WORKER_FRAMES,
     AttemptKey,
     CompletionBatch,
@@ -221,7 +222,9 @@ class RemoteWorker(Worker, Session[Never, Never]):
         self._work.set()
 
     def note_received(self, received: int) -> None:
-        """The worker has the batches up to this number."""
+        """The worker has the batches up to this number; others may follow."""
+        if len(self._sent) >= 2 * MAX_UNSAID:
+            self._work.set()
         while (number := next(iter(self._sent), received + 1)) <= received:
             del self._sent[number]
 
@@ -233,9 +236,10 @@ class RemoteWorker(Worker, Session[Never, Never]):
         self._cancelled += set(hello.attempts) - wanted
         if self._cancelled:
             self._work.set()
-        unknown = wanted.difference(hello.attempts)
         coming = {task.task_id for batch in self._sent.values() for task in batch.tasks}
-        return [key for key in unknown if key.task_id not in coming.union(self._outbox)]
+        coming.update(self._outbox)
+        unknown = wanted.difference(hello.attempts)
+        return [key for key in unknown if key.task_id not in coming]
 
     async def attach(self, socket: web.WebSocketResponse) -> None:
         """Go on over another connection of the same process: what it did not receive is sent again."""
@@ -272,7 +276,9 @@ class RemoteWorker(Worker, Session[Never, Never]):
                 is_full = len(self._outbox) >= MAX_TASKS_PER_BATCH
                 await asyncio.sleep(0 if is_full else early_s)
             self._work.clear()
-            if self._socket is None or not (self._outbox or self._cancelled or self._acknowledged):
+            if self._socket is None or len(self._sent) >= 2 * MAX_UNSAID:
+                continue
+            if not (self._outbox or self._cancelled or self._acknowledged):
                 continue
             may_send_at = clock() + GATHER_S
             with contextlib.suppress(PeerUnreachable):  # the next connection begins with it
@@ -406,6 +412,8 @@ class WorkerPool:
         match frame:
             case CompletionBatch():
                 session.note_received(frame.received)
+                if not frame.outcomes:
+                    return
                 outcomes = await decode_outcomes(frame)
                 # The worker sends them again, after those before them: what is acknowledged covers all.
                 if frame.first > session.next_outcome:

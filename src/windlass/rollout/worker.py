@@ -33,6 +33,7 @@ from windlass.rollout.messages import (
     MAX_ATTEMPTS,
     MAX_FRAME_NBYTES,
     MAX_OUTCOMES,
+    MAX_UNSAID,
     AttemptKey,
     CompletionBatch,
     OutcomeStatus,
@@ -130,7 +131,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         self._kept: OrderedDict[int, tuple[tuple[str, int], bytes]] = OrderedDict()
         self._num_outcomes = self._num_sent = 0
         self._in_flight: deque[int] = deque()  # the last outcome of each batch
-        self._received = 0
+        self._received = self._said = 0  # numbers of task batches
         self._send_again_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._work, self._empty = asyncio.Event(), asyncio.Event()
@@ -139,6 +140,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
     # --- net.rpc_client.Client -----------------------------------------------------------------
 
     def hello(self) -> WorkerHello:
+        self._said = self._received
         there = [*self._attempts.running, *(key for key, _ in self._kept.values())]
         return msgspec.structs.replace(
             self._hello,
@@ -181,6 +183,8 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
                 self._attempts.start(task)
         for cancelled in batch.cancelled:
             self._attempts.cancel(cancelled.task_id, cancelled.attempt)
+        if self._received - self._said >= MAX_UNSAID:
+            self._work.set()
 
     # --- outcomes ------------------------------------------------------------------------------
 
@@ -250,6 +254,9 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
                 if not await self.send(batch):
                     self._send_again_at = None
                     break  # the next connection begins with what was not acknowledged
+            if self._received - self._said >= MAX_UNSAID:
+                self._said = self._received
+                await self.send(CompletionBatch(self._num_sent, (), self._received))
 
     def _next_batch(self) -> CompletionBatch:
         batch: list[bytes] = []
@@ -261,6 +268,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
                 break
             batch.append(outcome)
             last = number
+        self._said = self._received
         return CompletionBatch(last, tuple(batch), self._received)
 
     # --- the process ---------------------------------------------------------------------------
