@@ -100,8 +100,8 @@ async def test_a_recipe_that_hangs_while_it_scores_fails_the_step_by_its_deadlin
         return []
 
     job = SimpleNamespace(
-        config=SimpleNamespace(rollout=SimpleNamespace(batch_deadline_s=0.3)),
-        recipe=SimpleNamespace(samples=samples),
+        _config=SimpleNamespace(rollout=SimpleNamespace(batch_deadline_s=0.3)),
+        _recipe=SimpleNamespace(samples=samples),
     )
     group = SimpleNamespace(group_id="group-7")
     with pytest.raises(PeerTimeout, match=r"group group-7 was not scored within 0\.3 s"):
@@ -127,7 +127,7 @@ async def test_time_that_a_recipe_takes_to_score_is_not_taken_from_the_wait_for_
         return [] if group == "declined" else [group]
 
     job = SimpleNamespace(
-        config=SimpleNamespace(rollout=SimpleNamespace(batch_deadline_s=1.0, groups_per_step=1)),
+        _config=SimpleNamespace(rollout=SimpleNamespace(batch_deadline_s=1.0, groups_per_step=1)),
         controller=SimpleNamespace(rollouts=SimpleNamespace(decline=declined.append)),
         _draw=draw,
         _score=score,
@@ -145,7 +145,7 @@ async def test_a_producer_waits_for_room_as_long_as_a_whole_step_may_take() -> N
         raise PeerTimeout("no room")
 
     job = SimpleNamespace(
-        config=SimpleNamespace(
+        _config=SimpleNamespace(
             rollout=SimpleNamespace(batch_deadline_s=10.0, groups_per_step=4),
             trainer=SimpleNamespace(
                 step_deadline_s=100.0, publish_deadline_s=1000.0, max_restarts=3
@@ -153,7 +153,7 @@ async def test_a_producer_waits_for_room_as_long_as_a_whole_step_may_take() -> N
             start_deadline_s=10_000.0,
         ),
         controller=SimpleNamespace(rollouts=SimpleNamespace(wait_for_room=wait_for_room)),
-        recipe=SimpleNamespace(tasks=lambda: iter(["task"])),
+        _recipe=SimpleNamespace(tasks=lambda: iter(["task"])),
     )
     with pytest.raises(PeerTimeout):
         await _Job._produce(cast("Any", job))
