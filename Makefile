@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup demo lint types imports unit engine test test-all test-long test-megatron engines test-engines test-integrations \
-  test-truth test-security fuzz test-clusters test-hosts test-rdma figures docs test-browser release-check bench clean
+  test-truth test-security fuzz test-clusters test-hosts test-rdma figures docs docs-version test-browser release-check bench clean
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-hosts | test-clusters | test-rdma                 several hosts (root), Slurm and Ray, verbs in a guest"
 	@echo "make figures                                                figures and tables of the documentation, drawn again"
 	@echo "make docs                                                   the documentation as a site, in build/site"
+	@echo "make docs-version                                           that site beside those of other versions, on the branch pages"
 	@echo "make test-browser                                           the controller's page in Chromium, alerts in Prometheus"
 	@echo "make release-check                                          wheel, sdist and an empty environment"
 	@echo "make bench [ARGS='planner update']                            benchmarks, into benchmarks/results/local"
@@ -152,6 +153,12 @@ figures: setup
 # The site, strictly: a link to nothing is an error.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+# The site of one version beside those of others, as a commit on the local branch `pages`, with a switch between them.
+docs-version: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --branch pages --update-aliases \
+	  $$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) latest
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike set-default --branch pages --allow-undefined latest
 
 # The controller's page in a real Chromium, with the pictures in docs/operations.md, and deploy/ in a real Prometheus (of Debian,
 # unpacked in build/). Both are part of `make test` where they are.

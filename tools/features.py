@@ -18,7 +18,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,8 +94,6 @@ def run(memory: str, path: Path, at_once: int) -> int:
         [*PYTEST, "--collect-only", *sorted(chosen)],
         cwd=ROOT, check=True, capture_output=True, text=True,
     ).stdout.splitlines()  # fmt: skip
-    with ThreadPoolExecutor(at_once) as pool:
-        cases = [*pool.map(_run_case, (line for line in listed if "::" in line))]
     gpus = subprocess.run(
         ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
         capture_output=True, text=True, check=False,
@@ -103,9 +101,16 @@ def run(memory: str, path: Path, at_once: int) -> int:
     found = {
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
         "machine": f"{len(gpus)} x {gpus[0]}" if gpus else f"{platform.machine()}, no GPU",
-        "cases": cases,
     }
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    cases: list[dict[str, str]] = []
+    with ThreadPoolExecutor(at_once) as pool:
+        begun = [pool.submit(_run_case, line) for line in listed if "::" in line]
+        for ended in as_completed(begun):
+            cases.append(ended.result())
+            # After each, should the run be cut.
+            path.write_text(
+                json.dumps({**found, "of": len(begun), "cases": cases}, indent=1) + "\n"
+            )
     outcomes = Counter(case["outcome"] for case in cases)
     print(", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())))
     return 0 if cases and not outcomes["failed"] else 1

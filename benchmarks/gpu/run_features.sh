@@ -16,7 +16,7 @@ step() {
   timeout -k 10 "$limit" "$@" > "$OUT/$name.txt" 2>&1 || { failed=1; echo "$name: status $?"; }
   tail -12 "$OUT/$name.txt"
 }
-step 400 features python3 tools/features.py run gpu --at-once 8 --json "$OUT/features_gpu.json"
+step 400 features python3 tools/features.py run gpu --at-once 3 --json "$OUT/features_gpu.json"
 step 90 xccl python3 benchmarks/bench_xccl.py --fabric nccl --device cuda --mib 16384 --bucket-mib 256 --dtype bfloat16 \
   --json "$OUT/bench_xccl_nccl.json"
 for TURN in 1 2; do
