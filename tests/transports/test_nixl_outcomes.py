@@ -13,6 +13,7 @@ import pytest
 
 from windlass.errors import PeerUnreachable, TransferOutcomeUnknown
 from windlass.layout.columns import UInt64Array
+from windlass.net.clock import Deadline
 from windlass.transfer.arena import Arena
 from windlass.transports import region_transport
 from windlass.transports.base import WriteBatch
@@ -342,3 +343,19 @@ def test_a_peer_that_has_ended_is_not_forgotten_under_a_call(ends: Ends) -> None
     with ends.ours._lock:
         ends.ours._forget_ended()
     assert not peers
+
+
+def test_a_write_to_a_peer_that_another_thread_has_forgotten_says_that_it_has_ended(
+    ends: Ends,
+) -> None:
+    """Between two native calls of a batch, such as: the transport itself is open."""
+    ends.write(ends.arenas[0], SECONDS)
+    (peer,) = ends.ours._peers.values()
+    ends.target.close()
+    ends.theirs.close()
+    assert peer.liveness.wait_ended(SECONDS)
+    with ends.ours._lock:
+        ends.ours._forget_ended()
+    column = np.array([ends.arenas[0].address], np.uint64)
+    with pytest.raises(PeerUnreachable, match="the process is gone"):
+        peer.write((column, column, column), Deadline.after(SECONDS, "write"))

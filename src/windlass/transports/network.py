@@ -149,7 +149,7 @@ class NetworkPeer(ABC):
         lock: of this peer; of the transport where the library's calls are not thread-safe.
 
     Attributes:
-        is_closed: nothing is begun any more; whoever waits is told.
+        is_closed: the transport is; nothing is begun any more, and whoever waits is told.
     """
 
     outlives_process: ClassVar[bool]
@@ -281,8 +281,7 @@ class NetworkPeer(ABC):
             raise failure
 
     def close(self) -> None:
-        """Let whoever waits go; nothing is begun any more. Idempotent."""
-        self.is_closed = True
+        """Let whoever waits go: to others the process counts as gone, unless `is_closed`. Idempotent."""
         self.liveness.close()
 
     def _follow(self, call: NativeCall, deadline: Deadline) -> Outcome:
