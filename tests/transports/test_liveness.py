@@ -120,3 +120,21 @@ def test_closing_a_peer_s_liveness_ends_whoever_watches_it(listener: LivenessLis
     watching.join(SECONDS)
     assert not watching.is_alive()
     assert liveness._socket.fileno() == -1
+
+
+def test_whoever_is_about_to_watch_a_peer_s_liveness_that_is_closed_does_not_wait(
+    listener: LivenessListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liveness, wake = enter(listener.port), os.eventfd(0)
+    look = PeerLiveness._look
+
+    def look_and_close(found: PeerLiveness) -> object:
+        state = look(found)
+        found.close()
+        return state
+
+    monkeypatch.setattr(PeerLiveness, "_look", look_and_close)
+    before = time.monotonic()
+    assert liveness.wait_ended(SECONDS, wake)
+    assert time.monotonic() - before < SECONDS / 2
+    os.close(wake)

@@ -178,8 +178,10 @@ class PeerLiveness:
         if self._look() is _State.BROKEN:
             timeout_s = min(timeout_s, RECONNECT_S)
         else:
-            with contextlib.suppress(OSError, ValueError):  # closed by this side
+            try:
                 waiting.register(self._socket, select.POLLIN)
+            except (OSError, ValueError):  # closed by this side, which would wake nobody any more
+                timeout_s = 0.0
         waiting.poll(max(timeout_s, 0.0) * 1e3)
         return self._look() is not _State.OPEN and self.has_ended()
 
