@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import queue
 import socket
 import threading
@@ -451,3 +452,25 @@ def test_closing_mooncake_beside_a_peer_that_does_not_answer_ends_the_write(
     thread.join(SECONDS)
     assert not still
     assert "the transport is closed" in str(found[0])
+
+
+def test_a_mooncake_call_that_gets_no_thread_leaves_no_descriptor(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends.write(ends.arena, SECONDS)
+    (peer,) = ends.source._peers.values()
+    local, remote, nbytes = (
+        np.array([value], np.uint64) for value in (ends.arena.address, ends.landing.address, NBYTES)
+    )
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(peer, "_thread", None)  # as after a while without calls
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with pytest.raises(TransferFailed, match="not begun"):
+                peer.write((local, remote, nbytes), Deadline.after(SECONDS, "write"))
+        assert len(os.listdir("/proc/self/fd")) == before

@@ -319,13 +319,13 @@ class MooncakePeer(NetworkPeer):
             TransferFailed: there is no descriptor or thread for it; it was not begun.
         """
         try:
-            call = _Call(run, local, nbytes)
             if self._thread is None:
                 # A daemon: a native call that is stuck must not keep the interpreter from ending.
                 name = f"mooncake-{self.endpoint.address}"
                 thread = threading.Thread(target=self._serve, name=name, daemon=True)
                 thread.start()
                 self._thread = thread
+            call = _Call(run, local, nbytes)  # last: it has a descriptor
         except (OSError, RuntimeError) as error:
             raise TransferFailed(
                 f"mooncake: {self.endpoint.address}: not begun: {error}"
