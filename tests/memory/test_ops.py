@@ -241,3 +241,19 @@ def test_weights_in_two_memories_are_refused_by_name(monkeypatch: pytest.MonkeyP
     ):
         memory_at([1, 2, 0], "engine/0")
     assert memory_at([0, 1], "engine/0").ordinal == -1
+
+
+def test_no_chunks_are_digested_without_asking_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read back is waited for without a deadline, behind kernels that nobody has waited for."""
+    gpu, held = numpy_gpu(), np.arange(8, dtype=np.uint8)
+    where = np.array([held.ctypes.data], np.uint64)
+    digests = CudaMemory(gpu).chunk_digests(where, np.array([8]), np.array([0, 1]))
+
+    def wait_for_ever(*_: object) -> bytes:
+        raise AssertionError("the driver waits for kernels")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu.device, "download", wait_for_ever)
+        assert digests.take([], SECONDS) == {}
+    assert list(digests.take([0], SECONDS)) == [0]
+    digests.close()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy_gpu import numpy_gpu
 from strategies import Fleet, fleets
 
-from windlass.errors import PlanError, ProtocolError
+from windlass.errors import PlanError, ProtocolError, TransferFailed
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
@@ -377,3 +377,44 @@ def test_a_sample_is_a_small_part_of_what_is_sent_and_never_empty() -> None:
         assert sum(sizes) == nbytes
         assert min(sizes) > 0
         assert period == 1 if sent > 64 * nbytes else period > 1
+
+
+def test_nothing_is_uploaded_or_freed_on_a_gpu_while_the_trainer_s_work_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both wait for it in the driver, without a deadline; `settle` has one."""
+    gpu = numpy_gpu()
+    use_gpu(gpu, monkeypatch)
+    ranks = Ranks([hold(f"trainer/{rank}", WHOLE, PLAIN) for rank in range(2)])
+    digests = ranks.digests["trainer/0"]
+    hanging = True
+
+    def settle(_: float) -> None:
+        if hanging:
+            raise TransferFailed("GPU 0: work of this process was not over within 60 s")
+
+    def wait_for_ever(*_: object) -> None:
+        raise AssertionError("the driver waits for the trainer's work")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "settle", settle)
+        patch.setattr(gpu.device, "upload", wait_for_ever)
+        with pytest.raises(TransferFailed):
+            digests.take(0, 3)
+    digests.take(0, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "settle", settle)
+        patch.setattr(gpu.device, "upload", wait_for_ever)
+        with pytest.raises(TransferFailed):
+            digests.cut_ahead()
+    digests.take(0, 3)
+    digests.cut_ahead()
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "settle", settle)
+        patch.setattr(gpu.device, "free", wait_for_ever)
+        for turn in (1, 2):
+            with pytest.raises(TransferFailed):
+                digests.take(turn, 3)
+    hanging = False
+    assert ranks.compare(1, 3) == ""
+    digests.close()

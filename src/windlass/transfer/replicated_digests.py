@@ -58,7 +58,7 @@ class ReplicatedDigests:
         self._lock = threading.Lock()
         self._last: tuple[int, int, Sequence[ParameterMemory]] | None = None
         self._ahead: tuple[tuple[int, int] | None, list[_Cut]] = None, []
-        self.compare_s = 0.0
+        self.compare_s = self._waited_s = 0.0
 
     def bind(self, part: bytes) -> None:
         """Take `ReplicatedPart.encode()`; empty for none.
@@ -66,9 +66,9 @@ class ReplicatedDigests:
         Raises:
             ProtocolError, PlanError: see `ReplicatedPart.decode`.
         """
-        self.close()
         with self._lock:
             self._part = ReplicatedPart.decode(part, self._manifest)
+            self._drop()  # under the same lock: what was cut ahead was of the boxes before
 
     def __len__(self) -> int:
         return len(self._part)
@@ -92,17 +92,16 @@ class ReplicatedDigests:
         """
         located = self._parameters()
         with self._lock, ExitStack() as stack:
-            began, waited_s = time.perf_counter(), 0.0
+            began, self._waited_s = time.perf_counter(), 0.0
             key, ahead = self._ahead
+            for cut in ahead:
+                self._settle(cut.memory)
             self._ahead = None, []
             stack.callback(_close, ahead)
             is_ready = key == (turn, period) and _still_hold(ahead, located)
             found = [np.zeros(0, DIGESTED)]
             for cut in ahead if is_ready else self._cut(turn, period, located):
                 stack.callback(_close, [cut])
-                queued = time.perf_counter()
-                cut.memory.settle(OWN_WORK_S)
-                waited_s += time.perf_counter() - queued
                 digests = cut.chunks.take(range(len(cut.boxes)), OWN_WORK_S)
                 cut.chunks.close()
                 table = np.zeros(len(digests), DIGESTED)
@@ -113,11 +112,13 @@ class ReplicatedDigests:
                     )
                 found.append(table)
             self._last = turn, period, located
-            self.compare_s = time.perf_counter() - began - waited_s
+            self.compare_s = time.perf_counter() - began - self._waited_s
             return np.concatenate(found)
 
     def cut_ahead(self) -> None:
         """Cut what is due in the turn after the last, if parameters stay where they were; reads none.
+
+        On a GPU it waits, too, for what this process has queued there.
 
         Raises:
             TransferFailed, TransferOutcomeUnknown: see `take`, which tries again.
@@ -136,8 +137,17 @@ class ReplicatedDigests:
     def close(self) -> None:
         """Free what is kept on GPUs, unless late kernels may still read it. Idempotent."""
         with self._lock:
-            _close(self._ahead[1])
-            self._ahead, self._last = (None, []), None
+            self._drop()
+
+    def _drop(self) -> None:
+        _close(self._ahead[1])
+        self._ahead, self._last = (None, []), None
+
+    def _settle(self, memory: MemoryOps) -> None:
+        """Before tables are made or freed there, too: that waits for the owner's work, and knows no deadline."""
+        began = time.perf_counter()
+        memory.settle(OWN_WORK_S)
+        self._waited_s += time.perf_counter() - began
 
     def _cut(self, turn: int, period: int, located: Sequence[ParameterMemory]) -> Iterator[_Cut]:
         """Yield what is due, some boxes at a time."""
@@ -153,6 +163,7 @@ class ReplicatedDigests:
                 here = np.flatnonzero(on[index] == ordinal)
                 boxes, first = np.unique(row[here], return_index=True)
                 memory, start = memory_on(ordinal), np.append(first, len(here))
+                self._settle(memory)
                 chunks = memory.chunk_digests(address[here], nbytes[here], start)
                 at = np.flatnonzero(on == ordinal).tolist()
                 kept = {int(used[i]): addresses[i] for i in at}

@@ -295,12 +295,13 @@ class _ChunkDigests(GpuTables, Digests[int]):
         threads: Executor | None = None,  # noqa: ARG002
     ) -> dict[int, str]:
         gpu, chunks = self._gpu, list(keys)
+        if not chunks:
+            return {}  # the words are read without a deadline, once kernels are over
         gpu.device.clear(self._words, self._nbytes, gpu.stream)
         for chunk in chunks:
             part = range(int(self._first[chunk]), int(self._first[chunk + 1]))
             gpu.kernels.hash(self._table, gpu.stream, self._words + chunk * WORDS_NBYTES, part)
-        if chunks:
-            gpu.finish(deadline_s)
+        gpu.finish(deadline_s)
         found = np.frombuffer(gpu.device.download(self._words, self._nbytes, gpu.stream), "<u8")
         words = found.reshape(-1, WORDS_NBYTES // 8).tolist()
         return {chunk: digest_text(words[chunk]) for chunk in chunks}
