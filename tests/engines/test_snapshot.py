@@ -312,3 +312,15 @@ def test_what_belongs_to_others_as_well_is_left_alone() -> None:
     model.rows[0].factor = 1.0
     before.restore()
     assert (communicator.turn, model.rows[0].factor) == (5, 0.25)
+
+
+def test_a_set_that_did_not_change_is_not_built_anew() -> None:
+    """One that was larger before would be iterated in another order, and its readers would find it empty."""
+    model = Model()
+    vars(model)["layers_left"] = left = set(range(200))
+    for number in set(left) - {9, 64}:
+        left.discard(number)
+    before, order = Snapshot(model), list(left)
+    model.rows[0].factor = 1.0
+    before.restore()
+    assert (list(left), model.rows[0].factor) == (order, 0.25)

@@ -127,8 +127,9 @@ def _restore_sequence(sequence: list[object] | deque[object], items: list[object
 
 
 def _restore_set(members: set[object], kept: set[object]) -> None:
-    members.clear()
-    members.update(kept)
+    if members != kept:
+        members.clear()
+        members.update(kept)
 
 
 def _restore_slots(item: object, values: dict[MemberDescriptorType, object]) -> None:
