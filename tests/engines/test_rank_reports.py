@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,3 +101,18 @@ def test_a_rank_that_is_refused_by_another_leaves_the_reason_to_the_other() -> N
         report_failure(reports.folder, 1, RuntimeError("out of memory"))
         with pytest.raises(PeerUnreachable, match="rank 1: RuntimeError: out of memory"):
             reports.gather(DEADLINE_S)
+
+
+def test_secrets_do_not_outlive_a_start_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(socket.socket, "listen", no_room)
+    with pytest.raises(OSError, match="No space left") as caught:
+        RankReports(1, Secrets("token", "key"))
+    assert caught.traceback, "which keeps what the start has made"
+    assert list(tmp_path.iterdir()) == []

@@ -117,11 +117,14 @@ class RankReports(ExitStack):
     def __init__(self, world_size: int, secrets: Secrets = Secrets()) -> None:  # noqa: B008 - frozen
         super().__init__()
         self._world_size = world_size
-        self.folder = self.enter_context(tempfile.TemporaryDirectory())
-        (Path(self.folder) / _SECRETS).write_bytes(msgspec.json.encode(secrets))
-        self._listening = self.enter_context(socket.socket(socket.AF_UNIX))
-        self._listening.bind(str(Path(self.folder) / _SOCKET))
-        self._listening.listen(world_size)
+        with ExitStack() as undo:  # the secrets are not left lying there if this fails
+            undo.push(self)
+            self.folder = self.enter_context(tempfile.TemporaryDirectory())
+            (Path(self.folder) / _SECRETS).write_bytes(msgspec.json.encode(secrets))
+            self._listening = self.enter_context(socket.socket(socket.AF_UNIX))
+            self._listening.bind(str(Path(self.folder) / _SOCKET))
+            self._listening.listen(world_size)
+            undo.pop_all()
 
     def gather(self, deadline_s: float) -> list[bytes]:
         """Return what every rank reported, by rank.
