@@ -161,6 +161,36 @@ async def test_a_reservation_that_others_share_outlives_a_start_in_it_that_fails
         assert [status.name for status in scheduler.list()] == ["beside"]
 
 
+async def test_what_a_cluster_cannot_free_takes_nobody_elses_time_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = LocalBackend.release
+
+    async def fail_for_one(backend: LocalBackend, reservation: str) -> None:
+        await release(backend, reservation)
+        if reservation == "stuck":
+            raise PeerTimeout("scancel: no answer")
+
+    monkeypatch.setattr(LocalBackend, "release", fail_for_one)
+    saved = tmp_path / "saved"
+    ends = (
+        "import signal, time, pathlib; signal.signal(signal.SIGTERM, lambda *_: None); "
+        "print('up', flush=True); signal.pause(); time.sleep(1); "
+        f"pathlib.Path({str(saved)!r}).touch()"
+    )
+    scheduler = LocalScheduler(tmp_path)
+    await scheduler.open()
+    await scheduler.start(python("stuck", "pass"))
+    await scheduler.start(python("saves", ends))
+    await scheduler.wait("stuck")
+    async with asyncio.timeout(15):
+        while "up" not in await scheduler.log_tail("saves"):  # noqa: ASYNC110 - a log tells nobody
+            await asyncio.sleep(0.05)
+    with pytest.raises(PeerTimeout, match="scancel"):
+        await scheduler.close(grace_s=10)
+    assert saved.exists()
+
+
 async def pidfds(fifo: Path, deadline_s: float = 15) -> list[int]:
     """Handles of the processes that a process names; a reused pid cannot be mistaken for them."""
     async with asyncio.timeout(deadline_s):

@@ -317,7 +317,11 @@ class Scheduler:
     async def close(self, *, grace_s: float = 5.0) -> None:
         """End every process, side by side: terminate, wait `grace_s`, kill. Idempotent."""
         try:
-            await asyncio.gather(*(self.delete(n, grace_s=grace_s) for n in list(self._processes)))
+            deletes = (self.delete(name, grace_s=grace_s) for name in list(self._processes))
+            # One that fails must not take the others' grace: the backend is closed behind it.
+            for error in await asyncio.gather(*deletes, return_exceptions=True):
+                if error is not None:
+                    raise error
         finally:
             self._processes.clear()
             await self._backend.close()
