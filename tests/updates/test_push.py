@@ -352,3 +352,18 @@ def test_a_group_of_an_unknown_fabric_is_refused_by_name() -> None:
         pytest.raises(ConfigError, match=r"WeightGroup: fabric must be one of .*, got 'ncc'"),
     ):
         WeightGroup(leader, "weights", fabric="ncc")  # type: ignore[arg-type]
+
+
+async def test_a_push_whose_round_fails_is_reported_under_the_version_that_was_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async with serving_version_0(nothing) as (rig, leader):
+        await asyncio.to_thread(leader.pause_generation)
+        monkeypatch.setattr(type(rig.coordinator.fleet), "note_round", fail)
+        with pytest.raises(RoundAborted, match="version 1 was not published: ZeroDivisionError"):
+            await asyncio.to_thread(leader.continue_generation, 1)
+        report = rig.coordinator.reports[-1]
+        assert (report.version, report.outcome) == (1, RoundOutcome.FAILED)

@@ -273,7 +273,8 @@ class Coordinator:
         version = max(rank.version for rank in ranks)
         async with self.lock:
             self._copied = copied
-            report = await self.report_of(version, self._attempt_until_whole(ranks, version))
+            attempts = self._attempt_until_whole(ranks, version)
+            report = await self.report_of(lambda: version, attempts)
         told = _told_to_trainers(report)
         answers = [(rank.trainer, self._requests.answer(rank, told)) for rank in ranks]
         self.end_update(report)
@@ -282,17 +283,22 @@ class Coordinator:
         return report
 
     async def report_of(
-        self, version: int, round_: Coroutine[object, object, UpdateReport]
+        self, version: Callable[[], int], round_: Coroutine[object, object, UpdateReport]
     ) -> UpdateReport:
-        """Return how a round ended, whatever went wrong: trainers must not wait for their deadline."""
+        """Return how a round ended, whatever went wrong: trainers must not wait for their deadline.
+
+        Args:
+            version: asked when it went wrong; a push names its own while it runs.
+            round_: the round.
+        """
         try:
             return await round_
         except WindlassError as error:
-            return _failed(version, f"{type(error).__name__}: {error}")
+            return _failed(version(), f"{type(error).__name__}: {error}")
         # The boundary of a round.
         except Exception as error:  # noqa: BLE001
-            _log.exception("version %s", version)
-            return _failed(version, f"{type(error).__name__}: {error}")
+            _log.exception("version %s", version())
+            return _failed(version(), f"{type(error).__name__}: {error}")
 
     def end_update(self, report: UpdateReport) -> None:
         """An update has ended, whoever drove it: everybody who looks at updates is told."""

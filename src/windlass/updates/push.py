@@ -388,7 +388,7 @@ class PushUpdates:
     async def _finish_round(self, driver: RoundDriver) -> UpdateReport:
         try:
             report = await self._coordinator.report_of(
-                driver.version, self._coordinator.finish_round(driver)
+                lambda: driver.version, self._coordinator.finish_round(driver)
             )
         finally:
             self._coordinator.lock.release()
