@@ -244,6 +244,7 @@ class TrainerClient:
 
         Raises:
             ConfigError: `version` is no integer >= 0, or a version is still being published.
+            ProtocolError, PeerUnreachable: there is no controller any more.
         """
         return self._background.submit(self._begin("publish_soon", version, deadline_s))
 
@@ -320,15 +321,15 @@ class TrainerClient:
             ConfigError: see `publish`. ProtocolError, PeerUnreachable: there is no controller any more.
         """
         number = version_number(version, what)
-        if self._channel.ended.done():
-            self._channel.ended.result()
         if not self._publishing.acquire(blocking=False):
             raise ConfigError(
                 f"{what}: version {number} must wait for the end of the one under way: "
                 "`result` of begin_publish, or publish in another thread"
             )
         try:
-            self.make_whole()
+            self.make_whole()  # first: the other ranks wait for this one in it, and nothing else ends that
+            if self._channel.ended.done():
+                self._channel.ended.result()
             find_stream = None if copied is None else self._weights.step_stream
             self._sender.begin_version(
                 None if copied is None else copied.set,

@@ -164,8 +164,13 @@ class TrainerChannel(AgentChannel):
         announced = self.begin_announcement(version)
         try:
             return announced.report.result(deadline_s)
-        except concurrent.futures.TimeoutError:
-            if (sent := self.withdraw(announced)) is not None:
+        except (
+            BaseException
+        ) as error:  # also of a caller that is interrupted: nobody waits any more
+            sent = self.withdraw(announced)
+            if not isinstance(error, concurrent.futures.TimeoutError):
+                raise
+            if sent is not None:
                 concurrent.futures.wait([sent], WITHDRAW_S)
             away = f": the controller is away: {self.last_error}"
             raise PeerTimeout(
