@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_gpu import numpy_gpu
@@ -257,3 +258,15 @@ def test_no_chunks_are_digested_without_asking_the_gpu(monkeypatch: pytest.Monke
         assert digests.take([], SECONDS) == {}
     assert list(digests.take([0], SECONDS)) == [0]
     digests.close()
+
+
+@pytest.mark.parametrize("num", [2, 70_000])
+@pytest.mark.parametrize("item", [1, 2, 4, 64])
+def test_short_ranges_have_the_digest_of_their_bytes_in_order(num: int, item: int) -> None:
+    """As elements with gaps have, in any order."""
+    buffer = np.random.default_rng(3).integers(0, 256, num * (item + 3), np.uint8)
+    order = np.random.default_rng(4).permutation(num)
+    addresses = buffer.ctypes.data + order.astype(np.uint64) * np.uint64(item + 3)
+    digests = HostMemory().chunk_digests(addresses, np.full(num, item), np.array([0, num]))
+    whole = buffer.reshape(num, item + 3)[order, :item].tobytes()
+    assert digests.take([0], 5.0) == {0: xxhash.xxh3_128_hexdigest(whole)}
