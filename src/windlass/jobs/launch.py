@@ -16,6 +16,7 @@ from typing import final
 
 import msgspec
 
+from windlass.config import ReplicaPlace
 from windlass.controller import Controller
 from windlass.engines.launch import num_engine_ranks
 from windlass.engines.spec import ENGINES, EngineOptions
@@ -52,6 +53,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MAX_WORKER_RESTARTS = 3
 RANKS = "trainer"
 """Name of the ranks' controller: they are `trainer-0`, `trainer-1`, and so on."""
+RANKS_END_S = 10.0
+"""For ranks to hear that the job is over; those that have not connected never do."""
 
 
 class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,8 +225,11 @@ class _Job:
             for task in (work, *others):
                 task.cancel()
             await asyncio.gather(work, *others, return_exceptions=True)
-            # With a replica the last update may still be on its way when all else has ended.
-            await self._trainers.close(grace_s=0.5 if in_call else max(10.0, config.shutdown_s))
+            grace_s = RANKS_END_S
+            if config.replica != ReplicaPlace.OFF:
+                # The last update may still be on its way when all else has ended.
+                grace_s = max(grace_s, config.shutdown_s)
+            await self._trainers.close(grace_s=0.5 if in_call else grace_s)
             await controller.rollouts.close()
             # The controller is still there, so that workers and engines leave it in peace.
             left = [status.name for status in self._scheduler.list()]
