@@ -58,13 +58,13 @@ async def follow_overview(
     with _errors_of(url, deadline_s):
         async with (
             open_http(token, many_connections=True) as session,
-            asyncio.timeout(deadline_s) as patience,
+            asyncio.timeout(deadline_s) as timeout,
             session.get(f"{url}/v1/events") as answer,
         ):
             await _check(url, answer)
             loop, frame = asyncio.get_running_loop(), b""
             while chunk := await answer.content.readany():
-                patience.reschedule(loop.time() + 3 * HEARTBEAT_S)
+                timeout.reschedule(loop.time() + 3 * HEARTBEAT_S)
                 *frames, frame = (frame + chunk).split(b"\n\n")
                 for whole in frames:
                     if whole.startswith(b"data: "):

@@ -110,8 +110,8 @@ class FleetEvent:
     is_bad: bool
 
 
-class Standing(StrEnum):
-    """How an engine stood to the published version."""
+class EngineStatus(StrEnum):
+    """Whether an engine serves the published version."""
 
     SERVING = "serving"
     WAITING = "waiting"
@@ -133,7 +133,7 @@ class Stretch:
     at_s: float
     who: str
     version: int
-    standing: Standing
+    status: EngineStatus
     why: str
 
 
@@ -162,7 +162,7 @@ class FleetEvents:
             self._behind.discard(name)
             self.add(at_s, name, GONE, is_bad=True)
             last = self._current.pop(name)
-            self.stretches.append(replace(last, at_s=at_s, standing=Standing.GONE, why=GONE))
+            self.stretches.append(replace(last, at_s=at_s, status=EngineStatus.GONE, why=GONE))
         for name, state in here.items():
             before = self._current.get(name)
             if before is None:
@@ -174,11 +174,11 @@ class FleetEvents:
             if state.reason and (before is None or state.reason != before.why):
                 self._behind.add(name)
                 self.add(at_s, name, state.reason, is_bad=True)
-            waits = Standing.LEFT_OUT if state.reason else Standing.WAITING
-            standing = Standing.SERVING if state.routable else waits
-            now = Stretch(at_s, name, state.version, standing, state.reason)
+            waits = EngineStatus.LEFT_OUT if state.reason else EngineStatus.WAITING
+            status = EngineStatus.SERVING if state.routable else waits
+            now = Stretch(at_s, name, state.version, status, state.reason)
             if before is not None:
-                is_pause = standing is Standing.WAITING and before.standing is Standing.SERVING
+                is_pause = status is EngineStatus.WAITING and before.status is EngineStatus.SERVING
                 if is_pause and before.version == now.version:
                     continue  # a pause in an update ends no stretch
             if before is None or replace(before, at_s=at_s) != now:
