@@ -11,7 +11,7 @@ from fake_fleet import FakeFleet
 from small_pair import small_manifest
 
 import windlass
-from windlass.errors import PeerUnreachable
+from windlass.errors import ConfigError, PeerUnreachable
 from windlass.layout.manifest import Role
 from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
@@ -56,6 +56,18 @@ async def test_a_rank_that_was_sent_away_takes_part_in_what_all_ranks_do_before_
             with pytest.raises(PeerUnreachable, match="sent away"):
                 await asyncio.to_thread(lambda: client.publish_soon(2).result(10))
             assert made_whole == ["whole"] * 3
+
+
+async def test_a_version_that_is_none_gives_up_nothing_that_is_under_way() -> None:
+    async with windlass.Controller(token=TOKEN) as controller:
+        client, _memory = await asyncio.to_thread(connected, controller.url, [])
+        with client:
+            await asyncio.to_thread(client.prepare_publish, 0)
+            with pytest.raises(ConfigError, match="prepare_publish: version must be"):
+                await asyncio.to_thread(client.prepare_publish, -1)
+            under_way = client._channel._announced
+            assert under_way is not None
+            assert not under_way.report.done()
 
 
 async def test_an_announcement_whose_caller_was_interrupted_is_taken_back(

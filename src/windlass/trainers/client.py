@@ -294,12 +294,13 @@ class TrainerClient:
             ConfigError: `version` is no integer >= 0, or a version is still being published.
             ProtocolError, PeerUnreachable: there is no controller any more.
         """
+        number = version_number(version, "prepare_publish")
         if self._prepared is not None:
             # Its end was told, or never will be: who asks now knows of it.
             self._channel.give_up_expected()
             wait([self._prepared])
         copied = threading.Event() if self._sender.replica is not None else None
-        until_over = self._begin("prepare_publish", version, None, copied)
+        until_over = self._begin("prepare_publish", number, None, copied)
         self._prepared = self._background.submit(until_over)
 
     def _begin(
