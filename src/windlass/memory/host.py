@@ -275,7 +275,8 @@ def _hash_ranges(addresses: UInt64Array, nbytes: Int64Array) -> str:
             part = addresses[at : at + GATHERED]
             start = int(part.min())
             memory = np.frombuffer(bytes_at(start, int(part.max()) - start + len(within)), np.uint8)
-            digest.update(np.ascontiguousarray(memory[(part - np.uint64(start))[:, None] + within]))
+            found = memory[(part - np.uint64(start))[:, None] + within]
+            digest.update(np.ascontiguousarray(found).reshape(-1).data)
     else:
         for address, size in zip(addresses.tolist(), nbytes.tolist(), strict=True):
             digest.update(bytes_at(address, size))
