@@ -65,9 +65,7 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
         gate = QuiesceGate()
         join_fleet(RankHooks(_nothing, gate, None))
         while True:
-            received = [Step()]
-            dist.broadcast_object_list(received, 0)
-            step = received[0]
+            step = _broadcast(None)
             if step.pause_id:
                 gate.quiesced(step.pause_id)
             else:
@@ -93,11 +91,25 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
     while True:
         step = scheduler.next_step()
         if settings.tensor_parallel_size > 1:
-            dist.broadcast_object_list([step], 0)
+            _broadcast(step)
         if step.pause_id:
             scheduler.quiesced(step.pause_id)
         else:
             scheduler.sample(step, runner.run(step))
+
+
+def _broadcast(step: Step | None) -> Step:
+    """Send a step from rank 0 to every other, which give None: its msgpack bytes, for nothing of a peer is unpickled."""
+    data = bytearray() if step is None else bytearray(msgspec.msgpack.encode(step))
+    length = torch.tensor([len(data)])
+    dist.broadcast(length, src=0)
+    body = (
+        torch.frombuffer(data, dtype=torch.uint8)
+        if data
+        else torch.empty(int(length), dtype=torch.uint8)
+    )
+    dist.broadcast(body, src=0)
+    return step or msgspec.msgpack.decode(body.numpy().data, type=Step)
 
 
 def _nothing() -> None:

@@ -18,6 +18,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import msgspec
 import torch
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import (
@@ -193,14 +194,18 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
 
 def _of_all_ranks(captured: CapturedLayout, world_size: int) -> list[CapturedLayout]:
-    """Return what every rank has captured; every rank calls this."""
+    """Return what every rank has captured; every rank calls this. As JSON, for nothing of a peer is unpickled."""
     if world_size == 1:
         return [captured]
     from vllm.distributed.parallel_state import get_world_group
 
-    found = [captured] * world_size
-    dist.all_gather_object(found, captured, get_world_group().cpu_group)
-    return found
+    group, mine = get_world_group().cpu_group, bytearray(msgspec.json.encode(captured))
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(lengths, torch.tensor([len(mine)]), group)
+    longest = int(max(lengths))
+    found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world_size)]
+    dist.all_gather(found, torch.frombuffer(mine.ljust(longest), dtype=torch.uint8), group)
+    return [msgspec.json.decode(body.numpy().data, type=CapturedLayout) for body in found]
 
 
 def _give_worker() -> None:
