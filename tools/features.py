@@ -85,8 +85,11 @@ what was skipped on that machine, with the reason that the test gave.
 """
 
 
-def run(memory: str, path: Path, at_once: int) -> int:
-    """Run the tests of one memory and write what became of each case; 0 when none failed."""
+def run(memory: str, path: Path, at_once: int, go_on: bool) -> int:
+    """Run the tests of one memory and write what became of each case; 0 when none failed.
+
+    With `go_on` the cases that `path` already has are kept and not run again.
+    """
     chosen = {
         test for ways in FEATURES.values() for kind, (test, _) in ways.items() if kind == memory
     }
@@ -102,14 +105,16 @@ def run(memory: str, path: Path, at_once: int) -> int:
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
         "machine": f"{len(gpus)} x {gpus[0]}" if gpus else f"{platform.machine()}, no GPU",
     }
-    cases: list[dict[str, str]] = []
+    cases: list[dict[str, str]] = json.loads(path.read_text())["cases"] if go_on else []
+    tests = [line for line in listed if "::" in line]
+    kept = {case["test"] for case in cases}
     with ThreadPoolExecutor(at_once) as pool:
-        begun = [pool.submit(_run_case, line) for line in listed if "::" in line]
+        begun = [pool.submit(_run_case, test) for test in tests if test not in kept]
         for ended in as_completed(begun):
             cases.append(ended.result())
             # After each, should the run be cut.
             path.write_text(
-                json.dumps({**found, "of": len(begun), "cases": cases}, indent=1) + "\n"
+                json.dumps({**found, "of": len(tests), "cases": cases}, indent=1) + "\n"
             )
     outcomes = Counter(case["outcome"] for case in cases)
     print(", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())))
@@ -189,12 +194,15 @@ def main() -> int:
     runs.add_argument("memory", choices=["host", "gpu"])
     runs.add_argument("--json", type=Path, required=True)
     runs.add_argument("--at-once", type=int, default=1, help="cases beside each other (default 1)")
+    runs.add_argument(
+        "--go-on", action="store_true", help="of a run that was cut: keep the cases of its file"
+    )
     commands.add_parser("render", help="write the page").add_argument(
         "--check", action="store_true"
     )
     args = parser.parse_args()
     if args.command == "run":
-        return run(args.memory, args.json, args.at_once)
+        return run(args.memory, args.json, args.at_once, args.go_on)
     page = render()
     if args.check:
         return 0 if PAGE.read_text() == page else 1
