@@ -149,6 +149,7 @@ figures: setup
 	$(BIN)/python -m tools.figures
 	$(BIN)/python tools/render_api.py
 	$(BIN)/python tools/render_capabilities.py
+	$(BIN)/python tools/features.py render
 
 # The site, strictly: a link to nothing is an error.
 docs: setup

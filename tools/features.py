@@ -146,12 +146,14 @@ def render() -> str:
     machines, rows, reasons = [], [], Counter[str]()
     newest = {memory: _newest(memory) for memory in ("host", "gpu")}
     for memory, (path, found) in newest.items():
-        machines.append(f"- {memory} memory: {found['machine']}, {found['date']} (`{path.name}`)")
+        machines.append(
+            f"- {'GPU' if memory == 'gpu' else memory} memory: {found['machine']}, {found['date']} (`{path.name}`)"
+        )
     for feature, ways in FEATURES.items():
         cells = []
         for memory, (_, found) in newest.items():
             if memory not in ways:
-                cells.append("no such thing")
+                cells.append("—")
                 continue
             test, word = ways[memory]
             cases = [

@@ -1,4 +1,4 @@
-"""The page of capabilities is what the recorded rows give."""
+"""Tables in the documentation are what the committed results give."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_page_of_capabilities_is_made_from_the_records() -> None:
-    command = (sys.executable, str(ROOT / "tools" / "render_capabilities.py"), "--check")
+@pytest.mark.parametrize(
+    "tool", [("render_capabilities.py", "--check"), ("features.py", "render", "--check")]
+)
+def test_a_table_is_made_from_its_results(tool: tuple[str, ...]) -> None:
+    command = (sys.executable, str(ROOT / "tools" / tool[0]), *tool[1:])
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
