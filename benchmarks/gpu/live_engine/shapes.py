@@ -120,7 +120,7 @@ def write_config(model: str, folder: Path, *, quantised: bool) -> None:
 
 
 def write_model_folder(model: str, folder: Path) -> None:
-    """config.json, and a safetensors file that has a header and no data: names, shapes, types."""
+    """config.json, and a safetensors file of names, shapes and types whose data are a hole: zeros, on no disk."""
     write_config(model, folder, quantised=False)
     header: dict[str, Any] = {}
     at = 0
@@ -128,7 +128,9 @@ def write_model_folder(model: str, folder: Path) -> None:
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
         at += nbytes
     encoded = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.truncate(file.tell() + at)
 
 
 def _numel(shape: tuple[int, ...]) -> int:
