@@ -78,7 +78,7 @@ FEATURES: dict[str, dict[str, tuple[str, str]]] = {
 """Of each memory the test, and a word of the cases that belong to the feature."""
 HEAD = """# Which feature on which memory
 
-Made by `tools/features.py` from committed results, not edited by hand. Each cell is the number of cases that passed, of those that ran;
+Made by `tools/features.py` from committed results, not edited by hand. Each cell is a test and how many of its cases passed, of those that ran;
 cases are modes of updates, fabrics and wires. Every case compares every element of every parameter that an engine serves. *Not run* names
 what was skipped on that machine, with the reason that the test gave.
 
@@ -153,7 +153,7 @@ def render() -> str:
         cells = []
         for memory, (_, found) in newest.items():
             if memory not in ways:
-                cells.append("—")
+                cells.append("no test: NCCL needs GPUs")
                 continue
             test, word = ways[memory]
             cases = [
@@ -165,8 +165,9 @@ def render() -> str:
             for case in skipped:
                 reasons[f"{feature}, {memory} memory: {case['reason']}"] += 1
             ran = len(cases) - len(skipped)
-            name = test.partition("::")[2]
-            cells.append(f"{passed} of {ran}: `{name}`" if ran else f"not run: `{name}`")
+            file, _, name = test.partition("::")
+            shown = f"{passed} of {ran} passed" if ran else "not run"
+            cells.append(f"`{name}` (`{file}`): {shown}")
         rows.append(f"| {feature} | " + " | ".join(cells) + " |")
     lines = [*machines, "", "| feature | host memory | GPU memory |", "|---|---|---|", *rows]
     if reasons:
