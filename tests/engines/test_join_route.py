@@ -19,6 +19,7 @@ from windlass.errors import (
     WindlassError,
 )
 from windlass.net.access import Access, role_token
+from windlass.net.messages import MustWait
 
 SECRET = "secret of the test"
 ENGINE = role_token(SECRET, Access.ENGINE)
@@ -127,6 +128,7 @@ async def test_what_is_no_order_is_refused(body: bytes, status: int, says: str) 
     [
         (ConfigError("controller must be http://"), 400),
         (ProtocolError("join: the engine is on its way"), 409),
+        (MustWait("the controller before must have gone"), 409),
         (PeerUnreachable("rank 1: UnsupportedLayout: x"), 502),
         (PeerTimeout("ranks [1] have not reported"), 502),
     ],

@@ -96,6 +96,11 @@ class JoinRoute:
         except WindlassError as error:
             reason = f"{type(error).__name__}: {error}"
             _log.error("%s: %s", JOIN_PATH, reason)
-            status = {ConfigError: HTTPStatus.BAD_REQUEST, ProtocolError: HTTPStatus.CONFLICT}
-            return status.get(type(error), HTTPStatus.BAD_GATEWAY), reason
+            return _status_of(error), reason
         return HTTPStatus.OK, {"name": name, "controller": order.controller}
+
+
+def _status_of(error: WindlassError) -> HTTPStatus:
+    if isinstance(error, ConfigError):
+        return HTTPStatus.BAD_REQUEST
+    return HTTPStatus.CONFLICT if isinstance(error, ProtocolError) else HTTPStatus.BAD_GATEWAY
