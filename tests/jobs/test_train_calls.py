@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from idle_scheduler import IdleScheduler
 
-from windlass.errors import ConfigError, ProtocolError
+from windlass.errors import ConfigError, PeerUnreachable, ProtocolError
 from windlass.jobs.train_controller import TrainController
 from windlass.jobs.train_worker import CONTROLLER_FRAMES, Done, Joined, _Worker
 from windlass.net.access import Access, role_token
@@ -121,6 +121,31 @@ async def test_ranks_end_side_by_side_and_not_each_after_the_grace_of_the_one_be
             await trainers.close(grace_s=7.0)
         assert scheduler.graces == [7.0] * 3
         await asyncio.gather(*ranks)
+
+
+@final
+class FirstFails(IdleScheduler):
+    """Cannot end the first rank, and takes a moment for the others."""
+
+    async def delete(self, name: str, *, grace_s: float = 5.0) -> None:
+        if name == "trainer-0":
+            raise PeerUnreachable("the first rank's node is gone")
+        await asyncio.sleep(0.2)
+        await super().delete(name, grace_s=grace_s)
+
+
+async def test_ranks_are_ended_though_one_of_them_cannot_be() -> None:
+    scheduler = FirstFails()
+    async with mounted(scheduler, 3) as (trainers, url):
+        ranks = [
+            asyncio.create_task(answer_everything(url, rank=rank, world_size=3))
+            for rank in range(3)
+        ]
+        await trainers.start(url, deadline_s=20)
+        with pytest.raises(PeerUnreachable, match="node is gone"):
+            await trainers.close(grace_s=7.0)
+        assert scheduler.graces == [7.0] * 2
+    await asyncio.gather(*ranks)
 
 
 @pytest.mark.timeout(60)

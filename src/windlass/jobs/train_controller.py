@@ -384,7 +384,10 @@ class TrainController:
         await self._end_ranks(min(grace_s, BROKEN_GRACE_S) if broken else grace_s)
 
     async def _end_ranks(self, grace_s: float) -> None:
-        """End every rank that was started, side by side; each has `grace_s`."""
+        """End every rank that was started, side by side; each has `grace_s`.
+
+        One that cannot be ended keeps none from its end; the first such error is raised afterwards.
+        """
         self.ranks_started.clear()
 
         async def end(rank: _Rank, watch: asyncio.Task[str]) -> None:
@@ -394,7 +397,12 @@ class TrainController:
             await self._scheduler.delete(rank.peer, grace_s=grace_s)
             await rank.close()
 
-        await asyncio.gather(*(end(r, r.watch) for r in self._ranks if r.watch is not None))
+        ends = [end(r, r.watch) for r in self._ranks if r.watch is not None]
+        errors = [e for e in await asyncio.gather(*ends, return_exceptions=True) if e is not None]
+        for error in errors[1:]:
+            _log.error("a trainer rank was not ended: %s", error)
+        if errors:
+            raise errors[0]
 
     async def _collective(
         self, commands: Sequence[TrainCommand], deadline_s: float
