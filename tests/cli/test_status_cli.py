@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from http_answers import answering
@@ -70,3 +71,27 @@ def test_the_brackets_of_an_ipv6_address_and_what_was_thrown_away_are_printed(
         "rollouts thrown away: too old 5, stopped early 7, dropped 4, rejected 1, wasted tokens 96"
         in shown
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"engines": None}, "Expected `array`, got `null` - at `$.engines`"),
+        ({"engines": ["a"]}, "Expected `object`, got `str` - at `$.engines[0]`"),
+        ({"rounds": 3}, "Expected `array`, got `int` - at `$.rounds`"),
+    ],
+)
+def test_an_overview_that_is_none_is_told_with_whose_it_is_and_what_is_wrong(
+    changed: dict[str, object],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("WINDLASS_TOKEN", "secret of the test")
+    body = json.dumps({**OVERVIEW, **changed}).encode()
+    with answering(lambda _path, _asked: (200, body)) as url:
+        page = tmp_path / "page.html"
+        assert main(["report", url, "--ceiling-gbps", "1", "--html", str(page)]) == 2
+    assert f"ProtocolError: {url}: overview: {says}" in capsys.readouterr().err
+    assert not page.exists()

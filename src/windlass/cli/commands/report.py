@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from windlass.cli import Command
 from windlass.cli.controller import add_controller, overview
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, ProtocolError
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.observability.page import saved_page
 from windlass.observability.speed_of_light import SpeedOfLight, save_plot
 from windlass.updates.report import RoundOutcome, UpdateReport
+
+
+class _Shown(msgspec.Struct):
+    """What is read here of an overview, of whatever else is in it."""
+
+    engines: list[dict[str, Any]]
+    rounds: list[UpdateReport]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +52,14 @@ def run(args: argparse.Namespace) -> int:
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"report: {name} must be a file in a folder that exists, got {path}")
     view = overview(args)
+    try:
+        shown = msgspec.convert(view, _Shown)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"{args.url}: overview: {error}") from error
     ceiling = measure_memcpy_gbps() if args.ceiling_gbps is None else args.ceiling_gbps
     updates = [
         SpeedOfLight(report, ceiling, args.links)
-        for report in msgspec.convert(view["rounds"], list[UpdateReport])
+        for report in shown.rounds
         if report.outcome is RoundOutcome.PUBLISHED
     ]
     for update in updates:
