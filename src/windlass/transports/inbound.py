@@ -22,6 +22,8 @@ from windlass.net.clock import Deadline
 Connection = tuple[Hashable, Hashable]
 """Own and the peer's address, as the kernel gives them."""
 
+OPENING = threading.Lock()
+"""Held by whatever transport starts to listen, so that the ports that appear meanwhile are its own."""
 FIRST_BACKOFF_S = 0.001
 MAX_SYN_RETRIES = 127
 

@@ -21,6 +21,7 @@ from windlass.errors import ConfigError, PeerUnreachable, TransportUnavailable
 from windlass.net.addresses import is_wildcard, split_host_port
 from windlass.net.clock import Deadline
 from windlass.transports.base import PeerEndpoint
+from windlass.transports.inbound import OPENING
 
 INCARNATION_NBYTES = 16
 """Characters of an incarnation, all ASCII."""
@@ -43,7 +44,8 @@ def listen_on(host: str, transport: str) -> socket.socket:
         raise ConfigError(f"{transport}: host must be one address of this machine, got {host!r}")
     try:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, 0), family=family, backlog=128)
+        with OPENING:
+            return socket.create_server((host, 0), family=family, backlog=128)
     except OSError as error:
         raise TransportUnavailable(
             f"{transport}: host must be an address of this machine, got {host!r}: {error}"

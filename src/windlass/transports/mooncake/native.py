@@ -15,7 +15,6 @@ import fcntl
 import mmap
 import re
 import signal
-import threading
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from windlass.envs import environment_value, set_defaults
 from windlass.errors import ConfigError, TransportUnavailable
-from windlass.transports.inbound import listening_ports
+from windlass.transports.inbound import OPENING, listening_ports
 from windlass.transports.liveness import listen_on
 
 if TYPE_CHECKING:
@@ -56,8 +55,6 @@ _MARK = signal.SIGIO
 _MAX_MR_SIZE_OFFSET = 64 + 8 + 8
 """`ibv_device_attr`: char fw_ver[64], two GUIDs of 8 bytes, then uint64 max_mr_size."""
 _DEVICE_ATTR_NBYTES = 4096  # more than it is in any version
-_STARTING = threading.Lock()
-"""One engine at a time, so that the devices opened meanwhile are its own."""
 
 
 class MooncakeProtocol(StrEnum):
@@ -134,7 +131,7 @@ def start_engine(config: MooncakeConfig) -> Started:
         ) from error
     engine = cast("NativeEngine", TransferEngine())
     asked = "tcp" if config.protocol is MooncakeProtocol.AUTO else config.protocol.value
-    with _STARTING:
+    with OPENING:  # one engine at a time: the devices opened meanwhile are its own, too
         _open_devices(mark=True)
         listened = listening_ports()
         code = engine.initialize(config.host, "P2PHANDSHAKE", asked, config.device)

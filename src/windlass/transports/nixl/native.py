@@ -32,6 +32,7 @@ from windlass.errors import TransportUnavailable
 from windlass.layout.columns import UInt64Array
 from windlass.net.clock import Deadline
 from windlass.transports.inbound import (
+    OPENING,
     Connection,
     connections_to,
     end_connections,
@@ -75,8 +76,6 @@ TCP_MARK = new_mark()
 _FENCES = threading.Lock()
 _OF_AGENTS_WITH_THEMSELVES: dict[TcpFence, frozenset[Connection]] = {}
 _BUILDS = ("nixl_cu12", "nixl_cu13")
-_STARTING = threading.Lock()
-"""Around the start of an agent: UCX opens its log when the first one is made."""
 _HEADER = re.compile(r"\| (\S+) .*cfg#\d+ +\|")
 _COMPLAINT = re.compile(r"\bUCX +(?:ERROR|FATAL|WARN|DIAG) +(.*)")
 _NUM_COMPLAINTS = 3
@@ -239,7 +238,7 @@ def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, st
         settings["UCX_MAX_RMA_RAILS"] = str(config.device.count(",") + 1)
     if config.wire is NixlWire.AUTO:
         del settings["UCX_TLS"]
-    with _STARTING:
+    with OPENING:  # one agent at a time: UCX opens its log when the first one is made
         path = settings["UCX_LOG_FILE"] = _log_file()
         with temporary_values(settings):
             agent = _native_agent(config, name)

@@ -1,0 +1,58 @@
+"""Which sockets Mooncake's engine listens on, while other transports of this process start."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from windlass.transports.liveness import listen_on
+from windlass.transports.mooncake import native as mooncake_native
+from windlass.transports.mooncake.transport import MooncakeConfig
+from windlass.transports.nixl import native as nixl_native
+from windlass.transports.nixl.transport import NixlConfig
+
+HOST = "127.0.0.1"
+STARTS_S = 0.5
+
+
+def agent_listens(_config: NixlConfig, _name: str) -> socket.socket:
+    """In the place of NIXL's agent, whose library listens."""
+    return socket.create_server((HOST, 0))
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: listen_on(HOST, "another"),
+        lambda: nixl_native.start_agent(NixlConfig(), "agent")[0],
+    ],
+    ids=["liveness", "nixl"],
+)
+def test_what_another_transport_listens_on_is_not_the_engines(
+    start: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one starts while the engine does, and has as long as it needs where nothing holds it up."""
+    own, others = list[socket.socket](), list[socket.socket]()
+    other = threading.Thread(target=lambda: others.append(start()))
+
+    def initialize(*_: str) -> int:
+        own.append(socket.create_server((HOST, 0)))
+        other.start()
+        other.join(STARTS_S)
+        return 0
+
+    library = SimpleNamespace(TransferEngine=lambda: SimpleNamespace(initialize=initialize))
+    monkeypatch.setitem(sys.modules, "mooncake.engine", library)
+    monkeypatch.setattr(mooncake_native, "_installed_version", lambda: "a fake")
+    monkeypatch.setattr(nixl_native, "version", lambda _name: "a fake")
+    monkeypatch.setattr(nixl_native, "_native_agent", agent_listens)
+    started = mooncake_native.start_engine(MooncakeConfig(host=HOST))
+    other.join()
+    assert started.ports == {own[0].getsockname()[1]}
+    for each in (*own, *others):
+        each.close()
