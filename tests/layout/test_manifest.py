@@ -109,6 +109,11 @@ def test_a_manifest_of_another_schema_or_with_cut_columns_is_refused() -> None:
 
     with pytest.raises(ProtocolError, match="schema_version must be 4, got 99"):
         ShardManifest.decode(msgspec.msgpack.encode(payload | {"schema_version": 99}))
+    unversioned = {name: value for name, value in payload.items() if name != "schema_version"}
+    with pytest.raises(
+        ProtocolError, match=r"manifest: .* missing required field `schema_version`"
+    ):
+        ShardManifest.decode(msgspec.msgpack.encode(unversioned))
     with pytest.raises((ProtocolError, ManifestError)):
         ShardManifest.decode(with_column("sizes", table["sizes"][:-8]))
     with pytest.raises(ManifestError, match="index of a shard must be in"):

@@ -49,3 +49,6 @@ def test_a_column_that_is_cut_or_absent_is_refused(column: str) -> None:
 def test_a_plan_of_another_schema_is_refused() -> None:
     with pytest.raises(ProtocolError, match="schema_version must be 5, got 6"):
         TransferPlan.decode(msgspec.msgpack.encode(payload() | {"schema_version": 6}))
+    unversioned = {name: value for name, value in payload().items() if name != "schema_version"}
+    with pytest.raises(ProtocolError, match=r"plan: .* missing required field `schema_version`"):
+        TransferPlan.decode(msgspec.msgpack.encode(unversioned))

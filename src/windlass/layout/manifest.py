@@ -128,7 +128,7 @@ class ShardManifest:
         aliases: checkpoint name -> the tensor in `tensors` whose bytes it shares (tied weights).
         table: the shards.
         quantized: weights that are held quantised, with their scales.
-        schema_version: of the wire form.
+        schema_version: of the wire form, which says it always.
     """
 
     worker: str
@@ -138,7 +138,7 @@ class ShardManifest:
     table: ShardTable
     aliases: Mapping[str, str]
     quantized: tuple[QuantizedTensor, ...] = ()
-    schema_version: int = MANIFEST_SCHEMA_VERSION
+    schema_version: int
 
     @property
     def num_shards(self) -> int:
@@ -323,6 +323,7 @@ class ManifestBuilder:
             ),
             aliases=dict(self._aliases),
             quantized=tuple(self._quantized),
+            schema_version=MANIFEST_SCHEMA_VERSION,
         )
         _check(manifest)
         return manifest

@@ -145,7 +145,7 @@ class TransferPlan:
         destination_digests: manifest digest per destination.
         staging_nbytes: size of the staging memory each destination must provide (0 for none).
         ops: the copy ops.
-        schema_version: of the wire form.
+        schema_version: of the wire form, which says it always.
     """
 
     sources: tuple[str, ...]
@@ -155,7 +155,7 @@ class TransferPlan:
     destination_digests: tuple[str, ...]
     staging_nbytes: tuple[int, ...]
     ops: OpTable
-    schema_version: int = PLAN_SCHEMA_VERSION
+    schema_version: int
 
     @property
     def nbytes(self) -> int:

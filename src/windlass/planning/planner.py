@@ -34,7 +34,7 @@ from windlass.planning.intersect import (
     unique_boxes,
 )
 from windlass.planning.ops import Candidates, RoutedPieces, build_ops, coalesce, place_staged
-from windlass.planning.plan import TransferPlan
+from windlass.planning.plan import PLAN_SCHEMA_VERSION, TransferPlan
 from windlass.planning.quantize import widen_scales
 from windlass.planning.routing import assign, group_by_holders, pour
 from windlass.planning.rows import RowTable, TensorNames, gather_rows, resolve_names
@@ -92,6 +92,7 @@ def plan_transfer(
         destination_digests=tuple(manifest.digest() for manifest in destinations),
         staging_nbytes=staging_nbytes,
         ops=ops,
+        schema_version=PLAN_SCHEMA_VERSION,
     )
 
 
