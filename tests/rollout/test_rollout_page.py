@@ -1,4 +1,4 @@
-"""The script of docs/rollout.md, as somebody who copies it runs it."""
+"""The scripts of docs/rollout.md, as somebody who copies them runs them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,34 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from fake_engine import FakeEngine
 from pages import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/rollout.md"
 ADDRESS = "http://127.0.0.1:8100"
+SAID = {
+    "next_batch(GROUPS": [f"step {step}: 32 samples to train on" for step in range(3)],
+    "submit_workflow_group": ["2 turns: {'reward': 1.0}"] * 4,
+}
+"""What only one script has -> what it prints with an engine whose answers count upwards."""
 
 
-async def test_the_script_of_the_page_runs_against_an_engine(tmp_path: Path) -> None:
-    code = next(block for block in blocks(ROOT / "docs/rollout.md") if ADDRESS in block)
+@pytest.mark.parametrize("own", SAID)
+async def test_a_script_of_the_page_runs_against_an_engine(own: str, tmp_path: Path) -> None:
+    (code,) = (block for block in blocks(PAGE) if own in block)
     script = tmp_path / "rollouts.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "WINDLASS_TOKEN": "a-token"}
-    async with FakeEngine("engine-a") as engine, asyncio.timeout(60):
+    async with FakeEngine("engine-a", version=-1) as engine, asyncio.timeout(60):
         script.write_text(code.replace(ADDRESS, engine.url))
         process = await asyncio.create_subprocess_exec(
             sys.executable, script, env=environment, stdout=asyncio.subprocess.PIPE
         )
         said, _ = await process.communicate()
-    lines = [f"step {step}: 32 samples to train on" for step in range(3)]
-    assert (process.returncode, said.decode().splitlines()) == (0, lines)
+    assert (process.returncode, said.decode().splitlines()) == (0, SAID[own])
+
+
+def test_every_script_of_the_page_is_run() -> None:
+    scripts = [block for block in blocks(PAGE) if block.startswith("import ")]
+    assert [sum(own in script for own in SAID) for script in scripts] == [1] * len(SAID)
