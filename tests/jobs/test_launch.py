@@ -347,6 +347,21 @@ def test_sigterm_before_the_fleet_is_there_ends_the_job(tmp_path: Path) -> None:
     assert summary(tmp_path)["version"] == -1
 
 
+def test_who_does_not_come_in_time_is_named_with_where_its_log_is(tmp_path: Path) -> None:
+    never = tmp_path / "never.py"
+    never.write_text("import signal; signal.pause()")
+    script, start = str(EXAMPLE / "trainer.py"), "steps = 4"
+    config = write(tmp_path, (script, str(never)), (start, f"{start}\nstart_deadline_s = 1"))
+    with launched(config) as job:
+        job.communicate(timeout=DEADLINE_S)
+        assert job.returncode == 2
+    printed = (tmp_path / "stderr").read_text()
+    assert "PeerTimeout: starting trainer ranks, engines beside them: " in printed
+    assert " s of at most 1 s; not there yet: trainers (0 of 2), engine-a; " in printed
+    assert f"; the logs are in {tmp_path}/out/logs\nnext: " in printed
+    assert "Traceback" not in printed
+
+
 def test_a_trainer_that_dies_fails_the_job_with_its_log(tmp_path: Path) -> None:
     dies = tmp_path / "dies.py"
     dies.write_text("raise SystemExit('no such optimizer')")

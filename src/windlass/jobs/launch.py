@@ -326,19 +326,24 @@ class _Job:
             progress.waits_for(", ".join(controller.coordinator.fleet.missing(world_size, engines)))
 
         controller.coordinator.subscribe(look)
-        async with asyncio.timeout(deadline_s):
-            progress.begin("starting trainer ranks, engines beside them", deadline_s)
-            look()
-            await self._start_ranks()
-            progress.begin("engines load their model and capture its layout", deadline_s)
-            look()
-            await controller.wait_for_fleet(
-                num_trainers=world_size, engines=engines, deadline_s=deadline_s
-            )
-            progress.begin("starting rollout workers", deadline_s)
-            await controller.rollouts.wait_for_workers(
-                max(config.rollout.num_workers, 1), deadline_s=deadline_s
-            )
+        try:
+            async with asyncio.timeout(deadline_s):
+                progress.begin("starting trainer ranks, engines beside them", deadline_s)
+                look()
+                await self._start_ranks()
+                progress.begin("engines load their model and capture its layout", deadline_s)
+                look()
+                await controller.wait_for_fleet(
+                    num_trainers=world_size, engines=engines, deadline_s=deadline_s
+                )
+                progress.begin("starting rollout workers", deadline_s)
+                await controller.rollouts.wait_for_workers(
+                    max(config.rollout.num_workers, 1), deadline_s=deadline_s
+                )
+        except TimeoutError as error:
+            raise PeerTimeout(
+                f"{progress.text()}; the logs are in {self._output_dir / 'logs'}"
+            ) from error
 
     async def _start_ranks(self) -> None:
         """Start the ranks, those before them ended, with the weights and the steps of the newest checkpoint."""
