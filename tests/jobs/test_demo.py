@@ -54,6 +54,13 @@ def test_staged_updates_over_mooncake(tmp_path: Path) -> None:
     check_demo(run_demo(tmp_path, *options, steps=FEW_STEPS), FEW_STEPS)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", ["xccl", "disk"])
+def test_updates_by_another_backend(tmp_path: Path, backend: str) -> None:
+    check_demo(run_demo(tmp_path, "--backend", backend, steps=FEW_STEPS), FEW_STEPS)
+
+
 @pytest.mark.cluster
 @pytest.mark.skipif(bool(missing_reason()), reason=missing_reason())
 @pytest.mark.timeout(300)
