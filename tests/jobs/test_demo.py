@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import signal
 import subprocess
 import sys
@@ -52,6 +53,20 @@ def test_staged_updates_over_mooncake(tmp_path: Path) -> None:
     need_transport("mooncake")
     options = ("--transport", "mooncake", "--mode", "staged")
     check_demo(run_demo(tmp_path, *options, steps=FEW_STEPS), FEW_STEPS)
+
+
+def demos_of_the_tutorial() -> list[str]:
+    page = (Path(__file__).parents[2] / "docs/tutorials/laptop.md").read_text()
+    return [line for line in re.findall(r'make demo ARGS="([^"]+)"', page) if "cuda" not in line]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("options", demos_of_the_tutorial())
+def test_a_demo_of_the_tutorial(tmp_path: Path, options: str) -> None:
+    if "mooncake" in options:
+        need_transport("mooncake")
+    check_demo(run_demo(tmp_path, *options.split(), steps=FEW_STEPS), FEW_STEPS)
 
 
 @pytest.mark.long
