@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from windlass.errors import ConfigError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.checker import TornReport
 from windlass.jobs.demo.recipe import RepeatOperand
-from windlass.jobs.demo.run import find_problems, make_directory, prepare_server
+from windlass.jobs.demo.run import find_problems, make_directory, prepare_server, what_next
 from windlass.jobs.launch import JobSummary, check_job
 from windlass.updates.report import Measure, RoundOutcome, UpdateReport
 
@@ -178,3 +180,25 @@ def test_whatever_a_demo_must_not_show_is_a_problem() -> None:
         "engine-b does not serve the last version",
     ]
     assert found[5].startswith("reward did not rise: first third [0.2")
+
+
+def test_what_is_named_next_can_be_typed_where_the_environment_is_not_active(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `make demo`, which has made it and has not put it on the PATH."""
+    job = config("--output", str(tmp_path))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    said = [line.split()[0] for line in what_next(job, []) if "windlass " in line]
+    assert len(said) == 4
+    for program in said:
+        assert subprocess.check_output([program, "--version"], text=True).startswith("windlass ")
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    assert "  windlass doctor " in "\n".join(what_next(job, []))
+
+
+def test_what_is_named_next_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "executable", str(Path.cwd() / ".venv/bin/python"))
+    lines = what_next(config(), [])
+    assert lines[1].startswith("  demo-output/report.html ")
+    assert max(map(len, lines)) <= 80

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import os
 import shutil
+import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -245,22 +246,26 @@ async def run_demo(
 
 def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
     """Return what to look at and to try now, for somebody who has seen a demo for the first time."""
-    folder = min(
-        os.path.relpath(config.output_dir), str(Path(config.output_dir).resolve()), key=len
-    )
+    folder, program = _shortest(Path(config.output_dir)), "windlass"
+    if shutil.which(program) is None:  # the environment is not active: `make demo` has made it
+        program = _shortest(Path(sys.executable).with_name(program))
     rows = [
-        (f"open {folder}/report.html", "every update, rollouts over time, links"),
+        (f"{folder}/report.html", "in a browser: updates, rollouts"),
         (f"ls {folder}/logs", "what each process printed"),
     ]
     if not problems:
         rows += [
-            ("windlass demo --kill-engine-at 6", "an engine dies in the middle of an update"),
-            ("windlass demo --engine vllm", "the same with a real vLLM: `make engines` first"),
-            ("windlass doctor", "what works on this machine, and what it lacks"),
-            ("windlass launch JOB.toml", "your own recipe: examples/launch/job.toml"),
+            (f"{program} demo --kill-engine-at 6", "an engine dies in mid-update"),
+            (f"{program} demo --engine vllm", "a real vLLM: `make engines` first"),
+            (f"{program} doctor", "what works on this machine"),
+            (f"{program} launch JOB.toml", "yours, like examples/launch"),
         ]
     width = max(len(command) for command, _ in rows)
     return ["\nnext:", *(f"  {command:<{width}}  {why}" for command, why in rows)]
+
+
+def _shortest(path: Path) -> str:
+    return min(os.path.relpath(path), str(path.absolute()), key=len)
 
 
 def find_problems(
