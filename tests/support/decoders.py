@@ -192,7 +192,7 @@ def _lines(*entries: msgspec.Struct) -> bytes:
 
 def _with_checksums(data: bytes) -> bytes:
     """Whole lines, so that what is behind the checksums is reached."""
-    return b"".join(add_checksum(line) + b"\n" for line in data.split(b"\n"))
+    return b"".join(add_checksum(line) for line in data.split(b"\n"))
 
 
 DECODERS = {

@@ -22,16 +22,14 @@ from fake_fleet import TOKEN, FakeFleet
 import windlass
 from windlass.errors import ConfigError, PeerTimeout, RolloutError
 from windlass.net import line_file as lines
-from windlass.net.line_file import LineFile
 from windlass.rollout import RolloutConfig, SamplingParams
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.directory import StaticEngines
-from windlass.rollout.journal import RolloutJournal
+from windlass.rollout.journal import RolloutJournal, VersionReached
 from windlass.transfer import disk, relay
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.relay import ACCEPT_AGAIN_S, RelayReceiver
 from windlass.updates.client import AgentChannel
-from windlass.updates.journal import JournalEntry, JournalKind
 from windlass.updates.report import RoundOutcome
 from windlass.updates.session import AgentSession
 
@@ -107,19 +105,22 @@ async def test_a_controller_stops_serving_whatever_fails_while_it_closes(
         socket.create_connection(("127.0.0.1", urlsplit(controller.url).port or 0)).close()
 
 
-def test_a_journal_that_cannot_be_written_is_closed_all_the_same(
+async def test_a_journal_that_cannot_be_written_is_closed_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_descriptor: int, _data: bytes) -> None:
         raise FULL
 
-    file = LineFile(tmp_path / "lines", JournalEntry)
-    file.add(JournalEntry(JournalKind.STARTED, 1, 0, -1))
+    journal = RolloutJournal(tmp_path / "journal")
+    journal.open(0)
+    journal.add(VersionReached(1))
     with monkeypatch.context() as patch:
         patch.setattr(lines, "_write_all", full)
         with pytest.raises(OSError, match="No space left"):
-            file.close()
-    LineFile(tmp_path / "lines", JournalEntry).close()
+            await journal.close()
+    again = RolloutJournal(tmp_path / "journal")
+    again.open(0)
+    await again.close()
 
 
 async def test_whoever_waits_for_a_batch_is_told_that_the_controller_closes() -> None:

@@ -50,7 +50,7 @@ def expected(entries: list[JournalEntry]) -> list[object]:
 
 
 def write_lines(path: Path, *lines: str) -> None:
-    path.write_bytes(b"".join(add_checksum(line.encode()) + b"\n" for line in lines))
+    path.write_bytes(b"".join(add_checksum(line.encode()) for line in lines))
 
 
 @pytest.mark.parametrize(

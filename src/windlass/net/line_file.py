@@ -20,7 +20,7 @@ import msgspec
 
 from windlass.errors import DECODE_ERRORS, ConfigError
 
-CHECKSUM = b',"crc32":"%08x"}'
+CHECKSUM = b',"crc32":"%08x"}\n'
 CHECKSUM_NBYTES = len(CHECKSUM % 0)
 
 EntryT = TypeVar("EntryT")
@@ -39,7 +39,7 @@ class LineFile(Generic[EntryT]):
 
     Attributes:
         found: what it held when it was opened; whoever has used it may clear it.
-        nbytes: its size, without what was added and not written yet.
+        nbytes: its size.
 
     Raises:
         ConfigError: it cannot be opened, another process has it open, a complete line is
@@ -51,7 +51,6 @@ class LineFile(Generic[EntryT]):
         self.path = path = Path(path)
         self._kind, self._first_line = kind, first_line
         self._encoder = msgspec.json.Encoder()
-        self._pending: list[bytes] = []
         self._descriptor = -1
         self._torn = False
         self._moved = False
@@ -77,30 +76,21 @@ class LineFile(Generic[EntryT]):
     def _replacement(self) -> Path:
         return self.path.with_name(f"{self.path.name}.new")
 
-    @property
-    def pending(self) -> bool:
-        """Whether something was added and not written yet."""
-        return bool(self._pending)
+    def line(self, entry: EntryT) -> bytes:
+        """Return an entry as `write` takes it."""
+        return add_checksum(self._encoder.encode(entry))
 
-    def add(self, entry: EntryT) -> None:
-        """Encode an entry; `write` writes it."""
-        self._pending.append(add_checksum(self._encoder.encode(entry)))
+    def write(self, lines: Iterable[bytes]) -> None:
+        """Hand lines to the system, in one call.
 
-    def write(self) -> int:
-        """Hand what was added to the system, in one call; returns the bytes.
-
-        From here on it survives the end of this process, not a power cut.
+        From here on they survive the end of this process, not a power cut.
 
         Raises:
             OSError: disk full, and the like, or the file was removed or replaced, and the next process
-                would not find what is written; what was added is dropped. The end of the file may
-                be torn until the next call, which cuts it off.
+                would not find what is written. It is as if it had not been tried: what the end of the
+                file may have of the lines is cut off by the next call.
         """
-        if not self._pending:
-            return 0
-        self._pending.append(b"")
-        data = b"\n".join(self._pending)
-        self._pending.clear()
+        data = b"".join(lines)
         _check_is(self.path, os.fstat(self._descriptor))
         if self._torn:
             os.ftruncate(self._descriptor, self.nbytes)
@@ -108,7 +98,6 @@ class LineFile(Generic[EntryT]):
         _write_all(self._descriptor, data)
         self._torn = False
         self.nbytes += len(data)
-        return len(data)
 
     def sync(self) -> None:
         """Return once what was written is on disk; may be called from another thread."""
@@ -136,9 +125,7 @@ class LineFile(Generic[EntryT]):
         self._replacement.unlink(missing_ok=True)  # of a process that was killed here
         file = LineFile(self._replacement, self._kind)
         try:
-            for entry in entries:
-                file.add(entry)
-            file.write()
+            file.write(map(file.line, entries))
             file.sync()
         finally:
             file.close()
@@ -167,16 +154,8 @@ class LineFile(Generic[EntryT]):
         self._torn, self._moved = False, True
 
     def close(self) -> None:
-        """Write what was added, and close. Idempotent.
-
-        Raises:
-            OSError: as `write`; it is closed all the same.
-        """
-        if self._descriptor < 0:
-            return
-        try:
-            self.write()
-        finally:
+        """Close the file. Idempotent."""
+        if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -192,9 +171,9 @@ def _check_is(path: Path, opened: os.stat_result) -> None:
         raise BlockingIOError(errno.EAGAIN, f"{path} was replaced while it was open")
 
 
-def add_checksum(line: bytes) -> bytes:
-    """Return a line, an object with members, with the checksum of what it was as its last member."""
-    return line[:-1] + CHECKSUM % zlib.crc32(line)
+def add_checksum(entry: bytes) -> bytes:
+    """Return the line of an object with members: its checksum is the last one."""
+    return entry[:-1] + CHECKSUM % zlib.crc32(entry)
 
 
 def _has_checksum(line: bytes) -> bool:
@@ -237,7 +216,7 @@ def read_lines(
     nbytes = 0
     with path.open("rb") as file:
         for number, line in enumerate(file):
-            is_torn, is_sound = not line.endswith(b"\n"), _has_checksum(line[:-1])
+            is_torn, is_sound = not line.endswith(b"\n"), _has_checksum(line[:-1] + b"\n")
             if nbytes == upto_nbytes or (is_torn and not is_sound):
                 # Else the file would be cut off, whatever it is.
                 if number == 0 and line[: len(first_line)] != first_line[: len(line)]:

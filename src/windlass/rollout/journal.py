@@ -225,7 +225,7 @@ class RolloutJournal:
         self._path = None if path is None else Path(path)
         self._sync_s, self._compact_nbytes = sync_s, compact_nbytes
         self._file: LineFile[Entry] | None = None
-        self._added: list[Entry] = []
+        self._added: list[bytes] = []
         self._flush_scheduled = False
         self._broken = ""
         self._listeners: list[Callable[[], None]] = []
@@ -301,7 +301,19 @@ class RolloutJournal:
     def attempted(self, record: Record) -> None:
         """A worker is about to be sent this attempt."""
         if self.on:
-            self.add(msgspec.convert(record, Attempted, from_attributes=True))
+            self.add(
+                Attempted(
+                    task_id=record.task_id,
+                    attempt=record.attempt,
+                    num_dispatches=record.num_dispatches,
+                    engine=record.engine,
+                    worker=record.worker,
+                    failures=record.failures,
+                    rejections=record.rejections,
+                    resubmits=record.resubmits,
+                    oldest_version=record.oldest_version,
+                )
+            )
 
     def delivered(self, task_ids: Sequence[str]) -> None:
         """Handed to the owner, together."""
@@ -338,7 +350,7 @@ class RolloutJournal:
         """Note a fact; it is written in this turn of the loop."""
         if self._file is None:
             return
-        self._added.append(entry)
+        self._added.append(self._file.line(entry))
         if not self._flush_scheduled:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush_later)
@@ -357,7 +369,7 @@ class RolloutJournal:
         if self._file is None or not self._added:
             return
         try:
-            self._write(self._file)
+            self._file.write(self._added)
         except OSError as error:
             was_broken, self._broken = self._broken, f"cannot be written: {error}"
             if not was_broken:
@@ -367,18 +379,13 @@ class RolloutJournal:
                 self._flush_scheduled = True
                 asyncio.get_running_loop().call_later(WRITE_AGAIN_S, self._flush_later)
             raise RolloutError(f"journal {self._path}: {self._broken}") from error
+        self._added.clear()
         if self._broken:
             self._broken = ""
             logger.warning("journal %s: is written again", self._path)
             self._tell()
         if self._timer is None and self._upkeep is None:
             self._timer = asyncio.get_running_loop().call_later(self._sync_s, self._begin_upkeep)
-
-    def _write(self, file: LineFile[Entry]) -> None:
-        for entry in self._added:
-            file.add(entry)
-        file.write()
-        self._added.clear()
 
     def _tell(self) -> None:
         for listener in self._listeners:
@@ -418,7 +425,8 @@ class RolloutJournal:
         file, self._file = self._file, None
         if file is not None:
             try:
-                self._write(file)
+                if self._added:
+                    file.write(self._added)
             finally:
                 file.close()
 
