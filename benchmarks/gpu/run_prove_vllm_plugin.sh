@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A plain vLLM server and its FSDP2 trainer on one GPU. Needs vLLM 0.24, transformers and torch 2.11 with CUDA on PYTHONPATH or
+# Plain vLLM servers and their FSDP2 trainer on one or two GPUs. Needs vLLM 0.24, transformers and torch 2.11 with CUDA on PYTHONPATH or
 # installed, besides what Windlass needs.
 set -uo pipefail
 cd "$(dirname "$0")/../.."

@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,19 @@ import torch.distributed as dist
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """`source`: a folder with config.json of the model."""
+    """`source`: a folder with config.json of the model. `gpu`: of every rank."""
 
     source: str
     device: str = "cuda"
+    gpu: int = 0
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What to do.
 
     fill: weights of seed `version`. save: those of seed `version` to `folder`. join: `servers` with `mode`, `pause` and
-    `transport`. send: `version` by `WeightSync`. own: the weights by vLLM's backend `ipc` to `servers[0]`, `packed` or not.
-    leave: shut the `WeightSync` down.
+    `transport`. send: `version` by `WeightSync`. own: the weights by vLLM's backend `ipc` or `nccl` to `servers[0]`, `packed`
+    or not. leave: shut the `WeightSync` down.
     """
 
     do: str
@@ -41,6 +43,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     mode: str = "in_place"
     pause: str | None = None
     transport: str = "auto"
+    backend: str = "ipc"
     packed: bool = True
 
 
@@ -76,6 +79,7 @@ class Rank:
         fully_shard(model, mesh=mesh)
         self.model = model.to_empty(device=settings.device)
         self._sync: Any = None
+        self._group: Any = None
 
     def _full(self, seed: int) -> Iterator[tuple[str, Any, torch.Tensor]]:
         """Every parameter, and what it holds in all, made without a word to other ranks."""
@@ -136,21 +140,66 @@ class Rank:
         )  # fmt: skip
 
     def own(self, order: Order) -> Done:
-        """As vLLM's own example of the backend does (`examples/rl/rlhf_http_ipc.py`, 0.24)."""
-        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-
+        """As vLLM's own examples of its backends do (`examples/rl/rlhf_http_ipc.py`, `rlhf_http_nccl.py`, 0.24)."""
         from windlass.engines.http import EngineHttp
 
         server = EngineHttp(order.servers[0])
+        if order.backend == "nccl" and self._group is None:
+            self._group = self._own_group(server)
         server.post("/pause?mode=keep", {})
         server.post("/start_weight_update", {})
-        weights = ((name, p.to_local()) for name, p in self.model.named_parameters())
-        IPCWeightTransferEngine.trainer_send_weights(
-            weights, {"send_mode": "http", "url": order.servers[0], "packed": order.packed}
-        )
+        weights = [(name, p.to_local()) for name, p in self.model.named_parameters()]
+        if order.backend == "ipc":
+            from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
+            IPCWeightTransferEngine.trainer_send_weights(
+                iter(weights),
+                {"send_mode": "http", "url": order.servers[0], "packed": order.packed},
+            )
+        else:
+            self._own_nccl(server, weights, packed=order.packed)
         server.post("/finish_weight_update", {})
         server.post("/resume", {})
-        return Done(nbytes=sum(p.to_local().nbytes for p in self.model.parameters()))
+        return Done(nbytes=sum(weight.nbytes for _, weight in weights))
+
+    @staticmethod
+    def _own_group(server: Any) -> Any:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        from windlass.net.addresses import free_port
+
+        info = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2}
+        with ThreadPoolExecutor() as pool:
+            joins = pool.submit(
+                server.post,
+                "/init_weight_transfer_engine",
+                {"init_info": {**info, "rank_offset": 1}},
+            )
+            group = NCCLWeightTransferEngine.trainer_init(info)
+            joins.result()
+        return group
+
+    def _own_nccl(
+        self, server: Any, weights: list[tuple[str, torch.Tensor]], *, packed: bool
+    ) -> None:
+        from vllm.distributed.weight_transfer.nccl_engine import (
+            NCCLTrainerSendWeightsArgs,
+            NCCLWeightTransferEngine,
+        )
+
+        info = {
+            "names": [name for name, _ in weights],
+            "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in weights],
+            "shapes": [list(weight.shape) for _, weight in weights],
+            "packed": packed,
+        }
+        with ThreadPoolExecutor() as pool:
+            receives = pool.submit(server.post, "/update_weights", {"update_info": info})
+            NCCLWeightTransferEngine.trainer_send_weights(
+                iter(weights), NCCLTrainerSendWeightsArgs(group=self._group, packed=packed)
+            )
+            torch.cuda.synchronize()
+            receives.result()
 
     def leave(self, _order: Order) -> Done:
         self._sync.shutdown()
@@ -161,7 +210,7 @@ def main() -> None:
     rank, world_size, port = (int(word) for word in sys.argv[1:4])
     settings = msgspec.json.decode(sys.argv[4], type=Settings)
     if settings.device == "cuda":
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(settings.gpu)
     backend = "cpu:gloo,cuda:gloo" if settings.device == "cuda" else "gloo"
     dist.init_process_group(
         backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
