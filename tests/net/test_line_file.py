@@ -24,14 +24,14 @@ def lines_of(path: Path) -> list[int]:
 def test_it_goes_on_with_a_replacement_and_what_was_written_meanwhile(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     file = LineFile(path, Line)
-    file.write([file.line(Line(number)) for number in range(5)])
+    file.write([file.encode(Line(number)) for number in range(5)])
     upto = file.nbytes
     (tmp_path / "lines.new").write_bytes(b"of a process that was killed here")
     file.write_replacement([Line(sum(line.number for line in file.read(upto)))])
-    file.write([file.line(Line(5))])
+    file.write([file.encode(Line(5))])
     assert lines_of(tmp_path / "lines.new") == [10]
     file.replace(upto)
-    file.write([file.line(Line(6))])
+    file.write([file.encode(Line(6))])
     file.close()
     assert lines_of(path) == [10, 5, 6]
     assert list(tmp_path.iterdir()) == [path]

@@ -76,12 +76,12 @@ class LineFile(Generic[EntryT]):
     def _replacement(self) -> Path:
         return self.path.with_name(f"{self.path.name}.new")
 
-    def line(self, entry: EntryT) -> bytes:
+    def encode(self, entry: EntryT) -> bytes:
         """Return an entry as `write` takes it."""
-        return add_checksum(self._encoder.encode(entry))
+        return self._encoder.encode(entry)
 
-    def write(self, lines: Iterable[bytes]) -> None:
-        """Hand lines to the system, in one call.
+    def write(self, encoded: Iterable[bytes]) -> None:
+        """Hand a line for each entry to the system, in one call.
 
         From here on they survive the end of this process, not a power cut.
 
@@ -90,7 +90,7 @@ class LineFile(Generic[EntryT]):
                 would not find what is written. It is as if it had not been tried: what the end of the
                 file may have of the lines is cut off by the next call.
         """
-        data = b"".join(lines)
+        data = b"".join(map(add_checksum, encoded))
         _check_is(self.path, os.fstat(self._descriptor))
         if self._torn:
             os.ftruncate(self._descriptor, self.nbytes)
@@ -125,7 +125,7 @@ class LineFile(Generic[EntryT]):
         self._replacement.unlink(missing_ok=True)  # of a process that was killed here
         file = LineFile(self._replacement, self._kind)
         try:
-            file.write(map(file.line, entries))
+            file.write(map(file.encode, entries))
             file.sync()
         finally:
             file.close()

@@ -350,7 +350,7 @@ class RolloutJournal:
         """Note a fact; it is written in this turn of the loop."""
         if self._file is None:
             return
-        self._added.append(self._file.line(entry))
+        self._added.append(self._file.encode(entry))
         if not self._flush_scheduled:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush_later)
