@@ -215,6 +215,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
     options.add_argument("--tp", type=int, default=2)
     options.add_argument("--trainers", type=int, default=2)
     options.add_argument("--updates", type=int, default=10, help="of each mode")
+    options.add_argument("--in-place-only", action="store_true", help="memory for no second copy")
     options.add_argument("--own", type=int, default=5, help="updates by vLLM's own transfer")
     options.add_argument("--load", type=int, default=64, help="streams")
     options.add_argument("--warm-up-s", type=float, default=120.0, help="until tokens flow")

@@ -18,7 +18,10 @@ class Stage:
 
 
 def plan_of(options: argparse.Namespace) -> list[Stage]:
-    stages = [Stage("in_place", UpdateMode.IN_PLACE), Stage("staged", UpdateMode.STAGED)]
+    in_place = Stage("in_place", UpdateMode.IN_PLACE)
+    if options.in_place_only:
+        return [in_place]
+    stages = [in_place, Stage("staged", UpdateMode.STAGED)]
     if options.budget:
         label = f"staged by {options.budget} multiprocessors"
         stages.append(Stage(label, UpdateMode.STAGED, options.budget))
