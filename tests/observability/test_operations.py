@@ -18,6 +18,7 @@ from windlass_command import command
 import windlass
 from windlass.errors import RolloutError
 from windlass.net.server import ControlServer
+from windlass.observability.metrics import ControllerMetrics
 from windlass.observability.operations import Operations
 from windlass.rollout import BatchQueue, RolloutController, StaticEngines
 from windlass.updates.coordinator import Coordinator
@@ -57,6 +58,15 @@ async def test_metrics_are_prometheus_text_and_need_the_token(
     assert 'windlass_sample_staleness_versions_bucket{le="0.0"} 1.0' in text
     assert "windlass_sample_staleness_versions_count 3.0" in text
     assert 'windlass_rollouts{state="lost"} 0.0' in text
+
+
+def test_links_are_counted_by_their_transport() -> None:
+    metrics = ControllerMetrics()
+    for version in range(2):
+        metrics.observe_round(report(version))
+    text = metrics.render(version=1, engines={}, routable=0, connected=0, rollouts={}).decode()
+    assert 'windlass_link_bytes_total{transport="cma"} 2.469134e+06' in text
+    assert 'windlass_link_wire_seconds_total{transport="cma"} 0.5' in text
 
 
 async def test_what_was_thrown_away_as_too_old_is_in_metrics_overview_and_status() -> None:
@@ -149,7 +159,10 @@ async def test_report_compares_updates_with_the_ceiling(
     )
     assert (code, errors) == (0, "")
     assert "of the limit" in output
+    assert "  cma: 0.001 GB, links: 2, 0.00 GB/s each; the slowest:\n" in output
+    assert "    trainer/0 -> engine-a/1 125.00 ms, 0.01 GB/s\n" in output
     (update,) = msgspec.json.decode(files[0].read_bytes())
     assert update["limit_s"] == pytest.approx(1_234_567 / 4e9)
+    assert update["wire"]["cma"]["slowest"][0]["wire_s"] == 0.125
     assert sum(update["stages"].values()) == pytest.approx(update["update_s"])
     assert files[1].read_bytes().startswith(b"\x89PNG")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from windlass.rollout.messages import TrainingSample
-from windlass.updates.report import RoundOutcome, UpdateReport
+from windlass.updates.report import LinkWire, RoundOutcome, TransportWire, UpdateReport
 
 __all__ = ["report", "sample"]
 
@@ -36,4 +36,9 @@ def report(version: int) -> UpdateReport:
         },
         phase_s={"prepare": 0.1, "write": 0.5, "verify": 0.15},
         digest_ok=True,
+        wire={
+            "cma": TransportWire(
+                1_234_567, 0.25, 2, (LinkWire(1_000_000, 0.125, "trainer/0", "engine-a/1"),)
+            )
+        },
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
@@ -178,6 +179,22 @@ def test_no_error_of_one_link_hides_what_became_of_another(
     }
 
 
+@pytest.mark.parametrize("arena_nbytes", [0, 512], ids=["whole", "ring"])
+def test_a_slow_link_lends_none_of_its_seconds_to_its_neighbours(arena_nbytes: int) -> None:
+    fleet, slow_s = Fleet(arena_nbytes), 0.2
+
+    def crawl(write: Callable[[], None]) -> None:
+        time.sleep(slow_s)
+        write()
+
+    fleet.script["engine-b/0"] = crawl
+    sent = fleet.sender.write(0, ENGINES, SECONDS)
+    fleet.close()
+    took = {link.destination: link.wire_s for link in sent.links}
+    assert slow_s <= took["engine-b/0"] <= sent.wire_s
+    assert all(0 < took[name] < slow_s for name in ("engine-a/0", "engine-c/0"))
+
+
 def test_an_error_that_nobody_foresaw_takes_the_arena_out_of_use(fleet: Fleet) -> None:
     arena = fleet.sender._packer.arena
     assert arena is not None
@@ -321,6 +338,12 @@ def test_a_relay_in_order_brings_every_byte_everywhere(chain: Chain) -> None:
     assert not any(part.missing or part.unknown_to or part.unknown_from for part in parts.values())
     trained = torch.from_numpy(chain.fleet.trained).to(torch.bfloat16).view(torch.int16).numpy()
     assert all((held == trained.view("<u2")).all() for held in chain.fleet.served.values())
+    for name, part in parts.items():
+        assert part.passed_on.keys() <= {*ENGINES} - {name}
+        carried = [sent for sent in part.passed_on.values() if sent.nbytes]
+        assert sum(sent.nbytes for sent in carried) == part.nbytes
+        assert all(0 < sent.wire_s <= part.wire_s for sent in carried)
+    assert sum(part.nbytes for part in parts.values()) == 2 * trained.nbytes
 
 
 def test_an_engine_that_meets_what_nobody_foresaw_says_whom_it_may_still_write(

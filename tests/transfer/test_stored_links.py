@@ -91,8 +91,10 @@ def test_what_the_sender_tells_is_hashed_as_it_lands(pair: Pair) -> None:
     for version in range(2):
         pair.trained += 1
         pair.sender.prepare(version)
-        (link,) = pair.sender.write(version, ["engine/0"], SECONDS).links
+        sent = pair.sender.write(version, ["engine/0"], SECONDS)
+        (link,) = sent.links
         assert link.status is LinkStatus.OK, link.error
+        assert 0 < link.wire_s <= sent.wire_s
         assert pair.receiver.verify(version, {"trainer/0": link.digest}) == ()
         assert pair.receiver.late_nbytes == 0
         assert (pair.served == pair.trained).all()

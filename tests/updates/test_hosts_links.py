@@ -139,3 +139,5 @@ async def test_links_in_a_host_and_between_hosts_take_what_reaches_in_one_update
             far = {("trainer/0", "b/0"), ("trainer/1", "a/0")}
             assert taken == dict.fromkeys(near, "cma") | dict.fromkeys(far, between)
             assert all(link["nbytes"] > 0 and link["gbps"] > 0 for link in links), links
+            took = {(link["source"], link["destination"]): link["wire_s"] for link in links}
+            assert max(took[link] for link in near) < min(took[link] for link in far), took

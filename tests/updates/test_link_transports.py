@@ -14,6 +14,7 @@ import windlass
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.observability.speed_of_light import SpeedOfLight
 from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.arena import Arena
@@ -22,7 +23,7 @@ from windlass.transports.auto import AutoConfig
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import create_transport
 from windlass.updates import client
-from windlass.updates.report import RoundOutcome, UpdateReport
+from windlass.updates.report import LinkWire, RoundOutcome, UpdateReport
 
 TOKEN = "t" * 32
 NBYTES = 4096
@@ -79,6 +80,11 @@ def publish(url: str, names: Sequence[str], undo: ExitStack) -> UpdateReport:
     return client.publish(0, deadline_s=DEADLINE_S)
 
 
+def found_s(links: Sequence[LinkWire], destination: str) -> float:
+    (took,) = (link.wire_s for link in links if link.destination == destination)
+    return took
+
+
 async def test_links_within_a_host_and_between_hosts_take_what_is_fastest_for_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -109,8 +115,20 @@ async def test_links_within_a_host_and_between_hosts_take_what_is_fastest_for_ea
             assert all(link["nbytes"] == NBYTES for link in links)
             ceilings = {link["destination"]: link["ceiling_gbps"] for link in links}
             assert ceilings == {"near/0": 6.0, "network/0": 1.2, "far/0": 1.2}
-            # One sender, whose links share the seconds that it spent on all of them.
-            assert {link["gbps"] for link in links} == {NBYTES / report.wire_s / 1e9}
+            assert {name: (w.num_links, w.nbytes) for name, w in report.wire.items()} == {
+                "cma": (1, NBYTES), "mooncake": (2, 2 * NBYTES),
+            }  # fmt: skip
+            assert sum(wire.nbytes for wire in report.wire.values()) == report.nbytes
+            named = [link for wire in report.wire.values() for link in wire.slowest]
+            assert all(0 < link.wire_s <= report.wire_s for link in named)
+            assert {(n.destination, n.wire_s, n.gbps) for n in named} == {
+                (link["destination"], link["wire_s"], link["gbps"]) for link in links
+            }
+            took = [link["wire_s"] for link in links]
+            assert took == sorted(took, reverse=True)
+            assert f"trainer/0 -> near/0 {1e3 * found_s(named, 'near/0'):.2f} ms" in (
+                SpeedOfLight(report, 1.0, 1).text()
+            )
             assert found["near/0"][1].startswith(
                 "one host: 6 GB/s at best, the faster than mooncake"
             )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from windlass.config import ControlConfig, UpdateMode
-from windlass.transfer.bindings import LinkOutcome, LinkStatus, Relayed, Written
+from windlass.transfer.bindings import Carried, LinkOutcome, LinkStatus, Relayed, Written
 from windlass.updates.messages import (
     Abort,
     Apply,
@@ -128,6 +130,23 @@ def test_trainers_feed_and_engines_relay_once() -> None:
     assert finish.measures[Measure.NBYTES] == 3 * 5 + 3 * 10
     assert not round_.told("t", Write)
     assert not finish.unsettled
+
+
+def test_what_is_passed_on_counts_for_the_links_that_the_relay_has() -> None:
+    round_ = Round()
+    round_.prepare()
+    links = tuple(
+        LinkOutcome(f"{name}/0", LinkStatus.OK, nbytes, "digest", wire_s=wire_s)
+        for name, nbytes, wire_s in (("a", 5, 0.5), ("b", 0, 0.0), ("c", 5, float("nan")))
+    )
+    round_.answer("t", RelayWrite, Written(links, 0.0, 1.0))
+    for name in ENGINES:
+        passed_on = {"b/0": Carried(10, 0.25), "d/0": Carried(1 << 60, 1e300)}
+        result = msgspec.structs.replace(relayed(), passed_on=passed_on)
+        round_.answer(f"{name}/0", Relay, result)
+    assert round_.complete(*ENGINES).carried == {
+        ("t", "a/0"): Carried(5, 0.5), ("a/0", "b/0"): Carried(10, 0.25),
+    }  # fmt: skip
 
 
 def test_what_a_relay_leaves_missing_is_written_by_the_trainers_whatever_the_order() -> None:

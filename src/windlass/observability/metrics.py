@@ -27,6 +27,13 @@ class ControllerMetrics:
         for outcome in RoundOutcome:  # a first failure must be a rise from 0, not a new series
             self._rounds.labels(outcome.value)
         self._figures = {measure: _figure(measure, registry) for measure in Measure}
+        self._link_nbytes, self._link_s = (
+            Counter(f"windlass_link_{unit}", text, ["transport"], registry=registry)
+            for unit, text in (
+                ("bytes", "Bytes that links carried"),
+                ("wire_seconds", "Seconds that links took, each by itself, added up"),
+            )
+        )
         self._staleness = Histogram(
             "windlass_sample_staleness_versions",
             "Published version minus the oldest token's, when the sample is handed out",
@@ -57,6 +64,9 @@ class ControllerMetrics:
                 figure.inc(report.measures[measure])
             else:
                 figure.observe(report.measures[measure])
+        for transport, wire in report.wire.items():
+            self._link_nbytes.labels(transport).inc(wire.nbytes)
+            self._link_s.labels(transport).inc(wire.wire_s)
 
     def observe_staleness(self, ages: Iterable[int]) -> None:
         """Samples were handed to trainers; ages in versions."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from msgspec import to_builtins
+
 from windlass.errors import ConfigError
 from windlass.observability.plots import drawn_to
 from windlass.updates.report import Measure, UpdateReport
@@ -71,6 +73,7 @@ class SpeedOfLight:
             "version": report.version,
             **{measure.value: report.measure(measure) for measure in Measure},
             "phase_s": report.phase_s,
+            "wire": to_builtins(report.wire),
             "ceiling_gbps": self.ceiling_gbps,
             "num_links": self.num_links,
             "limit_s": self.limit_s,
@@ -96,6 +99,16 @@ class SpeedOfLight:
         for name, seconds in self.stages:
             share = seconds / report.update_s if report.update_s else 0.0
             lines.append(f"  {name:<8} {1e3 * seconds:9.2f} ms {100 * share:5.1f} %")
+        for transport, sent in report.wire.items():
+            lines.append(
+                f"  {transport}: {sent.nbytes / 1e9:.3f} GB, links: {sent.num_links}, "
+                f"{sent.gbps:.2f} GB/s each; the slowest:"
+            )
+            lines += [
+                f"    {link.source} -> {link.destination} {1e3 * link.wire_s:.2f} ms, "
+                f"{link.gbps:.2f} GB/s"
+                for link in sent.slowest
+            ]
         return "\n".join(lines)
 
 

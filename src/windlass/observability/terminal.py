@@ -88,11 +88,12 @@ def _engines(view: dict[str, Any]) -> Iterator[RenderableType]:
 def _links(links: list[dict[str, Any]]) -> Iterator[RenderableType]:
     if not links:
         return
-    table = _table("from", "to", "transport", "GB/s", "at best", right=2)
+    table = _table("from", "to", "transport", "ms", "GB/s", "at best", right=3)
     for each in links[:MAX_LINKS]:
         reached = f"{each['gbps']:.2f}" if each["gbps"] else "-"
         ends = each["source"], each["destination"], each["transport"]
-        table.add_row(*ends, reached, f"{each['ceiling_gbps']:g}")
+        took = f"{1e3 * each['wire_s']:.1f}" if each["wire_s"] else "-"
+        table.add_row(*ends, took, reached, f"{each['ceiling_gbps']:g}")
     yield table
     if (left := len(links) - MAX_LINKS) > 0:
         yield Text(f"and {left} links more: --json shows all")

@@ -113,6 +113,18 @@ class LinkStatus(StrEnum):
     UNKNOWN = "unknown"
 
 
+class Carried(msgspec.Struct, frozen=True):
+    """Bytes that one link carried or several did, and the seconds that their writes took, added up."""
+
+    nbytes: int
+    wire_s: float
+
+    @property
+    def gbps(self) -> float:
+        """10^9 bytes per second: of a link, or of several on average."""
+        return self.nbytes / self.wire_s / 1e9 if self.wire_s else 0.0
+
+
 class LinkOutcome(msgspec.Struct, frozen=True):
     """What one source did on one link.
 
@@ -123,6 +135,8 @@ class LinkOutcome(msgspec.Struct, frozen=True):
         digest: hex, of the link's payload: its ops in plan order, each op's elements row-major
             over `sizes`, in the destination dtype. Of which kind, the binding says.
         error: one line when `status` is not OK.
+        wire_s: seconds from the begin of its own first write to the end of its last one, less what it
+            waited for packing; 0 where links are not written one by one, as in a broadcast.
     """
 
     destination: str
@@ -130,6 +144,7 @@ class LinkOutcome(msgspec.Struct, frozen=True):
     nbytes: int
     digest: str
     error: str = ""
+    wire_s: float = 0.0
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
@@ -156,6 +171,7 @@ class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
         unknown_to: engines in which bytes of this rank may still land.
         unreached: engines that did not let this rank in; nothing was written to them.
         nbytes: passed on. wire_s: from the first chunk here to the last one passed on.
+        passed_on: what each engine was written, from its first chunk to its last one.
     """
 
     missing: tuple[str, ...]
@@ -164,6 +180,7 @@ class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
     unreached: tuple[str, ...]
     nbytes: int
     wire_s: float
+    passed_on: dict[str, Carried] = {}
 
 
 class RelayAddress(msgspec.Struct, frozen=True):

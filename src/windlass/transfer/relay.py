@@ -46,7 +46,7 @@ from windlass.planning.program import LinkProgram
 from windlass.planning.relay import RelayGroup, children_of, depths_of
 from windlass.transfer.base import is_unknown, submit
 from windlass.transfer.bind import check_binding
-from windlass.transfer.bindings import DestinationBinding, RelayAddress, Relayed
+from windlass.transfer.bindings import Carried, DestinationBinding, RelayAddress, Relayed
 from windlass.transfer.packer import PackedLink, batches_to
 from windlass.transfer.payload import Payload, payload_of
 from windlass.transfer.receiver import Receiver
@@ -354,7 +354,8 @@ class ChunkWriter:
     Attributes:
         errors: what went wrong, in the order of time.
         unreached: the engine did not let this rank in; nothing was written to it.
-        last_s: when the last chunk was in place, by `time.perf_counter`; 0 for none.
+        first_s, last_s: when the first chunk was begun, and the last one in place, by
+            `time.perf_counter`; 0 for none.
     """
 
     def __init__(
@@ -367,7 +368,7 @@ class ChunkWriter:
         deadline: Deadline,
     ) -> None:
         self.errors: list[BaseException] = []
-        self.unreached, self.last_s = False, 0.0
+        self.unreached, self.first_s, self.last_s = False, 0.0, 0.0
         self._transport, self._binding, self._deadline = transport, binding, deadline
         self._sender: RelaySender | None = None
         self._lock, self._nbytes = threading.Lock(), 0
@@ -386,6 +387,7 @@ class ChunkWriter:
 
         def write(sender: RelaySender) -> None:
             chunk, deadline = landed.chunk, self._deadline
+            self.first_s = self.first_s or time.perf_counter()
             payload.write(self._transport, self._binding, chunk, local, remote, deadline)
             sender.send(landed)
             self.last_s = time.perf_counter()
@@ -410,8 +412,8 @@ class ChunkWriter:
 
         self._jobs.append(submit(self._pool, end))
 
-    def close(self) -> int:
-        """Wait for all; returns the bytes written."""
+    def close(self) -> Carried:
+        """Wait for all; returns what was written."""
         self._pool.shutdown(wait=True)
         failed = [error for job in self._jobs if (error := job.exception()) is not None]
         for error in failed:
@@ -419,7 +421,7 @@ class ChunkWriter:
         self.errors += failed
         if self._sender is not None:
             self._sender.close()
-        return self._nbytes
+        return Carried(self._nbytes, max(self.last_s - self.first_s, 0.0))
 
     def _submit(self, job: Callable[[RelaySender], None], *, last: bool = False) -> None:
         """Jobs begin in this order, unless one has failed; `last`: once those before have ended."""
@@ -542,8 +544,8 @@ class GroupWrite:
         binding: DestinationBinding,
         round_id: RoundId,
         deadline: Deadline,
-    ) -> int:
-        """Write the chunks of a root's stripes, a few at a time; returns bytes.
+    ) -> Carried:
+        """Write the chunks of a root's stripes, a few at a time.
 
         What is not packed is not written: the root is told that nothing comes.
 
@@ -566,10 +568,10 @@ class GroupWrite:
                 landed = ChunkLanded(worker, chunk, digest)
                 writer.write(self._payload, self._local, remote, landed)
         writer.end()
-        nbytes = writer.close()
+        sent = writer.close()
         for error in sorted(writer.errors, key=is_unknown, reverse=True):
             raise error
-        return nbytes
+        return sent
 
 
 # --- an engine rank that takes part --------------------------------------------------------------
@@ -720,15 +722,16 @@ class RelayRound:
         children = self._children
         for child in children.values():
             child.end()
-        nbytes = sum(child.close() for child in children.values())
+        passed_on = {name: child.close() for name, child in children.items()}
         last_s = max((self._last_s, *(child.last_s for child in children.values())))
         relayed = Relayed(
             missing=tuple(sorted(self._missing)),
             unknown_from=tuple(sorted(self._unknown)),
             unknown_to=tuple(name for name, child in children.items() if child.is_unknown),
             unreached=tuple(name for name, child in children.items() if child.unreached),
-            nbytes=nbytes,
+            nbytes=sum(sent.nbytes for sent in passed_on.values()),
             wire_s=last_s - self._first_s,
+            passed_on=passed_on,
         )
         return relayed, frozenset(self._disconnected)
 

@@ -60,6 +60,7 @@ from windlass.transfer.bind import (
     check_part,
 )
 from windlass.transfer.bindings import (
+    Carried,
     DestinationBinding,
     GroupOffer,
     LinkOutcome,
@@ -545,19 +546,20 @@ class Sender:
                 lost[name] = failed_link(name, reason)
         return lost
 
-    def _write_root(self, root: str, round_id: RoundId, deadline: Deadline) -> int:
+    def _write_root(self, root: str, round_id: RoundId, deadline: Deadline) -> Carried:
         """In a thread of the pool."""
         worker, binding = self.manifest.worker, self._peers[root].binding
         return self._relays[root].write_root(self.transport, worker, binding, round_id, deadline)
 
     def _relayed_outcome(
-        self, name: str, written: Future[int] | None, digest: str, arena: Buffer | None
+        self, name: str, written: Future[Carried] | None, digest: str, arena: Buffer | None
     ) -> LinkOutcome:
         if written is not None and (error := written.exception()) is not None:
             return self._failed(name, error, arena)
         if not digest:
             return failed_link(name, "arena_nbytes: too small to hold a relayed link")
-        return LinkOutcome(name, LinkStatus.OK, 0 if written is None else written.result(), digest)
+        sent = Carried(0, 0.0) if written is None else written.result()
+        return LinkOutcome(name, LinkStatus.OK, sent.nbytes, digest, wire_s=sent.wire_s)
 
     # --- whole-shard arena -------------------------------------------------------------------
 
@@ -573,7 +575,7 @@ class Sender:
         wait(writes.values())
         wire_s = time.perf_counter() - began
         outcomes = {
-            name: self._succeeded(name, ready[name].digest)
+            name: self._succeeded(name, ready[name].digest, written.result())
             if (error := written.exception()) is None
             else self._failed(name, error, arena)
             for name, written in writes.items()
@@ -599,7 +601,7 @@ class Sender:
                     waited += time.perf_counter() - paused
                 if batch is not None:
                     in_flight = submit(self._pool, self._write_batches, (batch,), deadline)
-            outcome = self._succeeded(name, digest)
+            outcome = self._succeeded(name, digest, wire_s)
         # The boundary of a link: whatever it meets, the outcomes of the other links must be told.
         except Exception as error:  # noqa: BLE001
             outcome = self._stopped(name, error, in_flight)
@@ -626,8 +628,9 @@ class Sender:
             self.transport.write(batch, deadline_s=max(deadline.remaining_s, 0.001))
         return time.perf_counter() - began
 
-    def _succeeded(self, name: str, digest: str) -> LinkOutcome:
-        return LinkOutcome(name, LinkStatus.OK, self._programs[name].nbytes, digest)
+    def _succeeded(self, name: str, digest: str, wire_s: float) -> LinkOutcome:
+        nbytes = self._programs[name].nbytes
+        return LinkOutcome(name, LinkStatus.OK, nbytes, digest, wire_s=wire_s)
 
     def _failed(self, name: str, error: BaseException, arena: Buffer | None) -> LinkOutcome:
         status, reason = status_of(error), f"{type(error).__name__}: {error}"

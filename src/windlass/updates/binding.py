@@ -23,7 +23,7 @@ from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.planning.relay import RelayGroup, children_of, find_replicas, stripes_of
 from windlass.planning.replicated import Replicated, find_replicated
-from windlass.transfer.bindings import DestinationBinding, GroupOffer
+from windlass.transfer.bindings import Carried, DestinationBinding, GroupOffer
 from windlass.transports.base import TransportOffer
 from windlass.transports.choice import LinkChoice, choose_transport, unreachable_reason
 from windlass.updates.connect_messages import (
@@ -116,21 +116,30 @@ class Binding:
     @property
     def links_by_transport(self) -> dict[str, int]:
         """Name of a transport -> links that take it."""
-        return dict(Counter(choice.transport for choice in self.transports.values()))
+        return dict(Counter(self.transport_of.values()))
 
-    def describe_links(self, reached: Mapping[Link, float]) -> list[dict[str, str | float]]:
-        """Links as `/v1/status` shows them; `reached`: 10^9 bytes per second, of those that were used."""
+    @cached_property
+    def transport_of(self) -> dict[Link, str]:
+        """Of each link."""
+        return {link: choice.transport for link, choice in self.transports.items()}
+
+    def describe_links(self, carried: Mapping[Link, Carried]) -> list[dict[str, str | float]]:
+        """Links as `/v1/status` shows them, the slowest first; `carried`: what those did that were used."""
+        unused = Carried(0, 0.0)
         return [
             {
                 "source": link[0],
                 "destination": link[1],
                 "transport": choice.transport,
-                "nbytes": self.links.get(link, 0),
-                "gbps": reached.get(link, 0.0),
+                "nbytes": carried.get(link, unused).nbytes or self.links.get(link, 0),
+                "wire_s": carried.get(link, unused).wire_s,
+                "gbps": carried.get(link, unused).gbps,
                 "ceiling_gbps": choice.ceiling_bytes_per_s / 1e9,
                 "reason": choice.reason,
             }
-            for link, choice in self.transports.items()
+            for link, choice in sorted(
+                self.transports.items(), key=lambda each: -carried.get(each[0], unused).wire_s
+            )
         ]
 
     def identities_of(self, workers: Iterable[str]) -> frozenset[Identity]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, final
 
 from windlass.config import ControlConfig
 from windlass.errors import ConfigError, PeerUnreachable, PlanError, WindlassError
+from windlass.transfer.bindings import Carried
 from windlass.updates.binding import Binding, EnginesUnbound, FleetBinder, Planner, signature_of
 from windlass.updates.fleet import Group
 from windlass.updates.links import Link
@@ -41,7 +42,7 @@ class Connector:
         self.binding: Binding | None = None
         self.binds: tuple[str, ...] = ()
         self._costs: dict[str, BindCost] = {}
-        self._reached: dict[Link, float] = {}
+        self._carried: dict[Link, Carried] = {}
 
     async def until_enough(self) -> Binding:
         """Wait until `min_engines` are there, and have them bound.
@@ -168,26 +169,19 @@ class Connector:
         for name, reason in refused.items():
             await self._members.refuse(name, reason)
 
-    # --- what it cost, and what links reach --------------------------------------------------
+    # --- what it cost, and what links carry ----------------------------------------------------
 
     def pop_costs(self) -> dict[str, BindCost]:
         """What it cost to connect those that were bound since this was asked last."""
         costs, self._costs = self._costs, {}
         return costs
 
-    def note_speeds(
-        self, binding: Binding, engines: Sequence[str], wire_s: Mapping[str, float]
-    ) -> None:
-        """Note what each link reached: its bytes, over the seconds that its source spent on all of its links."""
-        known = {} if self.binding is None else self.binding.links
-        self._reached = {link: gbps for link, gbps in self._reached.items() if link in known}
-        served = {worker for name in engines for worker in binding.engines[name]}
-        self._reached |= {
-            (source, worker): nbytes / wire_s[source] / 1e9
-            for (source, worker), nbytes in binding.links.items()
-            if worker in served and wire_s.get(source, 0.0) > 0
-        }
+    def note_carried(self, carried: Mapping[Link, Carried]) -> None:
+        """Note what links carried last, of those that there are."""
+        known = {} if self.binding is None else self.binding.transports
+        both = {**self._carried, **carried}
+        self._carried = {link: found for link, found in both.items() if link in known}
 
     def describe_links(self) -> list[dict[str, str | float]]:
         """Links as `/v1/status` shows them."""
-        return [] if self.binding is None else self.binding.describe_links(self._reached)
+        return [] if self.binding is None else self.binding.describe_links(self._carried)

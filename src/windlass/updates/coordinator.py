@@ -431,7 +431,7 @@ class Coordinator:
                 compare_s=report.compare_s, update_s=report.update_s, is_published=is_published
             )
         if is_published:
-            self.connector.note_speeds(binding, report.engines, finish.wire_s)
+            self.connector.note_carried(finish.carried)
             self.run.record_outcome(JournalKind.PUBLISHED, finish.version, report.engines)
         else:
             self.run.record_outcome(JournalKind.ROUND_ENDED, finish.version, (), finish.reason)

@@ -15,7 +15,7 @@ from windlass.net.logs import log_fields
 from windlass.net.messages import Envelope, Reply, RoundId
 from windlass.updates.binding import Binding
 from windlass.updates.messages import Pause, Publish, Result
-from windlass.updates.report import Measure, UpdateReport
+from windlass.updates.report import Measure, UpdateReport, wire_by_transport
 from windlass.updates.rounds import (
     AgentLost,
     DeadlinePassed,
@@ -138,6 +138,7 @@ class RoundDriver:
             phase_s=dict(self._phase_s),
             digest_ok=finish.digest_ok,
             transports=self.binding.links_by_transport,
+            wire=wire_by_transport(finish.carried, self.binding.transport_of),
         )
         replies = tuple(event for event in late if isinstance(event, Replied))
         return RoundResult(finish, replies, report)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Self
 
 import msgspec
+
+from windlass.transfer.bindings import Carried
+from windlass.updates.links import Link
+
+SLOWEST_LINKS = 4
+"""Of each transport, named in a report."""
 
 
 class Measure(StrEnum):
@@ -75,6 +83,44 @@ class BindCost(msgspec.Struct, frozen=True):
     bind_s: float
 
 
+class LinkWire(Carried, frozen=True):
+    """What one link carried in an update, from one worker to another."""
+
+    source: str
+    destination: str
+
+
+class TransportWire(Carried, frozen=True):
+    """What all links of a transport carried in an update; their seconds overlap where they work side by side.
+
+    Attributes:
+        num_links: links that carried anything.
+        slowest: of these the few that took longest, the longest first.
+    """
+
+    num_links: int
+    slowest: tuple[LinkWire, ...]
+
+
+def wire_by_transport(
+    carried: Mapping[Link, Carried], transports: Mapping[Link, str]
+) -> dict[str, TransportWire]:
+    """What each transport carried, of links that have one: as small for many links as for a few."""
+    links: dict[str, list[tuple[float, int, Link]]] = {}
+    for link, found in carried.items():
+        if (transport := transports.get(link)) is not None:
+            links.setdefault(transport, []).append((found.wire_s, found.nbytes, link))
+    return {
+        transport: TransportWire(
+            sum([nbytes for _, nbytes, _ in of]),
+            sum([wire_s for wire_s, _, _ in of]),
+            len(of),
+            tuple(LinkWire(n, s, *link) for s, n, link in heapq.nlargest(SLOWEST_LINKS, of)),
+        )
+        for transport, of in sorted(links.items())
+    }
+
+
 class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=True):
     """Sent to every trainer rank when its announced version is published or given up.
 
@@ -92,6 +138,8 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
             for the update.
         transports: name -> links that took it, where bytes travel by one-sided writes; `/v1/status` says
             of each link what it took, and why.
+        wire: name of a transport -> what its links carried, relayed bytes among them, and which were the
+            slowest; `/v1/status` says it of each link that the last update went by.
         bound: rank -> what it cost to connect it, of those that were bound since the last update: all of
             them in the first one, nobody where the fleet has not changed. Trainers are told of the 64 that
             took longest, the controller's own process of all.
@@ -107,6 +155,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
     digest_ok: bool = True
     attempt: int = 0
     transports: dict[str, int] = {}
+    wire: dict[str, TransportWire] = {}
     bound: dict[str, BindCost] = {}
 
     def measure(self, measure: Measure) -> float:

@@ -43,8 +43,8 @@ import numpy as np
 from windlass.config import BackendTraits, ControlConfig, P2pBackend, UpdateMode
 from windlass.errors import ProtocolError
 from windlass.planning.replicated import DIGESTED, Replicated, decode_digested
-from windlass.transfer.bindings import LinkOutcome, LinkStatus, Relayed, Written
-from windlass.updates.links import LinkLedger, RelayPass
+from windlass.transfer.bindings import Carried, LinkOutcome, LinkStatus, Relayed, Written
+from windlass.updates.links import Link, LinkLedger, RelayPass
 from windlass.updates.messages import (
     ABORT_NOTICE,
     Abort,
@@ -224,7 +224,7 @@ class Finish:
         unsettled: workers that were told to write and did not answer, and the engines that their
             bytes may still reach.
         silent: engine ranks that did not answer by a deadline.
-        measures: what ranks reported. wire_s: seconds inside writes, of each rank that wrote.
+        measures: what ranks reported. carried: what each link did that was written by itself.
         digest_ok: no engine reported a wrong digest in the end.
     """
 
@@ -237,7 +237,7 @@ class Finish:
     unsettled: Mapping[str, tuple[str, ...]]
     silent: frozenset[str]
     measures: Mapping[Measure, float]
-    wire_s: Mapping[str, float]
+    carried: Mapping[Link, Carried]
     digest_ok: bool
 
 
@@ -279,6 +279,7 @@ class RoundMachine:
         self._all_sent = not spec.traits.driven_by_trainer
         self._digest_ok = True
         self._measured: dict[Measure, dict[str, float]] = {}
+        self._carried: dict[Link, Carried] = {}
         self._out: list[Instruction] = []
 
     @property
@@ -407,6 +408,7 @@ class RoundMachine:
         worker = link.destination
         engine = self._engine_of[worker]
         self._measure(Measure.NBYTES, trainer, link.nbytes)
+        self._carry((trainer, worker), link.nbytes, link.wire_s)
         match link.status:
             case LinkStatus.OK:
                 self._links.written((trainer, worker), link.digest)
@@ -424,6 +426,9 @@ class RoundMachine:
     def _on_relayed(self, worker: str, relayed: Relayed) -> None:
         self._measure(Measure.NBYTES, worker, relayed.nbytes)
         self._measure(Measure.WIRE_S, worker, relayed.wire_s)
+        for child in self._spec.relay[worker]:
+            if (sent := relayed.passed_on.get(child)) is not None:
+                self._carry((worker, child), sent.nbytes, sent.wire_s)
         self._relay.answered(worker, relayed.missing)
         for child in relayed.unknown_to:
             if child in self._engine_of:
@@ -648,7 +653,7 @@ class RoundMachine:
                 },
                 silent=frozenset(self._silent),
                 measures={m: m.of_ranks(values) for m, values in self._measured.items()},
-                wire_s=self._measured.get(Measure.WIRE_S, {}),
+                carried=self._carried,
                 digest_ok=self._digest_ok,
             )
         )
@@ -659,6 +664,11 @@ class RoundMachine:
     def _measure(self, measure: Measure, worker: str, value: float) -> None:
         values = self._measured.setdefault(measure, {})
         values[worker] = values.get(worker, 0.0) + (value if 0 < value < inf else 0.0)
+
+    def _carry(self, link: Link, nbytes: int, wire_s: float) -> None:
+        if nbytes > 0 and 0 < wire_s < inf:
+            before = self._carried.get(link, Carried(0, 0.0))
+            self._carried[link] = Carried(before.nbytes + nbytes, before.wire_s + wire_s)
 
     # --- small things ------------------------------------------------------------------------
 
