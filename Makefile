@@ -6,6 +6,8 @@ STAMP  := $(VENV)/.installed
 ARGS   ?=
 FULL   ?=
 
+# Bytecode is kept: a thousand processes of the tests would compile the sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1

@@ -7,6 +7,7 @@ import functools
 import multiprocessing as mp
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Self
@@ -116,7 +117,10 @@ class Fleet:
     def __init__(self, url: str, wire: TransportConfig) -> None:
         self._url = url
         self._wire = wire
-        self._context = mp.get_context("spawn")
+        # With GPUs every process starts CUDA by itself, from nothing.
+        self._context: SpawnContext | ForkServerContext = (
+            mp.get_context("spawn") if torch.cuda.is_available() else mp.get_context("forkserver")
+        )
         self._processes: list[BaseProcess] = []
         self._pipes: dict[str, Connection] = {}
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -194,7 +195,12 @@ def work(rank: int, folder: Path, way: dict[str, Any], port: int) -> None:
 
 
 def main(rank: int, folder: Path, ways: list[dict[str, Any]], ports: list[int]) -> None:
-    """Every way in a process of its own: torch keeps what it knows of groups that were destroyed."""
+    """Every way in a process of its own: torch keeps what it knows of groups that were destroyed.
+
+    What each of them would import by itself is imported before.
+    """
+    for name in ("torch._dynamo", "torch.distributed.checkpoint.state_dict"):
+        importlib.import_module(name)
     for way, port in zip(ways, ports, strict=True):
         if not (child := os.fork()):
             work(rank, folder, way, port)

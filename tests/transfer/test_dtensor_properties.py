@@ -126,7 +126,7 @@ def run_rank(rank: int, store: str, pipes: list[Connection]) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Connection]]:
     folder: Path = tmp_path_factory.mktemp("properties")
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
     pairs = [context.Pipe() for _ in range(WORLD_SIZE)]
     far = [pair[1] for pair in pairs]
     started = [

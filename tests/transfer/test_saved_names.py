@@ -196,7 +196,9 @@ def run_rank(rank: int, folder: str) -> None:
 def test_what_ranks_hold_of_saved_tensors_is_together_what_is_saved(tmp_path: Path) -> None:
     for name in SHARDED:
         saved(built(name), tmp_path / name)
-    mp.spawn(run_rank, (str(tmp_path),), nprocs=WORLD_SIZE)  # type: ignore[attr-defined,no-untyped-call]
+    mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
+        run_rank, (str(tmp_path),), nprocs=WORLD_SIZE, start_method="forkserver"
+    )
 
 
 def chain(tensors: list[torch.Tensor], dice: random.Random) -> list[torch.Tensor]:
