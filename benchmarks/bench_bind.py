@@ -39,6 +39,7 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transports.memory import MemoryTransport
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import Command
+from windlass.updates.routes import mount_updates
 from windlass.updates.session import AgentSession
 
 TOKEN = "benchmark"
@@ -207,7 +208,7 @@ async def measure(num_engines: int, repeats: int) -> list[Row]:
     deadlines = PhaseDeadlines(connect_s=DEADLINE_S, fleet_s=DEADLINE_S)
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     coordinator = Coordinator(ControlConfig(deadlines=deadlines, min_engines=num_engines))
-    coordinator.mount(server)
+    mount_updates(coordinator, server)
     await server.start()
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")

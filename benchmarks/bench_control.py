@@ -57,6 +57,7 @@ from windlass.updates.messages import (
     Write,
 )
 from windlass.updates.report import RoundOutcome, UpdateReport
+from windlass.updates.routes import mount_updates
 
 TOKEN = "benchmark"
 GOAL_MS = 20.0
@@ -184,7 +185,7 @@ async def controller(
     config = ControlConfig(mode=UpdateMode.IN_PLACE)
     coordinator = Coordinator(config, journal_path=journal)
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
-    coordinator.mount(server)
+    mount_updates(coordinator, server)
     reports: asyncio.Queue[UpdateReport] = asyncio.Queue()
     coordinator.on_update(reports.put_nowait)
     await server.start()

@@ -19,8 +19,8 @@ from windlass.memory.host import HostMemory
 from windlass.testing.peer_process import PeerProcess, digest_of
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.registration import RegisteredMemory
-from windlass.transports.base import OneSidedTransport, TransportConfig, WriteBatch
-from windlass.transports.registry import create_transport, parse_transport
+from windlass.transports.base import OneSidedTransport, WriteBatch
+from windlass.transports.registry import TransportConfig, create_transport, parse_transport
 
 LAYERS, EXPERTS = 48, 128
 SAMPLE = 512

@@ -24,6 +24,7 @@ from windlass.rollout.messages import TrainingSample
 from windlass.rollout.routers import RouterFeed
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.updates.coordinator import Coordinator
+from windlass.updates.routes import mount_updates
 
 DEFAULT_CONCURRENCY = 256
 
@@ -146,7 +147,7 @@ class Controller:
 
     async def __aenter__(self) -> Controller:
         mount_rollout_routes(self._server, self.rollouts, self.batches)
-        self.coordinator.mount(self._server)
+        mount_updates(self.coordinator, self._server)
         self._operations.mount(self._server)
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.coordinator.close)

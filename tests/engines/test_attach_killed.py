@@ -29,6 +29,7 @@ from windlass.engines.vllm import extension
 from windlass.engines.vllm.engine_core import QUIESCES
 from windlass.engines.vllm.extension import WindlassExtension
 from windlass.errors import PeerTimeout, WindlassError
+from windlass.updates.routes import status_of
 
 TOKEN = "secret of the test"
 WITHIN_S = 60.0
@@ -209,7 +210,7 @@ async def assert_nothing_reaches(controller: windlass.Controller, engine: Engine
     with pytest.raises(PeerTimeout):
         await asyncio.to_thread(publish, trainer("c"), controller.url, 1.0)
     assert controller.coordinator.routable() == ()
-    assert controller.coordinator.status()["engines"] == []
+    assert status_of(controller.coordinator)["engines"] == []
     assert not engine.weight.any()
 
 

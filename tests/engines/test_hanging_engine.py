@@ -24,6 +24,7 @@ from windlass.net.server import ControlServer
 from windlass.updates import recovery
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.report import RoundOutcome
+from windlass.updates.routes import mount_updates
 
 TOKEN = "a-token"
 WITHIN_S = 30.0
@@ -103,7 +104,7 @@ async def test_an_engine_whose_server_hangs_is_published_and_rests_until_it_answ
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     config = ControlConfig(mode=mode, deadlines=PhaseDeadlines(publish_s=PUBLISH_S))
     coordinator = Coordinator(config, journal_path=tmp_path / "journal")
-    coordinator.mount(server)
+    mount_updates(coordinator, server)
     await server.start()
     pair = await asyncio.to_thread(connect_small_pair, server.url, TOKEN, hooks, hooks.url)
     try:

@@ -121,7 +121,7 @@ def test_backends_that_cast_at_the_engine_find_it_at_the_trainer() -> None:
     memory = [ParameterMemory(int(b.ctypes.data), b.nbytes) for b in fleet.trained]
     source = SourceMemory(TRAINER, lambda: memory)
     part = PLAN.for_source("trainer/0")
-    source.bind(part, [fleet.sender._peers["engine/0"].binding])
+    source.bind(part, [fleet.sender._links.peers["engine/0"].binding])
     source.locate()
     source.hash_links()
     fleet.trained[1][1919] = 65520

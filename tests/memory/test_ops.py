@@ -21,7 +21,9 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.memory.cuda.ops import CudaMemory
 from windlass.memory.host import HostMemory
-from windlass.memory.ops import ALIGNMENT, MemoryOps, StridedCopy, memory_at
+from windlass.memory.ops import ALIGNMENT, MemoryOps
+from windlass.memory.packing import StridedCopy
+from windlass.memory.place import memory_at
 from windlass.memory.torch_dtypes import torch_dtype
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
@@ -234,9 +236,9 @@ def test_a_view_is_the_memory_itself(rig: Rig) -> None:
 
 
 def test_weights_in_two_memories_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from windlass.memory import ops
+    from windlass.memory import place
 
-    monkeypatch.setattr(ops, "gpu_of", lambda address: {1: -1, 2: 0, 3: 1}[address])
+    monkeypatch.setattr(place, "gpu_of", lambda address: {1: -1, 2: 0, 3: 1}[address])
     with pytest.raises(
         PlanError, match=r"engine/0: .* on one GPU or in host memory, got GPUs \[-1, 0\]"
     ):

@@ -12,7 +12,7 @@ from nics import TOLD, Nic, find_nics, tell
 
 from windlass.testing import peer_process
 from windlass.testing.peer_process import Child
-from windlass.transports.base import TransportConfig
+from windlass.transports.registry import TransportConfig
 
 ANSWER_S = 120.0
 """An emulated processor takes this long to start a peer beside a busy queue."""

@@ -17,7 +17,7 @@ from typing import IO, final
 import msgspec
 
 from windlass.testing.peer_process import serve
-from windlass.transports.base import TransportConfig
+from windlass.transports.registry import TransportConfig
 
 __all__ = ["ForkedChild", "memory_limited", "start_fork_server"]
 

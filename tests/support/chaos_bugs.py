@@ -25,12 +25,12 @@ from windlass.transfer.destination import Destination
 from windlass.transfer.sender import Sender
 from windlass.updates import binding, members
 from windlass.updates.connector import Connector
-from windlass.updates.coordinator import Coordinator
 from windlass.updates.driver import RoundDriver
 from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.fleet import Fleet
 from windlass.updates.links import LinkLedger
 from windlass.updates.members import Members
+from windlass.updates.recovery import CatchUps
 from windlass.updates.rounds import RoundMachine
 from windlass.updates.run import Run
 
@@ -164,9 +164,9 @@ BUGS = (
     ),
     Bug(
         "a lost write holds its engines for ever",
-        Coordinator,
+        CatchUps,
         "settle_soon",
-        "self.spawn(self.members.probe_held())",
+        "self._coordinator.spawn(self._coordinator.members.probe_held())",
         "pass",
         6,
     ),

@@ -18,6 +18,7 @@ from windlass.rollout.handles import Rollout, RolloutConfig, RolloutGroup
 from windlass.rollout.messages import OnAbort, SamplingParams
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.updates.coordinator import Coordinator
+from windlass.updates.routes import mount_updates
 
 if TYPE_CHECKING:
     from chaos_world import World
@@ -53,12 +54,12 @@ class ControllerProcess(Process):
             config, journal_path=world.journal_path, planner=world.planner
         )
         self.server = ControlServer(host="127.0.0.1", port=world.port, token=TOKEN)
-        self.coordinator.mount(self.server)
+        mount_updates(self.coordinator, self.server)
         self.policy = StalenessPolicy(
             max_staleness=MAX_STALENESS,
             batch_size=2 * GROUP_SIZE,
             max_concurrent=4 * GROUP_SIZE,
-            start_version=max(0, self.coordinator.published_version),
+            start_version=max(0, self.coordinator.fleet.published),
             max_resubmits=1000,
         )
         self.rollouts = RolloutController(
@@ -80,7 +81,7 @@ class ControllerProcess(Process):
         self.ready = asyncio.Event()
         self.submitted: dict[int, tuple[int, ...]] = {}
         self.delivered: set[str] = set()
-        self.last_update = self.coordinator.published_version
+        self.last_update = self.coordinator.fleet.published
         self.round_began_s = -1.0
         self.trainers_were_there = False
         self._next_prompt = 0

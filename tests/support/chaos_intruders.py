@@ -211,7 +211,7 @@ class Intruder:
     def _wrong_hellos(self) -> Iterator[tuple[str, Hello]]:
         """Each breaks one rule; those that others must be there for come last."""
         coordinator = self.world.controller.coordinator
-        far = coordinator.epoch + (1 << 21)
+        far = coordinator.run.round_id.epoch + (1 << 21)
         yield "an epoch out of bounds", self.hello(epoch=MAX_COUNT + 1)
         yield "an epoch far ahead", self.hello(epoch=min(far, MAX_COUNT))
         yield "a round out of bounds", self.hello(round=MAX_COUNT + 1)
@@ -290,7 +290,7 @@ class Intruder:
                 await asyncio.sleep(0.25)
 
     async def _serve_the_future(self) -> None:
-        lineage = self.world.controller.coordinator.lineage
+        lineage = self.world.controller.coordinator.run.lineage
         await self._join(self.hello(served_version=10**6, lineage=lineage), self._misfit_answer)
 
     async def _cannot_join(self) -> None:
@@ -502,7 +502,7 @@ class Intruder:
             last = 0
             for _ in range(30):
                 await asyncio.sleep(0.1)
-                version = self.world.controller.coordinator.published_version
+                version = self.world.controller.coordinator.fleet.published
                 records = list(self.world.controller.rollouts._table.records.values())[:8]
                 outcomes = tuple(
                     encode(_forged_outcome(record.task_id, record.attempt + step, version))

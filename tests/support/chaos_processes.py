@@ -239,7 +239,9 @@ class TrainerProcess(Process):
         self.conversation = conversation
         if rival:  # it has trained for this run before, or for another one
             self.conversation._welcomed_by = (
-                world.controller.coordinator.lineage if rival == OF_THIS_RUN else FOREIGN_LINEAGE
+                world.controller.coordinator.run.lineage
+                if rival == OF_THIS_RUN
+                else FOREIGN_LINEAGE
             )
 
     def hold(self, version: int) -> None:

@@ -39,6 +39,7 @@ from windlass.updates.coordinator import Coordinator
 from windlass.updates.journal import JournalEntry, JournalKind
 from windlass.updates.report import UpdateReport
 from windlass.updates.rounds import Phase
+from windlass.updates.routes import mount_updates, status_of
 
 TOKEN = "a shared secret"
 ENGINES = ("a", "b", "c")
@@ -178,7 +179,7 @@ class Run:
             journal_path=self.journal,
         )
         self.server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
-        self.coordinator.mount(self.server)
+        mount_updates(self.coordinator, self.server)
         policy = StalenessPolicy(max_staleness=MAX_STALENESS, batch_size=8, max_concurrent=16)
         policy.max_resubmits = 1000
         self.policy = policy
@@ -437,7 +438,7 @@ class Run:
             if {e.name for e in self.coordinator.routable()} == set(ENGINES):
                 break
         else:
-            raise Broken(f"no calm: {self.coordinator.status()['engines']}")
+            raise Broken(f"no calm: {status_of(self.coordinator)['engines']}")
         await self._check_engines()
         self._producing = False
         for _ in range(60):

@@ -47,6 +47,7 @@ from windlass.updates import journal
 from windlass.updates import members as members_module
 from windlass.updates.journal import JournalEntry, JournalKind
 from windlass.updates.report import RoundOutcome, UpdateReport
+from windlass.updates.routes import status_of
 
 ANNOUNCE_S = 90.0
 """How long a trainer waits for the end of a round; longer than any round takes."""
@@ -305,7 +306,7 @@ class World:
             controller.round_began_s = now_s
         elif now_s - controller.round_began_s > ROUND_BOUND_S + 1.0:
             self.violate(f"a round lasts longer than {ROUND_BOUND_S} s")
-        published = coordinator.published_version
+        published = coordinator.fleet.published
         if published < controller.last_update:
             self.violate(f"published version fell from {controller.last_update} to {published}")
         controller.last_update = published
@@ -314,8 +315,8 @@ class World:
             quarantined = {worker for worker, _ in coordinator.fleet.quarantined}
             if wrong := quarantined & {rank.name for rank in self.engines}:
                 self.violate(f"with nothing wrong but intruders these are quarantined: {wrong}")
-        if coordinator.epoch > MAX_EPOCH:
-            self.violate(f"epoch {coordinator.epoch}")
+        if coordinator.run.round_id.epoch > MAX_EPOCH:
+            self.violate(f"epoch {coordinator.run.round_id.epoch}")
         self._check_engines(None if in_round else published)
         self._steps += 1
         # What is lost stays lost: an audit in every 16th step finds it as well.
@@ -656,7 +657,7 @@ class World:
                     self.violate(f"{rank.name} is routed and stays paused though nothing is wrong")
 
     def _describe(self) -> str:
-        return str(self.controller.coordinator.status()["engines"])
+        return str(status_of(self.controller.coordinator)["engines"])
 
     async def _everybody_is_there(self) -> None:
         await self.controller.ready.wait()
@@ -707,7 +708,7 @@ class World:
             # A misfit is brought up again and again.
             "tasks": (len(coordinator._tasks), max(4, num_intruders + 1)),
             "holds": (len(coordinator.fleet._holds), 0),
-            "waiting": (sum(s.num_waiting for s in ours), 0),
+            "waiting": (sum(len(s._calls) for s in ours), 0),
             "records": (len(self.controller.rollouts._table.records), 0),
             "by engine": (len(self.controller.rollouts._table.by_engine), 0),
         }

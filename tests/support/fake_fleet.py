@@ -28,6 +28,7 @@ from windlass.updates.coordinator import Coordinator
 from windlass.updates.engine_channel import EngineChannel
 from windlass.updates.messages import Command
 from windlass.updates.report import UpdateReport
+from windlass.updates.routes import mount_updates
 
 __all__ = ["TOKEN", "FakeFleet"]
 
@@ -64,7 +65,7 @@ class FakeFleet:
         self.token = TOKEN
         self.server = ControlServer(host="127.0.0.1", port=port, token=TOKEN)
         self.coordinator = Coordinator(self.config, journal_path=journal_path, planner=planner)
-        self.coordinator.mount(self.server)
+        mount_updates(self.coordinator, self.server)
         self.channels: dict[str, AgentChannel] = {}
         self.trainers: dict[str, FakeTrainerRank] = {}
         self.engines: dict[str, FakeEngineRank] = {}
@@ -167,7 +168,7 @@ class FakeFleet:
                 world_size=ranks,
                 incarnation=incarnation,
                 served_version=served_version,
-                lineage=lineage or self.coordinator.lineage,
+                lineage=lineage or self.coordinator.run.lineage,
             )
             await self.connect(hello, rank)
             made.append(rank)

@@ -32,6 +32,7 @@ from windlass.transports.registry import create_transport, parse_transport
 from windlass.updates.client import CommandHandler
 from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.messages import Command, Result
+from windlass.updates.routes import status_of
 from windlass.updates.trainer_agent import TrainerAgent
 
 TOKEN = "secret of the test"
@@ -292,12 +293,12 @@ async def run_controller(host: str, port: int, config: str, journal: str) -> Non
         async def serving(version: int, engines: list[str], deadline_s: float) -> list[str]:
             async with asyncio.timeout(deadline_s), changed:
                 await changed.wait_for(
-                    lambda: coordinator.published_version == version and routed() == engines
+                    lambda: coordinator.fleet.published == version and routed() == engines
                 )
             return routed()
 
         async def status() -> dict[str, Any]:
-            return {"status": coordinator.status(), "routed": routed(), "phases": phases}
+            return {"status": status_of(coordinator), "routed": routed(), "phases": phases}
 
         def called(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*arguments: Any) -> Any:

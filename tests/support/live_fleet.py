@@ -21,13 +21,12 @@ from windlass.layout.manifest import Role
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.dtensor import describe_module, parameter_addresses
 from windlass.transports.auto import AutoConfig
-from windlass.transports.base import TransportConfig
 from windlass.transports.cuda_ipc import CudaIpcConfig
 from windlass.transports.mooncake.native import MooncakeProtocol
 from windlass.transports.mooncake.transport import MooncakeConfig
 from windlass.transports.nixl.native import NixlWire
 from windlass.transports.nixl.transport import NixlConfig
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import TransportConfig, create_transport
 
 TOKEN = "secret of the test"
 NUM_TRAINERS = 2

@@ -49,6 +49,7 @@ from windlass.updates.coordinator import Coordinator
 from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.engine_channel import EngineChannel
 from windlass.updates.report import RoundOutcome, UpdateReport
+from windlass.updates.routes import mount_updates
 from windlass.updates.trainer_agent import TrainerAgent
 
 __all__ = ["CONTROLLER", "ENGINE_RANKS", "SimulatedFleet", "held_by", "topology_of"]
@@ -296,7 +297,7 @@ class SimulatedFleet:
         self.coordinator = Coordinator(config, journal_path=self._journal)
         port = int(self.url.rpartition(":")[2])
         self.server = ControlServer(host="127.0.0.1", port=port, token=TOKEN)
-        self.coordinator.mount(self.server)
+        mount_updates(self.coordinator, self.server)
         await self.server.start()
 
     async def kill_controller(self) -> None:
@@ -381,14 +382,14 @@ class SimulatedFleet:
                 and len(binding.engines) == self.num_engines
                 and not binding.ended
                 and not self.coordinator.lock.locked()
-                and self.coordinator.published_version in self._serving()
+                and self.coordinator.fleet.published in self._serving()
             )
 
         await self.until(there)
 
     def _serving(self) -> set[int]:
         """The version that all engines serve; -1 if there is none, nothing if they differ."""
-        states = self.coordinator.engines()
+        states = self.coordinator.fleet.states()
         versions = {state.version for state in states}
         return versions if len(versions) == 1 and len(states) == self.num_engines else set()
 

@@ -18,6 +18,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from windlass.updates.routes import status_of
+
 if TYPE_CHECKING:
     from windlass.integrations.vllm import WeightSync
 
@@ -133,7 +135,7 @@ def links_of(sync: WeightSync) -> dict[str, str]:
     assert fleet is not None
 
     async def status() -> dict[str, Any]:
-        return fleet._coordinator.status()
+        return status_of(fleet._coordinator)
 
     links = fleet.hosted.call(status()).result(30)["links"]
     return {f"{link['source']} > {link['destination']}": link["transport"] for link in links}

@@ -7,10 +7,10 @@ from windlass.errors import ConfigError, RegionError, TransferFailed, TransferOu
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.testing.faulty_transport import Fault, FaultKind, FaultyTransport
 from windlass.transfer.arena import Arena
-from windlass.transports.base import MemoryRegion, TransportConfig, WriteBatch
+from windlass.transports.base import MemoryRegion, WriteBatch
 from windlass.transports.cma import CmaConfig
 from windlass.transports.memory import MemoryFabric, MemoryTransport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import TransportConfig, create_transport
 from windlass.transports.shm import ShmConfig, ShmTransport
 
 

@@ -196,11 +196,11 @@ def test_a_slow_link_lends_none_of_its_seconds_to_its_neighbours(arena_nbytes: i
 
 
 def test_an_error_that_nobody_foresaw_takes_the_arena_out_of_use(fleet: Fleet) -> None:
-    arena = fleet.sender._packer.arena
+    arena = fleet.sender._packer.slot.arena
     assert arena is not None
     fleet.script["engine-b/0"] = raises(RuntimeError("a bug"))
     assert fleet.write()["engine-b/0"] is LinkStatus.UNKNOWN
-    assert fleet.sender._packer.arena not in {None, arena}
+    assert fleet.sender._packer.slot.arena not in {None, arena}
     assert arena.nbytes > 0  # nobody has unmapped it
 
 

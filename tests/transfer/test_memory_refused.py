@@ -13,7 +13,7 @@ from windlass.errors import ConfigError, PlanError
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.memory import ops
+from windlass.memory import place
 from windlass.memory.cuda import gpu
 from windlass.planning.planner import plan_transfer
 from windlass.planning.program import DigestKind
@@ -66,7 +66,7 @@ def test_weights_that_move_to_another_memory_after_they_were_bound_are_refused(
     source.bind(plan, [DestinationBinding("engine/0", PeerEndpoint("disk", "/w", ""), (), ())])
     lies[0] = ON_GPU
     monkeypatch.setattr(gpu, "shared_gpu", lambda _: numpy_gpu())
-    monkeypatch.setattr(ops, "gpu_of", lambda _: 0)
+    monkeypatch.setattr(place, "gpu_of", lambda _: 0)
     with pytest.raises(PlanError, match=r"trainer/0: .* must stay on GPU -1, .* got GPU 0"):
         source.locate()
 

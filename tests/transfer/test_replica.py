@@ -446,7 +446,7 @@ def test_memory_under_a_write_of_unknown_outcome_is_read_again_and_never_written
         assert link.status is LinkStatus.UNKNOWN
         held = links.sender.replica
         assert held is not None
-        copied, replica = links.sender.arena_nbytes, held.nbytes
+        copied, replica = links.sender._packer.slot.nbytes, held.nbytes
         assert replica == sum(
             -(-t.nbytes // 64) * 64 for n, t in weights(0).items() if n in KEPT
         )  # what is packed is not copied twice
@@ -455,7 +455,7 @@ def test_memory_under_a_write_of_unknown_outcome_is_read_again_and_never_written
         links.sender.begin_version(lambda: None)
         links.sender.prepare()
         links.deliver("b/0", 1)
-        assert (links.sender.arena_nbytes, held.nbytes) == (copied, replica)
+        assert (links.sender._packer.slot.nbytes, held.nbytes) == (copied, replica)
     finally:
         links.close()
 
@@ -473,7 +473,7 @@ def test_without_memory_for_another_replica_nothing_in_doubt_is_used_and_the_nex
         links.sender.prepare()
         (link,) = links.sender.write(0, ["a/0"], 10.0).links
         assert link.status is LinkStatus.UNKNOWN
-        arena, replica = links.sender._packer.arena, links.sender.replica
+        arena, replica = links.sender._packer.slot.arena, links.sender.replica
         assert replica is not None
         nbytes = replica.nbytes
         links.memory.refill(1)
@@ -483,7 +483,7 @@ def test_without_memory_for_another_replica_nothing_in_doubt_is_used_and_the_nex
             for _ in range(2):
                 with pytest.raises(RegionError, match="no memory"):
                     links.sender.prepare()
-                assert links.sender._packer.arena not in {None, arena}
+                assert links.sender._packer.slot.arena not in {None, arena}
         links.sender.prepare()
         links.deliver("b/0", 1)
         assert replica.nbytes == nbytes
@@ -504,7 +504,7 @@ def test_without_memory_for_another_arena_nothing_is_taken_and_the_next_version_
         links.sender.prepare()
         (link,) = links.sender.write(0, ["a/0"], 10.0).links
         assert link.status is LinkStatus.UNKNOWN
-        nbytes = links.sender.arena_nbytes
+        nbytes = links.sender._packer.slot.nbytes
         links.memory.refill(1)
         links.sender.begin_version(lambda: told.append(1))
         with monkeypatch.context() as patch:
@@ -515,7 +515,7 @@ def test_without_memory_for_another_arena_nothing_is_taken_and_the_next_version_
         assert not told
         links.sender.prepare()
         assert told == [1]
-        assert links.sender.arena_nbytes == nbytes > 0
+        assert links.sender._packer.slot.nbytes == nbytes > 0
         links.deliver("b/0", 1)
     finally:
         links.close()

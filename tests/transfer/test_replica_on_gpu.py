@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import windlass
 from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
 from windlass.errors import ConfigError
-from windlass.transports.base import TransportConfig
+from windlass.transports.registry import TransportConfig
 
 pytestmark = [
     pytest.mark.gpu,

@@ -273,7 +273,7 @@ def test_a_bit_that_flipped_in_the_arena_is_healed_by_writing_again(dtype: DType
     try:
         for worker, sender in fleet.senders.items():
             sender.prepare()
-            arena = sender._packer.arena
+            arena = sender._packer.slot.arena
             assert isinstance(arena, Arena)
             arena.bytes[3] ^= 1  # of the first link
             peers = sorted(fleet.receivers)

@@ -24,13 +24,7 @@ from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.arena import Arena
 from windlass.transports import cuda_ipc as ipc
 from windlass.transports import region_transport as bounds
-from windlass.transports.base import (
-    MemoryRegion,
-    PeerEndpoint,
-    RemoteRegion,
-    WireReport,
-    WriteBatch,
-)
+from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion, WriteBatch
 from windlass.transports.cuda_ipc import CudaIpcTransport
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.mooncake import transport as mooncake
@@ -38,6 +32,7 @@ from windlass.transports.mooncake.native import NativeEngine, Started
 from windlass.transports.mooncake.transport import MooncakeConfig, MooncakeTransport
 from windlass.transports.network import Outcome
 from windlass.transports.region_transport import RegionTransport
+from windlass.transports.traits import WireReport
 
 SECONDS = 20.0
 NBYTES = 1 << 14

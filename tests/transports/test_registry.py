@@ -9,9 +9,14 @@ import pytest
 
 from windlass import plugins
 from windlass.errors import ConfigError, TransportUnavailable
-from windlass.transports.base import TransportConfig
 from windlass.transports.cma import CmaConfig
-from windlass.transports.registry import TRANSPORTS, config_type, parse_transport, transport_names
+from windlass.transports.registry import (
+    TRANSPORTS,
+    TransportConfig,
+    config_type,
+    parse_transport,
+    transport_names,
+)
 
 
 class NotItsName(TransportConfig, frozen=True, tag="other"):

@@ -21,6 +21,7 @@ from windlass.transports.choice import LinkChoice
 from windlass.updates.binding import Binding
 from windlass.updates.connect_messages import ChangeLinks, ConnectEngine, ConnectTrainer, NotBound
 from windlass.updates.messages import Command, Result
+from windlass.updates.routes import status_of
 from windlass.updates.session import AgentSession
 
 WITHIN_S = 30.0
@@ -151,7 +152,7 @@ async def test_an_engine_that_is_started_again_is_bound_alone(
         for rank in range(2):
             await asyncio.to_thread(rig.channels.pop(f"b/{rank}").close)
         await until(rig, lambda: rig.routable == {"a": 0, "c": 0})
-        before = rig.coordinator.epoch
+        before = rig.coordinator.run.round_id.epoch
         asked.clear()
         await rig.add_engine("b", ranks=2, incarnation="second")
         await settled(rig, 3)
@@ -165,7 +166,7 @@ async def test_an_engine_that_is_started_again_is_bound_alone(
             told = [*ended, last]
             assert all(isinstance(c, ChangeLinks) and c.since >= 1 for c in told)
             assert [n for c in told if isinstance(c, ChangeLinks) for n in c.gone] == ["b/0", "b/1"]
-        assert rig.coordinator.epoch > before
+        assert rig.coordinator.run.round_id.epoch > before
         asked.clear()
         report = await rig.publish(1)
         check_served(rig, 1, {"a", "b", "c"})
@@ -217,7 +218,7 @@ async def test_a_newcomer_that_does_not_bind_leaves_the_others_bound(asked: Aske
         await rig.publish(0)
         asked.clear()
         await rig.add_engine("c", on_command=refuse)
-        await until(rig, lambda: "c" in str(rig.coordinator.status()["refused"]))
+        await until(rig, lambda: "c" in str(status_of(rig.coordinator)["refused"]))
         assert (await rig.publish(1)).engines == ("a", "b")
         check_served(rig, 1, {"a", "b"})
         assert names_of(asked) == [("c/0", "ConnectEngine")]
@@ -257,7 +258,7 @@ async def test_a_newcomer_that_one_trainer_cannot_write_leaves_the_others_bound(
         await rig.publish(0)
         asked.clear()
         await rig.add_engine("c")
-        await until(rig, lambda: "c" in str(rig.coordinator.status()["refused"]))
+        await until(rig, lambda: "c" in str(status_of(rig.coordinator)["refused"]))
         assert (await rig.publish(1)).engines == ("a", "b")
         check_served(rig, 1, {"a", "b"})
         # trainer/0 has a link to it, which ends when something is bound next.

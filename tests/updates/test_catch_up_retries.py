@@ -128,7 +128,7 @@ class Rig:
         self, name: str, served: int = VERSION, incarnation: str = "first", lineage: str = ""
     ) -> Socket:
         hello = hello_of(name, served, incarnation)
-        lineage = lineage or self.coordinator.lineage
+        lineage = lineage or self.coordinator.run.lineage
         return await self.admit(name, msgspec.structs.replace(hello, lineage=lineage))
 
     async def join_trainer(self, served: int = -1, lineage: str = "", job: str = "") -> Socket:
@@ -229,13 +229,13 @@ def test_a_copy_under_way_is_not_the_past_of_a_job_that_starts_meanwhile(mode: U
 
         rig.on_write = arrive
         earlier = await rig.join_trainer(VERSION, "earlier", "first")
-        assert rig.coordinator.published_version == VERSION
+        assert rig.coordinator.fleet.published == VERSION
         await rig.leave(earlier, ended=True)
         await rig.join("a", lineage="earlier")
         await rig.join("c", served=-1)
         await asyncio.sleep(0.5)
         assert len(arrivals) == 1
-        assert rig.coordinator.published_version == -1
+        assert rig.coordinator.fleet.published == -1
         assert rig.routable == set()
         assert {group.lineage for group in rig.coordinator.fleet.engines()} == {"earlier"}
 

@@ -92,7 +92,7 @@ async def test_every_engine_serves_exactly_the_published_payload(mode: UpdateMod
             assert report.nbytes == 2 * 3 * WIDTH * 8
             assert 0 < report.pause_s <= report.update_s
             assert "write" in report.phase_s
-            assert rig.coordinator.published_version == version
+            assert rig.coordinator.fleet.published == version
             assert rig.routable == {"a": version, "b": version}
             expected = np.stack([payload(version, s) for s in range(2)])
             for rank in rig.engines.values():
@@ -668,7 +668,7 @@ async def test_no_announcement_outlives_its_attempt() -> None:
             await rig.announce("trainer/0", 7, 0.2)  # gives up and may change its weights
         with pytest.raises(PeerTimeout):
             await rig.announce("trainer/1", 7, 0.3)  # alone: the other rank stands still no more
-        assert rig.coordinator.published_version == -1
+        assert rig.coordinator.fleet.published == -1
         assert "Pause" not in rig.engines["a/0"].handled
         assert (await rig.publish(8)).outcome is RoundOutcome.PUBLISHED
 
@@ -699,12 +699,12 @@ async def test_a_restarted_controller_knows_what_is_published_and_agents_find_it
     async with FakeFleet(quick(mode), journal_path=journal) as rig:
         await rig.start({"a": 1})
         await rig.publish(3)
-        epoch = rig.coordinator.epoch
+        epoch = rig.coordinator.run.round_id.epoch
         await rig.close_controller()
         # The agents say what they hold when they come back.
         async with FakeFleet(quick(mode), journal_path=journal, port=rig.port) as second:
-            assert second.coordinator.epoch > epoch
-            assert second.coordinator.published_version == 3
+            assert second.coordinator.run.round_id.epoch > epoch
+            assert second.coordinator.fleet.published == 3
             await second.coordinator.members.wait_for_fleet(
                 num_trainers=2, engines=("a",), deadline_s=20
             )
@@ -718,7 +718,7 @@ async def test_a_controller_without_a_journal_learns_from_its_trainers_what_is_p
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         await rig.publish(6)
-        run = rig.coordinator.lineage
+        run = rig.coordinator.run.lineage
         await rig.close_controller()
         async with FakeFleet(port=rig.port) as second:
             second.fabric = rig.fabric
@@ -727,9 +727,9 @@ async def test_a_controller_without_a_journal_learns_from_its_trainers_what_is_p
             await second.coordinator.members.wait_for_fleet(
                 num_trainers=2, engines=("a",), deadline_s=20
             )
-            assert second.coordinator.published_version == 6
+            assert second.coordinator.fleet.published == 6
             assert second.routable == {"y": 6}
-            assert second.coordinator.lineage != run
+            assert second.coordinator.run.lineage != run
             assert "stale version" in (await rig.publish(6)).reason
             assert (await rig.publish(7)).outcome is RoundOutcome.PUBLISHED
             assert second.routable == {"a": 7, "x": 7, "y": 7}
@@ -739,7 +739,7 @@ async def test_a_controller_without_a_journal_learns_from_its_trainers_what_is_p
 async def test_an_engine_alone_is_not_believed() -> None:
     async with FakeFleet() as rig:
         await rig.add_engine("a", served_version=10**15, lineage="of nobody knows what")
-        assert rig.coordinator.published_version == -1
+        assert rig.coordinator.fleet.published == -1
         assert rig.routable == {}
         await rig.start({"b": 1})
         assert (await rig.publish(0)).outcome is RoundOutcome.PUBLISHED
@@ -758,7 +758,7 @@ async def test_trainers_of_another_run_are_refused_where_a_journal_says_which_ru
         async with FakeFleet(journal_path=tmp_path / "second", port=rig.port) as second:
             with pytest.raises(ProtocolError, match="has trained for run"):
                 await rig.announce("trainer/0", 7)
-            assert second.coordinator.published_version == -1
+            assert second.coordinator.fleet.published == -1
         await rig.close_agents()
 
 
@@ -870,7 +870,7 @@ async def test_trainers_of_an_earlier_run_that_came_first_give_way_to_those_of_t
             await second.coordinator.members.wait_for_fleet(
                 num_trainers=2, engines=("a",), deadline_s=20
             )
-            assert second.coordinator.published_version == 6
+            assert second.coordinator.fleet.published == 6
             for index in range(2):
                 await second.add_trainer(index, incarnation="second", job="this run")
             with pytest.raises(ProtocolError, match="job '' was replaced by job 'this run'"):
@@ -947,7 +947,7 @@ async def test_a_version_that_may_have_been_published_is_settled_by_its_engines(
     journal.close()
     async with FakeFleet(journal_path=path) as rig:
         await rig.add_engine("a", served_version=served)
-        assert rig.coordinator.published_version == published
+        assert rig.coordinator.fleet.published == published
         await rig.start({"b": 1})
         assert "stale version" in (await rig.publish(5)).reason
 
@@ -958,7 +958,7 @@ async def test_agents_obey_a_controller_that_forgot_its_epochs() -> None:
         for version in range(3):
             await rig.publish(version)
             await rig.add_engine(f"late-{version}")
-        assert rig.coordinator.epoch > 2
+        assert rig.coordinator.run.round_id.epoch > 2
         await rig.close_controller()
         async with FakeFleet(port=rig.port) as second:
             await second.coordinator.members.wait_for_fleet(

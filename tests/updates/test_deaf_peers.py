@@ -29,6 +29,7 @@ from windlass.updates.connect_messages import Welcome
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.fleet import Agent, Identity
 from windlass.updates.messages import AGENT_FRAMES, Apply, Command, Failure, FailureKind, Result
+from windlass.updates.routes import mount_updates
 from windlass.updates.session import AgentSession
 
 TOKEN = "a-token"
@@ -116,14 +117,14 @@ async def test_an_engine_that_is_cut_off_because_it_does_not_read_may_still_be_w
     monkeypatch.setattr("windlass.updates.members.AgentSession", impatient)
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     coordinator = Coordinator(ControlConfig())
-    coordinator.mount(server)
+    mount_updates(coordinator, server)
     await server.start()
     ended: list[Identity] = []
 
     async def presumed(identity: Identity) -> None:
         ended.append(identity)
 
-    monkeypatch.setattr(coordinator._catch_ups, "_presume_ended", presumed)
+    monkeypatch.setattr(coordinator.catch_ups, "_presume_ended", presumed)
     hello = fake_hello(engine_manifest("engine-a/0", 1), group="engine-a")
     headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.ENGINE)}"}
     async with aiohttp.ClientSession(headers=headers) as http:

@@ -45,6 +45,7 @@ from windlass.updates.binding import EnginesUnbound
 from windlass.updates.connect_messages import ConnectEngine
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.report import RoundOutcome
+from windlass.updates.routes import mount_updates
 
 NUM_WARM, NUM_ENGINES = 20, 300
 BOUNDED = ("_handed_out", "_handed_out[]", "_seen")
@@ -235,7 +236,7 @@ async def test_real_engines_that_are_updated_and_leave_give_everything_back(
     monkeypatch.setattr(recovery, "KEPT_ATTEMPTS", 2)
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     coordinator = Coordinator(ControlConfig())
-    coordinator.mount(server)
+    mount_updates(coordinator, server)
     await server.start()
     url, config = server.url, parse_transport(transport)
     sending = create_transport(config, towards=url)

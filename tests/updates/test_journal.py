@@ -26,6 +26,7 @@ from windlass.updates.coordinator import Coordinator
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import MAX_COUNT
 from windlass.updates.report import RoundOutcome
+from windlass.updates.routes import status_of
 
 
 @pytest.fixture
@@ -327,4 +328,4 @@ async def test_a_coordinator_keeps_the_newest_reports_and_counts_all(
         for version in range(12):
             await rig.publish(version)
         assert [report.version for report in rig.coordinator.reports] == [7, 8, 9, 10, 11]
-        assert rig.coordinator.status()["updates"] == 12
+        assert status_of(rig.coordinator)["updates"] == 12

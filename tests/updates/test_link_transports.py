@@ -24,6 +24,7 @@ from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import create_transport
 from windlass.updates import client
 from windlass.updates.report import LinkWire, RoundOutcome, UpdateReport
+from windlass.updates.routes import status_of
 
 TOKEN = "t" * 32
 NBYTES = 4096
@@ -106,7 +107,7 @@ async def test_links_within_a_host_and_between_hosts_take_what_is_fastest_for_ea
             for arena in (near, network, far):
                 assert (arena.bytes == np.arange(NBYTES) % 251).all()
             assert report.transports == {"cma": 1, "mooncake": 2}
-            links = controller.coordinator.status()["links"]
+            links = status_of(controller.coordinator)["links"]
             assert isinstance(links, list)
             found = {link["destination"]: (link["transport"], link["reason"]) for link in links}
             assert {name: taken for name, (taken, _) in found.items()} == {

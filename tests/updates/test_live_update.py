@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import windlass
 from windlass.config import ControlConfig, UpdateMode
-from windlass.transports.base import TransportConfig
+from windlass.transports.registry import TransportConfig
 
 pytestmark = [
     pytest.mark.gpu,

@@ -24,6 +24,7 @@ from windlass.updates.connect_messages import ConnectEngine, ConnectTrainer, Joi
 from windlass.updates.engine_channel import report_cannot_join
 from windlass.updates.messages import Command, Done, Pause, Publish, Result, Verified, Verify
 from windlass.updates.report import RoundOutcome
+from windlass.updates.routes import status_of
 
 WITHIN_S = 20.0
 
@@ -33,7 +34,7 @@ async def until(rig: FakeFleet, holds: Callable[[], bool]) -> None:
 
 
 def engine_of(rig: FakeFleet, name: str) -> dict[str, Any]:
-    engines: Any = rig.coordinator.status()["engines"]
+    engines: Any = status_of(rig.coordinator)["engines"]
     return next(each for each in engines if each["name"] == name)
 
 
@@ -113,8 +114,8 @@ async def test_an_engine_that_is_always_late_to_bind_is_refused_and_status_says_
         for num_late in (1, 2):
             await until(rig, lambda: agent.num_late == num_late)  # noqa: B023
             gate.release()
-        await until(rig, lambda: bool(rig.coordinator.status()["refused"]))
-        refused: Any = rig.coordinator.status()["refused"]
+        await until(rig, lambda: bool(status_of(rig.coordinator)["refused"]))
+        refused: Any = status_of(rig.coordinator)["refused"]
         assert list(refused) == ["b"]
         assert "b/0 did not bind the plan: b/0: no answer within 0.3 s" in refused["b"]
         assert (await rig.publish(0)).engines == ("a",)
@@ -163,7 +164,7 @@ async def test_an_engine_that_does_not_enter_a_group_costs_itself_its_place_alon
             await rig.connect(hello, GroupTrainer(rank))
         report = await rig.publish(0)
         assert (report.outcome, report.engines) == (RoundOutcome.PUBLISHED, ("a",)), report.reason
-        status: Any = rig.coordinator.status()
+        status: Any = status_of(rig.coordinator)
         if how == "refuses":
             assert "fabric nccl needs a CUDA device" in status["refused"]["b"]
         else:
@@ -199,7 +200,7 @@ async def test_what_an_engine_says_of_itself_reaches_no_terminal_as_it_is() -> N
     async with FakeFleet() as rig:
         said = "no kernel\x1b[2J\n2026-11-22 controller INFO all is well"
         await asyncio.to_thread(report_cannot_join, rig.server.url, TOKEN, "b", said)
-        refused: Any = rig.coordinator.status()["refused"]
+        refused: Any = status_of(rig.coordinator)["refused"]
         assert refused == {"b": r"no kernel\x1b[2J\n2026-11-22 controller INFO all is well"}
 
 
@@ -216,7 +217,7 @@ async def test_of_what_an_engine_says_no_more_is_kept_than_a_person_reads(
         await rig.add_engine("b", on_command=failing)
         report = await rig.publish(0)
         assert report.engines == ("a",)
-        status: Any = rig.coordinator.status()
+        status: Any = status_of(rig.coordinator)
         kept = [*report.left_out.values(), *status["refused"].values()]
         assert any("xxx" in reason for reason in kept)
         assert all(len(reason) < 3000 for reason in kept)

@@ -21,6 +21,7 @@ from windlass.net.access import Access, role_token
 from windlass.net.messages import encode
 from windlass.updates.connect_messages import Hello, Welcome
 from windlass.updates.messages import CONTROLLER_FRAMES
+from windlass.updates.routes import status_of
 
 WITHIN_S = 20.0
 ENGINE_TOKEN = role_token(TOKEN, Access.ENGINE)
@@ -46,7 +47,7 @@ async def test_an_engine_never_has_the_trainers_name_not_even_when_they_are_away
         for name in list(rig.trainers):
             await asyncio.to_thread(rig.channels.pop(name).close)
         async with asyncio.timeout(WITHIN_S):
-            while rig.coordinator.status()["trainers"]:  # noqa: ASYNC110 - asks for no more than that
+            while status_of(rig.coordinator)["trainers"]:  # noqa: ASYNC110 - asks for no more than that
                 await asyncio.sleep(0.01)
         with pytest.raises(ProtocolError, match="'trainer' is the name of the trainers' group"):
             await rig.connect(squatter(), FakeEngineRank("trainer/0", 2), token=ENGINE_TOKEN)

@@ -29,6 +29,7 @@ from windlass.updates.push import PushUpdates
 from windlass.updates.push_messages import CallbackRequest, PauseCall
 from windlass.updates.report import RoundOutcome, UpdateReport
 from windlass.updates.rounds import Phase
+from windlass.updates.routes import status_of
 
 WITHIN_S = 20.0
 
@@ -281,7 +282,7 @@ async def test_a_push_is_seen_wherever_updates_are_seen(monkeypatch: pytest.Monk
                 await asyncio.to_thread(leader.continue_generation, 3)
             (report,) = told
             assert [*rig.coordinator.reports] == [report]
-            assert rig.coordinator.status()["updates"] == 1
+            assert status_of(rig.coordinator)["updates"] == 1
             overview = operations.overview()
             metrics = operations._metrics.render(
                 version=3, engines={}, routable=1, connected=1, rollouts={}

@@ -126,8 +126,8 @@ def test_trainers_feed_and_engines_relay_once() -> None:
     (verify,) = round_.told("c/0", Verify)
     assert verify == Verify(1, {"t": "digest"})
     finish = round_.complete(*ENGINES)
-    assert finish.outcome is RoundOutcome.PUBLISHED
-    assert finish.measures[Measure.NBYTES] == 3 * 5 + 3 * 10
+    assert finish.report.outcome is RoundOutcome.PUBLISHED
+    assert finish.report.measures[Measure.NBYTES] == 3 * 5 + 3 * 10
     assert not round_.told("t", Write)
     assert not finish.unsettled
 
@@ -163,7 +163,7 @@ def test_what_a_relay_leaves_missing_is_written_by_the_trainers_whatever_the_ord
         # No rewrite is allowed in this round: completing a relay is none.
         assert round_.told("t", Write) == [Write(1, ("c/0",), 108.0)]
         round_.written(Write, "c")
-        assert round_.complete(*ENGINES).outcome is RoundOutcome.PUBLISHED
+        assert round_.complete(*ENGINES).report.outcome is RoundOutcome.PUBLISHED
 
 
 def test_nobody_waits_for_an_engine_that_is_lost_or_for_a_trainer_that_failed() -> None:
@@ -237,7 +237,7 @@ def test_a_relay_that_does_not_answer_is_left_out_and_holds_whom_it_wrote() -> N
     round_.pass_deadline()
     round_.written(Write, "c")
     finish = round_.complete("c")
-    assert finish.outcome is RoundOutcome.PUBLISHED
+    assert finish.report.outcome is RoundOutcome.PUBLISHED
     assert finish.engines["b"] is EngineOutcome.QUARANTINED
     assert finish.unsettled == {"a/0": ("b",)}
 

@@ -27,9 +27,9 @@ from windlass.planning.replicated import find_replicated
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.dtensor import local_tensor
 from windlass.transfer.replicated_digests import ReplicatedDigests
-from windlass.transports.base import TransportConfig
 from windlass.transports.cma import CmaConfig
 from windlass.transports.cuda_ipc import CudaIpcConfig
+from windlass.transports.registry import TransportConfig
 
 NUM_GPUS = torch.cuda.device_count()
 WIRES: dict[str, TransportConfig] = {"cuda": CudaIpcConfig(), "cpu": CmaConfig()}

@@ -26,6 +26,7 @@ from windlass.updates.messages import Abort, Apply, Done, Probe, Result
 from windlass.updates.recovery import MAX_ATTEMPTS, ResumeRetries
 from windlass.updates.report import RoundOutcome
 from windlass.updates.rounds import reply_budget_s
+from windlass.updates.routes import mount_updates
 
 WITHIN_S = 30.0
 TOLD_S = [1, 3, 7, 15, 31, 61, 91, 121]
@@ -173,7 +174,7 @@ def test_what_a_rank_says_again_after_a_welcome_does_not_say_how_its_engine_is()
         engine = Resting(rig, "a")
         hello = msgspec.structs.replace(
             hello_of("a", VERSION),
-            lineage=rig.coordinator.lineage,
+            lineage=rig.coordinator.run.lineage,
             epoch=5,
             round=7,
             not_resumed="away",
@@ -229,7 +230,7 @@ async def join_without_server(rig: FakeFleet) -> FakeEngineRank:
         engine_manifest("a/0", rig.num_trainers),
         group="a",
         served_version=VERSION,
-        lineage=rig.coordinator.lineage,
+        lineage=rig.coordinator.run.lineage,
     )
     await rig.connect(hello, rank, on_disconnect=away)
     await until_routable(rig.coordinator, {"a"})
@@ -318,7 +319,7 @@ async def test_an_update_whose_resume_fails_is_published_and_its_engine_goes_on_
     monkeypatch.setattr(recovery, "FIRST_BACKOFF_S", 0.02)
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     coordinator = Coordinator(ControlConfig(mode=mode), journal_path=tmp_path / "journal")
-    coordinator.mount(server)
+    mount_updates(coordinator, server)
     await server.start()
     hooks = Engine()
     nowhere = "http://127.0.0.1:9"

@@ -171,7 +171,7 @@ class World:
         for name, outcome in finish.engines.items():
             if outcome is EngineOutcome.QUARANTINED:
                 self.quarantined.add(name)
-        if finish.outcome is RoundOutcome.PUBLISHED:
+        if finish.report.outcome is RoundOutcome.PUBLISHED:
             self.published = self.version
 
     def execute(self, worker: str) -> None:
@@ -339,7 +339,7 @@ class Rounds(RuleBasedStateMachine):
                     assert rank.version == self.world.version
         assert EngineOutcome.ACTIVE not in finish.engines.values()
         published = EngineOutcome.PUBLISHED in finish.engines.values()
-        assert published == (finish.outcome is RoundOutcome.PUBLISHED)
+        assert published == (finish.report.outcome is RoundOutcome.PUBLISHED)
 
     def teardown(self) -> None:
         """Deadlines alone end every round, and whole engines go on."""
@@ -459,10 +459,10 @@ def test_a_good_round_walks_through_its_phases_and_publishes_everywhere(
     script = Script(make_spec(mode))
     finish = script.finish_well(script.run_to(Phase.PREPARE))
     assert script.phases == phases
-    assert finish.outcome is RoundOutcome.PUBLISHED
+    assert finish.report.outcome is RoundOutcome.PUBLISHED
     assert set(finish.engines.values()) == {EngineOutcome.PUBLISHED}
-    assert finish.measures[Measure.NBYTES] == 8 * len(LINKS)
-    assert finish.measures[Measure.WIRE_S] == 0.5
+    assert finish.report.measures[Measure.NBYTES] == 8 * len(LINKS)
+    assert finish.report.measures[Measure.WIRE_S] == 0.5
     assert script.aborts() == {}
 
 
@@ -480,7 +480,7 @@ def test_in_place_an_engine_that_dies_is_left_out_and_the_others_publish(phase: 
     waiting = script.run_to(phase)
     more = script.take(script.machine.handle(AgentLost("a/1", "killed")))
     finish = script.finish_well([s for s in [*waiting, *more] if ENGINE_OF.get(s.worker) != "a"])
-    assert finish.outcome is RoundOutcome.PUBLISHED
+    assert finish.report.outcome is RoundOutcome.PUBLISHED
     written = phase is not Phase.PREPARE
     assert finish.engines == {
         "a": EngineOutcome.MIXED if written else EngineOutcome.LEFT_OUT,
@@ -488,7 +488,7 @@ def test_in_place_an_engine_that_dies_is_left_out_and_the_others_publish(phase: 
         "c": EngineOutcome.PUBLISHED,
     }
     assert script.aborts() == {"a/0": written}
-    assert "a/1: killed" in finish.reasons["a"]
+    assert "a/1: killed" in finish.report.left_out["a"]
 
 
 @pytest.mark.parametrize("phase", STAGED_PHASES)
@@ -500,7 +500,7 @@ def test_staged_an_engine_is_mixed_only_once_its_live_weights_are_touched(phase:
     touched = phase in {Phase.APPLY, Phase.PUBLISH}
     assert finish.engines["a"] is (EngineOutcome.MIXED if touched else EngineOutcome.LEFT_OUT)
     assert finish.mixed == (frozenset({"a"}) if touched else frozenset())
-    assert finish.outcome is RoundOutcome.PUBLISHED
+    assert finish.report.outcome is RoundOutcome.PUBLISHED
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
@@ -513,7 +513,7 @@ def test_a_trainer_that_dies_before_it_has_written_ends_the_round(
     script.take(script.machine.handle(AgentLost("trainer/1", "killed")))
     assert script.finish is not None
     mixed = mode is UpdateMode.IN_PLACE and phase is Phase.WRITE
-    assert script.finish.outcome is (RoundOutcome.FAILED if mixed else RoundOutcome.ABORTED)
+    assert script.finish.report.outcome is (RoundOutcome.FAILED if mixed else RoundOutcome.ABORTED)
     assert set(script.finish.engines.values()) == {
         EngineOutcome.MIXED if mixed else EngineOutcome.LEFT_OUT
     }
@@ -528,7 +528,7 @@ def test_a_trainer_that_dies_after_it_has_written_is_not_needed(phase: Phase) ->
     script = Script(make_spec(UpdateMode.IN_PLACE))
     waiting = script.run_to(phase)
     script.take(script.machine.handle(AgentLost("trainer/1", "killed")))
-    assert script.finish_well(waiting).outcome is RoundOutcome.PUBLISHED
+    assert script.finish_well(waiting).report.outcome is RoundOutcome.PUBLISHED
 
 
 @pytest.mark.parametrize("phase", IN_PLACE_PHASES)
@@ -537,7 +537,7 @@ def test_in_place_a_deadline_ends_every_phase(phase: Phase) -> None:
     script.run_to(phase)
     script.take(script.machine.handle(DeadlinePassed(script.entry)))
     assert script.finish is not None
-    assert script.finish.outcome is not RoundOutcome.PUBLISHED
+    assert script.finish.report.outcome is not RoundOutcome.PUBLISHED
     if phase is Phase.PREPARE:
         assert not any(script.aborts().values())
 
@@ -555,7 +555,7 @@ def test_an_engine_that_does_not_pause_goes_on_with_the_old_version_and_the_othe
     finish = script.finish_well(more)
     assert finish.engines["b"] is EngineOutcome.LEFT_OUT
     assert script.aborts() == {"b/0": False}
-    assert finish.outcome is RoundOutcome.PUBLISHED
+    assert finish.report.outcome is RoundOutcome.PUBLISHED
 
 
 def test_the_deadline_of_an_earlier_write_does_not_end_its_repetition() -> None:
@@ -573,7 +573,7 @@ def test_the_deadline_of_an_earlier_write_does_not_end_its_repetition() -> None:
     assert [(s.worker, s.command) for s in more] == [("trainer/0", Write(1, ("b/0",), 108.0))]
     assert script.take(script.machine.handle(DeadlinePassed(first))) == []
     assert script.machine.phase is Phase.WRITE
-    assert script.finish_well(more).outcome is RoundOutcome.PUBLISHED
+    assert script.finish_well(more).report.outcome is RoundOutcome.PUBLISHED
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
@@ -588,8 +588,8 @@ def test_wrong_bytes_are_written_again_and_checked_again(mode: UpdateMode) -> No
     checks = script.reply(more[0], script.good(more[0]))
     assert [s.worker for s in checks] == ["c/0"]
     finish = script.finish_well(checks)
-    assert finish.outcome is RoundOutcome.PUBLISHED
-    assert finish.digest_ok
+    assert finish.report.outcome is RoundOutcome.PUBLISHED
+    assert finish.report.digest_ok
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
@@ -605,9 +605,9 @@ def test_bytes_that_stay_wrong_cost_their_engine_its_place_and_no_other_one(
     assert script.finish is not None
     writes = [s for s in script.sent if isinstance(s.command, Write)]
     assert len(writes) == len(TRAINERS) + 2
-    assert not script.finish.digest_ok
+    assert not script.finish.report.digest_ok
     mixed = mode is UpdateMode.IN_PLACE
-    assert script.finish.outcome is RoundOutcome.PUBLISHED
+    assert script.finish.report.outcome is RoundOutcome.PUBLISHED
     assert script.finish.engines["c"] is (EngineOutcome.MIXED if mixed else EngineOutcome.LEFT_OUT)
     assert script.aborts() == {"c/0": mixed}
 
@@ -620,7 +620,7 @@ def test_staged_bytes_that_stay_wrong_everywhere_leave_the_old_version_everywher
         bad = isinstance(send.command, Verify)
         queue.extend(script.reply(send, Verified(("trainer/1",)) if bad else script.good(send)))
     assert script.finish is not None
-    assert script.finish.outcome is RoundOutcome.ABORTED
+    assert script.finish.report.outcome is RoundOutcome.ABORTED
     assert set(script.finish.engines.values()) == {EngineOutcome.LEFT_OUT}
     assert script.aborts() == dict.fromkeys([*ENGINE_OF, *TRAINERS], False)
 
@@ -639,7 +639,7 @@ def test_a_link_of_unknown_outcome_quarantines_its_engine_and_is_never_written_a
         more = script.reply(send, result)
     finish = script.finish_well(more)
     assert finish.engines["a"] is EngineOutcome.QUARANTINED
-    assert finish.outcome is RoundOutcome.PUBLISHED
+    assert finish.report.outcome is RoundOutcome.PUBLISHED
     assert finish.mixed == (frozenset({"a"}) if mode is UpdateMode.IN_PLACE else frozenset())
     assert script.aborts() == dict.fromkeys(["a/0", "a/1"], mode is UpdateMode.IN_PLACE)
 
@@ -685,7 +685,7 @@ def test_an_answer_that_does_not_fit_its_command_is_a_failure(phase: Phase, wron
     for send in script.run_to(phase):
         script.reply(send, wrong)
     assert script.finish is not None
-    assert script.finish.outcome is RoundOutcome.FAILED
+    assert script.finish.report.outcome is RoundOutcome.FAILED
     assert EngineOutcome.PUBLISHED not in script.finish.engines.values()
 
 
@@ -706,7 +706,7 @@ def test_a_failure_of_one_engine_while_publishing_does_not_unpublish_the_others(
         script.reply(send, Done())
     script.reply(waiting[0], Failure(FailureKind.FAILED, "told to"))
     assert script.finish is not None
-    assert script.finish.outcome is RoundOutcome.PUBLISHED
+    assert script.finish.report.outcome is RoundOutcome.PUBLISHED
     assert sorted(script.finish.engines.values()) == [
         EngineOutcome.MIXED,
         EngineOutcome.PUBLISHED,
@@ -726,7 +726,7 @@ def test_an_answer_counts_only_from_who_was_asked(phase: Phase) -> None:
                 event = Replied(other, send.seq, result)
                 assert script.machine.handle(event) == []
     assert script.machine.waiting_for == asked
-    assert script.finish_well(waiting).outcome is RoundOutcome.PUBLISHED
+    assert script.finish_well(waiting).report.outcome is RoundOutcome.PUBLISHED
 
 
 def test_prepare_and_pause_begin_together_in_place_and_not_staged() -> None:
@@ -832,7 +832,7 @@ def test_a_push_pauses_first_and_walks_through_the_same_phases() -> None:
     assert [s.command for s in checks] == [Verify(5, {})] * 4
     finish = script.finish_well(checks)
     assert script.phases == [*IN_PLACE_PHASES]
-    assert (finish.version, finish.outcome) == (5, RoundOutcome.PUBLISHED)
+    assert (finish.report.version, finish.report.outcome) == (5, RoundOutcome.PUBLISHED)
     assert {s.command.version for s in commands_to(script.sent, Publish)} == {5}  # type: ignore[union-attr]
 
 
@@ -842,7 +842,7 @@ def test_an_engine_that_is_lost_while_the_trainer_sends_costs_a_push_its_place_a
     script.take(script.machine.handle(AgentLost("b/0", "killed")))
     assert script.machine.active_workers == ("a/0", "a/1", "c/0")
     finish = script.finish_well(sent(script))
-    assert finish.outcome is RoundOutcome.PUBLISHED
+    assert finish.report.outcome is RoundOutcome.PUBLISHED
     assert finish.engines["b"] is EngineOutcome.LEFT_OUT
     assert finish.mixed == frozenset()
 
@@ -858,8 +858,8 @@ def test_an_engine_that_refuses_its_part_of_a_push_leaves_the_old_version_everyw
         waiting = sent(script)
     script.reply(waiting[-1], Failure(FailureKind.FAILED, "3 tensors did not come"))
     assert script.finish is not None
-    assert script.finish.outcome is RoundOutcome.ABORTED
-    assert "3 tensors did not come" in script.finish.reason
+    assert script.finish.report.outcome is RoundOutcome.ABORTED
+    assert "3 tensors did not come" in script.finish.report.reason
     assert script.aborts() == dict.fromkeys(ENGINE_OF, False)
     assert commands_to(script.sent, Apply) == []
 
@@ -869,8 +869,8 @@ def test_leaders_that_vanish_end_their_push_by_its_deadline() -> None:
     script.run_to(Phase.WRITE)
     script.take(script.machine.handle(DeadlinePassed(script.entry)))
     assert script.finish is not None
-    assert script.finish.outcome is RoundOutcome.ABORTED
-    assert "did not continue" in script.finish.reason
+    assert script.finish.report.outcome is RoundOutcome.ABORTED
+    assert "did not continue" in script.finish.report.reason
     assert script.aborts() == dict.fromkeys(ENGINE_OF, False)
 
 
@@ -883,5 +883,5 @@ def test_an_engine_that_fails_while_it_applies_a_push_is_mixed_and_the_others_pu
         more = script.reply(send, Verified(()))
     script.reply(next(s for s in more if s.worker == "c/0"), Failure(FailureKind.FAILED, "torn"))
     finish = script.finish_well([s for s in more if s.worker != "c/0"])
-    assert finish.outcome is RoundOutcome.PUBLISHED
+    assert finish.report.outcome is RoundOutcome.PUBLISHED
     assert finish.engines["c"] is EngineOutcome.MIXED

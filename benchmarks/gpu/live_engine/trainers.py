@@ -18,9 +18,8 @@ import transformers
 
 import windlass
 from live_engine.surroundings import TOKEN
-from windlass.transports.base import TransportConfig
 from windlass.transports.cuda_ipc import CudaIpcConfig
-from windlass.transports.registry import parse_transport
+from windlass.transports.registry import TransportConfig, parse_transport
 
 BUCKET_NBYTES = 1 << 30
 

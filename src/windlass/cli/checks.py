@@ -16,11 +16,17 @@ from windlass.engines.quantised import require_followed
 from windlass.engines.spec import ENGINES, expandable_segments, refuse_options
 from windlass.engines.versions import EngineReleases, device_of, installed_version, warnings_of
 from windlass.errors import ConfigError, WindlassError
-from windlass.transports.base import MemoryType, TransportConfig, TransportOffer
+from windlass.transports.base import TransportOffer
 from windlass.transports.choice import choose_transport
 from windlass.transports.mooncake.native import WITHOUT_CUDA, is_installed
 from windlass.transports.network import locks_without_limit
-from windlass.transports.registry import config_type, create_transport, transport_names
+from windlass.transports.registry import (
+    TransportConfig,
+    config_type,
+    create_transport,
+    transport_names,
+)
+from windlass.transports.traits import MemoryType
 
 _RDMA_FOLDER = Path("/sys/class/infiniband")
 _VERBS_FOLDER = Path("/dev/infiniband")

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import final
 
+from windlass.closing import Closing
 from windlass.errors import ConfigError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.addresses import check_url, own_address
@@ -40,7 +41,7 @@ class EngineWeights:
 
 
 @final
-class EngineClient:
+class EngineClient(Closing):
     """One engine rank, connected: the counterpart of `TrainerClient`.
 
     Memory: peers may write the parameters from construction to `close`.
@@ -160,12 +161,6 @@ class EngineClient:
         """Leave the fleet and free registered memory; no peer may be writing. Idempotent."""
         self.leave()
         self._transport.close()
-
-    def __enter__(self) -> EngineClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _offers_for(

@@ -20,7 +20,7 @@ from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.errors import ConfigError, ProtocolError, UnsupportedLayout, WindlassError
 from windlass.memory.cuda.driver import gpu_of
-from windlass.memory.ops import memory_on
+from windlass.memory.place import memory_on
 from windlass.transfer.registration import stretches
 from windlass.transports.registry import create_transport, parse_transport
 

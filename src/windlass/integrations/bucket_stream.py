@@ -46,8 +46,8 @@ from windlass.net.addresses import url_of
 from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.arena import Arena, memory_of
 from windlass.transfer.base import ParameterMemory
-from windlass.transports.base import OneSidedTransport, TransportConfig
-from windlass.transports.registry import parse_transport
+from windlass.transports.base import OneSidedTransport
+from windlass.transports.registry import TransportConfig, parse_transport
 from windlass.updates.report import UpdateReport
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from windlass.jobs.train_worker import TrainContext, TrainEngine
 from windlass.rollout.messages import TrainingSample
 from windlass.trainers.client import TrainerClient
 from windlass.trainers.fsdp import connect_trainer
-from windlass.transports.base import TransportConfig
+from windlass.transports.registry import TransportConfig
 
 Samples = Sequence[Sequence[TrainingSample]]
 """What a training step of one rank gets: its groups, each with its samples."""

@@ -236,7 +236,7 @@ class _Job:
             await asyncio.gather(*map(self._scheduler.delete, left))
         summary = JobSummary(
             steps=self._steps,
-            version=controller.coordinator.published_version,
+            version=controller.coordinator.fleet.published,
             trainer_restarts=self._restarts,
             stopped_by=self._stopped_by,
             outcomes=tuple(report.outcome for report in controller.coordinator.reports),

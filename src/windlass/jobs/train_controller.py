@@ -41,7 +41,8 @@ from windlass.net.rpc_server import serve
 from windlass.net.server import ControlServer
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import encode_value
-from windlass.updates.coordinator import CalledUpdate, Coordinator
+from windlass.updates.coordinator import Coordinator
+from windlass.updates.publish_requests import CalledUpdate
 from windlass.updates.report import RoundOutcome
 
 _log = logging.getLogger(__name__)

@@ -16,18 +16,10 @@ from windlass.errors import PlanError, TransferFailed
 from windlass.layout.columns import Int64Array, UInt8Array, UInt64Array
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import BLOCK, scale_shape
-from windlass.memory.ops import (
-    ALIGNMENT,
-    ChunkDigests,
-    Digests,
-    Key,
-    LinkDigests,
-    MemoryOps,
+from windlass.memory.ops import ALIGNMENT, ChunkDigests, Digests, Key, LinkDigests, MemoryOps, Turns
+from windlass.memory.packing import (
     PreparedCopies,
     StridedCopy,
-    Turns,
-)
-from windlass.memory.packing import (
     bytes_at,
     copy_cast,
     hash_strided,

@@ -1,22 +1,19 @@
 """What memory can do: the one seam between host memory and the memory of GPUs.
 
-`HostMemory` and `CudaMemory` implement `MemoryOps`; whoever moves weights asks `memory_at` where they lie
+`HostMemory` and `CudaMemory` implement `MemoryOps`; whoever moves weights asks `memory_at` (`place.py`) where they lie
 and is the same code for both. `tests/memory/test_ops.py` is the conformance suite.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar, final
 
-from windlass.errors import PlanError
 from windlass.layout.columns import Int64Array, UInt64Array
 from windlass.layout.dtypes import DType
-from windlass.memory.cuda.driver import gpu_of
-from windlass.planning.program import BoundOp, DigestKind, LinkProgram
+from windlass.memory.packing import PreparedCopies, StridedCopy
+from windlass.planning.program import DigestKind, LinkProgram
 
 if TYPE_CHECKING:
     import torch
@@ -38,69 +35,6 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def aligned_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Return where things of these sizes lie one after the other, and the bytes that they take up."""
-    offsets, total = [], 0
-    for nbytes in sizes:
-        offsets.append(total)
-        total += aligned(nbytes)
-    return tuple(offsets), total
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StridedCopy:
-    """Elements to copy between two strided layouts, cast where dtypes differ.
-
-    Attributes:
-        sizes: elements per dim, each >= 1; one dim at least.
-        src_address, dst_address: of the first element.
-        src_strides, dst_strides: bytes per dim, multiples of the item size.
-        src_dtype, dst_dtype: the same, or one of `CASTS`.
-        tensor: its name, for errors.
-    """
-
-    sizes: tuple[int, ...]
-    src_address: int
-    src_strides: tuple[int, ...]
-    src_dtype: DType
-    dst_address: int
-    dst_strides: tuple[int, ...]
-    dst_dtype: DType
-    tensor: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        """What is stored."""
-        return math.prod(self.sizes) * self.dst_dtype.itemsize
-
-    @classmethod
-    def of_op(cls, op: BoundOp, src_address: int, dst_address: int) -> StridedCopy:
-        """Return what an op that computes nothing copies or casts, from and to where its elements begin."""
-        return cls(
-            sizes=op.sizes,
-            src_address=src_address,
-            src_strides=op.src_strides,
-            src_dtype=op.src_dtype,
-            dst_address=dst_address,
-            dst_strides=op.dst_strides,
-            dst_dtype=op.dst_dtype,
-            tensor=op.tensor,
-        )
-
-    @classmethod
-    def of_bytes(cls, src_address: int, dst_address: int, nbytes: int) -> StridedCopy:
-        """Return a copy of bytes as they lie."""
-        return cls(
-            sizes=(nbytes,),
-            src_address=src_address,
-            src_strides=(1,),
-            src_dtype=DType.UINT8,
-            dst_address=dst_address,
-            dst_strides=(1,),
-            dst_dtype=DType.UINT8,
-        )
-
-
 class Buffer(Protocol):
     """Memory that nobody else uses, from `MemoryOps.allocate` to `close`."""
 
@@ -113,30 +47,6 @@ class Buffer(Protocol):
     def close(self) -> None:
         """Free it. Idempotent."""
         ...
-
-
-class PreparedCopies(Protocol):
-    """Copies between fixed addresses, to be run any number of times."""
-
-    def run(self) -> None:
-        """Copy all, or queue it: `MemoryOps.finish` waits, and `check` tells how it went.
-
-        Raises:
-            TransferFailed: in host memory, a cast overflowed.
-        """
-        ...
-
-    def check(self) -> None:
-        """Refuse what the last `run`, which is over, has stored.
-
-        Raises:
-            TransferFailed: a finite number became infinite in a cast; what was stored must not be used.
-        """
-        return
-
-    def close(self) -> None:
-        """Free what was prepared; nothing of it may be under way. Idempotent."""
-        return
 
 
 class Digests(Protocol[Key]):
@@ -377,39 +287,3 @@ class MemoryOps(Protocol):
             TransferOutcomeUnknown: it is not over within `deadline_s`, and may go on for ever.
         """
         return
-
-
-def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:
-    """Return the memory that all of a rank's parameters are in.
-
-    Args:
-        addresses: of its parameters; 0 for those that have no bytes.
-        worker: whose, for the error.
-
-    Raises:
-        PlanError: they are in host memory and on a GPU, or on several GPUs.
-        TransportUnavailable: a GPU whose kernels cannot be compiled.
-    """
-    ordinals = {gpu_of(address) for address in addresses if address}
-    if len(ordinals) > 1:
-        raise PlanError(
-            f"{worker}: its weights must be on one GPU or in host memory, got GPUs {sorted(ordinals)} "
-            "(-1 is host memory)"
-        )
-    return memory_on(ordinals.pop() if ordinals else -1)
-
-
-def memory_on(ordinal: int) -> MemoryOps:
-    """Return the memory of the GPU of this process that is `ordinal`; host memory for -1.
-
-    Raises:
-        TransportUnavailable: a GPU whose kernels cannot be compiled.
-    """
-    if ordinal < 0:
-        from windlass.memory.host import HostMemory
-
-        return HostMemory()
-    from windlass.memory.cuda.gpu import shared_gpu
-    from windlass.memory.cuda.ops import CudaMemory
-
-    return CudaMemory(shared_gpu(ordinal))

@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
 from windlass.errors import TransferFailed
 from windlass.layout.dtypes import DType, can_overflow, cast_refusal
+from windlass.planning.program import BoundOp
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +33,84 @@ _PYBUF_WRITE = 0x200
 _memoryview_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _memoryview_from_memory.restype = ctypes.py_object
 _memoryview_from_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StridedCopy:
+    """Elements to copy between two strided layouts, cast where dtypes differ.
+
+    Attributes:
+        sizes: elements per dim, each >= 1; one dim at least.
+        src_address, dst_address: of the first element.
+        src_strides, dst_strides: bytes per dim, multiples of the item size.
+        src_dtype, dst_dtype: the same, or one of `CASTS`.
+        tensor: its name, for errors.
+    """
+
+    sizes: tuple[int, ...]
+    src_address: int
+    src_strides: tuple[int, ...]
+    src_dtype: DType
+    dst_address: int
+    dst_strides: tuple[int, ...]
+    dst_dtype: DType
+    tensor: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """What is stored."""
+        return math.prod(self.sizes) * self.dst_dtype.itemsize
+
+    @classmethod
+    def of_op(cls, op: BoundOp, src_address: int, dst_address: int) -> StridedCopy:
+        """Return what an op that computes nothing copies or casts, from and to where its elements begin."""
+        return cls(
+            sizes=op.sizes,
+            src_address=src_address,
+            src_strides=op.src_strides,
+            src_dtype=op.src_dtype,
+            dst_address=dst_address,
+            dst_strides=op.dst_strides,
+            dst_dtype=op.dst_dtype,
+            tensor=op.tensor,
+        )
+
+    @classmethod
+    def of_bytes(cls, src_address: int, dst_address: int, nbytes: int) -> StridedCopy:
+        """Return a copy of bytes as they lie."""
+        return cls(
+            sizes=(nbytes,),
+            src_address=src_address,
+            src_strides=(1,),
+            src_dtype=DType.UINT8,
+            dst_address=dst_address,
+            dst_strides=(1,),
+            dst_dtype=DType.UINT8,
+        )
+
+
+class PreparedCopies(Protocol):
+    """Copies between fixed addresses, to be run any number of times."""
+
+    def run(self) -> None:
+        """Copy all, or queue it: `MemoryOps.finish` waits, and `check` tells how it went.
+
+        Raises:
+            TransferFailed: in host memory, a cast overflowed.
+        """
+        ...
+
+    def check(self) -> None:
+        """Refuse what the last `run`, which is over, has stored.
+
+        Raises:
+            TransferFailed: a finite number became infinite in a cast; what was stored must not be used.
+        """
+        return
+
+    def close(self) -> None:
+        """Free what was prepared; nothing of it may be under way. Idempotent."""
+        return
 
 
 def bytes_at(address: int, nbytes: int) -> memoryview:

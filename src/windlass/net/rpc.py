@@ -31,7 +31,6 @@ _log = logging.getLogger(__name__)
 
 CommandT = TypeVar("CommandT")
 ResultT = TypeVar("ResultT")
-FrameT = TypeVar("FrameT")
 
 
 class Session(Generic[CommandT, ResultT]):
@@ -62,11 +61,6 @@ class Session(Generic[CommandT, ResultT]):
         self._socket, self._send_deadline_s = socket, send_deadline_s
         self._keeps_calls = keeps_calls
         self._calls: dict[CallId, tuple[CommandT, asyncio.Future[ResultT]]] = {}
-
-    @property
-    def num_waiting(self) -> int:
-        """Calls that are not answered."""
-        return len(self._calls)
 
     async def send(self, frame: msgspec.Struct, *, within_s: float | None = None) -> None:
         """Send a frame, all of it within `within_s` if that is given.
@@ -154,19 +148,15 @@ class Session(Generic[CommandT, ResultT]):
             await close_socket(self._socket)
 
 
-class Callee(ABC, Generic[CommandT, ResultT, FrameT]):
+class Callee(ABC, Generic[CommandT, ResultT]):
     """Answers calls: each is carried out once, and its answer is kept until it has arrived.
 
-    Subclasses say what their protocol's hello, commands and other frames are.
+    Subclasses say what their protocol's commands are.
     """
 
     def __init__(self) -> None:
         self._store = ReplyStore[ResultT]()
         self._executing = threading.Lock()
-
-    @abstractmethod
-    def hello(self) -> msgspec.Struct:
-        """Make the first frame of a connection; called in the loop."""
 
     @abstractmethod
     def execute(self, call: Envelope[CommandT]) -> ResultT:
@@ -175,22 +165,6 @@ class Callee(ABC, Generic[CommandT, ResultT, FrameT]):
     @abstractmethod
     def failed(self, error: Exception, command: CommandT) -> ResultT:
         """The result of a command that raised, or that came too late (`StaleMessage`)."""
-
-    @abstractmethod
-    def on_frame(self, frame: FrameT) -> None:
-        """Take what is neither a call nor a refusal, the welcome included; called in the loop."""
-
-    def on_call(self, call: Envelope[CommandT]) -> None:
-        """See a call as it comes in, before it waits for its turn; must not block."""
-
-    async def on_welcome(self) -> None:
-        """The server has said welcome, and nothing has been sent over this connection yet."""
-
-    async def on_connected(self) -> None:
-        """The stored replies have been sent again."""
-
-    def on_lost(self) -> None:
-        """A connection that was welcomed is lost; called in the loop. A call may be being carried out."""
 
     def carry_out(self, call: Envelope[CommandT]) -> Reply[ResultT]:
         """Return the answer to a call, which is carried out unless it was, or is too late. Blocks."""

@@ -14,12 +14,14 @@ import logging
 import math
 import random
 import threading
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Self, TypeVar
+from typing import Generic, TypeVar
 
 import aiohttp
 import msgspec
 
+from windlass.closing import Closing
 from windlass.envs import check_token
 from windlass.errors import (
     AuthenticationError,
@@ -45,8 +47,8 @@ ResultT = TypeVar("ResultT")
 FrameT = TypeVar("FrameT")
 
 
-class Client(Callee[CommandT, ResultT, FrameT]):
-    """See the module.
+class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, FrameT]):
+    """See the module. Subclasses say what their protocol's hello and other frames are.
 
     Args:
         url: the server's address. path: of its route. token: of this process's role.
@@ -98,6 +100,28 @@ class Client(Callee[CommandT, ResultT, FrameT]):
         self.disconnected = threading.Event()
         self.disconnected.set()
         self.last_error = "no connection was tried"
+
+    # --- of a protocol, in the loop ------------------------------------------------------------
+
+    @abstractmethod
+    def hello(self) -> msgspec.Struct:
+        """Make the first frame of a connection; called in the loop."""
+
+    @abstractmethod
+    def on_frame(self, frame: FrameT) -> None:
+        """Take what is neither a call nor a refusal, the welcome included; called in the loop."""
+
+    def on_call(self, call: Envelope[CommandT]) -> None:
+        """See a call as it comes in, before it waits for its turn; must not block."""
+
+    async def on_welcome(self) -> None:
+        """The server has said welcome, and nothing has been sent over this connection yet."""
+
+    async def on_connected(self) -> None:
+        """The stored replies have been sent again."""
+
+    def on_lost(self) -> None:
+        """A connection that was welcomed is lost; called in the loop. A call may be being carried out."""
 
     # --- from any thread -----------------------------------------------------------------------
 
@@ -166,12 +190,6 @@ class Client(Callee[CommandT, ResultT, FrameT]):
             self._loop.close()
         if self._owns_executor:
             self._executor.shutdown(wait=False, cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- in the loop ---------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from windlass.rollout.messages import TrainingSample
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.report import Measure, RoundOutcome, UpdateReport
 from windlass.updates.rounds import Phase
+from windlass.updates.routes import status_of
 
 HEARTBEAT_S = 15.0
 SEND_DEADLINE_S = 10.0
@@ -90,7 +91,7 @@ class Operations:
         stats, now_s = self._rollouts.stats(), self._now_s()
         self._add_point(now_s, stats)
         return {
-            **self._coordinator.status(),
+            **status_of(self._coordinator),
             "phase": self._phase,
             "phase_for_s": now_s - self._phase_began_s if self._phase else 0.0,
             "measures": {
@@ -120,7 +121,7 @@ class Operations:
                 dropped=stats.dropped,
                 rejected=stats.rejected,
                 wasted_tokens=stats.wasted_tokens,
-                version=self._coordinator.published_version,
+                version=self._coordinator.fleet.published,
                 outstanding=stats.outstanding,
             )
         )
@@ -142,7 +143,7 @@ class Operations:
     def _look(self) -> None:
         """See how engines differ from the last look; what is new goes to open pages."""
         self._look_timer = None
-        self._events.compare(self._now_s(), self._coordinator.engines())
+        self._events.compare(self._now_s(), self._coordinator.fleet.states())
         self._notify()
 
     def _on_update(self, report: UpdateReport) -> None:
@@ -164,7 +165,7 @@ class Operations:
 
     def observe_samples(self, samples: Sequence[TrainingSample]) -> None:
         """Count the age of samples that go to trainers now."""
-        version = self._coordinator.published_version
+        version = self._coordinator.fleet.published
         ages = [version - min(s.versions) for s in samples if s.versions]
         self._staleness.update(ages)
         self._metrics.observe_staleness(ages)
@@ -182,10 +183,10 @@ class Operations:
         coordinator = self._coordinator
         routable = coordinator.routable()
         body = self._metrics.render(
-            version=coordinator.published_version,
+            version=coordinator.fleet.published,
             engines={engine.name: engine.version for engine in routable},
             routable=len(routable),
-            connected=len(coordinator.engines()),
+            connected=len(coordinator.fleet.states()),
             rollouts=msgspec.to_builtins(self._rollouts.stats()),
         )
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

@@ -8,12 +8,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Self
+from typing import Annotated
 from urllib.parse import urlencode
 
 import msgspec
 from aiohttp import web
 
+from windlass.closing import Closing
 from windlass.envs import check_token
 from windlass.errors import (
     AuthenticationError,
@@ -179,7 +180,7 @@ class BatchQueue:
         return web.Response(body=encode(batch), content_type="application/msgpack")
 
 
-class BatchClient:
+class BatchClient(Closing):
     """Asks the controller for this rank's shard of a step's batch; used by one thread.
 
     Args:
@@ -197,12 +198,6 @@ class BatchClient:
         self._headers = authorization(check_token(token, "BatchClient: token"))
         self._connection: http.client.HTTPConnection | None = None
         self._backoff = threading.Event()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

@@ -161,19 +161,19 @@ class RouterFeed:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _look(self) -> None:
-        for engine in self._coordinator.engines():
+        for engine in self._coordinator.fleet.states():
             if engine.url:
                 self._seen.pop(engine.name, None)
                 self._seen[engine.name] = engine
         while len(self._seen) > MAX_SEEN:
             del self._seen[next(iter(self._seen))]
-        if not self._coordinator.in_round and self._coordinator.published_version >= 0:
+        if not self._coordinator.in_round and self._coordinator.fleet.published >= 0:
             for changed in self._changed:
                 changed.set()
 
     def _fleet(self) -> _Fleet:
         """As it is now: engines that are connected, and those that were, in whose place nobody is."""
-        there = [engine for engine in self._coordinator.engines() if engine.url]
+        there = [engine for engine in self._coordinator.fleet.states() if engine.url]
         taken = {engine.name for engine in there} | {engine.url for engine in there}
         gone = [
             msgspec.structs.replace(engine, routable=False, reason="is not connected")
@@ -181,7 +181,7 @@ class RouterFeed:
             if taken.isdisjoint((engine.name, engine.url))
         ]
         engines = sorted((*there, *gone), key=lambda engine: engine.name)
-        return _Fleet(self._coordinator.published_version, tuple(engines))
+        return _Fleet(self._coordinator.fleet.published, tuple(engines))
 
     async def _feed(self, config: RouterConfig, changed: asyncio.Event, token: str) -> None:
         told: _Fleet | None = None

@@ -23,8 +23,8 @@ import xxhash
 from windlass.envs import inherited_environment
 from windlass.errors import PeerTimeout, ProtocolError
 from windlass.transfer.arena import Arena
-from windlass.transports.base import RemoteRegion, TransportConfig
-from windlass.transports.registry import create_transport, parse_transport
+from windlass.transports.base import RemoteRegion
+from windlass.transports.registry import TransportConfig, create_transport, parse_transport
 
 ANSWER_S = 30.0
 

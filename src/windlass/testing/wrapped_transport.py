@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from windlass.transports.base import (
-    MemoryAllocator,
     MemoryRegion,
     OneSidedTransport,
     PeerEndpoint,
-    PeerMapper,
     TransportOffer,
-    TransportTraits,
-    WireReport,
     WriteBatch,
 )
+from windlass.transports.traits import MemoryAllocator, PeerMapper, TransportTraits, WireReport
 
 
 class WrappedTransport(OneSidedTransport):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, final
 
 import msgspec
 
+from windlass.closing import Closing
 from windlass.config import CollectiveFabric, take_name
 from windlass.envs import check_token
 from windlass.errors import (
@@ -67,7 +68,7 @@ MAX_BACKOFF_S = 1.0
 
 
 @final
-class RolloutCallback:
+class RolloutCallback(Closing):
     """One leader's way to the controller. May be used from several threads.
 
     Args:
@@ -200,12 +201,6 @@ class RolloutCallback:
         """End the threads; calls under way end at their deadline. Idempotent."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def __enter__(self) -> RolloutCallback:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _start(self, call: CallbackCall, deadline_s: float | None) -> Future[None]:
         with self._lock:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import operator
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import final
 
+from windlass.closing import Closing
 from windlass.config import ReplicaPlace
-from windlass.envs import environment_value
 from windlass.errors import ConfigError, PeerTimeout, RoundAborted, WindlassError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.addresses import check_url, own_address
@@ -30,13 +29,12 @@ from windlass.transfer.replica import CopyTimes
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.updates.client import CommandHandler, TrainerChannel
-from windlass.updates.connect_messages import Hello, group_and_rank
+from windlass.updates.connect_messages import Hello, group_and_rank, job_of
 from windlass.updates.messages import MAX_COUNT
 from windlass.updates.report import RoundOutcome, UpdateReport
 from windlass.updates.trainer_agent import TrainerAgent
 
 _log = logging.getLogger(__name__)
-JOB_VARIABLE = "WINDLASS_JOB"
 MARGIN_S = 5.0
 """By which an announcement ends after its deadline."""
 
@@ -56,16 +54,6 @@ def version_number(version: int, what: str) -> int:
     if number > MAX_COUNT:
         raise ConfigError(f"{what}: version must be < 2^53, got {version!r}")
     return number
-
-
-def _job_of(given: str, world_size: int) -> str:
-    job = given or environment_value(JOB_VARIABLE)
-    if not job and world_size > 1:
-        raise ConfigError(
-            f"job: must be given, or {JOB_VARIABLE} be set, to the same for all {world_size} ranks of "
-            "this start of the trainers and to something else for every other start"
-        )
-    return job or secrets.token_hex(8)
 
 
 @final
@@ -132,7 +120,7 @@ class TrainerWeights:
 
 
 @final
-class TrainerClient:
+class TrainerClient(Closing):
     """One trainer rank's way to the fleet. Made by `connect_trainer`, or by yourself for any framework.
 
     Args:
@@ -174,7 +162,7 @@ class TrainerClient:
         with ExitStack() as undo:
             undo.callback(transport.close)
             check_url(controller, "controller")
-            job = _job_of(job, world_size)
+            job = job_of(job, world_size)
             group, rank = group_and_rank(manifest.worker)
             self._sender = Sender(
                 transport,
@@ -380,9 +368,3 @@ class TrainerClient:
         """Leave the fleet and free registered memory. Idempotent."""
         self.leave()
         self._transport.close()
-
-    def __enter__(self) -> TrainerClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

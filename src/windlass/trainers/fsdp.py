@@ -15,11 +15,11 @@ from windlass.errors import ConfigError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.layout.naming.stacked import StackedRule
 from windlass.memory.cuda.driver import gpu_of
-from windlass.trainers.client import JOB_VARIABLE, TrainerClient, TrainerWeights
+from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.dtensor import LiveTensors, NameMap, describe_module, own_tensors
-from windlass.transports.base import TransportConfig
-from windlass.transports.registry import create_transport, parse_transport
+from windlass.transports.registry import TransportConfig, create_transport, parse_transport
+from windlass.updates.connect_messages import JOB_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)

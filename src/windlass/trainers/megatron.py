@@ -31,8 +31,7 @@ from windlass.memory.torch_dtypes import dtype_of
 from windlass.trainers.client import TrainerClient
 from windlass.trainers.fsdp import DescribedTrainer
 from windlass.transfer.dtensor import HeldTensor, LiveTensors, check_memory, refuse_freed
-from windlass.transports.base import TransportConfig
-from windlass.transports.registry import parse_transport
+from windlass.transports.registry import TransportConfig, parse_transport
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BUFFERS = ("mlp.router.expert_bias",)

@@ -10,16 +10,28 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar, final
 
 import numpy as np
 
+from windlass.closing import Closing
 from windlass.errors import ConfigError
 from windlass.layout.columns import UInt8Array
 from windlass.memory.host import HostBuffer
-from windlass.memory.ops import Buffer, MemoryOps, memory_on
-from windlass.transports.base import MemoryAllocator, MemoryRegion, OneSidedTransport
+from windlass.memory.ops import Buffer, MemoryOps, aligned
+from windlass.memory.place import memory_on
+from windlass.transports.base import MemoryRegion, OneSidedTransport
+from windlass.transports.traits import MemoryAllocator
+
+
+def aligned_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
+    """Return where things of these sizes lie one after the other, and the bytes that they take up."""
+    offsets, total = [], 0
+    for nbytes in sizes:
+        offsets.append(total)
+        total += aligned(nbytes)
+    return tuple(offsets), total
 
 
 def memory_of(transport: OneSidedTransport) -> MemoryOps:
@@ -36,7 +48,7 @@ def memory_of(transport: OneSidedTransport) -> MemoryOps:
 
 
 @final
-class Arena:
+class Arena(Closing):
     """Registered memory: page-aligned, pre-touched and zeroed in host memory; not cleared on a GPU.
 
     Memory: owned by the arena from construction to `close`; peers may write it in between.
@@ -92,12 +104,6 @@ class Arena:
         if buffer is not None:
             self._bytes, self.nbytes = np.empty(0, np.uint8), 0
             self._transport.unregister(self.region, buffer.close)
-
-    def __enter__(self) -> Arena:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @final

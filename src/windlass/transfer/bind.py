@@ -1,15 +1,18 @@
-"""Whether a plan part and a destination's binding are those that this rank was promised."""
+"""What a rank that sends is bound to, and whether that is what this rank was promised."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from windlass.errors import PlanError, RegionError, RoundAborted
 from windlass.layout.manifest import ShardManifest
-from windlass.planning.program import DigestKind, LinkProgram
+from windlass.planning.plan import TransferPlan
+from windlass.planning.program import DigestKind, LinkProgram, bind_links
 from windlass.transfer.bindings import BindingsRefused, DestinationBinding
+from windlass.transfer.packer import Peer
 from windlass.transports.regions import check_inside
 
 
@@ -120,3 +123,103 @@ def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
             f"connect: {binding.worker}: weights must be on GPUs at both ends or in host memory at "
             f"both: this rank hashes by {kind}, that one by {binding.digest_kind}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class NewLinks:
+    """Links that a rank is bound to anew.
+
+    Attributes:
+        programs: by destination.
+        bindings: of their destinations, checked.
+        stored: those whose bytes kernels of this rank store.
+    """
+
+    programs: Mapping[str, LinkProgram]
+    bindings: Mapping[str, DestinationBinding]
+    stored: tuple[LinkProgram, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SentLinks:
+    """The links of a rank that sends: bytes are written to some peers, kernels store into all others.
+
+    Attributes:
+        digest_kind: of what is written.
+        stored_by: transports whose links kernels store; None for all.
+        programs: by destination, in the order of their places in the arena.
+        peers: that bytes are written to.
+        read_in_place: parameters that are written from where they lie.
+        first: index of this rank in the plan.
+    """
+
+    digest_kind: DigestKind
+    stored_by: Collection[str] | None = ()
+    programs: Mapping[str, LinkProgram] = field(default_factory=dict)
+    peers: Mapping[str, Peer] = field(default_factory=dict)
+    read_in_place: tuple[int, ...] = ()
+    first: int = 0
+
+    @property
+    def written(self) -> tuple[LinkProgram, ...]:
+        """Links whose bytes are written."""
+        return tuple(p for name, p in self.programs.items() if name in self.peers)
+
+    @property
+    def stored(self) -> tuple[LinkProgram, ...]:
+        """Links whose bytes kernels store."""
+        return tuple(p for name, p in self.programs.items() if name not in self.peers)
+
+    def in_turn(self, destinations: Sequence[str]) -> tuple[str, ...]:
+        """Each rank begins with another one."""
+        shift = self.first % max(len(destinations), 1)
+        return (*destinations[shift:], *destinations[:shift])
+
+    def none(self) -> SentLinks:
+        """No links, and the peers that there were, for those that are kept."""
+        return replace(self, programs={})
+
+    def with_copies(
+        self, copies: Mapping[str, LinkProgram], bindings: Mapping[str, DestinationBinding]
+    ) -> SentLinks:
+        """These links, and written ones to members of relay groups."""
+        peers = {name: Peer.bound_to(bindings[name]) for name in copies}
+        return replace(self, programs={**self.programs, **copies}, peers={**self.peers, **peers})
+
+    def changed(
+        self,
+        manifest: ShardManifest,
+        plan: TransferPlan | None,
+        bindings: Sequence[DestinationBinding],
+        gone: Collection[str],
+    ) -> tuple[SentLinks, NewLinks]:
+        """What there is once some links are bound anew and others end; see `Sender.change_links`.
+
+        Raises:
+            PlanError: the plan was made for another layout, or a destination has no binding.
+            BindingsRefused: what some destinations offer cannot be written, or is hashed otherwise.
+        """
+        first, added = self.first, dict[str, LinkProgram]()
+        if plan is not None:
+            first = check_part(manifest, plan.sources, plan.source_digests, "sources")
+            added = {program.peer: program for program in bind_links(plan, sending=True)}
+        known = bind_peers(added.values(), bindings, self._check)
+        kept = {n: p for n, p in self.programs.items() if n not in gone and n not in added}
+        # One that is bound anew has its old place, so that the places of others in the arena stay.
+        programs = {n: p for n, p in self.programs.items() if n in kept or n in added} | added
+        near = {name for name, binding in known.items() if self._is_stored(binding)}
+        peers = {name: peer for name, peer in self.peers.items() if name in kept}
+        peers |= {n: Peer.bound_to(known[n]) for n in added if n not in near}
+        stored = tuple(added[name] for name in added if name in near)
+        links = replace(self, programs=programs, peers=peers, first=first)
+        read = {i for p in links.written for i in np.unique(p.direct.src_parameter).tolist()}
+        return replace(links, read_in_place=tuple(read)), NewLinks(added, known, stored)
+
+    def _is_stored(self, binding: DestinationBinding) -> bool:
+        return self.stored_by is None or binding.endpoint.transport in self.stored_by
+
+    def _check(self, program: LinkProgram, binding: DestinationBinding) -> None:
+        is_stored = self._is_stored(binding)
+        if not is_stored:
+            check_digest_kind(self.digest_kind, binding)
+        check_binding(program, binding, staged=not is_stored)

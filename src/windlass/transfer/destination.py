@@ -14,20 +14,12 @@ from typing import final
 import numpy as np
 
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.ops import (
-    ALIGNMENT,
-    OWN_WORK_S,
-    Buffer,
-    LinkDigests,
-    MemoryOps,
-    PreparedCopies,
-    StridedCopy,
-    aligned_offsets,
-    memory_at,
-)
+from windlass.memory.ops import ALIGNMENT, OWN_WORK_S, Buffer, LinkDigests, MemoryOps
+from windlass.memory.packing import PreparedCopies, StridedCopy
+from windlass.memory.place import memory_at
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import BoundOp, DigestKind, LinkProgram, bind_links
-from windlass.transfer.arena import Arena
+from windlass.transfer.arena import Arena, aligned_offsets
 from windlass.transfer.bind import check_part
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import MemoryRegion, OneSidedTransport, PeerEndpoint

@@ -94,13 +94,14 @@ class Packer:
 
     Attributes:
         memory: as given.
+        slot: the arena, if there is one; what is in it changes by calls of the packer only.
     """
 
     def __init__(
         self, transport: OneSidedTransport, memory: MemoryOps, limit_nbytes: int = 0
     ) -> None:
         self.memory = memory
-        self._slot = ArenaSlot(lambda nbytes: Arena(transport, nbytes, memory), limit_nbytes)
+        self.slot = ArenaSlot(lambda nbytes: Arena(transport, nbytes, memory), limit_nbytes)
         self._sources: UInt64Array = np.zeros(0, np.uint64)
         self._packs: dict[tuple[str, int], LinkPack] = {}
         self._digests: LinkDigests | None = None
@@ -117,19 +118,9 @@ class Packer:
             self._drop()
         self._sources = addresses
 
-    @property
-    def arena(self) -> Arena | None:
-        """What is packed into; None where nothing is."""
-        return self._slot.arena
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of arena allocated now."""
-        return self._slot.nbytes
-
     def holds(self, programs: Sequence[LinkProgram]) -> bool:
         """Whether the packed bytes of all these links fit at once."""
-        return packed_capacity(programs) <= self.nbytes
+        return packed_capacity(programs) <= self.slot.nbytes
 
     def fit(self, programs: Sequence[LinkProgram], *, kept: Collection[str] = ()) -> None:
         """Have an arena that is large enough for these links, within the limit.
@@ -147,15 +138,15 @@ class Packer:
         """
         self.memory.finish(OWN_WORK_S)  # nothing reads what is freed now
         needed = packed_capacity(programs)
-        capacity = self._slot.capacity_for(needed)
-        self._drop(keep=self._places(programs, kept) if 0 < capacity <= self.nbytes else ())
+        capacity = self.slot.capacity_for(needed)
+        self._drop(keep=self._places(programs, kept) if 0 < capacity <= self.slot.nbytes else ())
         least = 2 * max(map(self._least, programs), default=0)
         if capacity < min(needed, least):
             raise PlanError(
-                f"arena_nbytes: must be 0 or at least {least}, got {self._slot.limit_nbytes}: half of "
+                f"arena_nbytes: must be 0 or at least {least}, got {self.slot.limit_nbytes}: half of "
                 "it must hold one piece, or one row of blocks"
             )
-        self._slot.fit(capacity)
+        self.slot.fit(capacity)
 
     def abandon(self, *, renew: bool = True) -> None:
         """Never reuse or unmap the arena: bytes may still leave it.
@@ -167,15 +158,15 @@ class Packer:
             RegionError, TransferFailed: there is no memory for it.
         """
         try:
-            if self._slot.arena is not None:
+            if self.slot.arena is not None:
                 self._drop()
         finally:  # a table that cannot be freed must not leave the arena in use
-            self._slot.abandon(renew=renew)
+            self.slot.abandon(renew=renew)
 
     def close(self) -> None:
         """Free the arena, unless late kernels may still use it. Idempotent."""
         self._drop()
-        self._slot.close()
+        self.slot.close()
 
     def hash_links(self, programs: Sequence[LinkProgram], threads: Executor) -> dict[str, str]:
         """Digests of what links are to deliver, by peer, from the parameters as they are; nothing is packed.
@@ -209,7 +200,7 @@ class Packer:
         self.memory.settle(OWN_WORK_S)
         nbytes, key = packed_capacity((program,)), (program.peer, offset)
         if key not in self._packs:
-            start = self._address + offset
+            start = self.slot.address + offset
             places = (range(start, start + nbytes),)
             self._packs[key] = self.memory.pack_link(program, self._sources, places)
         pack = self._packs[key]
@@ -236,17 +227,15 @@ class Packer:
     def _in_turns(self, program: LinkProgram) -> LinkPack:
         key = program.peer, -1
         if key not in self._packs:
-            nbytes = self.nbytes // 2 & -ALIGNMENT
-            start, middle = self._address, self._address + nbytes
+            nbytes = self.slot.nbytes // 2 & -ALIGNMENT
+            start, middle = self.slot.address, self.slot.address + nbytes
             places: tuple[range, ...] = (range(start, middle), range(middle, middle + nbytes))
             if nbytes < self._least(program) and self.holds((program,)):
-                places = (range(start, start + self.nbytes),)  # of a link that is written again
+                places = (
+                    range(start, start + self.slot.nbytes),
+                )  # of a link that is written again
             self._packs[key] = self.memory.pack_link(program, self._sources, places)
         return self._packs[key]
-
-    @property
-    def _address(self) -> int:
-        return 0 if self._slot.arena is None else self._slot.arena.address
 
     def _least(self, program: LinkProgram) -> int:
         return aligned(self.memory.least_pack_nbytes(program))

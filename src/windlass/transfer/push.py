@@ -17,8 +17,11 @@ from windlass.config import CollectiveFabric
 from windlass.errors import PlanError, ProtocolError, TransferFailed
 from windlass.layout.dtypes import cast_refusal
 from windlass.layout.manifest import Shard, ShardManifest, contiguous_strides
-from windlass.memory.ops import MemoryOps, StridedCopy, aligned_offsets, memory_at
+from windlass.memory.ops import MemoryOps
+from windlass.memory.packing import StridedCopy
+from windlass.memory.place import memory_at
 from windlass.net.clock import Deadline
+from windlass.transfer.arena import aligned_offsets
 from windlass.transfer.bindings import GroupOffer, WireTensor
 from windlass.transfer.collective_group import TorchBroadcastGroup, join_group
 from windlass.transfer.destination import ShadowCopy

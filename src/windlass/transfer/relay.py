@@ -29,7 +29,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import assert_never, final
@@ -37,16 +37,30 @@ from typing import assert_never, final
 import msgspec
 import numpy as np
 
-from windlass.errors import PeerUnreachable, PlanError, ProtocolError, TransferError
+from windlass.errors import (
+    PeerUnreachable,
+    PlanError,
+    ProtocolError,
+    TransferError,
+    TransferOutcomeUnknown,
+)
 from windlass.layout.columns import UInt64Array
-from windlass.memory.ops import OWN_WORK_S, ChunkDigests, MemoryOps
+from windlass.memory.ops import OWN_WORK_S, ChunkDigests, LinkPack, MemoryOps
 from windlass.net.clock import Deadline
 from windlass.net.messages import Codec, RoundId, encode
 from windlass.planning.program import LinkProgram
 from windlass.planning.relay import RelayGroup, children_of, depths_of
-from windlass.transfer.base import is_unknown, submit
+from windlass.transfer.base import failed_link, is_unknown, submit
 from windlass.transfer.bind import check_binding
-from windlass.transfer.bindings import Carried, DestinationBinding, RelayAddress, Relayed
+from windlass.transfer.bindings import (
+    Carried,
+    DestinationBinding,
+    LinkOutcome,
+    LinkStatus,
+    RelayAddress,
+    Relayed,
+    Written,
+)
 from windlass.transfer.packer import PackedLink, batches_to
 from windlass.transfer.payload import Payload, payload_of
 from windlass.transfer.receiver import Receiver
@@ -483,7 +497,8 @@ class GroupWrite:
                 raise PlanError(f"relay: root {root} has no address")
         self.leader, self.roots = group.members[0], frozenset(group.roots())
         self.digest = ""
-        self._group, self._program, self._addresses = group, program, addresses
+        self._group, self._program = group, program
+        self._bindings, self._addresses = bindings, addresses
         self._payload = payload_of(program, group.chunk_nbytes)
         self._local: UInt64Array = np.zeros(0, np.uint64)
         self._hashes: ChunkDigests | None = None
@@ -493,15 +508,13 @@ class GroupWrite:
         """Return the links to the other members."""
         return {name: replace(self._program, peer=name) for name in self._group.members[1:]}
 
-    def keep(
-        self, memory: MemoryOps, sources: UInt64Array, packed: Mapping[int, int], digest: str
-    ) -> None:
+    def keep(self, memory: MemoryOps, sources: UInt64Array, pack: LinkPack, digest: str) -> None:
         """Hash the chunks of a link that has been packed.
 
         Args:
             memory: that the parameters are in, and what is packed.
             sources: where the parameters lie.
-            packed: op -> address of its packed payload.
+            pack: what of the link is packed, and where.
             digest: of the link.
 
         Raises:
@@ -509,6 +522,7 @@ class GroupWrite:
             TransferOutcomeUnknown: kernels do not end.
         """
         payload = self._payload
+        packed = {part.op: part.address for turn in pack.turns for part in turn}
         at = np.array([packed.get(op, 0) for op in range(len(self._program.ops))], np.uint64)
         base = np.where(payload.packed, at[payload.op], sources[payload.src_parameter])
         local = base + payload.src_offset.astype(np.uint64)
@@ -530,10 +544,11 @@ class GroupWrite:
         if hashes is not None:
             hashes.close()
 
-    def packed_link(self, binding: DestinationBinding) -> PackedLink | None:
+    def packed_link(self, member: str) -> PackedLink | None:
         """Return all that one member gets, for direct writes; None where it is not packed."""
         if not self.digest:
             return None
+        binding = self._bindings[member]
         remote, nbytes = self._payload.at(binding), self._payload.nbytes.astype(np.uint64)
         return PackedLink(tuple(batches_to(binding, self._local, remote, nbytes)), self.digest)
 
@@ -541,7 +556,7 @@ class GroupWrite:
         self,
         transport: OneSidedTransport,
         worker: str,
-        binding: DestinationBinding,
+        root: str,
         round_id: RoundId,
         deadline: Deadline,
     ) -> Carried:
@@ -552,7 +567,7 @@ class GroupWrite:
         Args:
             transport: writes.
             worker: this rank.
-            binding: of the root.
+            root: which.
             round_id: of the relay.
             deadline: for all of it.
 
@@ -561,10 +576,11 @@ class GroupWrite:
             TransferOutcomeUnknown: bytes may still land.
         """
         digests, roots = self._chunks if self.digest else (), self._group.roots()
-        address, remote = self._addresses[binding.worker], self._payload.at(binding)
+        binding = self._bindings[root]
+        address, remote = self._addresses[root], self._payload.at(binding)
         writer = ChunkWriter(transport, worker, binding, address, round_id, deadline)
         for chunk, digest in enumerate(digests):
-            if roots[chunk % len(roots)] == binding.worker:
+            if roots[chunk % len(roots)] == root:
                 landed = ChunkLanded(worker, chunk, digest)
                 writer.write(self._payload, self._local, remote, landed)
         writer.end()
@@ -572,6 +588,136 @@ class GroupWrite:
         for error in sorted(writer.errors, key=is_unknown, reverse=True):
             raise error
         return sent
+
+
+@final
+class RelayedLinks:
+    """The links of a trainer rank to members of relay groups. Not thread-safe.
+
+    Args:
+        transport: writes. worker: this rank. threads: write the roots.
+    """
+
+    def __init__(self, transport: OneSidedTransport, worker: str, threads: Executor) -> None:
+        self._transport, self._worker, self._threads = transport, worker, threads
+        self._groups: dict[str, GroupWrite] = {}
+
+    def __len__(self) -> int:
+        """Members of all groups."""
+        return len(self._groups)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a destination is a member of a group."""
+        return name in self._groups
+
+    def __getitem__(self, name: str) -> GroupWrite:
+        """The group that a destination is a member of."""
+        return self._groups[name]
+
+    def bind(
+        self,
+        groups: Sequence[RelayGroup],
+        programs: Mapping[str, LinkProgram],
+        bindings: Mapping[str, DestinationBinding],
+        addresses: Sequence[RelayAddress],
+    ) -> dict[str, LinkProgram]:
+        """Relay groups from here on; returns the links to all members but the first ones.
+
+        Args:
+            groups: in whole.
+            programs: of the links of the plan.
+            bindings: of every member.
+            addresses: of every root.
+
+        Raises:
+            PlanError, RegionError: see `GroupWrite`.
+        """
+        roots = {address.worker: address for address in addresses}
+        copies: dict[str, LinkProgram] = {}
+        for group in groups:
+            program = programs.get(group.members[0])
+            if program is None:
+                continue  # this rank holds nothing that the group wants
+            relayed = GroupWrite(group, program, bindings, roots)
+            copies |= relayed.copies()
+            self._groups |= dict.fromkeys(group.members, relayed)
+        return copies
+
+    def planned_for(self, name: str) -> str:
+        """The link of the plan that delivers what `name` gets: all members get what the first does."""
+        return self._groups[name].leader if name in self._groups else name
+
+    def forget(self) -> None:
+        """What was packed is there no more."""
+        for relayed in self._groups.values():
+            relayed.forget()
+
+    def close(self) -> None:
+        """Free what was prepared, and relay nothing. Idempotent."""
+        for relayed in self._groups.values():
+            relayed.close()
+        self._groups = {}
+
+    def write(
+        self,
+        destinations: Sequence[str],
+        round_id: RoundId,
+        deadline: Deadline,
+        *,
+        write: Callable[[Sequence[str]], Written],
+        failed: Callable[[str, BaseException], LinkOutcome],
+    ) -> Written:
+        """Write the roots of all groups, and beside them the links that are not relayed.
+
+        Args:
+            destinations: of both kinds of links.
+            round_id: of the relay.
+            deadline: for all of it.
+            write: writes the links that are not relayed.
+            failed: makes the outcome of a root whose write raised an error.
+
+        Raises:
+            TransferOutcomeUnknown: bytes may still land, and the outcomes cannot be told one by one.
+        """
+        began = time.perf_counter()
+        digests = {n: self._groups[n].digest for n in destinations if n in self._groups}
+        roots = {
+            name: submit(
+                self._threads,
+                relayed.write_root,
+                self._transport,
+                self._worker,
+                name,
+                round_id,
+                deadline,
+            )
+            for name, relayed in self._groups.items()
+            if name in relayed.roots
+        }
+        try:
+            sent = write([name for name in destinations if name not in digests])
+        except Exception as error:
+            met = [job.exception() for job in roots.values()]
+            if any(found is not None and is_unknown(found) for found in met):
+                raise TransferOutcomeUnknown(f"{error!r}; and of roots: {met}") from error
+            raise
+        finally:
+            wait(roots.values())
+        outcomes = {link.destination: link for link in sent.links}
+        for name, digest in digests.items():
+            written = roots.get(name)
+            if written is not None and (lost := written.exception()) is not None:
+                outcomes[name] = failed(name, lost)
+            elif not digest:
+                outcomes[name] = failed_link(name, "arena_nbytes: too small to hold a relayed link")
+            else:
+                own = Carried(0, 0.0) if written is None else written.result()
+                outcomes[name] = LinkOutcome(
+                    name, LinkStatus.OK, own.nbytes, digest, wire_s=own.wire_s
+                )
+        wire_s = max(time.perf_counter() - began, sent.wire_s)
+        links = tuple(outcomes[name] for name in destinations)
+        return Written(links, sent.pack_s, wire_s, sent.register_s)
 
 
 # --- an engine rank that takes part --------------------------------------------------------------

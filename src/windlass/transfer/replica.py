@@ -28,11 +28,12 @@ from windlass.memory.cuda.gpu import Gpu, shared_gpu
 from windlass.memory.cuda.ops import CudaMemory
 from windlass.memory.cuda.range_copy import COPY_ENGINE_NBYTES, RangeCopy
 from windlass.memory.cuda.sources import PinnedArena
-from windlass.memory.ops import OWN_WORK_S, Buffer, aligned_offsets
-from windlass.transfer.arena import Arena, ArenaSlot
+from windlass.memory.ops import OWN_WORK_S, Buffer
+from windlass.transfer.arena import Arena, ArenaSlot, aligned_offsets
 from windlass.transfer.base import LINKS_AT_ONCE
-from windlass.transports.base import MemoryType, OneSidedTransport
+from windlass.transports.base import OneSidedTransport
 from windlass.transports.sharing import share
+from windlass.transports.traits import MemoryType
 
 PART_NBYTES = 64 << 20
 """Copied at a time by one thread, which releases the interpreter."""

@@ -18,7 +18,8 @@ from windlass.errors import TransferFailed, TransferOutcomeUnknown
 from windlass.layout.columns import Int64Array, StructuredArray
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.cuda.driver import gpu_of
-from windlass.memory.ops import OWN_WORK_S, ChunkDigests, MemoryOps, memory_on
+from windlass.memory.ops import OWN_WORK_S, ChunkDigests, MemoryOps
+from windlass.memory.place import memory_on
 from windlass.planning.program import DigestKind
 from windlass.planning.replicated import DIGESTED, HELD, ReplicatedPart, due_pieces, num_pieces
 from windlass.transfer.base import ParameterMemory

@@ -22,16 +22,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import final
-
-import numpy as np
 
 from windlass.config import ReplicaPlace
 from windlass.errors import (
     ConfigError,
     PlanError,
     ProtocolError,
-    TransferOutcomeUnknown,
     WindlassError,
 )
 from windlass.layout.manifest import ShardManifest
@@ -39,28 +37,22 @@ from windlass.memory.ops import ALIGNMENT, Buffer
 from windlass.net.clock import Deadline
 from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
-from windlass.planning.program import LinkProgram, bind_links
+from windlass.planning.program import LinkProgram
 from windlass.planning.relay import RelayGroup
 from windlass.transfer.arena import memory_of
 from windlass.transfer.base import (
     LINKS_AT_ONCE,
     ParameterMemory,
     failed_link,
-    failed_links,
-    is_unknown,
     joined_results,
     status_of,
     submit,
 )
 from windlass.transfer.bind import (
-    bind_peers,
-    check_binding,
+    SentLinks,
     check_destinations,
-    check_digest_kind,
-    check_part,
 )
 from windlass.transfer.bindings import (
-    Carried,
     DestinationBinding,
     GroupOffer,
     LinkOutcome,
@@ -68,9 +60,9 @@ from windlass.transfer.bindings import (
     RelayAddress,
     Written,
 )
-from windlass.transfer.packer import PackedLink, Packer, Peer, packed_capacity
+from windlass.transfer.packer import PackedLink, Packer, packed_capacity
 from windlass.transfer.registration import RegisteredMemory
-from windlass.transfer.relay import GroupWrite
+from windlass.transfer.relay import RelayedLinks
 from windlass.transfer.replica import CopyTimes, Replica, replica_memory
 from windlass.transfer.source import LocatedParameters, addresses_of
 from windlass.transfer.stored_links import StoredLinks
@@ -130,24 +122,14 @@ class Sender:
         self._lock = threading.Lock()
         mapper, self._writes = transport.mapper, not transport.traits.strided_stores
         self._stores = None if mapper is None else StoredLinks(mapper, manifest.worker)
-        self._stored_by = frozenset(
-            offer.transport for offer in transport.offers() if offer.traits.strided_stores
-        )
-        self._programs: dict[str, LinkProgram] = {}
-        self._peers: dict[str, Peer] = {}
-        self._read_in_place: tuple[int, ...] = ()
-        self._first_link = 0
+        stored_by = {o.transport for o in transport.offers() if o.traits.strided_stores}
+        self._links = SentLinks(own.digest_kind, stored_by if self._writes else None)
         self._ready: dict[str, PackedLink] = {}
         self._digests: dict[str, str] = {}
         self._offsets: dict[str, int] = {}
         self._sent: set[str] = set()
-        self._relays: dict[str, GroupWrite] = {}
+        self._relays = RelayedLinks(transport, manifest.worker, self._pool)
         self._pack_s = self._register_s = 0.0
-
-    @property
-    def arena_nbytes(self) -> int:
-        """Bytes of arena allocated now."""
-        return self._packer.nbytes
 
     @property
     def copy_times(self) -> CopyTimes:
@@ -190,7 +172,7 @@ class Sender:
         """
         with self._lock:
             if self._stores is not None:
-                self._stores.end(tuple(self._programs))
+                self._stores.end(tuple(self._links.programs))
             self._unbind()
             self._bind(plan, bindings, ())
         return None
@@ -224,46 +206,24 @@ class Sender:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> None:
-        added: dict[str, LinkProgram] = {}
-        if plan is not None:
-            self._first_link = check_part(
-                self.manifest, plan.sources, plan.source_digests, "sources"
-            )
-            added = {program.peer: program for program in bind_links(plan, sending=True)}
-        known = bind_peers(added.values(), bindings, self._check_binding)
-        near = {name for name, binding in known.items() if self._is_stored(binding)}
-        before, ended = self._programs, {*gone, *added}
-        kept = {name: program for name, program in before.items() if name not in ended}
-        # One that is bound anew has its old place, so that the places of others in the arena stay.
-        programs = {name: before[name] for name in before if name in kept or name in added} | added
+        links, new = self._links.changed(self.manifest, plan, bindings, gone)
         if self._stores is not None:
-            self._stores.end(ended)
+            self._stores.end({*gone, *new.programs})
         self._settle_doubt()
         self._unbind()
-        self._peers = {name: peer for name, peer in self._peers.items() if name in kept}
-        self._peers |= {n: Peer.bound_to(known[n]) for n in added if n not in near}
-        written = tuple(p for name, p in programs.items() if name in self._peers)
         if self._stores is not None:
-            self._stores.bind([added[name] for name in added if name in near], known)
+            self._stores.bind(new.stored, new.bindings)
         if self._writes:
-            self._packer.fit(written, kept=kept.keys())
-        self._read_in_place = tuple(
-            {i for p in written for i in np.unique(p.direct.src_parameter).tolist()}
-        )
+            self._packer.fit(links.written, kept=links.programs.keys() - new.programs.keys())
         if self.replica is not None:
-            if not self._packer.holds(written):
+            if not self._packer.holds(links.written):
                 raise PlanError(
                     "arena_nbytes: with a replica it must be 0 or at least "
-                    f"{packed_capacity(written)}, got {self._packer.nbytes}"
+                    f"{packed_capacity(links.written)}, got {self._packer.slot.nbytes}"
                 )
-            stored = {
-                op.src_parameter
-                for name, p in programs.items()
-                if name not in self._peers
-                for op in p.ops
-            }
-            self.replica.fit((*self._read_in_place, *sorted(stored)))
-        self._programs = programs
+            stored = {op.src_parameter for program in links.stored for op in program.ops}
+            self.replica.fit((*links.read_in_place, *sorted(stored)))
+        self._links = links
 
     def connect_relay(
         self,
@@ -282,16 +242,8 @@ class Sender:
             raise ProtocolError("kernels that store into peers cannot write to a relay")
         with self._lock:
             known = {binding.worker: binding for binding in bindings}
-            roots = {address.worker: address for address in addresses}
-            for group in groups:
-                program = self._programs.get(group.members[0])
-                if program is None:
-                    continue  # this rank holds nothing that the group wants
-                relayed = GroupWrite(group, program, known, roots)
-                for name, copy in relayed.copies().items():
-                    self._peers[name] = Peer.bound_to(known[name])
-                    self._programs[name] = copy
-                self._relays |= dict.fromkeys(group.members, relayed)
+            copies = self._relays.bind(groups, self._links.programs, known, addresses)
+            self._links = self._links.with_copies(copies, known)
 
     def prepare(self, version: int | None = None) -> None:
         """Hash every link, and pack them where the arena holds all at once; nothing is sent.
@@ -326,21 +278,21 @@ class Sender:
 
     def _pack_or_hash(self, located: Sequence[ParameterMemory]) -> float:
         """Seconds that it took to register what is read in place."""
-        programs = tuple(
-            p
-            for p in self._programs.values()
-            if p.peer in self._peers and self._planned_for(p.peer) == p.peer
-        )
-        if self._packer.arena is None and not self._packer.holds(programs):
+        links = self._links
+        programs = tuple(p for p in links.written if self._relays.planned_for(p.peer) == p.peer)
+        if self._packer.slot.arena is None and not self._packer.holds(programs):
             self._packer.fit(programs)  # it was parted with, and there was no room for another
         sources, registered_s = addresses_of(located), 0.0
         if self.replica is None:
-            registered_s = self._registered.cover(located[i] for i in self._read_in_place)
+            registered_s = self._registered.cover(located[i] for i in links.read_in_place)
         else:
             sources = self.replica.take(sources)
         self._packer.sources = sources
         if self._packer.holds(programs):
-            self._pack_all(programs)
+            offset = 0
+            for program in programs:
+                self._offsets[program.peer] = offset
+                self._digests[program.peer], offset = self._pack(program, offset)
         else:
             self._digests |= self._packer.hash_links(programs, self._pool)
         return registered_s
@@ -366,18 +318,21 @@ class Sender:
             TransferOutcomeUnknown: it does, and what was queued before may still go on.
         """
         with self._lock:
-            check_destinations(self._programs, destinations)
+            check_destinations(self._links.programs, destinations)
             deadline = Deadline.after(deadline_s, "write")
-            stores, far = self._stores, [name for name in destinations if name in self._peers]
+            stores, far = self._stores, [name for name in destinations if name in self._links.peers]
             if stores is None or len(far) == len(destinations):
                 return self._write(far, deadline)
-            near = [name for name in destinations if name not in self._peers]
+            near = [name for name in destinations if name not in self._links.peers]
+            store = partial(
+                stores.write, version, near, self._links.in_turn(near), deadline, self.replica
+            )
             if not far:
-                return self._store(stores, version, near, deadline)
+                return store()
             return joined_results(
                 destinations,
                 submit(self._pool, self._write, far, deadline),
-                lambda: self._store(stores, version, near, deadline),
+                store,
             )
 
     def relay_write(
@@ -393,31 +348,17 @@ class Sender:
             TransferOutcomeUnknown: bytes may still land, and the outcomes cannot be told one by one.
         """
         with self._lock:
-            check_destinations(self._programs, destinations)
+            check_destinations(self._links.programs, destinations)
             deadline = Deadline.after(deadline_s, "write")
-            began, arena = time.perf_counter(), self._packer.arena
-            digests = {n: self._relays[n].digest for n in destinations if n in self._relays}
-            self._sent.update(digests)
-            roots = {
-                name: submit(self._pool, self._write_root, name, round_id, deadline)
-                for name, relayed in self._relays.items()
-                if name in relayed.roots
-            }
-            try:
-                sent = self._write([n for n in destinations if n not in digests], deadline)
-            except Exception as error:
-                met = [job.exception() for job in roots.values()]
-                if any(found is not None and is_unknown(found) for found in met):
-                    raise TransferOutcomeUnknown(f"{error!r}; and of roots: {met}") from error
-                raise
-            finally:
-                wait(roots.values())
-            outcomes = {link.destination: link for link in sent.links}
-            for name, digest in digests.items():
-                outcomes[name] = self._relayed_outcome(name, roots.get(name), digest, arena)
-            wire_s = max(time.perf_counter() - began, sent.wire_s)
-            links = tuple(outcomes[n] for n in destinations)
-            return Written(links, sent.pack_s, wire_s, sent.register_s)
+            arena = self._packer.slot.arena
+            self._sent.update(name for name in destinations if name in self._relays)
+            return self._relays.write(
+                destinations,
+                round_id,
+                deadline,
+                write=lambda others: self._write(others, deadline),
+                failed=lambda name, error: self._failed(name, error, arena),
+            )
 
     def close(self) -> None:
         """Unregister and free, once a running `write` is over. Idempotent.
@@ -435,44 +376,16 @@ class Sender:
             self._packer.close()
             self._registered.cover(())
 
-    def _is_stored(self, binding: DestinationBinding) -> bool:
-        return not self._writes or binding.endpoint.transport in self._stored_by
-
-    def _check_binding(self, program: LinkProgram, binding: DestinationBinding) -> None:
-        is_stored = self._is_stored(binding)
-        if not is_stored:
-            check_digest_kind(self._packer.memory.digest_kind, binding)
-        check_binding(program, binding, staged=not is_stored)
-
-    # --- links that kernels store ------------------------------------------------------------
-
-    def _store(
-        self, stores: StoredLinks, version: int, destinations: Sequence[str], deadline: Deadline
-    ) -> Written:
-        check_destinations(stores, destinations)
-        if self.replica is not None and not self.replica.holds(version):
-            reason = "replica: this version is not copied, and the weights may have changed"
-            return Written(failed_links(destinations, reason), 0.0, 0.0)
-        settled = self.replica is not None
-        order = self._in_turn(destinations)
-        links, wire_s = stores.write(version, order, deadline, settled=settled)
-        return Written(tuple(links[name] for name in destinations), 0.0, wire_s)
-
-    def _in_turn(self, destinations: Sequence[str]) -> tuple[str, ...]:
-        """Each rank begins with another one."""
-        shift = self._first_link % max(len(destinations), 1)
-        return (*destinations[shift:], *destinations[:shift])
-
     # --- links and relays --------------------------------------------------------------------
 
     def _write(self, destinations: Sequence[str], deadline: Deadline) -> Written:
-        order = self._in_turn(destinations)
+        order = self._links.in_turn(destinations)
         pack_s, self._pack_s = self._pack_s, 0.0
         register_s, self._register_s = self._register_s, 0.0
         lost = self._pack_again(name for name in order if name in self._sent)
         self._sent.update(order)
         ready = {
-            name: self._relays[name].packed_link(self._peers[name].binding)
+            name: self._relays[name].packed_link(name)
             if name in self._relays
             else self._ready.get(name)
             for name in order
@@ -494,14 +407,9 @@ class Sender:
         links = tuple(outcomes[name] for name in destinations)
         return Written(links, pack_s, wire_s, register_s)
 
-    def _planned_for(self, name: str) -> str:
-        """The link of the plan that delivers what `name` gets: all members get what the first does."""
-        return self._relays[name].leader if name in self._relays else name
-
     def _unbind(self) -> None:
-        for relayed in self._relays.values():
-            relayed.close()
-        self._programs, self._relays = {}, {}
+        self._relays.close()
+        self._links = self._links.none()
         self._forget()
 
     def _forget(self) -> None:
@@ -511,24 +419,16 @@ class Sender:
 
     def _forget_packed(self) -> None:
         self._ready, self._offsets = {}, {}
-        for relayed in self._relays.values():
-            relayed.forget()
-
-    def _pack_all(self, programs: Sequence[LinkProgram]) -> None:
-        offset = 0
-        for program in programs:
-            self._offsets[program.peer] = offset
-            self._digests[program.peer], offset = self._pack(program, offset)
+        self._relays.forget()
 
     def _pack(self, program: LinkProgram, offset: int) -> tuple[str, int]:
         """Pack and hash a link at `offset`; its digest, and where the next one may begin."""
         peer = program.peer
         pack, digest, after = self._packer.pack(program, offset)
         if peer in self._relays:
-            packed = {part.op: part.address for turn in pack.turns for part in turn}
-            self._relays[peer].keep(self._packer.memory, self._packer.sources, packed, digest)
+            self._relays[peer].keep(self._packer.memory, self._packer.sources, pack, digest)
         else:
-            self._ready[peer] = self._packer.link_to(self._peers[peer], program, pack, digest)
+            self._ready[peer] = self._packer.link_to(self._links.peers[peer], program, pack, digest)
         return digest, after
 
     def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
@@ -538,28 +438,15 @@ class Sender:
             return lost
         found: dict[str, str] = {}
         for name in names:
-            planned = self._planned_for(name)
+            planned = self._relays.planned_for(name)
             if planned in self._offsets and planned not in found:
-                found[planned], _ = self._pack(self._programs[planned], self._offsets[planned])
+                found[planned], _ = self._pack(
+                    self._links.programs[planned], self._offsets[planned]
+                )
             if planned in found and found[planned] != self._digests[planned]:
                 reason = "the weights have changed since this version was prepared"
                 lost[name] = failed_link(name, reason)
         return lost
-
-    def _write_root(self, root: str, round_id: RoundId, deadline: Deadline) -> Carried:
-        """In a thread of the pool."""
-        worker, binding = self.manifest.worker, self._peers[root].binding
-        return self._relays[root].write_root(self.transport, worker, binding, round_id, deadline)
-
-    def _relayed_outcome(
-        self, name: str, written: Future[Carried] | None, digest: str, arena: Buffer | None
-    ) -> LinkOutcome:
-        if written is not None and (error := written.exception()) is not None:
-            return self._failed(name, error, arena)
-        if not digest:
-            return failed_link(name, "arena_nbytes: too small to hold a relayed link")
-        sent = Carried(0, 0.0) if written is None else written.result()
-        return LinkOutcome(name, LinkStatus.OK, sent.nbytes, digest, wire_s=sent.wire_s)
 
     # --- whole-shard arena -------------------------------------------------------------------
 
@@ -567,7 +454,7 @@ class Sender:
         self, ready: Mapping[str, PackedLink], deadline: Deadline
     ) -> tuple[dict[str, LinkOutcome], float]:
         """Write packed links side by side; outcomes, and seconds from first to last."""
-        began, arena = time.perf_counter(), self._packer.arena
+        began, arena = time.perf_counter(), self._packer.slot.arena
         writes = {
             name: submit(self._pool, self._write_batches, link.batches, deadline)
             for name, link in ready.items()
@@ -586,11 +473,11 @@ class Sender:
 
     def _stream(self, name: str, deadline: Deadline) -> tuple[LinkOutcome, float, float]:
         """Pack one half of the arena while the other half is on the wire."""
-        digest = self._digests.get(self._planned_for(name))
+        digest = self._digests.get(self._relays.planned_for(name))
         if digest is None:
             reason = "not prepared: nothing says what the weights of this version are"
             return failed_link(name, reason), 0.0, 0.0
-        ring = self._packer.ring(self._programs[name], self._peers[name])
+        ring = self._packer.ring(self._links.programs[name], self._links.peers[name])
         in_flight: Future[float] | None = None
         began, waited, wire_s = time.perf_counter(), 0.0, 0.0
         try:
@@ -616,7 +503,7 @@ class Sender:
         if written is None and not isinstance(error, WindlassError):
             _log.error("packing for %s failed", name, exc_info=error)
             return failed_link(name, f"{type(error).__name__}: {error}")
-        return self._failed(name, error if written is None else written, self._packer.arena)
+        return self._failed(name, error if written is None else written, self._packer.slot.arena)
 
     # --- both --------------------------------------------------------------------------------
 
@@ -629,7 +516,7 @@ class Sender:
         return time.perf_counter() - began
 
     def _succeeded(self, name: str, digest: str, wire_s: float) -> LinkOutcome:
-        nbytes = self._programs[name].nbytes
+        nbytes = self._links.programs[name].nbytes
         return LinkOutcome(name, LinkStatus.OK, nbytes, digest, wire_s=wire_s)
 
     def _failed(self, name: str, error: BaseException, arena: Buffer | None) -> LinkOutcome:
@@ -653,7 +540,7 @@ class Sender:
             # It may be read again in this round, since nothing writes to it before the next.
             self.replica.doubt()
             return
-        if arena is not None and arena is self._packer.arena:
+        if arena is not None and arena is self._packer.slot.arena:
             self._forget_packed()
             try:
                 self._packer.abandon()

@@ -11,7 +11,8 @@ import numpy as np
 from windlass.errors import PlanError
 from windlass.layout.columns import UInt64Array
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.ops import OWN_WORK_S, LinkDigests, MemoryOps, memory_at
+from windlass.memory.ops import OWN_WORK_S, LinkDigests, MemoryOps
+from windlass.memory.place import memory_at
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import LinkProgram, bind_links
 from windlass.transfer.base import ParameterMemory

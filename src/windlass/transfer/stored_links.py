@@ -23,12 +23,13 @@ from windlass.memory.cuda.pieces import block_tables
 from windlass.memory.cuda.sources import SourceMemory
 from windlass.net.clock import Deadline
 from windlass.planning.program import LinkProgram
-from windlass.transfer.base import ParameterMemory, failed_link
-from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.transfer.base import ParameterMemory, failed_link, failed_links
+from windlass.transfer.bind import check_destinations
+from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
 from windlass.transfer.replica import Replica
 from windlass.transfer.write_progress import PartWritten, ProgressNotifier
-from windlass.transports.base import PeerMapper
 from windlass.transports.processes import check_alive
+from windlass.transports.traits import PeerMapper
 
 
 @final
@@ -119,38 +120,50 @@ class StoredLinks:
         self._located = located
 
     def write(
-        self, version: int, names: Sequence[str], deadline: Deadline, *, settled: bool
-    ) -> tuple[dict[str, LinkOutcome], float]:
-        """Store these links, in this order; outcomes, and seconds.
+        self,
+        version: int,
+        destinations: Sequence[str],
+        order: Sequence[str],
+        deadline: Deadline,
+        replica: Replica | None,
+    ) -> Written:
+        """Store these links.
 
         Args:
             version: of the weights.
-            names: destinations, all of them prepared.
+            destinations: whose links.
+            order: the same, in the order in which they are stored.
             deadline: for it.
-            settled: what is read stands still whatever is queued. Otherwise work that this process has
-                queued on the GPU before, such as an optimiser step, is waited for first; where that takes
-                all of the time, links are FAILED, as nothing of them was sent.
+            replica: what is read; it stands still whatever is queued. Without one, work that this process
+                has queued on the GPU before, such as an optimiser step, is waited for first; where that
+                takes all of the time, links are FAILED, as nothing of them was sent.
 
         Raises:
+            RoundAborted: a destination whose link is not prepared.
             TransferFailed: the GPU reports an error; nothing more can be done with it.
             TransferOutcomeUnknown: it does, and what was queued before may still go on.
         """
+        check_destinations(self, destinations)
+        if replica is not None and not replica.holds(version):
+            reason = "replica: this version is not copied, and the weights may have changed"
+            return Written(failed_links(destinations, reason), 0.0, 0.0)
         try:
-            if settled:
+            if replica is not None:
                 self.gpu.refuse_late()
             else:
                 self.gpu.settle(deadline.seconds)
         except (TransferFailed, TransferOutcomeUnknown) as error:
             is_late = isinstance(error, TransferOutcomeUnknown)
             status = LinkStatus.UNKNOWN if is_late else LinkStatus.FAILED
-            return {name: failed_link(name, str(error), status) for name in names}, 0.0
+            links = tuple(failed_link(name, str(error), status) for name in destinations)
+            return Written(links, 0.0, 0.0)
         began = time.perf_counter()
-        gone = {name: why for name in names if (why := self._is_gone(name))}
+        gone = {name: why for name in order if (why := self._is_gone(name))}
         write = secrets.token_hex(8)
         try:
             queued = [
                 (name, part, event)
-                for name in names
+                for name in order
                 if name not in gone
                 for part, event in self._queue(name, version, write)
             ]
@@ -158,13 +171,13 @@ class StoredLinks:
         except Exception as error:
             end_queued(self.gpu, error, deadline.remaining_s)
             raise
-        took = dict.fromkeys(names, 0.0)
+        took = dict.fromkeys(order, 0.0)
         late = self._follow(queued, took, deadline)
         wire_s = time.perf_counter() - began
         outcomes = {
-            name: self._outcome(name, gone.get(name, ""), late, took[name]) for name in names
+            name: self._outcome(name, gone.get(name, ""), late, took[name]) for name in order
         }
-        return outcomes, wire_s
+        return Written(tuple(outcomes[name] for name in destinations), 0.0, wire_s)
 
     def close(self) -> None:
         """Free the tables, unmap the peers, let go of pinned memory. Idempotent.

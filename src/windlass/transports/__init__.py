@@ -16,18 +16,11 @@ if TYPE_CHECKING:
     from windlass.transfer.bindings import DestinationBinding as DestinationBinding
     from windlass.transfer.bindings import Written as Written
     from windlass.transports.auto import AutoConfig as AutoConfig
-    from windlass.transports.base import MappedRegion as MappedRegion
-    from windlass.transports.base import MemoryAllocator as MemoryAllocator
     from windlass.transports.base import MemoryRegion as MemoryRegion
-    from windlass.transports.base import MemoryType as MemoryType
     from windlass.transports.base import OneSidedTransport as OneSidedTransport
     from windlass.transports.base import PeerEndpoint as PeerEndpoint
-    from windlass.transports.base import PeerMapper as PeerMapper
     from windlass.transports.base import RemoteRegion as RemoteRegion
-    from windlass.transports.base import TransportConfig as TransportConfig
     from windlass.transports.base import TransportOffer as TransportOffer
-    from windlass.transports.base import TransportTraits as TransportTraits
-    from windlass.transports.base import WireReport as WireReport
     from windlass.transports.base import WriteBatch as WriteBatch
     from windlass.transports.cma import CmaConfig as CmaConfig
     from windlass.transports.cuda_ipc import CudaIpcConfig as CudaIpcConfig
@@ -38,10 +31,17 @@ if TYPE_CHECKING:
     from windlass.transports.processes import PeerProcesses as PeerProcesses
     from windlass.transports.processes import check_alive as check_alive
     from windlass.transports.region_transport import RegionTransport as RegionTransport
+    from windlass.transports.registry import TransportConfig as TransportConfig
     from windlass.transports.registry import create_transport as create_transport
     from windlass.transports.registry import parse_transport as parse_transport
     from windlass.transports.registry import transport_names as transport_names
     from windlass.transports.shm import ShmConfig as ShmConfig
+    from windlass.transports.traits import MappedRegion as MappedRegion
+    from windlass.transports.traits import MemoryAllocator as MemoryAllocator
+    from windlass.transports.traits import MemoryType as MemoryType
+    from windlass.transports.traits import PeerMapper as PeerMapper
+    from windlass.transports.traits import TransportTraits as TransportTraits
+    from windlass.transports.traits import WireReport as WireReport
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
     __all__, __getattr__, __dir__ = public(__name__)

@@ -18,19 +18,25 @@ from windlass.errors import RegionError, TransportUnavailable
 from windlass.net.addresses import is_loopback, own_address
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
-    MemoryAllocator,
     MemoryRegion,
-    MemoryType,
     OneSidedTransport,
     PeerEndpoint,
-    PeerMapper,
-    TransportConfig,
     TransportOffer,
-    TransportTraits,
-    WireReport,
     WriteBatch,
 )
-from windlass.transports.registry import config_type, parse_transport, transport_names
+from windlass.transports.registry import (
+    TransportConfig,
+    config_type,
+    parse_transport,
+    transport_names,
+)
+from windlass.transports.traits import (
+    MemoryAllocator,
+    MemoryType,
+    PeerMapper,
+    TransportTraits,
+    WireReport,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -31,27 +31,18 @@ from windlass.errors import (
 from windlass.layout.columns import UInt64Array
 from windlass.memory.ranges import Pieces, calls, merge_adjacent, split_pieces
 from windlass.net.clock import Deadline
-from windlass.transports.base import (
-    CEILING_BYTES_PER_S,
-    OneSidedTransport,
-    PeerEndpoint,
-    TransportConfig,
-    TransportTraits,
-    WireReport,
-    WriteBatch,
-)
-from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
+from windlass.transports.base import OneSidedTransport, PeerEndpoint, WriteBatch
+from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive, let_peers_write
 from windlass.transports.region_transport import RegionTransport
+from windlass.transports.registry import TransportConfig
 from windlass.transports.sharing import share
+from windlass.transports.traits import CEILING_BYTES_PER_S, TransportTraits, WireReport
 
 MAX_IOVECS = 1024
 MAX_CALL_NBYTES = 64 << 20
 """Bytes per system call: bounds how long one call can outlast a deadline."""
 MIN_THREAD_NBYTES = 1 << 20
 """A thread with less to copy costs more than it saves."""
-
-_PR_SET_PTRACER = 0x59616D61
-_PR_SET_PTRACER_ANY = 2**64 - 1
 
 
 class CmaConfig(TransportConfig, frozen=True, tag="cma"):
@@ -154,7 +145,7 @@ class CmaTransport(RegionTransport):
         self._num_threads = num_threads
         self._helpers = ThreadPoolExecutor(max(num_threads - 1, 1), "windlass-cma")
         _probe()
-        _let_peers_write()
+        let_peers_write()
         self._own, self._peers = OwnProcess("cma"), PeerProcesses()
         super().__init__(self._own.endpoint)
 
@@ -212,14 +203,6 @@ def _classify(error: OSError, peer: PeerEndpoint) -> Exception:
             )
         case _:
             return TransferFailed(f"cma: pid {peer.address}: {error}")
-
-
-def _let_peers_write() -> None:
-    """Under Yama's default (ptrace_scope=1) only a parent may write here; name all peers instead.
-
-    The kernel still wants the same user. Without Yama the call fails, and nothing is needed.
-    """
-    _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_PR_SET_PTRACER_ANY), 0, 0, 0)
 
 
 def _probe() -> None:

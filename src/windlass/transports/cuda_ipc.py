@@ -17,21 +17,23 @@ from windlass.memory.cuda.gpu import Gpu, end_queued
 from windlass.memory.cuda.range_copy import RangeCopy
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
-    CEILING_BYTES_PER_S,
-    MappedRegion,
     MemoryRegion,
-    MemoryType,
     OneSidedTransport,
     PeerEndpoint,
-    PeerMapper,
     RemoteRegion,
-    TransportConfig,
-    TransportTraits,
-    WireReport,
     WriteBatch,
 )
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive, is_own_process
 from windlass.transports.region_transport import RegionTransport
+from windlass.transports.registry import TransportConfig
+from windlass.transports.traits import (
+    CEILING_BYTES_PER_S,
+    MappedRegion,
+    MemoryType,
+    PeerMapper,
+    TransportTraits,
+    WireReport,
+)
 
 
 class CudaIpcConfig(TransportConfig, frozen=True, tag="cuda_ipc"):

@@ -13,17 +13,11 @@ from typing import ClassVar, final
 
 from windlass.errors import ConfigError, PeerUnreachable
 from windlass.net.clock import Deadline
-from windlass.transports.base import (
-    CEILING_BYTES_PER_S,
-    OneSidedTransport,
-    PeerEndpoint,
-    TransportConfig,
-    TransportTraits,
-    WireReport,
-    WriteBatch,
-)
+from windlass.transports.base import OneSidedTransport, PeerEndpoint, WriteBatch
 from windlass.transports.region_transport import RegionTransport
 from windlass.transports.regions import check_inside
+from windlass.transports.registry import TransportConfig
+from windlass.transports.traits import CEILING_BYTES_PER_S, TransportTraits, WireReport
 
 
 class MemoryConfig(TransportConfig, frozen=True, tag="memory"):

@@ -41,17 +41,12 @@ from windlass.memory.ranges import (
 )
 from windlass.net.addresses import own_address
 from windlass.net.clock import Deadline
-from windlass.transports.base import (
-    MemoryRegion,
-    MemoryType,
-    PeerEndpoint,
-    RemoteRegion,
-    TransportConfig,
-    WriteBatch,
-)
+from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion, WriteBatch
 from windlass.transports.liveness import LivenessListener, PeerLiveness
 from windlass.transports.region_transport import RegionTransport
 from windlass.transports.regions import overlaps
+from windlass.transports.registry import TransportConfig
+from windlass.transports.traits import MemoryType
 
 GRACE_S = 0.25
 """How long after an error the kernel may take to tell that the peer's process has ended."""

@@ -9,12 +9,15 @@ A distribution that brings a transport names its configuration in the entry poin
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
 from windlass.errors import ConfigError, TransportUnavailable
 from windlass.memory.cuda.driver import gpu_of
 from windlass.plugins import Registry
-from windlass.transports.base import MemoryType, OneSidedTransport, TransportConfig
+from windlass.transports.base import OneSidedTransport
+from windlass.transports.traits import MemoryType
 
 TRANSPORTS: Registry[object] = Registry(
     noun="transport",
@@ -32,6 +35,47 @@ TRANSPORTS: Registry[object] = Registry(
     unavailable=TransportUnavailable,
 )
 """The configurations of all transports, by name."""
+
+
+class TransportConfig(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", omit_defaults=True
+):
+    """Settings of one transport; the tag of a subclass is the transport's name in the registry.
+
+    Decoded from `{"type": "mooncake", "host": "192.0.2.1"}`.
+
+    Attributes:
+        memory: kinds of memory that it can register.
+        between_hosts: whether peers can be on other hosts.
+        is_automatic: whether `auto` offers it.
+        remedy: what a person can do where it does not start; one line.
+    """
+
+    memory: ClassVar[frozenset[MemoryType]] = frozenset({MemoryType.HOST})
+    between_hosts: ClassVar[bool] = False
+    is_automatic: ClassVar[bool] = True
+    remedy: ClassVar[str] = "see the message"
+
+    @property
+    def name(self) -> str:
+        """Registry name."""
+        return str(type(self).__struct_config__.tag)
+
+    def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:  # noqa: ARG002
+        """Start the transport.
+
+        Args:
+            towards: URL of the controller; a network transport without a host takes this host's
+                address on the way there.
+            gpu: ordinal of the GPU whose memory will be registered, whatever the settings say; -1
+                for host memory, or for what the settings say.
+
+        Raises:
+            ConfigError, PeerUnreachable: this host has no such address; see `own_address`.
+            TransportUnavailable: a dependency or kernel feature is missing, or the wire is not the
+                one that was asked for.
+        """
+        raise ConfigError(f"transport {self.name!r}: its configuration must define create()")
 
 
 class _Tagged(msgspec.Struct, frozen=True):

@@ -28,18 +28,16 @@ from windlass.errors import PeerUnreachable, RegionError, TransportUnavailable
 from windlass.layout.columns import UInt64Array
 from windlass.memory.ranges import merge_adjacent, split_pieces
 from windlass.net.clock import Deadline
-from windlass.transports.base import (
-    CEILING_BYTES_PER_S,
-    MemoryAllocator,
-    OneSidedTransport,
-    RemoteRegion,
-    TransportConfig,
-    TransportTraits,
-    WireReport,
-    WriteBatch,
-)
+from windlass.transports.base import OneSidedTransport, RemoteRegion, WriteBatch
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
 from windlass.transports.region_transport import RegionTransport
+from windlass.transports.registry import TransportConfig
+from windlass.transports.traits import (
+    CEILING_BYTES_PER_S,
+    MemoryAllocator,
+    TransportTraits,
+    WireReport,
+)
 
 MAX_COPY_NBYTES = 512 << 20
 """Bytes per copy: bounds how long one can outlast a deadline. Large, because from some size on

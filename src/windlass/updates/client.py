@@ -93,15 +93,14 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
     def execute(self, call: Envelope[Command | Probe]) -> Result:
         if isinstance(call.command, Probe):
             return Done()
+        name = type(call.command).__name__
         with log_fields(round_number=call.round):
-            _log.debug("%s", type(call.command).__name__)
+            _log.debug("%s", name)
             try:
                 return self._handler.handle(call.command, epoch=call.epoch, round_number=call.round)
             except Exception as error:
-                name = type(call.command).__name__
-                trace = not isinstance(
-                    error, WindlassError
-                )  # those are foreseen, and say what to do
+                # A WindlassError is foreseen, and says what to do.
+                trace = not isinstance(error, WindlassError)
                 _log.error("%s failed: %s: %s", name, type(error).__name__, error, exc_info=trace)
                 raise
 
@@ -164,9 +163,8 @@ class TrainerChannel(AgentChannel):
         announced = self.begin_announcement(version)
         try:
             return announced.report.result(deadline_s)
-        except (
-            BaseException
-        ) as error:  # also of a caller that is interrupted: nobody waits any more
+        # Also of a caller that is interrupted: nobody waits any more.
+        except BaseException as error:
             sent = self.withdraw(announced)
             if not isinstance(error, concurrent.futures.TimeoutError):
                 raise
@@ -197,9 +195,7 @@ class TrainerChannel(AgentChannel):
                 self.ended.result()
             self._announced = announced = Announcement(frame, concurrent.futures.Future())
             if frame.attempt:
-                self._loop.call_soon_threadsafe(
-                    lambda: self._loop.create_task(self._send_announcement())
-                )
+                self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self.on_connected()))
         return announced
 
     def give_up_expected(self) -> None:
@@ -258,9 +254,6 @@ class TrainerChannel(AgentChannel):
                 announced.report.set_result(frame)
 
     async def on_connected(self) -> None:
-        await self._send_announcement()
-
-    async def _send_announcement(self) -> None:
         """Send it again after a lost connection, which took it back."""
         announced = self._announced
         if announced is not None and announced.frame.attempt and not announced.report.done():

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import final
 
+from windlass.planning.replicated import Replicated
+from windlass.updates.binding import Binding
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -67,6 +70,17 @@ class Comparisons:
         else:
             self._decided = None
         return self._decided
+
+    def of_round(self, version: int, binding: Binding) -> tuple[Replicated | None, int, int]:
+        """What a round compares (None: nothing), in which turn, and in how many turns everything once."""
+        replicated = binding.replicated
+        if replicated is None:
+            return None, 0, 1
+        comparison = self.begin(version, binding.identities_of(binding.trainers))
+        if comparison is None:
+            return None, 0, 1
+        period = 1 if comparison.is_first else replicated.period(binding.sent_nbytes)
+        return replicated, comparison.turn, period
 
     def conclude(self, *, compare_s: float, update_s: float, is_published: bool) -> None:
         """Charge the round that `begin` was last called for.

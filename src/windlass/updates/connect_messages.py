@@ -5,14 +5,19 @@ All of it once per topology; `messages` has what a round says, and the frames th
 
 from __future__ import annotations
 
+import secrets
+
 import msgspec
 
 from windlass.config import P2pBackend, UpdateBackend, UpdateMode
+from windlass.envs import environment_value
 from windlass.errors import ConfigError
 from windlass.layout.manifest import Role
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, RelayAddress
 from windlass.transports.base import TransportOffer
 from windlass.updates.relay_messages import ConnectRelay
+
+JOB_VARIABLE = "WINDLASS_JOB"
 
 # --- joining -----------------------------------------------------------------------------
 
@@ -90,6 +95,25 @@ def group_and_rank(worker: str) -> tuple[str, int]:
     if not group or not (rank.isascii() and rank.isdecimal()):
         raise ConfigError(f"manifest: worker must be GROUP/RANK, got {worker!r}")
     return group, int(rank)
+
+
+def job_of(given: str, world_size: int) -> str:
+    """Return what tells one start of the trainers from any other.
+
+    Args:
+        given: by the owner; WINDLASS_JOB where that is empty, or one that is made where there is one rank.
+        world_size: ranks of the trainers.
+
+    Raises:
+        ConfigError: several ranks, and nothing is given.
+    """
+    job = given or environment_value(JOB_VARIABLE)
+    if not job and world_size > 1:
+        raise ConfigError(
+            f"job: must be given, or {JOB_VARIABLE} be set, to the same for all {world_size} ranks of "
+            "this start of the trainers and to something else for every other start"
+        )
+    return job or secrets.token_hex(8)
 
 
 class CannotJoin(msgspec.Struct, frozen=True, tag="cannot_join"):

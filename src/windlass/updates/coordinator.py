@@ -12,53 +12,45 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, final
 
 import msgspec
-from aiohttp import web
 
 from windlass.config import ControlConfig
-from windlass.errors import PeerTimeout, ProtocolError, RoundAborted, WindlassError
+from windlass.errors import PeerTimeout, ProtocolError, RoundAborted
 from windlass.net.logs import log_fields
 from windlass.net.messages import Reply
-from windlass.net.server import ControlServer
 from windlass.planning.planner import plan_transfer
 from windlass.updates.binding import Binding, Planner
 from windlass.updates.changes import Changes, tell
 from windlass.updates.comparisons import Comparisons
 from windlass.updates.connector import Connector
-from windlass.updates.driver import RoundDriver, RoundResult
-from windlass.updates.fleet import Agent, EngineInfo, EngineState
+from windlass.updates.driver import RoundDriver
+from windlass.updates.fleet import Agent, EngineInfo
 from windlass.updates.journal import JournalKind
 from windlass.updates.members import Members
 from windlass.updates.messages import Announce, Result, Withdraw
-from windlass.updates.publish_requests import KEPT_REPORTS, PendingPublish, PublishRequests
-from windlass.updates.push import PushUpdates
+from windlass.updates.publish_requests import (
+    KEPT_REPORTS,
+    CalledUpdate,
+    PendingPublish,
+    PublishRequests,
+)
 from windlass.updates.recovery import CatchUps, ResumeRetries
-from windlass.updates.report import RoundOutcome, UpdateReport
+from windlass.updates.report import (
+    RoundOutcome,
+    UpdateReport,
+    failed_report,
+    report_of,
+    told_to_trainers,
+)
 from windlass.updates.rounds import AgentLost, Phase, RoundSpec
 from windlass.updates.run import Run
 from windlass.updates.session import AgentSession
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-TOLD_COSTS = 64
-"""Ranks whose costs of connecting are in the report that every trainer rank gets."""
-
-
-@dataclass(frozen=True, slots=True)
-class CalledUpdate:
-    """A version that the controller's own process publishes.
-
-    Attributes:
-        copied: set once no trainer rank reads its weights any more, where all send from replicas.
-        report: how it ended.
-    """
-
-    copied: asyncio.Event
-    report: asyncio.Task[UpdateReport]
 
 
 @final
@@ -72,7 +64,7 @@ class Coordinator:
 
     Attributes:
         run: which versions are out. fleet: who is connected, and what they hold.
-        members: their connections. connector: what of the fleet is bound.
+        members: their connections. connector: what of the fleet is bound. catch_ups: who is behind.
         changes: wakes up whoever waits for the fleet or for a version.
         lock: held while a round runs, or the fleet is bound.
         reports: of the newest `KEPT_REPORTS` updates; `num_updates` counts all.
@@ -94,14 +86,13 @@ class Coordinator:
         self.changes = Changes()
         self.members = Members(self, config)
         self.connector = Connector(self, config, planner)
-        self._catch_ups = CatchUps(self, config, planner)
+        self.catch_ups = CatchUps(self, config, planner)
         self._resume_retries = ResumeRetries(self, config.deadlines)
         self._requests = PublishRequests()
         self._comparisons = Comparisons(config.compare_share)
         self.lock = asyncio.Lock()
         self._driver: RoundDriver | None = None
         self._copied: asyncio.Event | None = None
-        self._settles = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
         self._update_listeners: list[Callable[[UpdateReport], None]] = []
@@ -112,21 +103,6 @@ class Coordinator:
     # --- what others ask ---------------------------------------------------------------------
 
     @property
-    def published_version(self) -> int:
-        """The version that the fleet serves; -1 before the first."""
-        return self.fleet.published
-
-    @property
-    def epoch(self) -> int:
-        """Grows with every binding and with every start of a controller."""
-        return self.run.round_id.epoch
-
-    @property
-    def lineage(self) -> str:
-        """Of the run whose versions this controller publishes; see `Welcome`."""
-        return self.run.lineage
-
-    @property
     def in_round(self) -> bool:
         """Whether engines are being updated now; those of the round are not routable meanwhile."""
         return self._driver is not None
@@ -134,10 +110,6 @@ class Coordinator:
     def routable(self) -> tuple[EngineInfo, ...]:
         """Engines that may be given traffic: complete, whole, at the published version."""
         return self.fleet.routable()
-
-    def engines(self) -> tuple[EngineState, ...]:
-        """All engines of which a rank is connected, routable or not."""
-        return self.fleet.states()
 
     def on_update(self, listener: Callable[[UpdateReport], None]) -> None:
         """Call `listener` in the loop after every round."""
@@ -150,31 +122,6 @@ class Coordinator:
     def subscribe(self, callback: Callable[[], None]) -> None:
         """Call `callback` in the loop when engines come, go, or change version."""
         self.changes.subscribe(callback)
-
-    def status(self) -> dict[str, object]:
-        """What `/v1/status` answers."""
-        trainers = self.fleet.trainers()
-        return {
-            "epoch": self.epoch,
-            "round": self.run.round_id.round,
-            "published_version": self.published_version,
-            "mode": self.config.mode.value,
-            "engines": self.fleet.describe(),
-            "refused": self.members.describe_refused(),
-            "trainers": [] if trainers is None else list(trainers.workers),
-            "in_round": self.in_round,
-            "updates": self.num_updates,
-            "links": self.connector.describe_links(),
-        }
-
-    def mount(self, server: ControlServer) -> None:
-        """Add `/v1/agents`, `/v1/status` and `/v1/callback` to a server that has not started."""
-        agents = web.get("/v1/agents", self.members.serve)
-        status = web.get("/v1/status", self._serve_status)
-        server.add_routes((agents, status, *PushUpdates(self).routes()))
-
-    async def _serve_status(self, _request: web.Request) -> web.Response:
-        return web.json_response(self.status())
 
     # --- what members say, and what their coming and going means ------------------------------
 
@@ -216,23 +163,9 @@ class Coordinator:
         """An agent is not connected any more; `ended` by its own side."""
         self._requests.withdraw(agent.hello.worker)
         self._resume_retries.forget(agent.identity)
-        self._catch_ups.lost(agent, ended=ended)
+        self.catch_ups.lost(agent, ended=ended)
         if self._driver is not None:
             self._driver.post(AgentLost(agent.hello.worker, reason))
-
-    def settle_soon(self) -> None:
-        """Bind, bring newcomers up and have engines go on, as soon as no round runs."""
-        if self.fleet.held:
-            self.spawn(self.members.probe_held())
-        if not self._settles:  # one that waits for its turn does it for all who come meanwhile
-            self._settles = True
-            self.spawn(self._settle())
-
-    async def _settle(self) -> None:
-        async with self.lock:
-            self._settles = False  # what changes from here on is for the next one
-            await self._catch_ups.bring_up()
-            await self.connector.bind_ahead()
 
     # --- an update ---------------------------------------------------------------------------
 
@@ -264,7 +197,7 @@ class Coordinator:
                 lambda: f"publish: not all trainer ranks were connected within {deadline_s} s",
             )
         except PeerTimeout as error:
-            return _failed(version, str(error))
+            return failed_report(version, str(error))
         return await self._update(ranks(), copied)
 
     async def _update(
@@ -274,31 +207,13 @@ class Coordinator:
         async with self.lock:
             self._copied = copied
             attempts = self._attempt_until_whole(ranks, version)
-            report = await self.report_of(lambda: version, attempts)
-        told = _told_to_trainers(report)
+            report = await report_of(lambda: version, attempts)
+        told = told_to_trainers(report)
         answers = [(rank.trainer, self._requests.answer(rank, told)) for rank in ranks]
         self.end_update(report)
         for trainer, answer in answers:
             await self.members.report_to(trainer, answer)
         return report
-
-    async def report_of(
-        self, version: Callable[[], int], round_: Coroutine[object, object, UpdateReport]
-    ) -> UpdateReport:
-        """Return how a round ended, whatever went wrong: trainers must not wait for their deadline.
-
-        Args:
-            version: asked when it went wrong; a push names its own while it runs.
-            round_: the round.
-        """
-        try:
-            return await round_
-        except WindlassError as error:
-            return _failed(version(), f"{type(error).__name__}: {error}")
-        # The boundary of a round.
-        except Exception as error:  # noqa: BLE001
-            _log.exception("version %s", version())
-            return _failed(version(), f"{type(error).__name__}: {error}")
 
     def end_update(self, report: UpdateReport) -> None:
         """An update has ended, whoever drove it: everybody who looks at updates is told."""
@@ -307,7 +222,7 @@ class Coordinator:
         self.changes.notify()
         tell(self._update_listeners, report)
         if report.left_out:
-            self.settle_soon()
+            self.catch_ups.settle_soon()
 
     async def _attempt_until_whole(
         self, ranks: tuple[PendingPublish, ...], version: int
@@ -333,9 +248,9 @@ class Coordinator:
     async def _attempt(self, ranks: tuple[PendingPublish, ...], version: int) -> UpdateReport:
         versions = {rank.trainer[0]: rank.version for rank in ranks}
         if len(set(versions.values())) > 1:
-            return _failed(version, f"trainer ranks announced different versions: {versions}")
+            return failed_report(version, f"trainer ranks announced different versions: {versions}")
         if refusal := self.run.refusal(version):
-            return _failed(version, refusal)
+            return failed_report(version, refusal)
         binding = await self.connector.until_enough()
         moved = {rank.trainer for rank in ranks} - binding.signature
         if moved or len(ranks) != len(binding.trainers):
@@ -345,9 +260,11 @@ class Coordinator:
                 if names
                 else f"{len(ranks)} announced, {len(binding.trainers)} are here"
             )
-            return _failed(version, f"trainer ranks came or went since they announced: {said}")
+            return failed_report(
+                version, f"trainer ranks came or went since they announced: {said}"
+            )
         costs = self.connector.pop_costs()
-        report = await self.run_round(version, self.lineage, binding)
+        report = await self.run_round(version, self.run.lineage, binding)
         if report.outcome is RoundOutcome.PUBLISHED:
             self.members.published_by = binding.identities_of(binding.trainers)
         return msgspec.structs.replace(report, bound=costs)
@@ -360,12 +277,7 @@ class Coordinator:
         Raises:
             RoundAborted: the round cannot be recorded.
         """
-        comparison, replicated, period = None, binding.replicated, 1
-        if replicated is not None:
-            sources = binding.identities_of(binding.trainers)
-            comparison = self._comparisons.begin(version, sources)
-            if comparison is not None and not comparison.is_first:
-                period = replicated.period(binding.sent_nbytes)
+        replicated, turn, period = self._comparisons.of_round(version, binding)
         spec = RoundSpec(
             version=version,
             lineage=lineage,
@@ -375,8 +287,8 @@ class Coordinator:
             engines=binding.engines,
             links=frozenset(binding.links),
             relay=binding.relay,
-            replicated=None if comparison is None else replicated,
-            turn=0 if comparison is None else comparison.turn,
+            replicated=replicated,
+            turn=turn,
             period=period,
         )
         return await self.finish_round(self.start_round(spec, binding))
@@ -415,16 +327,16 @@ class Coordinator:
     async def finish_round(self, driver: RoundDriver) -> UpdateReport:
         """Drive a round to its end; put on record, and in the fleet, what it leaves behind."""
         try:
-            result = await driver.run()
+            finish = await driver.run()
         finally:
             self._driver = None
-        finish, report, binding = result.finish, result.report, driver.binding
-        is_published = finish.outcome is RoundOutcome.PUBLISHED
+        report, binding = finish.report, driver.binding
+        is_published = report.outcome is RoundOutcome.PUBLISHED
         # A copy of another run's version is no news, and a job of this run may have come meanwhile.
-        if is_published and driver.spec.lineage == self.lineage:
-            self.fleet.published, self.fleet.lineage = finish.version, self.lineage
-        self._set_silent_aside(driver, result)
-        self.fleet.note_round(finish, binding, driver.round_id, driver.spec.lineage, result.late)
+        if is_published and driver.spec.lineage == self.run.lineage:
+            self.fleet.published, self.fleet.lineage = report.version, self.run.lineage
+        self.members.set_silent_aside(driver.sessions, finish.silent, report.left_out)
+        self.fleet.note_round(finish, binding, driver.round_id, driver.spec.lineage, driver.late)
         self.run.record_quarantine()
         if binding.replicated is not None:
             self._comparisons.conclude(
@@ -432,18 +344,10 @@ class Coordinator:
             )
         if is_published:
             self.connector.note_carried(finish.carried)
-            self.run.record_outcome(JournalKind.PUBLISHED, finish.version, report.engines)
+            self.run.record_outcome(JournalKind.PUBLISHED, report.version, report.engines)
         else:
-            self.run.record_outcome(JournalKind.ROUND_ENDED, finish.version, (), finish.reason)
+            self.run.record_outcome(JournalKind.ROUND_ENDED, report.version, (), report.reason)
         return report
-
-    def _set_silent_aside(self, driver: RoundDriver, result: RoundResult) -> None:
-        reasons = result.finish.reasons
-        for worker in sorted(result.finish.silent):
-            session = driver.sessions[worker]
-            if self.members.sessions.get(worker) is session:
-                reason = reasons.get(session.agent.hello.group, f"{worker}: no answer")
-                self.members.set_aside(session, reason)
 
     # --- tasks -------------------------------------------------------------------------------
 
@@ -466,15 +370,3 @@ class Coordinator:
         closing = (session.close() for session in list(self.members.sessions.values()))
         await asyncio.gather(*closing, return_exceptions=True)
         self.run.journal.close()
-
-
-def _failed(version: int, reason: str) -> UpdateReport:
-    """The report of a version for which no round was begun."""
-    return UpdateReport(version=version, outcome=RoundOutcome.FAILED, reason=reason)
-
-
-def _told_to_trainers(report: UpdateReport) -> UpdateReport:
-    """Without what connecting most of many ranks cost: told to each of them it grows with their square."""
-    slowest = sorted(report.bound, key=lambda worker: -report.bound[worker].bind_s)
-    told = {worker: report.bound[worker] for worker in slowest[:TOLD_COSTS]}
-    return msgspec.structs.replace(report, bound=told)

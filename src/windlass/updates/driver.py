@@ -6,8 +6,10 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import assert_never, final
+
+import msgspec
 
 from windlass.config import PhaseDeadlines
 from windlass.errors import PeerUnreachable
@@ -15,11 +17,10 @@ from windlass.net.logs import log_fields
 from windlass.net.messages import Envelope, Reply, RoundId
 from windlass.updates.binding import Binding
 from windlass.updates.messages import Pause, Publish, Result
-from windlass.updates.report import Measure, UpdateReport, wire_by_transport
+from windlass.updates.report import Measure, wire_by_transport
 from windlass.updates.rounds import (
     AgentLost,
     DeadlinePassed,
-    EngineOutcome,
     EnterPhase,
     Event,
     Finish,
@@ -36,21 +37,6 @@ from windlass.updates.session import AgentSession
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RoundResult:
-    """How a round ended.
-
-    Attributes:
-        finish: what the machine says.
-        late: replies that arrived while the round was ending, which the machine has not seen.
-        report: what the trainers are told of it, with the times that only the driver can see.
-    """
-
-    finish: Finish
-    late: tuple[Replied, ...]
-    report: UpdateReport
-
-
 @final
 class RoundDriver:
     """One round. `run` once; `post` and `on_reply` from the same loop at any time.
@@ -59,6 +45,7 @@ class RoundDriver:
         machine: decides what is done.
         version: that is published; named later where the trainer drives the round.
         deadlines: of the phases that have not begun.
+        late: replies that arrived while the round was ending, which the machine has not seen.
         measured: figures that nobody of the round reports, for whoever knows them.
     """
 
@@ -89,6 +76,7 @@ class RoundDriver:
         self._pause_began: dict[str, float] = {}
         self._publishing: set[tuple[str, int]] = set()
         self._pause_s = 0.0
+        self.late: tuple[Replied, ...] = ()
         self.measured: defaultdict[Measure, float] = defaultdict(float)
 
     def post(self, event: Event) -> None:
@@ -104,44 +92,39 @@ class RoundDriver:
                 self._pause_s = max(self._pause_s, paused_s)
             self.post(Replied(worker, reply.seq, reply.result))
 
-    async def run(self) -> RoundResult:
-        """Drive the machine until it finishes. Every phase has a deadline, so this ends."""
+    async def run(self) -> Finish:
+        """Drive the machine until it finishes. Every phase has a deadline, so this ends.
+
+        Returns:
+            What the machine says, with the times that only the driver can see.
+        """
         with log_fields(round_number=self.round_id.round, version=self.version):
             try:
-                result = await self._run()
+                finish = await self._run()
             finally:
                 self._on_phase(Phase.DONE)
-            report = result.report
+            report = finish.report
             _log.info("round %s in %.3f s %s", report.outcome.value, report.update_s, report.reason)
-        return result
+        return finish
 
-    async def _run(self) -> RoundResult:
+    async def _run(self) -> Finish:
         began = self._clock()
         finish = await self._carry_out(self.machine.start())
         while finish is None:
             finish = await self._carry_out(self.machine.handle(await self._events.get()))
         self._leave_phase()
         late = [self._events.get_nowait() for _ in range(self._events.qsize())]
-        measured: dict[Measure, float] = {**finish.measures, **self.measured}
-        measured |= {Measure.UPDATE_S: self._clock() - began, Measure.PAUSE_S: self._pause_s}
-        report = UpdateReport(
-            version=finish.version,
-            outcome=finish.outcome,
-            reason=finish.reason,
-            engines=tuple(
-                name
-                for name, outcome in finish.engines.items()
-                if outcome is EngineOutcome.PUBLISHED
-            ),
-            left_out=dict(finish.reasons),
-            measures={measure.value: value for measure, value in measured.items()},
+        self.late = tuple(event for event in late if isinstance(event, Replied))
+        times = {Measure.UPDATE_S: self._clock() - began, Measure.PAUSE_S: self._pause_s}
+        seen = {measure.value: value for measure, value in (self.measured | times).items()}
+        report = msgspec.structs.replace(
+            finish.report,
+            measures=finish.report.measures | seen,
             phase_s=dict(self._phase_s),
-            digest_ok=finish.digest_ok,
             transports=self.binding.links_by_transport,
             wire=wire_by_transport(finish.carried, self.binding.transport_of),
         )
-        replies = tuple(event for event in late if isinstance(event, Replied))
-        return RoundResult(finish, replies, report)
+        return replace(finish, report=report)
 
     async def _carry_out(self, instructions: list[Instruction]) -> Finish | None:
         finish: Finish | None = None

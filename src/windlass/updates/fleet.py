@@ -17,12 +17,14 @@ from windlass.transfer.bindings import LinkStatus, Relayed, Written
 from windlass.transports.base import PeerEndpoint
 from windlass.updates.connect_messages import Hello
 from windlass.updates.journal import MAX_QUARANTINED
-from windlass.updates.messages import MAX_REASON_LENGTH, Failure, FailureKind, Result
+from windlass.updates.messages import Failure, FailureKind, Result
 from windlass.updates.rounds import EngineOutcome, Finish, Replied
 
 if TYPE_CHECKING:
     from windlass.updates.binding import Binding
 
+MAX_REASON_LENGTH = 2000
+"""Characters of what an engine says for a person that are kept."""
 PROBE_SEQ = 1 << 30
 """Of probes: above the number of any command of a round."""
 
@@ -529,9 +531,9 @@ class Fleet:
             if group is None or group.identities != bound:
                 continue
             group.mixed_weights |= name in finish.mixed
-            group.left_out = finish.reasons.get(name, "")
+            group.left_out = finish.report.left_out.get(name, "")
             if outcome is EngineOutcome.PUBLISHED:
-                group.version, group.lineage = finish.version, lineage
+                group.version, group.lineage = finish.report.version, lineage
                 group.mixed_weights = False
                 for agent in group.agents.values():
                     agent.num_late = 0

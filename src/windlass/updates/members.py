@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, final
 from urllib.parse import urlsplit
@@ -34,11 +34,10 @@ from windlass.net.messages import (
 from windlass.net.rpc_server import host_of, serve
 from windlass.net.server import CALLER
 from windlass.updates.connect_messages import CannotJoin, Hello, Welcome
-from windlass.updates.fleet import PROBE_SEQ, Group, Identity
+from windlass.updates.fleet import MAX_REASON_LENGTH, PROBE_SEQ, Group, Identity
 from windlass.updates.messages import (
     AGENT_FRAMES,
     MAX_COUNT,
-    MAX_REASON_LENGTH,
     AgentFrame,
     Announce,
     Done,
@@ -258,7 +257,7 @@ class Members:
         self._changes.notify()
         group = self._fleet.group_of(hello.group)
         if self._fleet.held or (group is not None and group.complete):
-            self._coordinator.settle_soon()
+            self._coordinator.catch_ups.settle_soon()
 
     # --- what they say -----------------------------------------------------------------------
 
@@ -279,11 +278,11 @@ class Members:
         if reply.seq == PROBE_SEQ and session.agent.silent:
             session.agent.silent = ""
             self._changes.notify()
-            self._coordinator.settle_soon()
+            self._coordinator.catch_ups.settle_soon()
         if self._fleet.settle(session.agent.identity, reply.round_id, reply.seq, reply.result):
             self._run.record_quarantine()
             self._changes.notify()
-            self._coordinator.settle_soon()
+            self._coordinator.catch_ups.settle_soon()
 
     async def report_to(self, trainer: Identity, report: UpdateReport) -> None:
         """Tell a trainer rank how its attempt ended, if that process is there."""
@@ -339,6 +338,25 @@ class Members:
         session.agent.silent = reason
         self._changes.notify()
         self._coordinator.spawn(session.probe(self._run.round_id))
+
+    def set_silent_aside(
+        self,
+        sessions: Mapping[str, AgentSession],
+        silent: Iterable[str],
+        reasons: Mapping[str, str],
+    ) -> None:
+        """Set those aside that did not answer in a round, unless another process has their name by now.
+
+        Args:
+            sessions: of the round.
+            silent: engine ranks.
+            reasons: by engine.
+        """
+        for worker in sorted(silent):
+            session = sessions[worker]
+            if self.sessions.get(worker) is session:
+                reason = reasons.get(session.agent.hello.group, f"{worker}: no answer")
+                self.set_aside(session, reason)
 
 
 def check_first(first: AgentFrame) -> Hello | CannotJoin:

@@ -36,10 +36,6 @@ MAX_COUNT = (1 << 53) - 1
 """Of versions, epochs and rounds: what JSON and float64 hold exactly, far below what msgpack does."""
 
 
-MAX_REASON_LENGTH = 2000
-"""Characters of what an engine says for a person that are kept."""
-
-
 ABORT_NOTICE = "the update goes on without this rank, or has ended"
 """Why a rank is told to forget a round. What others said about it, of pids and of addresses that
 they could not write, is in the log and in the trainers' report, and no engine's to know."""

@@ -1,4 +1,4 @@
-"""Which trainer ranks wait for a publish, of which version, and what they were told. No I/O.
+"""Which trainer ranks wait for a publish, of which version, and what they were told.
 
 Requests are repeated after a reconnection, and reports may get lost with a connection.
 The attempt number makes both harmless: a repeated attempt gets its report again, and no
@@ -8,6 +8,7 @@ already changes its weights.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import final
@@ -32,6 +33,19 @@ class PendingPublish:
     trainer: Identity
     version: int
     attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CalledUpdate:
+    """A version that the controller's own process publishes.
+
+    Attributes:
+        copied: set once no trainer rank reads its weights any more, where all send from replicas.
+        report: how it ended.
+    """
+
+    copied: asyncio.Event
+    report: asyncio.Task[UpdateReport]
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ from windlass.updates.push_messages import (
     ReadFiles,
     ReceiveTensors,
 )
-from windlass.updates.report import Measure, RoundOutcome, UpdateReport
+from windlass.updates.report import Measure, RoundOutcome, UpdateReport, report_of
 from windlass.updates.rounds import GiveUp, Phase, RoundSpec, Sent, reply_budget_s
 from windlass.updates.session import RankCaller, describe, failures_of
 
@@ -378,7 +378,7 @@ class PushUpdates:
         config = msgspec.structs.replace(config, mode=UpdateMode.IN_PLACE, deadlines=deadlines)
         spec = RoundSpec(
             version=-1,
-            lineage=coordinator.lineage,
+            lineage=coordinator.run.lineage,
             config=config,
             traits=PUSH_TRAITS,
             engines=engines,
@@ -387,9 +387,7 @@ class PushUpdates:
 
     async def _finish_round(self, driver: RoundDriver) -> UpdateReport:
         try:
-            report = await self._coordinator.report_of(
-                lambda: driver.version, self._coordinator.finish_round(driver)
-            )
+            report = await report_of(lambda: driver.version, self._coordinator.finish_round(driver))
         finally:
             self._coordinator.lock.release()
         self._coordinator.end_update(report)

@@ -79,7 +79,7 @@ class CatchUps:
     most `MAX_ATTEMPTS` times for a version. A process that connects anew begins anew.
 
     Args:
-        coordinator: calls `bring_up` when no round runs, and runs none meanwhile.
+        coordinator: its lock is held while a round runs, and while engines are brought up.
         config, planner: of the coordinator.
     """
 
@@ -88,6 +88,21 @@ class CatchUps:
         self._config, self._planner = config, planner
         self._attempts: dict[str, _Attempts] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
+        self._settles = False
+
+    def settle_soon(self) -> None:
+        """Bind, bring newcomers up and have engines go on, as soon as no round runs."""
+        if self._fleet.held:
+            self._coordinator.spawn(self._coordinator.members.probe_held())
+        if not self._settles:  # one that waits for its turn does it for all who come meanwhile
+            self._settles = True
+            self._coordinator.spawn(self._settle())
+
+    async def _settle(self) -> None:
+        async with self._coordinator.lock:
+            self._settles = False  # what changes from here on is for the next one
+            await self.bring_up()
+            await self._coordinator.connector.bind_ahead()
 
     async def bring_up(self) -> None:
         """Bring up every engine that does not serve the published version, one after another."""
@@ -185,7 +200,7 @@ class CatchUps:
     async def _try_again(self, name: str, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
         del self._waiting[name]
-        self._coordinator.settle_soon()
+        self.settle_soon()
 
     async def _presume_ended(self, identity: Identity) -> None:
         await asyncio.sleep(self._config.deadlines.write_s)
@@ -193,7 +208,7 @@ class CatchUps:
         away = agent is None or agent.identity != identity
         if away and self._fleet.release(identity):
             _log.info("%s did not come back: what it was writing is over", identity[0])
-            self._coordinator.settle_soon()
+            self.settle_soon()
 
 
 @final

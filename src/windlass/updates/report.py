@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Coroutine, Mapping
 from enum import StrEnum
 from typing import Self
 
 import msgspec
 
+from windlass.errors import WindlassError
 from windlass.transfer.bindings import Carried
 from windlass.updates.links import Link
 
+_log = logging.getLogger(__name__)
+
 SLOWEST_LINKS = 4
 """Of each transport, named in a report."""
+TOLD_COSTS = 64
+"""Ranks whose costs of connecting are in the report that every trainer rank gets."""
 
 
 class Measure(StrEnum):
@@ -191,3 +197,33 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
     def compare_s(self) -> float:
         """The slowest trainer rank's seconds digesting what was compared."""
         return self.measure(Measure.COMPARE_S)
+
+
+def told_to_trainers(report: UpdateReport) -> UpdateReport:
+    """Without what connecting most of many ranks cost: told to each of them it grows with their square."""
+    slowest = sorted(report.bound, key=lambda worker: -report.bound[worker].bind_s)
+    told = {worker: report.bound[worker] for worker in slowest[:TOLD_COSTS]}
+    return msgspec.structs.replace(report, bound=told)
+
+
+def failed_report(version: int, reason: str) -> UpdateReport:
+    """The report of a version for which no round was begun, or whose round could not go on."""
+    return UpdateReport(version=version, outcome=RoundOutcome.FAILED, reason=reason)
+
+
+async def report_of(
+    version: Callable[[], int], round_: Coroutine[object, object, UpdateReport]
+) -> UpdateReport:
+    """Return how a round ended, whatever went wrong: trainers must not wait for their deadline.
+
+    Args:
+        version: asked when it went wrong; a push names its own while it runs.
+        round_: the round.
+    """
+    try:
+        return await round_
+    # The boundary of a round.
+    except Exception as error:  # noqa: BLE001
+        if not isinstance(error, WindlassError):
+            _log.exception("version %s", version())
+        return failed_report(version(), f"{type(error).__name__}: {error}")

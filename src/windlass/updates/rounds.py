@@ -65,7 +65,7 @@ from windlass.updates.messages import (
 )
 from windlass.updates.push_messages import BeginPush
 from windlass.updates.relay_messages import Relay, RelayWrite, SkipUpstream
-from windlass.updates.report import Measure, RoundOutcome
+from windlass.updates.report import Measure, RoundOutcome, UpdateReport
 
 ANSWER_S = 2.0
 
@@ -216,29 +216,21 @@ class Finish:
     """The round is over.
 
     Attributes:
-        version: of the round; -1 where the trainer had not named one.
-        outcome: published, aborted (old weights serve) or failed (nobody could be published).
-        reason: one line, empty when published.
-        engines: what became of each. reasons: per engine that does not serve the version.
+        report: what trainers are told, without what only its driver can see: times, and what links took.
+        engines: what became of each.
         mixed: engines whose live weights may be of two versions, quarantined or not.
         unsettled: workers that were told to write and did not answer, and the engines that their
             bytes may still reach.
         silent: engine ranks that did not answer by a deadline.
-        measures: what ranks reported. carried: what each link did that was written by itself.
-        digest_ok: no engine reported a wrong digest in the end.
+        carried: what each link did that was written by itself.
     """
 
-    version: int
-    outcome: RoundOutcome
-    reason: str
+    report: UpdateReport
     engines: Mapping[str, EngineOutcome]
-    reasons: Mapping[str, str]
     mixed: frozenset[str]
     unsettled: Mapping[str, tuple[str, ...]]
     silent: frozenset[str]
-    measures: Mapping[Measure, float]
     carried: Mapping[Link, Carried]
-    digest_ok: bool
 
 
 Instruction = Send | EnterPhase | Finish
@@ -295,7 +287,7 @@ class RoundMachine:
     @property
     def active_workers(self) -> tuple[str, ...]:
         """Ranks of the engines that are still part of the round, by the engines' names."""
-        return tuple(self._active_workers())
+        return tuple(worker for engine in self._active() for worker in engine.workers)
 
     @property
     def _waits_for_trainer(self) -> bool:
@@ -486,7 +478,7 @@ class RoundMachine:
                 if replicated is not None and (why := replicated.disagreement(self._digested)):
                     self._give_up(why)
                     return
-                self._write(self._links.unwritten(self._active_workers()))
+                self._write(self._links.unwritten(self.active_workers))
             case Phase.WRITE | Phase.VERIFY:
                 self._after_delivery()
             case Phase.PAUSE:
@@ -504,7 +496,7 @@ class RoundMachine:
 
     def _after_delivery(self) -> None:
         """Write again what is missing, have checked what is unchecked, or go on."""
-        active = self._active_workers()
+        active = self.active_workers
         was_relayed, missed = self._relay.pop_missed()
         self._links.forget(missed)
         if missing := self._links.unwritten(active):
@@ -527,9 +519,9 @@ class RoundMachine:
         self._enter(Phase.WRITE)
         self._wrote = True
         if self._spec.traits.collective:
-            links = self._links.among(links, self._active_workers())
+            links = self._links.among(links, self.active_workers)
             self._send_receives(links)
-        relayed = self._relay.begin(self._active_workers())
+        relayed = self._relay.begin(self.active_workers)
         # Less than the phase has: one link that is stuck must not cost the answer about the others.
         within_s = reply_budget_s(self._config.deadlines.write_s)
         if relayed:
@@ -616,50 +608,50 @@ class RoundMachine:
             self._drop(name, reason, unknown=True)
         for engine in self._active():
             self._leave(engine, reason)
-        for trainer in self._spec.trainers:
-            self._send(trainer, Abort(ABORT_NOTICE), expects_reply=False)
         mixed = any(engine.mixed for engine in self._engines.values())
         self._finish(RoundOutcome.FAILED if mixed else RoundOutcome.ABORTED, reason)
 
     def _finish_without_engines(self) -> None:
-        for trainer in self._spec.trainers:
-            self._send(trainer, Abort(ABORT_NOTICE), expects_reply=False)
         reasons = "; ".join(f"{n}: {e.reason}" for n, e in self._engines.items() if e.reason)
         self._finish(RoundOutcome.FAILED, f"no engine is left: {reasons or 'none took part'}")
 
     def _finish_published(self) -> None:
-        for engine in self._engines.values():
-            if engine.outcome is EngineOutcome.ACTIVE:
-                engine.outcome = EngineOutcome.PUBLISHED
-        published = [e for e in self._engines.values() if e.outcome is EngineOutcome.PUBLISHED]
+        published = self._active()
+        for engine in published:
+            engine.outcome = EngineOutcome.PUBLISHED
         if published:
             self._finish(RoundOutcome.PUBLISHED, "")
         else:
             self._finish_without_engines()
 
     def _finish(self, outcome: RoundOutcome, reason: str) -> None:
+        for trainer in () if outcome is RoundOutcome.PUBLISHED else self._spec.trainers:
+            self._send(trainer, Abort(ABORT_NOTICE), expects_reply=False)
         self._phase = Phase.DONE
+        engines = self._engines.items()
+        writing = {s: d for s, d in self._relay.unsettled().items() if d} | self._links.in_flight
+        report = UpdateReport(
+            version=self._version,
+            outcome=outcome,
+            reason=reason,
+            engines=tuple(n for n, e in engines if e.outcome is EngineOutcome.PUBLISHED),
+            left_out={name: e.reason for name, e in engines if e.reason},
+            measures={m.value: m.of_ranks(values) for m, values in self._measured.items()},
+            digest_ok=self._digest_ok,
+        )
         self._out.append(
             Finish(
-                version=self._version,
-                outcome=outcome,
-                reason=reason,
-                engines={name: e.outcome for name, e in self._engines.items()},
-                reasons={name: e.reason for name, e in self._engines.items() if e.reason},
-                mixed=frozenset(name for name, e in self._engines.items() if e.mixed),
+                report=report,
+                engines={name: e.outcome for name, e in engines},
+                mixed=frozenset(name for name, e in engines if e.mixed),
                 unsettled={
                     source: tuple(sorted({self._engine_of[d] for d in destinations}))
-                    for source, destinations in self._writing().items()
+                    for source, destinations in writing.items()
                 },
                 silent=frozenset(self._silent),
-                measures={m: m.of_ranks(values) for m, values in self._measured.items()},
                 carried=self._carried,
-                digest_ok=self._digest_ok,
             )
         )
-
-    def _writing(self) -> dict[str, tuple[str, ...]]:
-        return {s: d for s, d in self._relay.unsettled().items() if d} | self._links.in_flight
 
     def _measure(self, measure: Measure, worker: str, value: float) -> None:
         values = self._measured.setdefault(measure, {})
@@ -675,11 +667,8 @@ class RoundMachine:
     def _active(self) -> list[_Engine]:
         return [e for e in self._engines.values() if e.outcome is EngineOutcome.ACTIVE]
 
-    def _active_workers(self) -> list[str]:
-        return [worker for engine in self._active() for worker in engine.workers]
-
     def _send_engines(self, command: Command) -> None:
-        for worker in self._active_workers():
+        for worker in self.active_workers:
             self._send(worker, command)
 
     def _send(self, worker: str, command: Command, *, expects_reply: bool = True) -> None:

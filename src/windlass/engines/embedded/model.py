@@ -24,9 +24,9 @@ from windlass.engines.embedded.scheduler import Step
 from windlass.errors import ConfigError
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Role, ShardManifest
-from windlass.memory.ops import ALIGNMENT, aligned_offsets
+from windlass.memory.ops import ALIGNMENT
 from windlass.memory.torch_dtypes import torch_dtype
-from windlass.transfer.arena import Arena
+from windlass.transfer.arena import Arena, aligned_offsets
 from windlass.transfer.dtensor import (
     describe_module,
     held_tensors,

@@ -286,7 +286,7 @@ class _Fleet:
             return
         self._round_over = over = threading.Event()
         coordinator = self._coordinator
-        is_news = version > coordinator.published_version
+        is_news = version > coordinator.fleet.published
         served = set() if is_news else {engine.name for engine in coordinator.routable()}
         for name in self._joined - served:
             # A server that is only brought up needs not be paused: it is held between two steps.

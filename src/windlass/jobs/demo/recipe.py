@@ -149,7 +149,7 @@ class RepeatOperand(Recipe):
 
         Its peers hold other dtypes: it can catch up by an update of the trainers only.
         """
-        config, version = self._config, self._controller.coordinator.published_version
+        config, version = self._config, self._controller.coordinator.fleet.published
         self.clock.stepping(samples, version)
         self.served += samples
         self.rewards_by_step.append(sum(s.reward for s in samples) / len(samples))

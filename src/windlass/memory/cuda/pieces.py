@@ -18,7 +18,7 @@ from windlass.layout.columns import Int64Array, StructuredArray, UInt64Array
 from windlass.layout.dtypes import DType, can_overflow
 from windlass.layout.quantization import BLOCK
 from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PIECE, put_kernel, raw_pieces
-from windlass.memory.ops import StridedCopy
+from windlass.memory.packing import StridedCopy
 from windlass.planning.plan import Transform
 from windlass.planning.program import BoundOp, LinkProgram
 

@@ -41,15 +41,7 @@ from windlass.layout.columns import UInt8Array, UInt64Array
 from windlass.memory.ranges import Pieces
 from windlass.net.addresses import join_host_port, split_host_port
 from windlass.net.clock import Deadline
-from windlass.transports.base import (
-    CEILING_BYTES_PER_S,
-    MemoryRegion,
-    OneSidedTransport,
-    PeerEndpoint,
-    RemoteRegion,
-    TransportTraits,
-    WireReport,
-)
+from windlass.transports.base import MemoryRegion, OneSidedTransport, PeerEndpoint, RemoteRegion
 from windlass.transports.inbound import end_connections
 from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener, PeerLiveness
 from windlass.transports.mooncake.native import (
@@ -66,6 +58,7 @@ from windlass.transports.network import (
     NetworkTransport,
     Outcome,
 )
+from windlass.transports.traits import CEILING_BYTES_PER_S, TransportTraits, WireReport
 
 TOKEN_NBYTES = 16
 KEPT_PAGES = 64

@@ -38,15 +38,7 @@ from windlass.memory.cuda.driver import Device
 from windlass.memory.ranges import Pieces
 from windlass.net.addresses import join_host_port
 from windlass.net.clock import Deadline
-from windlass.transports.base import (
-    CEILING_BYTES_PER_S,
-    MemoryRegion,
-    OneSidedTransport,
-    PeerEndpoint,
-    RemoteRegion,
-    TransportTraits,
-    WireReport,
-)
+from windlass.transports.base import MemoryRegion, OneSidedTransport, PeerEndpoint, RemoteRegion
 from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener, PeerLiveness
 from windlass.transports.network import (
     FIRST_PAUSE_S,
@@ -74,6 +66,7 @@ from windlass.transports.nixl.native import (
     new_write,
     start_agent,
 )
+from windlass.transports.traits import CEILING_BYTES_PER_S, TransportTraits, WireReport
 
 LIMITS = Limits(num_pieces=8192, nbytes=128 << 20, piece_nbytes=128 << 20)
 OWN_PINNED_NBYTES = 128 << 20
