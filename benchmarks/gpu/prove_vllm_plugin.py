@@ -327,13 +327,12 @@ def prove(
     for seed in (FIRST, LAST):
         trainer.all(Order(do="save", version=seed, folder=str(folder / str(seed))))
     say("checkpoints are written")
-    own = {
-        "nccl": "run" if num_gpus > 1 else "not run: it connects no two processes on one GPU",
-        "ipc": "run" if num_gpus else "not run: it is for GPUs",
-    }
-    if options.without_own:
-        own = dict.fromkeys(OWN, "not run: --without-own")
-    backends = [backend for backend in OWN if own[backend] == "run"]
+    not_run = dict.fromkeys(OWN, "not run: --without-own") if options.without_own else {}
+    if num_gpus < 2:
+        not_run["nccl"] = "not run: it connects no two processes on one GPU"
+    if num_gpus < 1:
+        not_run["ipc"] = "not run: it is for GPUs"
+    backends = [backend for backend in OWN if backend not in not_run]
     servers = start_all(options, folder, logs, installed, running, backends)
     say("servers serve")
     lives = [servers[f"live-{number}"] for number in range(options.servers)]
@@ -375,10 +374,8 @@ def prove(
             own_backend(
                 options, backend, source, logs, servers[backend], vocab, results, outcomes, say
             )
-        elif own[backend] == "run":
-            outcomes[backend] = "failed: its server does not start"
         else:
-            outcomes[backend] = own[backend]
+            outcomes[backend] = not_run.get(backend, "failed: its server does not start")
     write(options, results, outcomes)
     good = all(outcomes[str(way)].startswith("equal") for way in WAYS) and differs
     return 0 if good else 1

@@ -19,6 +19,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from live_engine import vllm_nccl
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """`source`: a folder with config.json of the model. `gpu`: of every rank."""
@@ -164,40 +166,24 @@ class Rank:
 
     @staticmethod
     def _own_group(server: Any) -> Any:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
         from windlass.net.addresses import free_port
 
-        info = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2}
+        port = free_port()
+        told = vllm_nccl.server_info(port, 2)
         with ThreadPoolExecutor() as pool:
-            joins = pool.submit(
-                server.post,
-                "/init_weight_transfer_engine",
-                {"init_info": {**info, "rank_offset": 1}},
-            )
-            group = NCCLWeightTransferEngine.trainer_init(info)
+            joins = pool.submit(server.post, "/init_weight_transfer_engine", told)
+            group = vllm_nccl.trainer_group(port, 2)
             joins.result()
         return group
 
     def _own_nccl(
         self, server: Any, weights: list[tuple[str, torch.Tensor]], *, packed: bool
     ) -> None:
-        from vllm.distributed.weight_transfer.nccl_engine import (
-            NCCLTrainerSendWeightsArgs,
-            NCCLWeightTransferEngine,
-        )
-
-        info = {
-            "names": [name for name, _ in weights],
-            "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in weights],
-            "shapes": [list(weight.shape) for _, weight in weights],
-            "packed": packed,
-        }
+        names = [(name, weight.shape) for name, weight in weights]
+        told = vllm_nccl.update_info(names, packed=packed)
         with ThreadPoolExecutor() as pool:
-            receives = pool.submit(server.post, "/update_weights", {"update_info": info})
-            NCCLWeightTransferEngine.trainer_send_weights(
-                iter(weights), NCCLTrainerSendWeightsArgs(group=self._group, packed=packed)
-            )
+            receives = pool.submit(server.post, "/update_weights", told)
+            vllm_nccl.send(self._group, weights, packed=packed)
             torch.cuda.synchronize()
             receives.result()
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import aiohttp
 
+from live_engine import vllm_nccl
 from live_engine.load import generate_request
 from live_engine.surroundings import ENVIRONMENT, ROOT, TOKEN
 from live_engine.trainers import Trainers
@@ -99,13 +100,7 @@ class Vllm(_Routes):
     async def own_init(self, trainers: Trainers, port: int) -> None:
         world = self.options.tp + 1
         joining = asyncio.create_task(trainers.all("own_init", "vllm", port, world))
-        info = {
-            "master_address": "127.0.0.1",
-            "master_port": port,
-            "rank_offset": 1,
-            "world_size": world,
-        }
-        await self.post("/init_weight_transfer_engine", {"init_info": info})
+        await self.post("/init_weight_transfer_engine", vllm_nccl.server_info(port, world))
         await joining
         self.names = [n for b in (await trainers.all("bucket_names"))[0][1] for n in b]
 
@@ -113,14 +108,8 @@ class Vllm(_Routes):
         started = time.monotonic()
         await self.post("/pause?mode=keep", {})
         await self.post("/start_weight_update", {})
-        info = {
-            "names": [name for name, _ in self.names],
-            "dtype_names": ["bfloat16"] * len(self.names),
-            "shapes": [shape for _, shape in self.names],
-            "packed": True,
-        }
         sending = asyncio.create_task(trainers.all("own_send"))
-        await self.post("/update_weights", {"update_info": info})
+        await self.post("/update_weights", vllm_nccl.update_info(self.names, packed=True))
         await sending
         await self.post("/finish_weight_update", {})
         await self.post("/resume", {})

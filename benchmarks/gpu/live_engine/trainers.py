@@ -17,6 +17,7 @@ import torch.distributed as dist
 import transformers
 
 import windlass
+from live_engine import vllm_nccl
 from live_engine.surroundings import TOKEN
 from windlass.transports.cuda_ipc import CudaIpcConfig
 from windlass.transports.registry import TransportConfig, parse_transport
@@ -114,11 +115,7 @@ class TrainerRank:
             return
         self.engine = engine
         if engine == "vllm":
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
-            self.own = NCCLWeightTransferEngine.trainer_init(
-                {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size}
-            )
+            self.own = vllm_nccl.trainer_group(port, world_size)
         else:
             from sglang.srt.utils import init_custom_process_group
 
@@ -134,13 +131,7 @@ class TrainerRank:
         if self.rank != 0:
             return
         if self.engine == "vllm":
-            from vllm.distributed.weight_transfer.nccl_engine import (
-                NCCLTrainerSendWeightsArgs,
-                NCCLWeightTransferEngine,
-            )
-
-            arguments = NCCLTrainerSendWeightsArgs(group=self.own, packed=True)
-            NCCLWeightTransferEngine.trainer_send_weights(iter(self.full), arguments)
+            vllm_nccl.send(self.own, self.full, packed=True)
         else:
             parts = [tensor.reshape(-1).view(torch.uint8) for _, tensor in self.buckets()[bucket]]
             dist.broadcast(torch.cat(parts), src=0, group=self.own)
