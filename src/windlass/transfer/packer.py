@@ -231,9 +231,8 @@ class Packer:
             start, middle = self.slot.address, self.slot.address + nbytes
             places: tuple[range, ...] = (range(start, middle), range(middle, middle + nbytes))
             if nbytes < self._least(program) and self.holds((program,)):
-                places = (
-                    range(start, start + self.slot.nbytes),
-                )  # of a link that is written again
+                # Of a link that is written again.
+                places = (range(start, start + self.slot.nbytes),)
             self._packs[key] = self.memory.pack_link(program, self._sources, places)
         return self._packs[key]
 

@@ -26,12 +26,7 @@ from functools import partial
 from typing import final
 
 from windlass.config import ReplicaPlace
-from windlass.errors import (
-    ConfigError,
-    PlanError,
-    ProtocolError,
-    WindlassError,
-)
+from windlass.errors import ConfigError, PlanError, ProtocolError, WindlassError
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.ops import ALIGNMENT, Buffer
 from windlass.net.clock import Deadline
@@ -48,10 +43,7 @@ from windlass.transfer.base import (
     status_of,
     submit,
 )
-from windlass.transfer.bind import (
-    SentLinks,
-    check_destinations,
-)
+from windlass.transfer.bind import SentLinks, check_destinations
 from windlass.transfer.bindings import (
     DestinationBinding,
     GroupOffer,

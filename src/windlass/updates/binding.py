@@ -126,20 +126,21 @@ class Binding:
     def describe_links(self, carried: Mapping[Link, Carried]) -> list[dict[str, str | float]]:
         """Links as `/v1/status` shows them, the slowest first; `carried`: what those did that were used."""
         unused = Carried(0, 0.0)
+        found = [
+            (carried.get(link, unused), link, choice) for link, choice in self.transports.items()
+        ]
         return [
             {
                 "source": link[0],
                 "destination": link[1],
                 "transport": choice.transport,
-                "nbytes": carried.get(link, unused).nbytes or self.links.get(link, 0),
-                "wire_s": carried.get(link, unused).wire_s,
-                "gbps": carried.get(link, unused).gbps,
+                "nbytes": sent.nbytes or self.links.get(link, 0),
+                "wire_s": sent.wire_s,
+                "gbps": sent.gbps,
                 "ceiling_gbps": choice.ceiling_bytes_per_s / 1e9,
                 "reason": choice.reason,
             }
-            for link, choice in sorted(
-                self.transports.items(), key=lambda each: -carried.get(each[0], unused).wire_s
-            )
+            for sent, link, choice in sorted(found, key=lambda each: -each[0].wire_s)
         ]
 
     def identities_of(self, workers: Iterable[str]) -> frozenset[Identity]:
