@@ -206,9 +206,7 @@ class EngineRank:
         if self._first is None or (
             not self._has_joined and _identity(self.settings) != _identity(settings)
         ):
-            began_s = time.monotonic()
             captured = capture()
-            logger.info("rank %d captured in %.1f s", rank, time.monotonic() - began_s)
             hooks = RankHooks(captured.finalise, self.gate, api() if api and rank == 0 else None)
             self._first = settings, captured, hooks
             _freeze_heap()

@@ -166,7 +166,9 @@ def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) 
         ConfigError: a checkpoint tensor is in the memory of no rank; and see `EngineServer.order`.
         PeerUnreachable: a rank refused, and says why; and see `EngineServer.order`. PeerTimeout.
     """
+    began_s = time.monotonic()
     captured = _order(server, RankStep.CAPTURE, settings, secrets)
+    logger.info("%d ranks have captured in %.1f s", len(captured), time.monotonic() - began_s)
     ranks = [msgspec.json.decode(each, type=CapturedLayout) for each in captured]
     check_layouts(settings.name, ranks)
     _order(server, RankStep.JOIN, settings, secrets)

@@ -2,9 +2,11 @@
 
 `load` is the engine's way from checkpoint tensors to memory that serves, post-processing
 included. It runs once per digit of an element number and twice with ordinary values. The digits
-say which checkpoint element lies at every place; the ordinary values prove it bit for bit. What
-the loader permutes, pads, splits, fuses or repeats is a copy and is followed; what it computes
-(a dequantised weight, `weight + 1`) fails the proof, and is left to the loader itself (`recompute`).
+say which checkpoint element lies at every place; the ordinary values prove it bit for bit. Of layers
+that are alike one is loaded with digits, and the others are taken to lie as it does; where the proof
+does not bear that out, all are. What the loader permutes, pads, splits, fuses or repeats is a copy and
+is followed; what it computes (a dequantised weight, `weight + 1`) fails the proof, and is left to the
+loader itself (`recompute`).
 
 The idea of running a loader on tensors that remember where they came from is that of vLLM's
 sharded weight transfer; carrying coordinates in the values needs no operator coverage.
@@ -25,7 +27,16 @@ from torch.overrides import TorchFunctionMode
 from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
 from windlass.engines.capture.description import Captured, Seen, describe
 from windlass.engines.capture.element_ids import ElementIds, scaled
-from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, held_by, refuse
+from windlass.engines.capture.layers import Layers
+from windlass.engines.capture.memory import (
+    Held,
+    Holding,
+    Kind,
+    fingerprint,
+    held_by,
+    prints_of,
+    refuse,
+)
 from windlass.engines.capture.recompute import Recompute, plan_recompute
 from windlass.engines.capture.snapshot import Snapshot, undone_if_it_fails
 from windlass.engines.rank_reports import RefusedByOtherRank
@@ -180,8 +191,16 @@ def _multiplied(codes: Codes, load: Load, held: Held, factors: Sequence[float]) 
 def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen, Recompute | None]:
     """Observe until everything is understood."""
     scattered = frozenset(loads.factors)
+    layers = Layers.alike(loads.codes, loads.held()) if not loads.factors else None
     while True:
-        seen = _observe(loads, exact_numel, scattered)
+        try:
+            seen = _observe(loads, exact_numel, scattered, layers)
+        except _PartRefused:
+            layers = None
+            continue
+        if layers is not None and (seen.computed or seen.unproven):
+            layers = None
+            continue
         if not (more := seen.scattered(loads.codes) - scattered):
             break
         scattered |= more
@@ -192,14 +211,24 @@ def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen
     return seen, plan_recompute(seen.computed, seen.numbers, loads.codes, loads.load, loads.held)
 
 
-def _observe(loads: _Loads, exact_numel: int, scattered: frozenset[str]) -> Seen:
-    """Load digits, from which the places are read, and then ordinary values, which prove them."""
+def _observe(
+    loads: _Loads, exact_numel: int, scattered: frozenset[str], layers: Layers | None
+) -> Seen:
+    """Load digits, from which the places are read, and then ordinary values, which prove them.
+
+    Raises:
+        _PartRefused: the loader takes no part of a checkpoint, if it is given one: digits of `layers`.
+    """
     codes, load = loads.codes, loads.load
-    load(codes.digits(0))
+    before = prints_of(loads.held()) if layers is not None else {}
+    _load_digit(loads, 0, layers)
     held = loads.held()
-    prints = {name: fingerprint(h.memory()) for name, h in held.items()}
+    prints = prints_of(held)
     places = {name: h.address for name, h in held.items()}
-    numbers = _read_digits(loads, held, exact_numel, scattered)
+    numbers = _read_digits(loads, held, exact_numel, scattered, layers)
+    if layers is not None:
+        read = {name for name, found in prints.items() if found != before.get(name)}
+        numbers = layers.all_of({n: numbers[n] for n in read}, held, codes)
     with (reading := _Reading()):
         load(reading.over(codes.random(1)))
     held = loads.held()
@@ -241,8 +270,27 @@ def _observe(loads: _Loads, exact_numel: int, scattered: frozenset[str]) -> Seen
     )
 
 
+class _PartRefused(Exception):
+    """The loader failed with part of a checkpoint."""
+
+
+def _load_digit(loads: _Loads, position: int, layers: Layers | None) -> None:
+    """Load a digit of every element, or of those of `layers`."""
+    if layers is None:
+        loads.load(loads.codes.digits(position))
+        return
+    try:
+        loads.load(loads.codes.digits(position, layers.loaded))
+    except Exception as error:
+        raise _PartRefused from error
+
+
 def _read_digits(
-    loads: _Loads, held: Mapping[str, Holding], exact_numel: int, scattered: frozenset[str]
+    loads: _Loads,
+    held: Mapping[str, Holding],
+    exact_numel: int,
+    scattered: frozenset[str],
+    layers: Layers | None,
 ) -> dict[str, ElementIds]:
     """Which checkpoint element lies at each place of what is `held`, which has the first digits."""
     numbers = {
@@ -253,7 +301,7 @@ def _read_digits(
     }
     for position in range(loads.codes.num_digits):
         if position:
-            loads.load(loads.codes.digits(position))
+            _load_digit(loads, position, layers)
         for name, holding in loads.held().items():
             if name in numbers and holding.reach == held[name].reach:
                 factor = loads.factors.get(name, 1.0)

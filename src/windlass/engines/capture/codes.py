@@ -240,12 +240,15 @@ class Codes:
         self._kinds = torch.tensor([self._dtypes.index(s.dtype) for s in specs], device=self.device)
         self._all = tuple(self._batches(range(len(specs))))
 
-    def digits(self, position: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Make one load: the digit at `position` of every element, tensor by tensor."""
+    def digits(
+        self, position: int, chosen: frozenset[str] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Make one load: the digit at `position` of every element, tensor by tensor; or part of it, of `chosen`."""
         return self._load(
             lambda first, last, _dtype, _chosen: _digits(
                 first, last, self.digit_bits, position, self.device
-            )
+            ),
+            None if chosen is None else self._batches(self._indices(chosen)),
         )
 
     def constant(self, value: float) -> Iterator[tuple[str, torch.Tensor]]:
@@ -264,10 +267,9 @@ class Codes:
 
     def some(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Make part of a load: the tensors named `chosen`, of larger values, below 2."""
-        specs = [at for at, spec in enumerate(self.specs) if spec.name in chosen]
         return self._load(
             lambda first, last, dtype, _chosen: _loud(*self._halves(first, last), seed, dtype),
-            self._batches(specs),
+            self._batches(self._indices(chosen)),
         )
 
     def mixed(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -319,6 +321,9 @@ class Codes:
     ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Return the index of the tensor that each element number belongs to."""
         return np.searchsorted(self.starts, numbers, side="right") - 1
+
+    def _indices(self, chosen: frozenset[str]) -> list[int]:
+        return [at for at, spec in enumerate(self.specs) if spec.name in chosen]
 
     def _halves(self, first: int, last: int) -> tuple[torch.Tensor, int]:
         """Return the low 32 bits of the numbers [first, last), and the high 32 bits, which all of them share."""

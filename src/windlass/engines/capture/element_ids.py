@@ -8,6 +8,7 @@ ordinary values, which visits every place, turns it into knowledge.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -138,6 +139,21 @@ class ElementIds:
         if not self.by_place:
             rows = memory.view(self._shape)[:, self._at]
             self._samples += read_digit(rows, bits, position, factor)
+
+    @property
+    def highest(self) -> int:
+        """Return the highest number that was read; below 0 if no element lies there."""
+        return int(self._heads.max())
+
+    def moved(self, first: int, last: int, by: int) -> ElementIds:
+        """Return these with numbers in [first, last) changed by `by`."""
+
+        def moved(numbers: torch.Tensor) -> torch.Tensor:
+            return torch.where((numbers >= first) & (numbers < last), numbers + by, numbers)
+
+        found = copy.copy(self)
+        found._heads, found._samples = moved(self._heads), moved(self._samples)
+        return found
 
     def is_consistent(self) -> bool:
         """Whether each group that holds an element has a sampled row that does."""

@@ -143,6 +143,11 @@ def _words_of(memory: torch.Tensor) -> torch.Tensor:
     return memory.view(torch.int64)
 
 
+def prints_of(held: Mapping[str, Holding]) -> dict[str, int]:
+    """Return the fingerprint of every tensor, by name."""
+    return {name: fingerprint(holding.memory()) for name, holding in held.items()}
+
+
 def fingerprints(held: Mapping[str, Holding]) -> dict[str, str]:
     """Return the fingerprint of every tensor, in hexadecimal; names of others than parameters begin with their kind."""
     return {

@@ -20,7 +20,7 @@ import torch
 from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
 from windlass.engines.capture.dependence import sources_of
 from windlass.engines.capture.element_ids import ElementIds
-from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, refuse
+from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, prints_of, refuse
 from windlass.errors import UnsupportedLayout, WindlassError
 from windlass.layout.naming.patterns import said
 from windlass.memory.torch_dtypes import torch_dtype
@@ -131,11 +131,11 @@ class Recompute:
         self._is_proven = True
 
     def _load_until_repeated(self) -> None:
-        before = {n: p for n, p in _prints(self.held()).items() if n in self.written}
+        before = {n: p for n, p in prints_of(self.held()).items() if n in self.written}
         earlier: Mapping[str, int] = {}
         for _ in range(_TRIALS):
             self._load_once()
-            found = _prints(self.held())
+            found = prints_of(self.held())
             if found == earlier:
                 break
             earlier = found
@@ -209,7 +209,7 @@ def plan_recompute(
     """
 
     def prints() -> dict[str, int]:
-        return {n: p for n, p in _prints(held()).items() if n in computed}
+        return {n: p for n, p in prints_of(held()).items() if n in computed}
 
     load(codes.random(0))
     base = prints()
@@ -261,11 +261,11 @@ class _Part:
                     self.load(self.codes.some(sources, seed))
         except Exception:  # noqa: BLE001 - an engine's loader raises what it likes where it misses tensors
             return self.computed
-        found = _prints(self.held())
+        found = prints_of(self.held())
         after = self._fixed(sources)
         moved = {name for name, at in before.items() if after.get(name) != at}
         self.load(self.codes.mixed(frozenset(s.name for s in self.codes.specs), _SEEDS[-1]))
-        wrong = {name for name, value in _prints(self.held()).items() if found.get(name) != value}
+        wrong = {name for name, value in prints_of(self.held()).items() if found.get(name) != value}
         return frozenset(wrong | moved)
 
     def _write(self, names: Iterable[str], seed: int) -> None:
@@ -310,7 +310,7 @@ class _Part:
         held = self.held()
         names = {n for n in self._filled(sources) if held[n].tensor.dtype in _MARKS}
         self.load(self.codes.some(sources, _SEEDS[0]))
-        plain = _prints(self.held())
+        plain = prints_of(self.held())
         while names:
             # What is put back where a mark is left is another value than `plain` has, unless no
             # load writes it: a mark that came through arithmetic is not taken for padding.
@@ -321,7 +321,7 @@ class _Part:
             except Exception:  # noqa: BLE001 - a loader that looks at what is there
                 return {}
             left = marks.clear(self.held())
-            found = _prints(self.held())
+            found = prints_of(self.held())
             differing = {name for name, value in plain.items() if found.get(name) != value}
             if not differing:
                 return left
@@ -353,10 +353,6 @@ def _places(
         for name, h in held.items()
         if name in written or (name in filled and h.tensor.is_cuda)
     }
-
-
-def _prints(held: Mapping[str, Holding]) -> dict[str, int]:
-    return {name: fingerprint(h.memory()) for name, h in held.items()}
 
 
 @final

@@ -32,7 +32,7 @@ from windlass.engines.capture.codes import Load
 from windlass.engines.capture.memory import Holding, Kind, distinct, fingerprint, tensors_of
 
 CHUNK_NBYTES = 32 << 20
-MAX_THREADS = 8
+MAX_THREADS = 16
 """Of copies between a GPU and the host."""
 _Pair = tuple[torch.Tensor, torch.Tensor]
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -209,7 +209,7 @@ class HostCopies:
     def __init__(self, memories: Sequence[torch.Tensor]) -> None:
         self._device = memories[0].device
         total = sum(memory.nbytes for memory in memories)
-        pages = mmap.mmap(-1, max(1, total))
+        pages = mmap.mmap(-1, max(1, total), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # of a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)  # a fault per 2 MiB and not per 4 KiB
         host = torch.frombuffer(pages, dtype=torch.uint8)

@@ -89,9 +89,10 @@ def capture_rank(
         worker.vllm_config, adapter=bool(settings.adapter), is_launched=api is not None
     )
 
+    direct = _DirectCopies(worker.model_runner.get_model())
+
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        model = worker.model_runner.get_model()
-        with _reloading(model), _DirectCopies(model):
+        with _reloading(worker.model_runner.get_model()), direct.where_needed():
             worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
 
     def own() -> Captured:
@@ -155,6 +156,20 @@ class _DirectCopies(TorchFunctionMode):
         super().__init__()
         self._model = model
         self._places: Mapping[int, tuple[torch.nn.Module, str]] = {}
+        self._is_needed = True
+
+    @contextmanager
+    def where_needed(self) -> Iterator[None]:
+        """Enter for a load, and not again once one has copied nothing past its loaders.
+
+        All that torch is called with passes here: seconds, with the 20,000 tensors of a large model.
+        """
+        if not self._is_needed:
+            yield
+            return
+        with self:
+            yield
+        self._is_needed = bool(self._places)
 
     def __torch_function__(
         self,

@@ -1,0 +1,124 @@
+"""Layers that are alike: what lies where in one of them tells what lies where in the others.
+
+A model has dozens of layers of the same tensors, and loaders of engines take seconds per load of all. So
+one layer of each kind is loaded with digits, and where its elements lie is taken over for its likes. That
+is a guess, which the proof with ordinary values, of every element of every layer, turns into knowledge.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from windlass.engines.capture.codes import Codes
+from windlass.engines.capture.element_ids import ElementIds
+from windlass.engines.capture.memory import Holding
+
+_LAYER = re.compile(r"((?:[^.]+\.)*?)(\d+)(\..+)")
+"""What stands before the first number in a name, the number, and what follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Checkpoint tensors whose names begin alike, up to and with the first number.
+
+    Attributes:
+        first: number of the first element; the others follow.
+        last: number of the last one, plus 1.
+        tensors: what follows in their names, their shapes and types.
+    """
+
+    first: int
+    last: int
+    tensors: tuple[object, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Layers of a checkpoint.
+
+    Attributes:
+        loaded: names of the checkpoint tensors of one layer of each kind, and of all that are in none.
+    """
+
+    loaded: frozenset[str]
+    _layers: Mapping[tuple[str, int], _Layer]
+
+    @classmethod
+    def alike(cls, codes: Codes, held: Mapping[str, Holding]) -> Layers | None:
+        """Return the layers of a checkpoint; None where most of its tensors would have to be loaded all the same.
+
+        Args:
+            codes: of the checkpoint.
+            held: what the engine has, whose layers have the same numbers: of each kind one is loaded that
+                it has, where it has any.
+        """
+        here = {int(found[2]) for name in held if (found := _LAYER.fullmatch(name))}
+        members = defaultdict[tuple[str, int], list[int]](list)
+        for index, spec in enumerate(codes.specs):
+            if found := _LAYER.fullmatch(spec.name):
+                members[found[1], int(found[2])].append(index)
+        layers: dict[tuple[str, int], _Layer] = {}
+        chosen: dict[tuple[str, tuple[object, ...]], tuple[str, int]] = {}
+        for (prefix, number), indices in sorted(
+            members.items(), key=lambda item: (item[0][1] not in here, item[0])
+        ):
+            if indices[-1] - indices[0] + 1 != len(indices):
+                continue  # others lie between them
+            specs = [codes.specs[index] for index in indices]
+            names = len(f"{prefix}{number}")
+            tensors = tuple((spec.name[names:], spec.shape, spec.dtype) for spec in specs)
+            begin, end = codes.starts[indices[0]], codes.starts[indices[-1] + 1]
+            layers[prefix, number] = _Layer(int(begin), int(end), tensors)
+            chosen.setdefault((prefix, tensors), (prefix, number))
+        skipped = {
+            codes.specs[index].name
+            for key in layers.keys() - set(chosen.values())
+            for index in members[key]
+        }
+        if 2 * len(skipped) < len(codes.specs):
+            return None
+        return cls(frozenset(spec.name for spec in codes.specs) - skipped, layers)
+
+    def all_of(
+        self, read: Mapping[str, ElementIds], held: Mapping[str, Holding], codes: Codes
+    ) -> dict[str, ElementIds]:
+        """Return the numbers of the engine's tensors in all layers; of those that nothing is known of, none.
+
+        Args:
+            read: of those that the load of `loaded` has changed.
+            held: all that the engine has.
+            codes: of the checkpoint.
+        """
+        found = dict(read)
+        names = [spec.name for spec in codes.specs]
+        sources = defaultdict[tuple[str, str], list[tuple[int, str, tuple[str, int]]]](list)
+        for name, numbers in read.items():
+            own = _LAYER.fullmatch(name)
+            if own is None or (highest := numbers.highest) not in range(int(codes.starts[-1])):
+                continue
+            tensor = int(codes.starts.searchsorted(highest, side="right")) - 1
+            if of := _LAYER.fullmatch(names[tensor]):
+                sources[own[1], own[3]].append((int(own[2]), name, (of[1], int(of[2]))))
+        for name in held.keys() - read.keys():
+            if (own := _LAYER.fullmatch(name)) is None:
+                continue
+            for number, like, (prefix, layer) in sources[own[1], own[3]]:
+                source = self._layers.get((prefix, layer))
+                target = self._layers.get((prefix, layer + int(own[2]) - number))
+                if source is None or target is None or source.tensors != target.tensors:
+                    continue
+                if _lies_alike(held[name], held[like]):
+                    by = target.first - source.first
+                    found[name] = read[like].moved(source.first, source.last, by)
+                    break
+        return found
+
+
+def _lies_alike(one: Holding, other: Holding) -> bool:
+    a, b = one.tensor, other.tensor
+    return (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)

@@ -1,0 +1,164 @@
+"""One layer of each kind is loaded with digits; where its likes do not lie as it does, all are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import ClassVar
+
+import pytest
+import torch
+from test_capture import deliver
+from torch.nn import Module, ModuleDict, ModuleList, Parameter
+
+from windlass.engines.capture.capture import EXACT_NUMEL, capture
+from windlass.engines.capture.codes import CheckpointSpec, Codes
+from windlass.engines.capture.layers import Layers
+from windlass.engines.capture.memory import held_by
+from windlass.layout.dtypes import DType
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+NUM_LAYERS, NUM_DENSE, NUM_EXPERTS = 12, 2, 3
+
+
+class Layer(Module):
+    """A layer whose matrices are fused; experts in all but the first layers."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.norm = Parameter(torch.ones(6))
+        self.qkv = Parameter(torch.zeros(12, 6).bfloat16())
+        if number >= NUM_DENSE:
+            self.experts = Parameter(torch.zeros(NUM_EXPERTS, 10, 6).bfloat16())  # 2 padded rows
+        self.register_buffer("rotary", torch.arange(4.0))
+
+
+class Engine(Module):
+    """Some layers of a model, by their numbers; `odd` has its rows in another order than its likes."""
+
+    loaded: ClassVar[list[Counter[str]]] = []
+    """Where nobody puts it back: how many tensors of which layers, by load."""
+
+    def __init__(self, numbers: range, *, odd: int | None = None, takes_parts: bool = True) -> None:
+        super().__init__()
+        self.embed = Parameter(torch.zeros(5, 6).bfloat16())
+        self.layers = ModuleDict({str(number): Layer(number) for number in numbers})
+        self.odd, self.takes_parts = odd, takes_parts
+        self.loaded.clear()
+
+    def load(self, weights: Weights) -> None:
+        self.loaded.append(Counter())
+        for name, tensor in weights:
+            self.loaded[-1][name.split(".")[1] if "." in name else name] += 1
+            if name == "embed":
+                self.embed.data.copy_(tensor)
+                continue
+            _, number, *path = name.split(".")
+            if number in self.layers:
+                self._load_layer(number, path, tensor)
+        if not self.takes_parts and len(self.loaded[-1]) < NUM_LAYERS + 1:
+            raise RuntimeError("weights are missing")
+
+    def _load_layer(self, number: str, path: list[str], tensor: torch.Tensor) -> None:
+        layer = self.layers[number]
+        match path:
+            case ["norm"]:
+                layer.norm.data.copy_(tensor)
+            case ["q" | "k" as which]:
+                at = 6 if (which == "k") ^ (int(number) == self.odd) else 0
+                layer.qkv.data[at : at + 6].copy_(tensor)
+            case ["experts", expert, "gate" | "up" as which]:
+                at = 5 if which == "up" else 0
+                layer.experts.data[int(expert), at : at + 4].copy_(tensor)
+
+
+def specs() -> list[CheckpointSpec]:
+    shapes: dict[str, tuple[tuple[int, ...], DType]] = {"embed": ((5, 6), DType.BFLOAT16)}
+    for number in range(NUM_LAYERS):
+        shapes[f"layers.{number}.norm"] = (6,), DType.FLOAT32
+        for which in "qk":
+            shapes[f"layers.{number}.{which}"] = (6, 6), DType.BFLOAT16
+        if number >= NUM_DENSE:
+            for expert in range(NUM_EXPERTS):
+                for which in ("gate", "up"):
+                    name = f"layers.{number}.experts.{expert}.{which}"
+                    shapes[name] = (4, 6), DType.BFLOAT16
+    return [CheckpointSpec(name, *shapes[name]) for name in sorted(shapes)]
+
+
+def checkpoint() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    types = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT32: torch.float32}
+    return {s.name: torch.randn(s.shape, generator=generator).to(types[s.dtype]) for s in specs()}
+
+
+def require_delivered(engine: Engine, exact_numel: int = EXACT_NUMEL) -> None:
+    """Capture, deliver a checkpoint by what was captured, and compare with the engine's own loader."""
+    numbers = [int(number) for number in engine.layers]
+    fresh = Engine(range(numbers[0], numbers[-1] + 1), odd=engine.odd)
+    fresh.load(iter(checkpoint().items()))
+    engine.loaded.clear()
+    captured = capture(engine, specs(), engine.load, worker="e/0", exact_numel=exact_numel)
+    assert captured.repacked == ()
+    assert len(captured.constants) == len(numbers), "only the rotary buffers"
+    deliver(captured, checkpoint())
+    for name, parameter in fresh.named_parameters():
+        assert torch.equal(engine.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("exact_numel", [0, EXACT_NUMEL], ids=["by_row", "by_place"])
+@pytest.mark.parametrize(
+    ("numbers", "chosen"),
+    [(range(NUM_LAYERS), {"0", "2"}), (range(5, NUM_LAYERS), {"0", "5"})],
+    ids=["all", "a_stage"],
+)
+def test_one_layer_of_each_kind_is_loaded_with_digits(
+    numbers: range, chosen: set[str], exact_numel: int
+) -> None:
+    engine = Engine(numbers)
+    require_delivered(engine, exact_numel)
+    *digits, one, two = engine.loaded
+    assert digits
+    assert all(loaded.keys() == {"embed", *chosen} for loaded in digits)
+    every = {"embed", *map(str, range(NUM_LAYERS))}
+    assert one.keys() == two.keys() == every, "the proof is of all layers"
+
+
+@pytest.mark.parametrize("odd", [0, 2, 7])
+def test_a_layer_that_lies_otherwise_than_its_likes_is_found_out(odd: int) -> None:
+    engine = Engine(range(NUM_LAYERS), odd=odd)
+    require_delivered(engine)
+    assert len(engine.loaded[-3]) == NUM_LAYERS + 1, "all layers were loaded with digits"
+
+
+def test_a_loader_that_takes_no_part_of_a_checkpoint_is_given_all() -> None:
+    engine = Engine(range(NUM_LAYERS), takes_parts=False)
+    require_delivered(engine)
+    assert [len(loaded) for loaded in engine.loaded[:2]] == [3, NUM_LAYERS + 1]
+
+
+def test_an_engine_that_keeps_all_layers_in_one_tensor_is_given_all() -> None:
+    engine = Module()
+    engine.norms = Parameter(torch.zeros(8, 4))
+    loads: list[int] = []
+
+    def load(weights: Weights) -> None:
+        loads.append(0)
+        for name, tensor in weights:
+            loads[-1] += 1
+            engine.norms.data[int(name.split(".")[1])].copy_(tensor)
+
+    shapes = [CheckpointSpec(f"layers.{n}.norm", (4,), DType.FLOAT32) for n in range(8)]
+    captured = capture(engine, shapes, load, worker="e/0")
+    values = {spec.name: torch.randn(4) for spec in shapes}
+    deliver(captured, values)
+    assert torch.equal(engine.norms, torch.stack(list(values.values())))
+    assert loads[0] == 1
+    assert loads[-3:] == [8, 8, 8]
+
+
+def test_layers_of_a_model_that_has_few_alike_are_not_told_apart() -> None:
+    engine = ModuleList([Layer(number) for number in range(2)])
+    few = [s for s in specs() if s.name.startswith(("embed", "layers.0.", "layers.2."))]
+    assert Layers.alike(Codes(few), held_by(engine)) is None
+    assert Layers.alike(Codes(specs()), held_by(engine)) is not None
