@@ -168,7 +168,7 @@ def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) 
     """
     began_s = time.monotonic()
     captured = _order(server, RankStep.CAPTURE, settings, secrets)
-    logger.info("%d ranks have captured in %.1f s", len(captured), time.monotonic() - began_s)
+    _log.info("%d ranks have captured in %.1f s", len(captured), time.monotonic() - began_s)
     ranks = [msgspec.json.decode(each, type=CapturedLayout) for each in captured]
     check_layouts(settings.name, ranks)
     _order(server, RankStep.JOIN, settings, secrets)
