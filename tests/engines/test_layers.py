@@ -117,11 +117,13 @@ def test_one_layer_of_each_kind_is_loaded_with_digits(
 ) -> None:
     engine = Engine(numbers)
     require_delivered(engine, exact_numel)
-    *digits, one, two = engine.loaded
-    assert digits
-    assert all(loaded.keys() == {"embed", *chosen} for loaded in digits)
     every = {"embed", *map(str, range(NUM_LAYERS))}
+    num_digits = Codes(specs()).num_digits
+    digits, (one, two, *watched) = engine.loaded[:num_digits], engine.loaded[num_digits:]
+    assert all(loaded.keys() == {"embed", *chosen} for loaded in digits)
     assert one.keys() == two.keys() == every, "the proof is of all layers"
+    elsewhere = {str(number) for number in range(numbers[0])}
+    assert [loaded.keys() for loaded in watched] == [{"embed", *elsewhere}] * bool(elsewhere)
 
 
 @pytest.mark.parametrize("odd", [0, 2, 7])

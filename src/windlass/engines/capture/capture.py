@@ -102,6 +102,8 @@ def capture(
             if part is not None:
                 part.run()
                 _require_repeated(held(), start)
+        placed = seen.placed(codes, part)
+        read = _read(loads, placed)
     except WindlassError:
         raise
     except Exception as error:
@@ -117,7 +119,7 @@ def capture(
     refuse(made, "tensors that the engine had not before its loader made them")
     if part is not None:
         part.fix_addresses()
-    return describe(replace(seen, holdings=now), codes, worker, part)
+    return describe(replace(seen, holdings=now), codes, worker, part, placed, read)
 
 
 def capture_on_every_rank(
@@ -229,8 +231,7 @@ def _observe(
     if layers is not None:
         read = {name for name, found in prints.items() if found != before.get(name)}
         numbers = layers.all_of({n: numbers[n] for n in read}, held, codes)
-    with (reading := _Reading()):
-        load(reading.over(codes.random(1)))
+    load(codes.random(1))
     held = loads.held()
     constants = [n for n, h in held.items() if prints.get(n) == fingerprint(h.memory())]
     changing = [name for name in held if name not in constants]
@@ -266,7 +267,6 @@ def _observe(
         constants=tuple(n for n in constants if n not in hidden),
         unproven=unproven,
         computed=frozenset(n for n in changing if n not in right and n not in unproven) | hidden,
-        read=reading.read(spec.name for spec in codes.specs),
     )
 
 
@@ -307,6 +307,24 @@ def _read_digits(
                 factor = loads.factors.get(name, 1.0)
                 numbers[name].observe(holding, loads.codes, position, factor)
     return numbers
+
+
+def _read(loads: _Loads, placed: frozenset[str]) -> frozenset[str]:
+    """Return the checkpoint tensors beside `placed` at whose elements the loader looks, by a load that is watched."""
+    others = frozenset(spec.name for spec in loads.codes.specs if spec.numel) - placed
+    if not others:
+        return frozenset()
+    # One that is surely read is among them: where no read is seen, another thread does it.
+    try:
+        return _watched(loads, others.union(sorted(placed)[:1])).read(others)
+    except Exception:  # noqa: BLE001 - an engine's loader raises what it likes where it misses tensors
+        return _watched(loads, others | placed).read(others)
+
+
+def _watched(loads: _Loads, names: frozenset[str]) -> _Reading:
+    with (reading := _Reading()):
+        loads.load(reading.over(loads.codes.some(names, 0)))
+    return reading
 
 
 def _must_stay(holding: Holding) -> bool:

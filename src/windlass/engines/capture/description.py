@@ -186,7 +186,6 @@ class Seen:
     Attributes:
         unproven: their rows mislead: they are to be read place by place.
         computed: no copy of checkpoint elements; not in `numbers`.
-        read: checkpoint tensors at whose elements the loader looked.
         found: boxes, by name, that were found already.
     """
 
@@ -196,7 +195,6 @@ class Seen:
     constants: tuple[str, ...]
     unproven: frozenset[str]
     computed: frozenset[str]
-    read: frozenset[str]
     found: dict[str, Parts | None] = field(default_factory=dict)
 
     def boxes_of(self, name: str, codes: Codes) -> Parts | None:
@@ -217,17 +215,43 @@ class Seen:
             if name in self.factors or self.boxes_of(name, codes) is None
         }
 
+    def placed(self, codes: Codes, recompute: Recompute | None) -> frozenset[str]:
+        """Return the checkpoint tensors of which the engine holds elements, none of them yet to be read by place."""
+        placed = set() if recompute is None else {spec.name for spec, _ in recompute.buffers}
+        filled = () if recompute is None else recompute.names
+        for name in self.numbers.keys() - filled:
+            if (parts := self.boxes_of(name, codes)) is not None:
+                placed.update(spec.name for spec, _ in parts)
+            else:
+                tensors = np.unique(codes.tensor_of(self.numbers[name].placed()[0]))
+                placed.update(codes.specs[index].name for index in tensors)
+        return frozenset(placed)
 
-def describe(seen: Seen, codes: Codes, worker: str, recompute: Recompute | None) -> Captured:
+
+def describe(
+    seen: Seen,
+    codes: Codes,
+    worker: str,
+    recompute: Recompute | None,
+    placed: frozenset[str],
+    read: frozenset[str],
+) -> Captured:
     """Return what was captured, none of which has to be read place by place.
 
     What `recompute` fills has no place of its own in the manifest: its buffers have.
+
+    Args:
+        seen: by loads of `codes`.
+        codes: of the checkpoint.
+        worker: identity of the rank.
+        recompute: what the loader has to do after every update.
+        placed: see `Seen.placed`.
+        read: of the other checkpoint tensors those at whose elements the loader looks.
     """
     builder = ManifestBuilder(worker, Role.ENGINE)
     addresses: list[int] = []
     roundings: list[Rounding] = []
     repacks: list[Repack] = []
-    placed: set[str] = set()
     filled = () if recompute is None else recompute.names
     for name, numbers in seen.numbers.items():
         if name in filled:
@@ -247,12 +271,10 @@ def describe(seen: Seen, codes: Codes, worker: str, recompute: Recompute | None)
             dtype = dtype_of(name, memory)
         target = memory if copied is None else holding.memory()
         roundings += _roundings(name, memory, target, parts)
-        placed.update(spec.name for spec, _ in parts)
         _add_parameter(builder, name, dtype, len(memory), parts)
         addresses.append(memory.data_ptr())
     if recompute is not None:
         addresses += _add_buffers(builder, recompute)
-        placed.update(spec.name for spec, _ in recompute.buffers)
     for quantized in quantized_tensors(codes.specs):
         if quantized.weight in placed and quantized.scale in placed:
             builder.add_quantized(quantized)
@@ -264,7 +286,7 @@ def describe(seen: Seen, codes: Codes, worker: str, recompute: Recompute | None)
         repacks=tuple(repacks),
         constants=seen.constants,
         unplaced=tuple(unplaced),
-        unread=tuple(name for name in unplaced if name not in seen.read),
+        unread=tuple(name for name in unplaced if name not in read),
         recompute=recompute,
     )
 

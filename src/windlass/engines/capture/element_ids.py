@@ -173,11 +173,12 @@ class ElementIds:
         """(first place, numbers) in order, covering every place; below 0 where no element lies."""
         groups, rows, width = self._shape
         patterns = self._patterns()
-        step = max(1, chunk_on(self._heads.device) // width)
-        for group in range(groups):
-            pattern = patterns[group]
-            for row in range(0, rows, step):
-                heads = self._heads[group, row : row + step, None]
+        size = chunk_on(self._heads.device)
+        num_groups, num_rows = max(1, size // (rows * width)), max(1, size // width)
+        for group in range(0, groups, num_groups):
+            pattern = patterns[group : group + num_groups, None]
+            for row in range(0, rows, num_rows):
+                heads = self._heads[group : group + num_groups, row : row + num_rows, None]
                 numbers = torch.where(heads >= 0, heads + pattern, _NOTHING)
                 yield (group * rows + row) * width, numbers.reshape(-1)
 
