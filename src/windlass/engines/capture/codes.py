@@ -42,8 +42,8 @@ def chunk_on(device: torch.device) -> int:
 
 
 def batch_on(device: torch.device) -> int:
-    """Elements of a load that are made at a time: enough to keep a GPU busy, few enough for its cache, or a core's."""
-    return 1 << 16 if device.type == "cpu" else 1 << 22
+    """Elements of a load that are made at a time: few enough for a core's cache; a GPU works while more are asked for."""
+    return 1 << 16 if device.type == "cpu" else 1 << 24
 
 
 # Of MurmurHash3 (Appleby, 2011), as signed numbers: 32 bits, which processors multiply many of at once.
@@ -217,6 +217,9 @@ class Codes:
         specs: of the checkpoint, each name once.
         device: where the loads are made; tensors of real models are made fast only on a GPU.
 
+    Attributes:
+        index: of every tensor in `specs`, by its name.
+
     Raises:
         UnsupportedLayout: a type that does not hold the digits exactly.
     """
@@ -236,6 +239,7 @@ class Codes:
         narrow = any(spec.dtype is DType.FLOAT8_E4M3 for spec in specs)
         self.digit_bits = FLOAT8_DIGIT_BITS if narrow else DIGIT_BITS
         self.num_digits = max(1, -(-max(0, total - 1).bit_length() // self.digit_bits))
+        self.index = {spec.name: at for at, spec in enumerate(specs)}
         self._dtypes = tuple(sorted({spec.dtype for spec in specs}))
         self._kinds = torch.tensor([self._dtypes.index(s.dtype) for s in specs], device=self.device)
         self._all = tuple(self._batches(range(len(specs))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -186,7 +186,6 @@ class Seen:
     Attributes:
         unproven: their rows mislead: they are to be read place by place.
         computed: no copy of checkpoint elements; not in `numbers`.
-        found: boxes, by name, that were found already.
     """
 
     holdings: Mapping[str, Holding]
@@ -195,16 +194,10 @@ class Seen:
     constants: tuple[str, ...]
     unproven: frozenset[str]
     computed: frozenset[str]
-    found: dict[str, Parts | None] = field(default_factory=dict)
 
     def boxes_of(self, name: str, codes: Codes) -> Parts | None:
         """Return the boxes of one tensor; None if they are too many."""
-        if name not in self.found:
-            try:
-                self.found[name] = self.numbers[name].parts(codes, MAX_BOXES)
-            except TooManyBoxes:
-                self.found[name] = None
-        return self.found[name]
+        return self.numbers[name].parts(codes, MAX_BOXES)
 
     def scattered(self, codes: Codes) -> frozenset[str]:
         """Return the names of the tensors that have to be read place by place."""

@@ -120,6 +120,8 @@ class ElementIds:
         self._shape = groups, rows, width = grid or (1, holding.reach, 1)
         self._at = sorted({0, rows // 2, rows - 1})
         samples, device = (groups, len(self._at), width), holding.tensor.device
+        self._like: tuple[ElementIds, range, int] | None = None
+        self._found: dict[int, Parts | None] = {}
         self._heads = torch.zeros((groups, rows), dtype=torch.int64, device=device)
         self._samples = torch.zeros(samples, dtype=torch.int64, device=device)
 
@@ -145,14 +147,24 @@ class ElementIds:
         """Return the highest number that was read; below 0 if no element lies there."""
         return int(self._heads.max())
 
-    def moved(self, first: int, last: int, by: int) -> ElementIds:
-        """Return these with numbers in [first, last) changed by `by`."""
+    def moved(self, codes: Codes, tensors: range, by: int) -> ElementIds:
+        """Return these as they are where the same elements of other tensors lie.
+
+        Args:
+            codes: of the checkpoint.
+            tensors: indices of those whose elements are replaced, by equally large ones.
+            by: how many tensors further these are.
+        """
+        first, last = int(codes.starts[tensors.start]), int(codes.starts[tensors.stop])
+        step = int(codes.starts[tensors.start + by]) - first
 
         def moved(numbers: torch.Tensor) -> torch.Tensor:
-            return torch.where((numbers >= first) & (numbers < last), numbers + by, numbers)
+            return torch.where((numbers >= first) & (numbers < last), numbers + step, numbers)
 
         found = copy.copy(self)
+        found._found = {}
         found._heads, found._samples = moved(self._heads), moved(self._samples)
+        found._like = self, tensors, by
         return found
 
     def is_consistent(self) -> bool:
@@ -188,12 +200,25 @@ class ElementIds:
         places = np.flatnonzero(numbers >= 0)
         return numbers[places], places
 
-    def parts(self, codes: Codes, limit: int) -> Parts:
-        """Return the boxes, once the numbers are proven.
+    def parts(self, codes: Codes, limit: int) -> Parts | None:
+        """Return the boxes, once the numbers are proven; None if they are more than `limit` of one tensor."""
+        if limit not in self._found:
+            try:
+                self._found[limit] = self._parts(codes, limit)
+            except TooManyBoxes:
+                self._found[limit] = None
+        return self._found[limit]
 
-        Raises:
-            TooManyBoxes: more than `limit` of one tensor.
-        """
+    def _parts(self, codes: Codes, limit: int) -> Parts | None:
+        if self._like is not None:
+            like, tensors, by = self._like
+            if (found := like.parts(codes, limit)) is None:
+                return None
+            indices = [codes.index[spec.name] for spec, _ in found]
+            return [
+                (codes.specs[index + by] if index in tensors else codes.specs[index], boxes)
+                for index, (_, boxes) in zip(indices, found, strict=True)
+            ]
         groups, rows, width = self._shape
         patterns, which = np.unique(self._patterns().cpu().numpy(), axis=0, return_inverse=True)
         which = which.reshape(-1)

@@ -26,13 +26,11 @@ class _Layer:
     """Checkpoint tensors whose names begin alike, up to and with the first number.
 
     Attributes:
-        first: number of the first element; the others follow.
-        last: number of the last one, plus 1.
+        indices: of the tensors.
         tensors: what follows in their names, their shapes and types.
     """
 
-    first: int
-    last: int
+    indices: range
     tensors: tuple[object, ...]
 
 
@@ -72,13 +70,12 @@ class Layers:
             specs = [codes.specs[index] for index in indices]
             names = len(f"{prefix}{number}")
             tensors = tuple((spec.name[names:], spec.shape, spec.dtype) for spec in specs)
-            begin, end = codes.starts[indices[0]], codes.starts[indices[-1] + 1]
-            layers[prefix, number] = _Layer(int(begin), int(end), tensors)
+            layers[prefix, number] = _Layer(range(indices[0], indices[-1] + 1), tensors)
             chosen.setdefault((prefix, tensors), (prefix, number))
         skipped = {
             codes.specs[index].name
             for key in layers.keys() - set(chosen.values())
-            for index in members[key]
+            for index in layers[key].indices
         }
         if 2 * len(skipped) < len(codes.specs):
             return None
@@ -95,14 +92,13 @@ class Layers:
             codes: of the checkpoint.
         """
         found = dict(read)
-        names = [spec.name for spec in codes.specs]
         sources = defaultdict[tuple[str, str], list[tuple[int, str, tuple[str, int]]]](list)
         for name, numbers in read.items():
             own = _LAYER.fullmatch(name)
             if own is None or (highest := numbers.highest) not in range(int(codes.starts[-1])):
                 continue
-            tensor = int(codes.starts.searchsorted(highest, side="right")) - 1
-            if of := _LAYER.fullmatch(names[tensor]):
+            index = int(codes.starts.searchsorted(highest, side="right")) - 1
+            if of := _LAYER.fullmatch(codes.specs[index].name):
                 sources[own[1], own[3]].append((int(own[2]), name, (of[1], int(of[2]))))
         for name in held.keys() - read.keys():
             if (own := _LAYER.fullmatch(name)) is None:
@@ -113,8 +109,8 @@ class Layers:
                 if source is None or target is None or source.tensors != target.tensors:
                     continue
                 if _lies_alike(held[name], held[like]):
-                    by = target.first - source.first
-                    found[name] = read[like].moved(source.first, source.last, by)
+                    by = target.indices.start - source.indices.start
+                    found[name] = read[like].moved(codes, source.indices, by)
                     break
         return found
 
