@@ -168,7 +168,8 @@ def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) 
     """
     began_s = time.monotonic()
     captured = _order(server, RankStep.CAPTURE, settings, secrets)
-    _log.info("%d ranks have captured in %.1f s", len(captured), time.monotonic() - began_s)
+    taken_s = time.monotonic() - began_s
+    sys.stderr.write(f"engine {settings.name}: its layout was captured in {taken_s:.1f} s\n")
     ranks = [msgspec.json.decode(each, type=CapturedLayout) for each in captured]
     check_layouts(settings.name, ranks)
     _order(server, RankStep.JOIN, settings, secrets)
