@@ -151,11 +151,12 @@ class CudaIpcTransport(RegionTransport):
         """Unmap what processes that are gone had exported, or their memory would stay allocated."""
         if self.gpu.is_late:
             return
-        for endpoint, handle in list(self._opened):
+        for endpoint in {endpoint for endpoint, _ in self._opened}:
             try:
                 check_alive(endpoint)
             except PeerUnreachable:
-                self.gpu.device.close_handle(self._opened.pop((endpoint, handle)))
+                for place in [place for place in self._opened if place[0] == endpoint]:
+                    self.gpu.device.close_handle(self._opened.pop(place))
 
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         check_alive(batch.endpoint)
