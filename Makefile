@@ -175,7 +175,7 @@ release-check:
 	bash tools/release_check.sh $(PYTHON)
 
 bench: setup
-	$(BIN)/windlass bench $(ARGS)
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-trl .venv-verl .venv-areal build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

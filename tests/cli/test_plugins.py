@@ -35,7 +35,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_is_built_in_is_a_file_each() -> None:
     assert ENGINES.names() == ("embedded", "sglang", "vllm")
-    assert {"bench", "doctor", "launch", "serve", "status", "token"} <= set(COMMANDS.names())
+    assert {"doctor", "launch", "serve", "status", "token"} <= set(COMMANDS.names())
     assert {"llama", "qwen3_moe", "deepseek_v3", "mixtral"} <= set(FAMILIES.names())
     for name in ENGINES.names():
         assert ENGINES.find(name).name == name

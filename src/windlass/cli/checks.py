@@ -11,11 +11,11 @@ from enum import StrEnum
 from itertools import permutations
 from pathlib import Path
 
-from windlass.cli.commands.bench import count_gpus
 from windlass.engines.quantised import require_followed
 from windlass.engines.spec import ENGINES, expandable_segments, refuse_options
 from windlass.engines.versions import EngineReleases, device_of, installed_version, warnings_of
 from windlass.errors import ConfigError, WindlassError
+from windlass.memory.cuda.driver import count_gpus
 from windlass.transports.base import TransportOffer
 from windlass.transports.choice import choose_transport
 from windlass.transports.mooncake.native import WITHOUT_CUDA, is_installed

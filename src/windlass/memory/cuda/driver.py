@@ -58,6 +58,16 @@ def driver() -> ctypes.CDLL:
     return library
 
 
+def count_gpus() -> int:
+    """Return how many GPUs the driver shows; 0 without a driver."""
+    count = ctypes.c_int(0)
+    try:
+        code = driver().cuDeviceGetCount(ctypes.byref(count))
+    except TransportUnavailable:
+        return 0
+    return 0 if code else count.value
+
+
 @functools.cache
 def _has_driver() -> bool:
     try:
