@@ -20,10 +20,14 @@ import sys
 import time
 from collections.abc import Awaitable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import numpy as np
 import numpy.typing as npt
+from memory_transport import MemoryTransport
 
 from harness import Row, median_p95, parser, report
 from windlass.config import ControlConfig, PhaseDeadlines
@@ -36,7 +40,6 @@ from windlass.net.server import ControlServer
 from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
-from windlass.transports.memory import MemoryTransport
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import Command
 from windlass.updates.routes import mount_updates

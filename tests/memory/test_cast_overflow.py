@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from memory_transport import MemoryFabric, MemoryTransport
 from numpy_gpu import KernelTransport, numpy_gpu
 from offers import GPU_TRAITS
 from safetensors.torch import save_file
@@ -26,7 +27,6 @@ from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transfer.source import SourceMemory
-from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.processes import own_endpoint
 
 NAMES = ("embed", "router", "head")
@@ -34,7 +34,7 @@ SHAPE = (48, 40)
 WRONG = r"tensor 'router': a finite float32 is too large for float16"
 
 
-class GpuMemoryTransport(MemoryTransport):  # type: ignore[misc]
+class GpuMemoryTransport(MemoryTransport):
     """Says that its memory is a GPU's."""
 
     traits = GPU_TRAITS

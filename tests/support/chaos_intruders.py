@@ -19,6 +19,7 @@ from chaos_controller import HEARTBEAT_S
 from chaos_processes import TOKEN
 from chaos_schedule import CONTROLLER, ENGINES, Intrusion, Misfit
 from chaos_weights import engine_manifest, trainer_manifest
+from memory_transport import MemoryTransport
 from simulated_network import SimulatedHost
 
 from windlass.config import PauseMode
@@ -31,7 +32,6 @@ from windlass.planning.program import DigestKind
 from windlass.rollout import messages as rollout
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Relayed, Written
 from windlass.transports.base import MemoryRegion, RemoteRegion
-from windlass.transports.memory import MemoryTransport
 from windlass.transports.processes import host_identity
 from windlass.updates.connect_messages import Bound, CannotJoin, ConnectEngine, Hello, Welcome
 from windlass.updates.fleet import PROBE_SEQ

@@ -23,6 +23,7 @@ from chaos_weights import (
     trainer_rows,
     values,
 )
+from memory_transport import MemoryTransport
 from simulated_loop import run_in_loop
 from simulated_network import SimulatedHost
 
@@ -36,7 +37,6 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
-from windlass.transports.memory import MemoryTransport
 from windlass.updates.client import TrainerChannel
 from windlass.updates.connect_messages import Hello
 from windlass.updates.engine_agent import EngineAgent

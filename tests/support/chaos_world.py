@@ -32,6 +32,7 @@ from chaos_schedule import (
     WireFault,
 )
 from chaos_weights import engine_bytes
+from memory_transport import MemoryFabric
 from simulated_loop import SimulatedLoop
 from simulated_network import MessageFault, SimulatedNetwork
 
@@ -42,7 +43,6 @@ from windlass.net.addresses import free_port
 from windlass.net.listener import STRANGER_S
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
-from windlass.transports.memory import MemoryFabric
 from windlass.updates import journal
 from windlass.updates import members as members_module
 from windlass.updates.journal import JournalEntry, JournalKind

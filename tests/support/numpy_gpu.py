@@ -8,6 +8,7 @@ from typing import cast
 
 import msgspec
 import numpy as np
+from memory_transport import MemoryFabric, MemoryTransport
 from offers import GPU_TRAITS
 from position_digest import PositionDigest
 
@@ -18,7 +19,6 @@ from windlass.memory.cuda.kernels import PIECE, PieceTable, put_kernel
 from windlass.memory.host import pack_quantized
 from windlass.planning.plan import Transform
 from windlass.transports.base import RemoteRegion
-from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.traits import MappedRegion, PeerMapper
 
 __all__ = ["KernelTransport", "OneProcess", "numpy_gpu"]
@@ -166,7 +166,7 @@ class OneProcess:
         list(regions)
 
 
-class KernelTransport(MemoryTransport):  # type: ignore[misc]
+class KernelTransport(MemoryTransport):
     """Says of itself what `cuda_ipc` does, where all memory is this process's."""
 
     traits = msgspec.structs.replace(GPU_TRAITS, strided_stores=True, notifies=True)

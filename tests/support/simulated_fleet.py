@@ -27,6 +27,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 from chaos_processes import Inline
+from memory_transport import MemoryFabric, MemoryTransport
 from simulated_loop import SimulatedLoop, run_in_loop
 from simulated_network import Meter, SimulatedHost, SimulatedNetwork
 
@@ -42,7 +43,6 @@ from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.updates.client import Announcement, TrainerChannel
 from windlass.updates.connect_messages import Hello
 from windlass.updates.coordinator import Coordinator

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from memory_transport import MemoryFabric, MemoryTransport
 
 from windlass.errors import ConfigError, RegionError, TransferFailed, TransferOutcomeUnknown
 from windlass.observability.ceilings import measure_memcpy_gbps
@@ -9,7 +10,6 @@ from windlass.testing.faulty_transport import Fault, FaultKind, FaultyTransport
 from windlass.transfer.arena import Arena
 from windlass.transports.base import MemoryRegion, WriteBatch
 from windlass.transports.cma import CmaConfig
-from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.registry import TransportConfig, create_transport
 from windlass.transports.shm import ShmConfig, ShmTransport
 

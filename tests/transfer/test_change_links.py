@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from memory_transport import MemoryFabric, MemoryTransport
 
 from windlass.config import ReplicaPlace, UpdateMode
 from windlass.errors import ProtocolError, RoundAborted
@@ -26,7 +27,6 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import BindingsRefused, DestinationBinding, LinkStatus, RelayAddress
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.transports.memory import MemoryFabric, MemoryTransport
 
 ROWS, COLUMNS = 24, 10
 NUM_TRAINERS = 2

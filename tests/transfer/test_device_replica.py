@@ -11,6 +11,7 @@ from typing import Any, final
 import msgspec
 import numpy as np
 import pytest
+from memory_transport import MemoryFabric, MemoryTransport
 from numpy_gpu import KernelTransport, numpy_gpu
 from offers import GPU_TRAITS
 
@@ -39,7 +40,6 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkOutcome, LinkStatus
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.processes import own_endpoint
 from windlass.updates.client import CommandHandler
 from windlass.updates.messages import Command, Result, Write
@@ -427,7 +427,7 @@ def test_neither_the_copy_nor_a_digest_waits_in_the_stream_of_the_next_step(
 # --- over a network ------------------------------------------------------------------------------
 
 
-class GpuMemoryTransport(MemoryTransport):  # type: ignore[misc]
+class GpuMemoryTransport(MemoryTransport):
     """Says that its memory is a GPU's."""
 
     traits = GPU_TRAITS

@@ -16,6 +16,7 @@ import torch
 from ground_truth import distinct_values, fill
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from memory_transport import MemoryFabric, MemoryTransport
 from msgspec import structs
 from numpy_gpu import numpy_gpu
 from offers import GPU_TRAITS
@@ -43,7 +44,6 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay import RelayNode
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, WriteBatch
-from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.updates.connect_messages import ConnectEngine
 from windlass.updates.engine_agent import EngineAgent
 
@@ -52,7 +52,7 @@ NOTHING = np.zeros(0, np.int64)
 NO_RUNS = DirectRuns.empty(0)
 
 
-class GpuMemoryTransport(MemoryTransport):  # type: ignore[misc]
+class GpuMemoryTransport(MemoryTransport):
     """Says that its memory is a GPU's."""
 
     traits = GPU_TRAITS

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 import torch
+from memory_transport import MemoryFabric, MemoryTransport
 from numpy_gpu import numpy_gpu
 from offers import GPU_TRAITS
 
@@ -37,7 +38,6 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay import RelayNode, RelaySender
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
-from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.messages import Verify
 from windlass.updates.relay_messages import Relay
@@ -55,7 +55,7 @@ def manifest(worker: str, role: Role, dtype: DType) -> ShardManifest:
     return builder.build()
 
 
-class GpuMemoryTransport(MemoryTransport):  # type: ignore[misc]
+class GpuMemoryTransport(MemoryTransport):
     """Says that its memory is a GPU's."""
 
     traits = GPU_TRAITS

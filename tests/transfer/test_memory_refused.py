@@ -44,7 +44,7 @@ def manifest(worker: str, role: Role) -> ShardManifest:
 
 
 @pytest.mark.usefixtures("a_gpu")
-@pytest.mark.parametrize("name", ["cma", "shm", "memory"])
+@pytest.mark.parametrize("name", ["cma", "shm"])
 def test_a_transport_of_host_memory_is_refused_for_weights_on_a_gpu(name: str) -> None:
     create_transport(parse_transport(name), memory_at=1 << 20).close()
     with pytest.raises(

@@ -10,6 +10,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from memory_transport import MemoryFabric, MemoryTransport
 from numpy_gpu import numpy_gpu
 from offers import GPU_TRAITS
 
@@ -29,7 +30,6 @@ from windlass.transfer.dtensor import LiveTensors, describe_module, own_tensors
 from windlass.transfer.registration import RegisteredMemory, stretches
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.cma import CmaConfig
-from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.registry import create_transport
 from windlass.updates.report import Measure
 
@@ -223,7 +223,7 @@ def test_memory_that_is_refused_is_named_nothing_of_it_stays_and_the_next_attemp
 
 
 def test_parameters_of_one_allocation_of_a_gpu_are_registered_once() -> None:
-    class GpuTransport(MemoryTransport):  # type: ignore[misc]
+    class GpuTransport(MemoryTransport):
         traits = GPU_TRAITS
 
     gpu = numpy_gpu()

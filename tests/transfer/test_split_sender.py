@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 import pytest
+from memory_transport import MemoryFabric, MemoryTransport
 from numpy_gpu import OneProcess, numpy_gpu
 from offers import GPU_TRAITS
 
@@ -30,7 +31,6 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.auto import TransportSet
 from windlass.transports.base import WriteBatch
-from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.processes import own_endpoint
 from windlass.transports.region_transport import RegionTransport
 from windlass.transports.traits import PeerMapper, WireReport
@@ -39,7 +39,7 @@ SHAPE = (48, 40)
 FULL = Box((0, 0), SHAPE)
 
 
-class OverNetwork(MemoryTransport):  # type: ignore[misc]
+class OverNetwork(MemoryTransport):
     """Says that its memory is a GPU's."""
 
     traits = GPU_TRAITS

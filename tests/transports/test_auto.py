@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from memory_transport import MemoryFabric, MemoryTransport
 from needs import need_transport
 
 from windlass.errors import RegionError, TransportUnavailable
@@ -16,7 +17,6 @@ from windlass.transports import auto
 from windlass.transports.auto import AutoConfig, TransportSet
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
 from windlass.transports.cma import CmaConfig, CmaTransport
-from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.registry import create_transport, parse_transport
 from windlass.transports.shm import ShmTransport
 
@@ -90,7 +90,7 @@ def test_a_write_goes_by_the_transport_of_its_endpoint() -> None:
     there.close()
 
 
-class Late(MemoryTransport):  # type: ignore[misc]
+class Late(MemoryTransport):
     """Releases memory when it is told."""
 
     def __init__(self) -> None:

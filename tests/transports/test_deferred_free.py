@@ -15,6 +15,7 @@ from typing import cast
 
 import numpy as np
 import pytest
+from memory_transport import MemoryFabric, MemoryTransport
 from numpy_gpu import numpy_gpu
 
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
@@ -26,7 +27,6 @@ from windlass.transports import cuda_ipc as ipc
 from windlass.transports import region_transport as bounds
 from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion, WriteBatch
 from windlass.transports.cuda_ipc import CudaIpcTransport
-from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.mooncake import transport as mooncake
 from windlass.transports.mooncake.native import NativeEngine, Started
 from windlass.transports.mooncake.transport import MooncakeConfig, MooncakeTransport

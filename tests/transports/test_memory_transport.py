@@ -3,13 +3,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+from memory_transport import MemoryConfig, MemoryFabric, MemoryTransport
 
 from windlass.errors import PeerUnreachable, RegionError
 from windlass.testing.peer_process import digest_of
 from windlass.testing.transport_conformance import NBYTES, Peer, Rig, TransportConformance
 from windlass.transfer.arena import Arena
 from windlass.transports.base import OneSidedTransport, RemoteRegion
-from windlass.transports.memory import MemoryConfig, MemoryFabric, MemoryTransport
 
 
 class LocalPeer:

@@ -9,6 +9,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from memory_transport import MemoryFabric, MemoryTransport
 
 from windlass.errors import TransferFailed
 from windlass.transfer.arena import Arena
@@ -16,7 +17,6 @@ from windlass.transfer.replica import ReplicaMemory
 from windlass.transports import cma, sharing
 from windlass.transports.base import WriteBatch
 from windlass.transports.cma import CmaTransport
-from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.sharing import share
 
 SECONDS = 20.0

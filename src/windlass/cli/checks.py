@@ -34,8 +34,6 @@ _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written
 _USUAL_CONTAINER_MIB = 64
 """What Docker gives a container."""
-_NOT_LOOKED_AT = frozenset({"auto", "memory"})
-"""The one stands for the others, the other reaches no other process."""
 
 
 class Status(StrEnum):
@@ -86,7 +84,8 @@ def _transports() -> list[Finding]:
             findings.append(Finding(name, FAILS, str(error), "mend or remove its package"))
             continue
         needs_gpu = MemoryType.HOST not in kind.memory
-        if name in _NOT_LOOKED_AT or (needs_gpu and count_gpus() == 0):
+        # `auto` stands for the others.
+        if name == "auto" or (needs_gpu and count_gpus() == 0):
             continue
         finding, found = _start(kind())
         findings.append(_of_mooncake(finding) if name == "mooncake" else finding)

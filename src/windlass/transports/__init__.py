@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from windlass.transports.base import WriteBatch as WriteBatch
     from windlass.transports.cma import CmaConfig as CmaConfig
     from windlass.transports.cuda_ipc import CudaIpcConfig as CudaIpcConfig
-    from windlass.transports.memory import MemoryConfig as MemoryConfig
     from windlass.transports.mooncake.transport import MooncakeConfig as MooncakeConfig
     from windlass.transports.nixl.transport import NixlConfig as NixlConfig
     from windlass.transports.processes import OwnProcess as OwnProcess

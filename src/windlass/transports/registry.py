@@ -27,7 +27,6 @@ TRANSPORTS: Registry[object] = Registry(
         "auto": "windlass.transports.auto:AutoConfig",
         "cma": "windlass.transports.cma:CmaConfig",
         "cuda_ipc": "windlass.transports.cuda_ipc:CudaIpcConfig",
-        "memory": "windlass.transports.memory:MemoryConfig",
         "mooncake": "windlass.transports.mooncake.transport:MooncakeConfig",
         "nixl": "windlass.transports.nixl.transport:NixlConfig",
         "shm": "windlass.transports.shm:ShmConfig",

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 CEILING_BYTES_PER_S: Mapping[str, float] = {
     "cuda-ipc": 397e9,  # copy engine from one H200 to another, benchmarks/gpu/bench_nvlink.py
     "rdma": 50e9,  # a NIC of 400 Gbit/s
-    "memory": 9e9,  # memcpy by one thread of a 2-core EPYC guest, as the next three
-    "posix-shm": 8.6e9,  # 0.95 of memcpy, benchmarks/bench_transports.py
+    "posix-shm": 8.6e9,  # 0.95 of memcpy on a 2-core EPYC guest, benchmarks/bench_transports.py
     "process_vm_writev": 6e9,  # 0.66 of memcpy
     "process_vm_writev-ucx": 3e9,  # one thread copies
     "tcp": 1.2e9,  # a NIC of 10 Gbit/s
