@@ -35,7 +35,7 @@ from windlass.jobs.train_worker import (
 )
 from windlass.net.access import Access, role_environment
 from windlass.net.clock import Deadline
-from windlass.net.messages import PROTOCOL_VERSION, Garbled
+from windlass.net.messages import Garbled, check_version
 from windlass.net.rpc import Session
 from windlass.net.rpc_server import serve
 from windlass.net.server import ControlServer
@@ -482,11 +482,7 @@ class TrainController:
     ) -> tuple[_Rank, Welcome]:
         if not isinstance(first, Joined):
             raise ProtocolError("train worker: a reply before its Joined")
-        if first.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"train worker: protocol_version must be {PROTOCOL_VERSION}, "
-                f"got {first.protocol_version}"
-            )
+        check_version(first.protocol_version, "train worker")
         if first.world_size != len(self._ranks) or not 0 <= first.rank < first.world_size:
             raise ProtocolError(
                 f"train worker: rank must be in [0, {len(self._ranks)}), "

@@ -121,6 +121,16 @@ class Garbled(ProtocolError):
     """The fault may be the connection's and not the peer's: it may come again."""
 
 
+def check_version(version: int, peer: str) -> None:
+    """A peer must say the protocol version of this process.
+
+    Raises:
+        ProtocolError: it says another one.
+    """
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(f"{peer}: protocol_version must be {PROTOCOL_VERSION}, got {version}")
+
+
 def check_name(name: str, what: str) -> None:
     """A name of a peer stands in logs, on terminals and in metrics.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import threading
 import time
@@ -29,6 +28,7 @@ from windlass.net.messages import encode
 from windlass.net.sockets import open_connection
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TRAINING_BATCHES, TrainingBatch, TrainingSample
+from windlass.updates.changes import Changes
 
 MAX_WAIT_S = 3600.0
 KEPT_STEPS = 2
@@ -85,7 +85,7 @@ class BatchQueue:
         self._world_size: dict[int, int] = {}
         self._last_step = -1
         self._highest_requested = -1
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
         self._listeners: list[Callable[[Sequence[TrainingSample]], None]] = []
 
     def on_put(self, listener: Callable[[Sequence[TrainingSample]], None]) -> None:
@@ -103,13 +103,12 @@ class BatchQueue:
             raise ConfigError(f"BatchQueue: step must be > {self._last_step}, got {step}")
         if not batch:
             raise ConfigError(f"BatchQueue: step {step} needs at least one group, got none")
-        async with self._changed:
-            self._batches[step] = batch
-            self._last_step = step
-            while len(self._batches) > KEPT_STEPS:
-                forgotten, _ = self._batches.popitem(last=False)
-                self._world_size.pop(forgotten, None)
-            self._changed.notify_all()
+        self._batches[step] = batch
+        self._last_step = step
+        while len(self._batches) > KEPT_STEPS:
+            forgotten, _ = self._batches.popitem(last=False)
+            self._world_size.pop(forgotten, None)
+        self._changes.notify()
         samples = [sample for group in batch for sample in group]
         for listener in self._listeners:
             listener(samples)
@@ -122,15 +121,15 @@ class BatchQueue:
         Raises:
             PeerTimeout: no rank asked within `deadline_s`.
         """
-        try:
-            async with asyncio.timeout(deadline_s), self._changed:
-                await self._changed.wait_for(lambda: self._highest_requested >= step)
-        except TimeoutError as error:
+
+        def message() -> str:
             newest = "none" if self._highest_requested < 0 else f"step {self._highest_requested}"
-            raise PeerTimeout(
+            return (
                 f"batch: no trainer rank asked for step {step} within {deadline_s} s; "
                 f"the newest that was asked for: {newest}"
-            ) from error
+            )
+
+        await self._changes.until(lambda: self._highest_requested >= step, deadline_s, message)
 
     async def shard(
         self, step: int, rank: int, world_size: int, *, deadline_s: float
@@ -144,13 +143,13 @@ class BatchQueue:
         """
         if not 0 <= rank < world_size:
             raise ConfigError(f"batch: rank must be in [0, {world_size}), got {rank}")
-        try:
-            async with asyncio.timeout(deadline_s), self._changed:
-                self._highest_requested = max(self._highest_requested, step)
-                self._changed.notify_all()
-                await self._changed.wait_for(lambda: self._last_step >= step)
-        except TimeoutError as error:
-            raise PeerTimeout(f"batch: step {step} within {deadline_s} s, got none") from error
+        self._highest_requested = max(self._highest_requested, step)
+        self._changes.notify()
+        await self._changes.until(
+            lambda: self._last_step >= step,
+            deadline_s,
+            lambda: f"batch: step {step} within {deadline_s} s, got none",
+        )
         if step not in self._batches:
             raise StaleMessage(f"batch: step must be one of {list(self._batches)}, got {step}")
         agreed = self._world_size.setdefault(step, world_size)

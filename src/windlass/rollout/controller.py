@@ -13,7 +13,6 @@ import asyncio
 import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from itertools import islice
 from typing import Self, final
 
@@ -52,7 +51,7 @@ from windlass.rollout.pool import LocalWorker, WorkerPool
 from windlass.rollout.staleness import OnStale, StalenessPolicy
 from windlass.rollout.table import Record, State
 from windlass.rollout.workflows import Workflow, check_workflows, encode_value
-from windlass.updates.changes import Changes, tell
+from windlass.updates.changes import Changes
 
 logger = logging.getLogger(__name__)
 MAX_DISPATCHES_PER_TURN = 256
@@ -103,10 +102,9 @@ class RolloutController:
         self._engine_timers: dict[str, asyncio.TimerHandle] = {}
         self._choice = EngineChoice(self._config.affinity_slack)
         self._batch_lock = asyncio.Lock()
-        self._room, self._joined = Changes(), Changes()
+        self._room, self._joined, self._changes = Changes(), Changes(), Changes()
         self._is_dispatch_scheduled = self._is_open = False
         self._paused = self._closed = False
-        self._listeners: list[Callable[[], None]] = []
 
     async def __aenter__(self) -> Self:
         """Raises `ConfigError` when the journal cannot be used."""
@@ -411,7 +409,7 @@ class RolloutController:
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` in the loop, once in a turn in which rollouts came, ended or were thrown away."""
-        self._listeners.append(listener)
+        self._changes.subscribe(listener)
 
     def stats(self) -> RolloutStats:
         """Counts, and an audit of where every outstanding rollout is."""
@@ -421,7 +419,7 @@ class RolloutController:
         outstanding = waiting + len(table.buffered) + running
         ended = counts.completed + counts.cancelled + counts.failed + counts.dropped
         return RolloutStats(
-            **asdict(counts),
+            **msgspec.structs.asdict(counts),
             outstanding=outstanding,
             lost=counts.submitted - ended - outstanding,
             waiting=len(table.waiting),
@@ -511,7 +509,7 @@ class RolloutController:
             return  # the journal has said so, and calls when it is written again
         if self._room and self._policy.capacity() > len(self._table.waiting):
             self._room.notify()
-        tell(self._listeners)
+        self._changes.notify()
 
     def _dispatch_some(self) -> bool:
         """Hand what is admitted to free workers; True when there is more for the next turn of the loop."""

@@ -115,42 +115,50 @@ class RolloutGroup(msgspec.Struct, frozen=True):
     metadata: object
 
 
-class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since the start of this process.
-
-    submitted = completed + cancelled + failed + dropped + outstanding + lost.
+class Counts(msgspec.Struct):
+    """Totals since the start of this process.
 
     Attributes:
         completed: handed to the owner. failed: given up after `max_attempts` or the deadline.
         dropped: given up as too old, `OnStale`; of a group all samples.
-        outstanding: found in a queue, at a worker, in a backoff, or waiting in a group.
-        lost: submitted and found nowhere; anything but 0 is a defect.
         rejected: answers that a workflow rejected.
         too_old: finished answers that were thrown away because they were too old.
         stopped_early: running attempts that were cancelled because their answer would have been.
         wasted_tokens: tokens of the answers that were thrown away, of finished samples of dropped
             groups and of those that were not carried on; what a stopped attempt had is not known.
         retried: attempts repeated after an engine, worker or deadline failure.
-        buffered: finished, waiting for the rest of their group or to be handed out.
-        parked: no worker that knows their workflow has room.
         ignored: outcomes that came twice or too late.
         declined: completed ones that the owner had no use for.
     """
 
-    submitted: int
-    completed: int
-    cancelled: int
-    failed: int
-    dropped: int
+    submitted: int = 0
+    completed: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    dropped: int = 0
+    rejected: int = 0
+    too_old: int = 0
+    stopped_early: int = 0
+    wasted_tokens: int = 0
+    retried: int = 0
+    ignored: int = 0
+    declined: int = 0
+
+
+class RolloutStats(Counts, kw_only=True):
+    """Counts since the start of this process, and where what has not ended is now.
+
+    submitted = completed + cancelled + failed + dropped + outstanding + lost.
+
+    Attributes:
+        outstanding: found in a queue, at a worker, in a backoff, or waiting in a group.
+        lost: submitted and found nowhere; anything but 0 is a defect.
+        buffered: finished, waiting for the rest of their group or to be handed out.
+        parked: no worker that knows their workflow has room.
+    """
+
     outstanding: int
     lost: int
-    rejected: int
-    too_old: int
-    stopped_early: int
-    wasted_tokens: int
-    retried: int
-    ignored: int
-    declined: int
     waiting: int
     parked: int
     running: int

@@ -28,6 +28,7 @@ from windlass.net.line_file import LineFile
 from windlass.rollout.messages import RolloutOutcome, Work
 from windlass.rollout.table import Record
 from windlass.rollout.workflows import encode_value
+from windlass.updates.changes import Changes
 
 logger = logging.getLogger(__name__)
 WRITE_AGAIN_S = 1.0
@@ -60,10 +61,7 @@ class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
 
 
 class Attempted(msgspec.Struct, frozen=True, kw_only=True, tag="attempted"):
-    """A worker was given it. `num_dispatches`: how often one was. Counts as running from here on.
-
-    `resubmits` and `oldest_version` are those of `table.Record`.
-    """
+    """A worker was given it. Counts as running from here on. Its attributes are those of `table.Record`."""
 
     task_id: str
     attempt: int
@@ -228,7 +226,7 @@ class RolloutJournal:
         self._added: list[bytes] = []
         self._flush_scheduled = False
         self._broken = ""
-        self._listeners: list[Callable[[], None]] = []
+        self._changes = Changes()
         self._unacknowledged: dict[str, tuple[str, ...]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._upkeep: asyncio.Task[None] | None = None
@@ -269,7 +267,7 @@ class RolloutJournal:
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` in the loop when writing has failed, and when it succeeds again."""
-        self._listeners.append(listener)
+        self._changes.subscribe(listener)
 
     def check(self) -> None:
         """Refuse work that cannot be made to last.
@@ -301,19 +299,7 @@ class RolloutJournal:
     def attempted(self, record: Record) -> None:
         """A worker is about to be sent this attempt."""
         if self.on:
-            self.add(
-                Attempted(
-                    task_id=record.task_id,
-                    attempt=record.attempt,
-                    num_dispatches=record.num_dispatches,
-                    engine=record.engine,
-                    worker=record.worker,
-                    failures=record.failures,
-                    rejections=record.rejections,
-                    resubmits=record.resubmits,
-                    oldest_version=record.oldest_version,
-                )
-            )
+            self.add(msgspec.convert(record, Attempted, from_attributes=True))
 
     def delivered(self, task_ids: Sequence[str]) -> None:
         """Handed to the owner, together."""
@@ -374,7 +360,7 @@ class RolloutJournal:
             was_broken, self._broken = self._broken, f"cannot be written: {error}"
             if not was_broken:
                 logger.critical("journal %s: %s", self._path, self._broken)
-                self._tell()
+                self._changes.notify()
             if not self._flush_scheduled:
                 self._flush_scheduled = True
                 asyncio.get_running_loop().call_later(WRITE_AGAIN_S, self._flush_later)
@@ -383,13 +369,9 @@ class RolloutJournal:
         if self._broken:
             self._broken = ""
             logger.warning("journal %s: is written again", self._path)
-            self._tell()
+            self._changes.notify()
         if self._timer is None and self._upkeep is None:
             self._timer = asyncio.get_running_loop().call_later(self._sync_s, self._begin_upkeep)
-
-    def _tell(self) -> None:
-        for listener in self._listeners:
-            listener()
 
     def _begin_upkeep(self) -> None:
         self._timer = None

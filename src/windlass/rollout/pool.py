@@ -21,7 +21,7 @@ from aiohttp import web
 
 from windlass.errors import PeerUnreachable, ProtocolError, RolloutError
 from windlass.net.access import Access, role_token
-from windlass.net.messages import PROTOCOL_VERSION, Garbled, MustWait, check_name
+from windlass.net.messages import Garbled, MustWait, check_name, check_version
 from windlass.net.rpc import Session
 from windlass.net.rpc_server import serve
 from windlass.net.sockets import close_socket, open_http
@@ -451,10 +451,7 @@ class WorkerPool:
         """
         if not self._identity:
             raise MustWait("rollout controller: is closed")
-        if hello.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"worker: protocol_version must be {PROTOCOL_VERSION}, got {hello.protocol_version}"
-            )
+        check_version(hello.protocol_version, "worker")
         check_name(hello.name, "worker: name")
         if hello.name == LOCAL_WORKER:
             raise ProtocolError(f"worker: name must not be {LOCAL_WORKER}, it is the controller's")

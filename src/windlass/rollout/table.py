@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, final
 
 import msgspec
 
-from windlass.rollout.handles import Rollout
+from windlass.rollout.handles import Counts, Rollout
 from windlass.rollout.messages import AttemptKey, Partial, RolloutOutcome, Work
 
 NOTHING = Partial()
@@ -213,24 +212,6 @@ class Record(msgspec.Struct, eq=False):
             turns=self.outcome.turns,
             value=msgspec.msgpack.decode(self.outcome.value) if self.outcome.value else None,
         )
-
-
-@dataclass(slots=True)
-class Counts:
-    """Totals since the start, as `RolloutStats` explains them."""
-
-    submitted: int = 0
-    completed: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    dropped: int = 0
-    rejected: int = 0
-    too_old: int = 0
-    stopped_early: int = 0
-    wasted_tokens: int = 0
-    retried: int = 0
-    ignored: int = 0
-    declined: int = 0
 
 
 class RolloutTable:

@@ -12,7 +12,7 @@ import msgspec
 from windlass.errors import ManifestError, ProtocolError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.logs import printable
-from windlass.net.messages import PROTOCOL_VERSION, MustWait, RoundId
+from windlass.net.messages import MustWait, RoundId, check_version
 from windlass.transfer.bindings import LinkStatus, Relayed, Written
 from windlass.transports.base import PeerEndpoint
 from windlass.updates.connect_messages import Hello
@@ -226,11 +226,7 @@ class Fleet:
         Raises:
             ProtocolError: see `admit`.
         """
-        if hello.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"{hello.worker}: protocol_version must be {PROTOCOL_VERSION}, "
-                f"got {hello.protocol_version}"
-            )
+        check_version(hello.protocol_version, hello.worker)
         if not 0 <= hello.rank < hello.world_size:
             raise ProtocolError(
                 f"{hello.worker}: rank must be in [0, world_size={hello.world_size}), got {hello.rank}"

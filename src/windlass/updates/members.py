@@ -24,12 +24,12 @@ from windlass.net.access import Access
 from windlass.net.addresses import HOST_VARIABLE, check_url, is_loopback, is_wildcard
 from windlass.net.logs import printable
 from windlass.net.messages import (
-    PROTOCOL_VERSION,
     Garbled,
     MustWait,
     Refused,
     Reply,
     check_name,
+    check_version,
 )
 from windlass.net.rpc_server import host_of, serve
 from windlass.net.server import CALLER
@@ -368,11 +368,7 @@ def check_first(first: AgentFrame) -> Hello | CannotJoin:
     match first:
         case CannotJoin():
             check_name(first.group, "group")
-            if first.protocol_version != PROTOCOL_VERSION:
-                raise ProtocolError(
-                    f"{first.group}: protocol_version must be {PROTOCOL_VERSION}, "
-                    f"got {first.protocol_version}"
-                )
+            check_version(first.protocol_version, first.group)
             _check_role(first.group, Role.ENGINE)
         case Hello():
             check_name(first.group, "group")
