@@ -41,7 +41,7 @@ _COMMON = {
     "vocab_size": 250,  # padded by both engines
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -115,7 +115,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "gpt2",
         "vocab_size": 256,
         "n_embd": 256,
-        "n_layer": 2,
+        "n_layer": 4,
         "n_head": 4,
         "n_positions": 256,
         "bos_token_id": 0,
