@@ -61,6 +61,7 @@ class Engine(Module):
 
     def _load_layer(self, number: str, path: list[str], tensor: torch.Tensor) -> None:
         layer = self.layers[number]
+        assert isinstance(layer, Layer)
         match path:
             case ["norm"]:
                 layer.norm.data.copy_(tensor)
@@ -70,6 +71,8 @@ class Engine(Module):
             case ["experts", expert, "gate" | "up" as which]:
                 at = 5 if which == "up" else 0
                 layer.experts.data[int(expert), at : at + 4].copy_(tensor)
+            case _:
+                raise AssertionError(path)
 
 
 def specs() -> list[CheckpointSpec]:
@@ -140,21 +143,21 @@ def test_a_loader_that_takes_no_part_of_a_checkpoint_is_given_all() -> None:
 
 
 def test_an_engine_that_keeps_all_layers_in_one_tensor_is_given_all() -> None:
-    engine = Module()
-    engine.norms = Parameter(torch.zeros(8, 4))
+    engine, norms = Module(), Parameter(torch.zeros(8, 4))
+    engine.register_parameter("norms", norms)
     loads: list[int] = []
 
     def load(weights: Weights) -> None:
         loads.append(0)
         for name, tensor in weights:
             loads[-1] += 1
-            engine.norms.data[int(name.split(".")[1])].copy_(tensor)
+            norms.data[int(name.split(".")[1])].copy_(tensor)
 
     shapes = [CheckpointSpec(f"layers.{n}.norm", (4,), DType.FLOAT32) for n in range(8)]
     captured = capture(engine, shapes, load, worker="e/0")
     values = {spec.name: torch.randn(4) for spec in shapes}
     deliver(captured, values)
-    assert torch.equal(engine.norms, torch.stack(list(values.values())))
+    assert torch.equal(norms, torch.stack(list(values.values())))
     assert loads[0] == 1
     assert loads[-3:] == [8, 8, 8]
 

@@ -134,51 +134,55 @@ def all_tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
 
 
 def build(case: Case) -> list[torch.nn.Module]:
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    config = config_of(case)
+    stages = range(case.vpp) if case.vpp else [None]
+    return [build_chunk(case, config, stage) for stage in stages]
+
+
+def settings_for(case: Case) -> Settings:
+    if case.config is not None:
+        return settings_of(case.config)
+    latent = {"rope_type": "rope"} if case.spec.kv_lora_rank else {}
+    return Settings({"qk_layernorm": True, **latent})
+
+
+def config_of(case: Case) -> Any:
+    """Megatron's configuration."""
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
         TransformerConfig,
     )
 
+    make = MLATransformerConfig if case.spec.kv_lora_rank else TransformerConfig
+    return make(**(sizes_of(case) | settings_for(case).config))
+
+
+def build_chunk(case: Case, config: Any, vp_stage: int | None) -> torch.nn.Module:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
     spec = case.spec
-    settings = Settings(
-        {"qk_layernorm": True, "rope_type": "rope"} if spec.kv_lora_rank else {"qk_layernorm": True}
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
     )
-    if case.config is not None:
-        settings = settings_of(case.config)
-    sizes = sizes_of(case) | settings.config
-    make = MLATransformerConfig if spec.kv_lora_rank else TransformerConfig
-    config = make(**sizes)
-    padded = -(-spec.vocab_size // (PADDED_TO * case.tp)) * PADDED_TO * case.tp
-    chunks = []
-    for stage in range(case.vpp or 1):
-        vp_stage = stage if case.vpp else None
-        block = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
-        )
-        if spec.kv_lora_rank or case.cp > 1:
-            with_attention(block.layer_specs)
-        if config.sequence_parallel:
-            with_norms(block)
-        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        chunks.append(
-            GPTModel(
-                config=config,
-                transformer_layer_spec=block,
-                vocab_size=padded,
-                max_sequence_length=32,
-                pre_process=first,
-                post_process=last,
-                position_embedding_type="rope",
-                share_embeddings_and_output_weights=spec.tie_word_embeddings,
-                vp_stage=vp_stage,
-                **settings.model,
-            )
-        )
-    return chunks
+    if spec.kv_lora_rank or case.cp > 1:
+        with_attention(block.layer_specs)
+    if config.sequence_parallel:
+        with_norms(block)
+    model: torch.nn.Module = GPTModel(
+        config=config,
+        transformer_layer_spec=block,
+        vocab_size=-(-spec.vocab_size // (PADDED_TO * case.tp)) * PADDED_TO * case.tp,
+        max_sequence_length=32,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=spec.tie_word_embeddings,
+        vp_stage=vp_stage,
+        **settings_for(case).model,
+    )
+    return model
 
 
 def sizes_of(case: Case) -> dict[str, Any]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from windlass.jobs.fsdp_engine import Samples as Samples
     from windlass.jobs.launch import JobSummary as JobSummary
     from windlass.jobs.launch import run_job as run_job
+    from windlass.jobs.megatron_engine import MegatronEngine as MegatronEngine
     from windlass.jobs.recipe import Recipe as Recipe
     from windlass.jobs.recipe import Task as Task
     from windlass.jobs.schedulers.base import ProcessSpec as ProcessSpec

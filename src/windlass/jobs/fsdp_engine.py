@@ -29,6 +29,48 @@ Samples = Sequence[Sequence[TrainingSample]]
 """What a training step of one rank gets: its groups, each with its samples."""
 
 
+def start_process_group(context: TrainContext, backend: str, device: torch.device) -> None:
+    """Start torch.distributed by the store that the controller names, on this rank's device. Collective."""
+    timeout = timedelta(seconds=context.deadline_s)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        context.store_host, context.store_port, is_master=False, timeout=timeout
+    )
+    dist.init_process_group(
+        backend, store=store, rank=context.rank, world_size=context.world_size, timeout=timeout
+    )
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+
+
+def micro_batches(
+    groups: Samples, num_groups: int, device: torch.device
+) -> list[tuple[Samples, float]]:
+    """Cut a rank's groups into micro-batches, as many on every rank; collective over all ranks if `num_groups` is given.
+
+    All ranks enter the same collectives, so a rank with too few groups runs some again, of share 0.
+
+    Args:
+        groups: of this rank, at least one.
+        num_groups: of a micro-batch, at most; 0 for one micro-batch of all.
+        device: whose tensors the process group reduces.
+
+    Returns:
+        Groups and their share of this rank's samples.
+    """
+    num_pieces, num_samples = 1, sum(map(len, groups))
+    if num_groups:
+        number = torch.tensor(-(-len(groups) // num_groups), device=device)
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+        num_pieces = max(int(number), 1)
+    pieces: list[tuple[Samples, float]] = []
+    for piece in range(num_pieces):
+        begin, end = (len(groups) * n // num_pieces for n in (piece, piece + 1))
+        found = groups[begin:end]
+        share = sum(map(len, found)) / num_samples if num_samples else 1 / num_pieces
+        pieces.append((found or groups[-1:], share))
+    return pieces
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
@@ -163,19 +205,7 @@ class FsdpEngine(TrainEngine):
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
         axes = self._sizes.axes(context.world_size)
-        timeout = timedelta(seconds=context.deadline_s)
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            context.store_host, context.store_port, is_master=False, timeout=timeout
-        )
-        dist.init_process_group(
-            self._backend,
-            store=store,
-            rank=context.rank,
-            world_size=context.world_size,
-            timeout=timeout,
-        )
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device.index or 0)
+        start_process_group(context, self._backend, self._device)
         torch.manual_seed(self._seed)
         model = self._build().to(self._device)
         mesh = self._mesh = init_device_mesh(
@@ -212,10 +242,11 @@ class FsdpEngine(TrainEngine):
         model, optimizer = self.model, self._stepped()
         optimizer.zero_grad()
         losses = []
-        for micro_batch, weight, is_last in self._micro_batches(groups):
+        pieces = micro_batches(groups, self._num_groups, self._device)
+        for number, (micro_batch, share) in enumerate(pieces, 1):
             if isinstance(model, FSDPModule):  # replicas are averaged once, shards each time
-                model.set_requires_all_reduce(is_last)
-            loss = self._loss(model, micro_batch) * weight
+                model.set_requires_all_reduce(number == len(pieces))
+            loss = self._loss(model, micro_batch) * share
             torch.autograd.backward(loss)
             losses.append(loss.detach())
         metrics = {"loss": float(sum(losses))}
@@ -226,23 +257,6 @@ class FsdpEngine(TrainEngine):
             metrics["lr"] = float(self._lr_schedule.get_last_lr()[0])
             self._lr_schedule.step()
         return metrics
-
-    def _micro_batches(self, groups: Samples) -> Iterator[tuple[Samples, float, bool]]:
-        """Yield groups, their share of this rank's samples, and whether they are the last.
-
-        All ranks enter the same collectives, so a rank with too few groups runs some again, of share 0.
-        """
-        num_pieces, num_samples = 1, sum(map(len, groups))
-        if self._num_groups:
-            number = torch.tensor(-(-len(groups) // self._num_groups), device=self._device)
-            dist.all_reduce(number, dist.ReduceOp.MAX)
-            num_pieces = max(int(number), 1)
-        for piece in range(num_pieces):
-            begin, end = (len(groups) * n // num_pieces for n in (piece, piece + 1))
-            is_last = piece == num_pieces - 1
-            found = groups[begin:end]
-            share = sum(map(len, found)) / num_samples if num_samples else 1 / num_pieces
-            yield found or groups[-1:], share, is_last
 
     def prepare_publish(self, version: int) -> bool:
         if self._client is None:

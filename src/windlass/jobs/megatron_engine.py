@@ -1,0 +1,300 @@
+"""A Megatron-core (0.16) `TrainEngine`: Megatron's own wrapper, schedules and optimizers around the user's model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import (
+    USING_PYTORCH_OPTIMIZER,
+    ChainedOptimizer,
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from windlass.config import ReplicaPlace, take_name
+from windlass.errors import ConfigError
+from windlass.jobs.fsdp_engine import Samples, micro_batches, start_process_group
+from windlass.jobs.train_worker import TrainContext, TrainEngine
+from windlass.trainers.client import TrainerClient
+from windlass.trainers.megatron import connect_megatron_trainer
+from windlass.transports.registry import TransportConfig
+
+BuildChunk = Callable[[TransformerConfig, bool, bool, int | None], torch.nn.Module]
+"""From the configuration, whether the chunk has the embedding, whether it has the output layer, and its virtual stage
+(None without virtual stages) to a `GPTModel`: what Megatron's own scripts call a model provider."""
+
+LossOf = Callable[[torch.Tensor], torch.Tensor]
+Forward = Callable[[torch.nn.Module, Samples], tuple[torch.Tensor, LossOf]]
+"""From a chunk and the groups of a micro-batch to its output, and to what makes a scalar of the last stage's output."""
+
+
+@final
+class MegatronEngine(TrainEngine):
+    """The `TrainEngine` of a Megatron-core rank.
+
+    Tensor-, pipeline- and context-parallel peers get the same samples. Gradients are averaged over data-parallel ranks
+    with equal weight, and summed over context-parallel ranks: there a rank's loss is its part's share of the whole.
+
+    Args:
+        config: of the model; its sizes of parallel groups are those that are made.
+        model: builds a chunk; called once per virtual stage, after Megatron's groups exist and seeds are set.
+        optimizer: Megatron's configuration, gradient clipping included.
+        forward: see `Forward`.
+        family, vocab_size: of the checkpoint that engines serve, see `connect_megatron_trainer`.
+        ddp: of Megatron's wrapper.
+        lr_schedule: Megatron's, from the optimizer; stepped after it by 1, saved and loaded with it.
+        num_groups: of a micro-batch, at most; 0 for one micro-batch of all. A step runs as many on every rank, and
+            weighs their losses by samples: a loss that is the mean over its samples is that of the step.
+        seq_length, micro_batch_size: of every micro-batch; pipeline stages exchange tensors of that shape. Not needed
+            without pipeline stages, nor with `config.variable_seq_lengths`.
+        seed: as `--seed` of Megatron's scripts; each pipeline stage adds 100 times its number.
+        backend: of torch.distributed. device: "cuda" is the first GPU that this rank sees.
+        publish_to_fleet: whether to connect to the controller's fleet.
+        transport, replica, use_main_params, ignore: see `connect_megatron_trainer`.
+
+    Raises:
+        ConfigError: `num_groups` below 0, or pipeline stages without the shape of what they exchange.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: TransformerConfig,
+        model: BuildChunk,
+        optimizer: OptimizerConfig,
+        forward: Forward,
+        family: str,
+        vocab_size: int,
+        ddp: DistributedDataParallelConfig | None = None,
+        lr_schedule: Callable[[MegatronOptimizer], OptimizerParamScheduler] | None = None,
+        num_groups: int = 0,
+        seq_length: int = 0,
+        micro_batch_size: int = 0,
+        seed: int = 1234,
+        backend: str = "cpu:gloo,cuda:nccl",
+        device: str = "cuda",
+        publish_to_fleet: bool = True,
+        transport: str | TransportConfig = "auto",
+        replica: ReplicaPlace = ReplicaPlace.OFF,
+        use_main_params: bool = False,
+        ignore: Sequence[str] = (),
+    ) -> None:
+        if num_groups < 0:
+            raise ConfigError(f"MegatronEngine: num_groups must be >= 0, got {num_groups}")
+        stages = config.pipeline_model_parallel_size
+        if stages > 1 and not config.variable_seq_lengths and not (seq_length and micro_batch_size):
+            raise ConfigError(
+                "MegatronEngine: seq_length and micro_batch_size must be given with pipeline stages (or "
+                f"config.variable_seq_lengths), got {seq_length} and {micro_batch_size} with {stages} stages"
+            )
+        self._config, self._build, self._forward = config, model, forward
+        self._family, self._vocab_size = family, vocab_size
+        self._ddp = ddp or DistributedDataParallelConfig()
+        self._options, self._build_lr_schedule = optimizer, lr_schedule
+        self._num_groups, self._seq_length, self._rows = num_groups, seq_length, micro_batch_size
+        self._seed, self._backend, self._device = seed, backend, torch.device(device)
+        self._publish_to_fleet, self._transport = publish_to_fleet, transport
+        self._replica = take_name("replica", replica, ReplicaPlace)
+        self._use_main_params, self._ignore = use_main_params, tuple(ignore)
+        self._chunks: list[DistributedDataParallel] = []
+        self._optimizer: MegatronOptimizer | None = None
+        self._lr_schedule: OptimizerParamScheduler | None = None
+        self._num_steps = 0
+        self._client: TrainerClient | None = None
+
+    @property
+    def chunks(self) -> Sequence[DistributedDataParallel]:
+        """This rank's chunks of the model, one per virtual stage; none before `setup`."""
+        return tuple(self._chunks)
+
+    def setup(self, context: TrainContext) -> tuple[int, int]:
+        config = self._config
+        start_process_group(context, self._backend, self._device)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+            context_parallel_size=config.context_parallel_size,
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        )
+        seed = self._seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+        torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        self._chunks = [self._chunk(stage) for stage in self._stages()]
+        self._optimizer = get_megatron_optimizer(self._options, list(self._chunks))
+        config.grad_scale_func = self._optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+        if self._ddp.overlap_grad_reduce:  # of the last micro-batch alone
+            waiting = [chunk.no_sync for chunk in self._chunks]
+            config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
+        if self._build_lr_schedule is not None:
+            self._lr_schedule = self._build_lr_schedule(self._optimizer)
+        if self._publish_to_fleet:
+            self._client = connect_megatron_trainer(
+                self._chunks,
+                family=self._family,
+                vocab_size=self._vocab_size,
+                controller=context.controller,
+                token=context.token,
+                transport=self._transport,
+                use_main_params=self._use_main_params,
+                ignore=self._ignore,
+                replica=self._replica,
+                connect_deadline_s=context.deadline_s,
+            )
+        return (
+            int(parallel_state.get_data_parallel_rank()),
+            int(parallel_state.get_data_parallel_world_size()),
+        )
+
+    def _stages(self) -> Sequence[int | None]:
+        number = self._config.virtual_pipeline_model_parallel_size
+        return [None] if number is None else range(number)
+
+    def _chunk(self, stage: int | None) -> DistributedDataParallel:
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+        chunk = self._build(self._config, first, last, stage).to(self._device)
+        if self._config.bf16 or self._config.fp16:
+            chunk = Float16Module(self._config, chunk)
+        return DistributedDataParallel(self._config, self._ddp, chunk)
+
+    def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:  # noqa: ARG002
+        optimizer = self._stepped()
+        pieces = micro_batches(groups, self._num_groups, self._device)
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=partial(self._forward_step, len(pieces)),
+            data_iterator=[iter(pieces) for _ in self._chunks],
+            model=list(self._chunks),
+            num_microbatches=len(pieces),
+            seq_length=self._seq_length,
+            micro_batch_size=self._rows,
+            forward_only=False,
+        )
+        is_stepped, norm, _ = optimizer.step()
+        self._num_steps += bool(is_stepped)
+        metrics = {"loss": self._loss(losses), "skipped": float(not is_stepped)}
+        if norm is not None:
+            metrics["grad_norm"] = float(norm)
+        if self._lr_schedule is not None:
+            metrics["lr"] = float(optimizer.param_groups[0]["lr"])
+            if is_stepped:
+                self._lr_schedule.step(increment=1)
+        return metrics
+
+    def _forward_step(
+        self, num_pieces: int, pieces: Iterator[tuple[Samples, float]], chunk: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+        """Do what Megatron's schedules ask for each micro-batch; they divide each loss by the number of these."""
+        groups, share = next(pieces)
+        output, loss_of = self._forward(chunk, groups)
+
+        def weighted(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            loss = loss_of(output) * share
+            return loss * num_pieces, loss.detach()
+
+        return output, weighted
+
+    def _loss(self, losses: Sequence[torch.Tensor]) -> float:
+        """Return the loss of the step, which the last stage knows, on all stages. Collective over peers of a sample."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        total = torch.zeros((), device=self._device)
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            total += sum(loss.float() for loss in losses)
+            dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+        dist.broadcast(total, dist.get_process_group_ranks(group)[-1], group=group)
+        return float(total)
+
+    def prepare_publish(self, version: int) -> bool:
+        if self._client is None:
+            raise ConfigError("MegatronEngine: publish needs publish_to_fleet=True, got False")
+        self._client.prepare_publish(version)
+        return self._replica is not ReplicaPlace.OFF
+
+    def save(self, path: str) -> None:
+        """Model, optimizer and schedule, as Megatron's distributed checkpoint.
+
+        Any layout may load it; with a distributed optimizer, one that differs in the number of data-parallel ranks
+        (with torch's Adam, Megatron 0.16.1 cannot load its own form for any layout). States of random generators are not in it.
+        """
+        Path(path).mkdir(parents=True, exist_ok=True)
+        dist_checkpointing.save(self._state(is_loading=False), path)
+
+    @torch.no_grad()
+    def load(self, path: str) -> None:
+        self._set_steps()
+        found = dist_checkpointing.load(self._state(is_loading=True), path)
+        for name, model in self._models():
+            model.load_state_dict(found[name])
+        self._stepped().load_state_dict(found["optimizer"])
+        self._num_steps = found["num_steps"]
+        self._set_steps()
+        if self._lr_schedule is not None:
+            self._lr_schedule.num_steps = 0  # to which it adds
+            self._lr_schedule.load_state_dict(found["lr_schedule"])
+
+    def _set_steps(self) -> None:
+        """Have every parameter its own number of steps, if torch's Adam stands in for Transformer Engine's.
+
+        Megatron's distributed optimizer (0.16.1) takes a state of it for granted before a load, and leaves there a number
+        that all parameters share, so that each would count for all.
+        """
+        if not USING_PYTORCH_OPTIMIZER or self._options.optimizer != "adam":
+            return
+        optimizer = self._stepped()
+        chained = isinstance(optimizer, ChainedOptimizer)
+        for each in optimizer.chained_optimizers if chained else (optimizer,):
+            each.init_state_fn(each.optimizer, each.config)
+            for state in each.optimizer.state.values():
+                state["step"] = torch.tensor(float(self._num_steps))
+
+    def _state(self, *, is_loading: bool) -> dict[str, Any]:
+        sharding = {"distrib_optim_sharding_type": "dp_reshardable"}
+        state: dict[str, Any] = {name: model.sharded_state_dict() for name, model in self._models()}
+        optimizer = self._stepped().sharded_state_dict(
+            dict(state),
+            is_loading=is_loading,
+            metadata=sharding if self._options.use_distributed_optimizer else None,
+        )
+        state |= {"optimizer": optimizer, "num_steps": self._num_steps}
+        if self._lr_schedule is not None:
+            state["lr_schedule"] = self._lr_schedule.state_dict()
+        return state
+
+    def _models(self) -> Iterator[tuple[str, Any]]:
+        """Yield the chunks without Megatron's wrapper, by their names in a checkpoint."""
+        for number, chunk in enumerate(self._chunks):
+            yield (f"model{number}" if len(self._chunks) > 1 else "model"), chunk.module
+
+    def _stepped(self) -> MegatronOptimizer:
+        if self._optimizer is None:
+            raise ConfigError("MegatronEngine: setup must come first, got no optimizer")
+        return self._optimizer
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()

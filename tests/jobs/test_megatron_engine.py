@@ -1,0 +1,167 @@
+"""`MegatronEngine` on real Megatron-core ranks over gloo: its steps, and what an engine serves, are those of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+import transformers
+from child_process import running
+from hf_settings import SMALL
+
+import windlass
+from windlass.jobs.schedulers.local import LocalScheduler
+from windlass.jobs.train_controller import TrainController
+from windlass.rollout.messages import TrainingSample
+
+pytest.importorskip("megatron.core")
+
+TOKEN = "secret of the test"
+RANK = str(Path(__file__).parents[1] / "support" / "megatron_engine_rank.py")
+DEADLINE_S = 120.0
+NUM_TOKENS, LR, NORM = 8, 0.02, 0.5
+DENSE = {
+    **SMALL,
+    "model_type": "qwen3",
+    "vocab_size": 64,  # no padding: Megatron counts padded logits into its loss
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": None,
+}
+SPARSE = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
+
+
+def sample(number: int) -> TrainingSample:
+    ids = [(number * 7 + place * (3 + number % 5)) % 60 for place in range(NUM_TOKENS)]
+    return TrainingSample(
+        prompt_ids=tuple(ids[:3]),
+        output_ids=tuple(ids[3:]),
+        logprobs=(-0.5,) * (NUM_TOKENS - 3),
+        versions=(0,) * (NUM_TOKENS - 3),
+        reward=1.0,
+        group_id=number,
+        engine="e",
+    )
+
+
+def groups_of(step: int) -> list[list[TrainingSample]]:
+    """Two groups for each of two data-parallel ranks, of two samples each."""
+    return [[sample(step * 8 + group * 2 + n) for n in range(2)] for group in range(4)]
+
+
+class Alone:
+    """The same steps by transformers and torch's AdamW, in this process."""
+
+    def __init__(self, config: dict[str, Any], folder: Path) -> None:
+        torch.manual_seed(3)
+        settings = transformers.AutoConfig.for_model(**config)
+        self.model = transformers.AutoModelForCausalLM.from_config(settings)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in name))
+        self.model.save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps(config))
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=0.0)
+
+    def step(self, step: int, lr: float) -> tuple[float, float]:
+        """Return the loss and the norm of the gradients before they were clipped."""
+        samples = [each for group in groups_of(step) for each in group]
+        ids = torch.tensor([each.prompt_ids + each.output_ids for each in samples])
+        self._optimizer.zero_grad()
+        loss = self.model(ids, labels=ids).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), NORM)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        return float(loss.detach()), float(norm)
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "is_restarted"),
+    [
+        (SPARSE, {"ep": 2, "distributed": True}, False),
+        *(
+            pytest.param(config, layout, True, marks=pytest.mark.long)
+            for config, layout in (
+                (DENSE, {"tp": 2, "distributed": True}),
+                (DENSE, {"pp": 2}),
+                ({**DENSE, "num_hidden_layers": 4}, {"pp": 2, "vpp": 2}),
+            )
+        ),
+    ],
+    ids=["ep2_distributed_optimizer", "tp2_distributed_optimizer", "pp2", "pp2_virtual2"],
+)
+async def test_steps_and_what_is_served_are_those_of_transformers(
+    tmp_path: Path, config: dict[str, Any], layout: dict[str, Any], is_restarted: bool
+) -> None:
+    alone = Alone(config, tmp_path)
+    (tmp_path / "sequence.json").write_text(json.dumps([0] * NUM_TOKENS))
+    world_size = 2 * layout.get("tp", 1) * layout.get("pp", 1)
+    controller = windlass.Controller(token=TOKEN)
+    async with LocalScheduler(tmp_path / "logs") as scheduler:
+        trainers = TrainController(
+            scheduler,
+            command=(sys.executable, RANK, str(tmp_path), json.dumps(layout)),
+            world_size=world_size,
+            token=TOKEN,
+            coordinator=controller.coordinator,
+        )
+        trainers.mount(controller.server)
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        with ExitStack() as stack:
+            async with controller, aiohttp.ClientSession(headers=headers) as http:
+                engine = stack.enter_context(
+                    running(
+                        *("-m", "windlass.engines.embedded", "--name", "one", "--tp", "1"),
+                        *("--model", str(tmp_path / "config.json"), "--dtype", "float32"),
+                        *("--controller", controller.url, "--seed", "5"),
+                        token=TOKEN,
+                    )
+                )
+                await trainers.start(controller.url, deadline_s=DEADLINE_S)
+                for step in range(3):
+                    if step == 1:
+                        await trainers.save(str(tmp_path / "saved"), deadline_s=DEADLINE_S)
+                    result = await trainers.train_step(step, groups_of(step), deadline_s=DEADLINE_S)
+                    check_step(
+                        result.ranks, alone.step(step, LR * (1 - step / 10)), LR * (1 - step / 10)
+                    )
+                # What follows a load is what followed the save: momentum and learning rate go on.
+                if is_restarted:
+                    await trainers.start(controller.url, deadline_s=DEADLINE_S)
+                await trainers.load(str(tmp_path / "saved"), deadline_s=DEADLINE_S)
+                for step in (1, 2):
+                    result = await trainers.train_step(step, groups_of(step), deadline_s=DEADLINE_S)
+                    assert result.ranks[0]["lr"] == pytest.approx(LR * (1 - step / 10))
+                await trainers.publish(1, deadline_s=DEADLINE_S)
+                assert engine.stdout is not None
+                url = json.loads(await asyncio.to_thread(engine.stdout.readline))["url"]
+                for name, expected in alone.model.state_dict().items():
+                    async with http.get(f"{url}/get_weights_by_name?name={name}") as response:
+                        served = torch.tensor((await response.json())["parameter"])
+                    assert torch.allclose(served, expected, atol=2e-4), name
+                await trainers.close(grace_s=5)
+
+
+def check_step(ranks: Any, expected: tuple[float, float], lr: float) -> None:
+    loss, norm = expected
+    for rank in ranks:
+        assert rank["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        assert rank["lr"] == pytest.approx(lr)
+        assert rank["skipped"] == 0
+    # Each data-parallel rank says the loss of its own samples.
+    assert sum(rank["loss"] for rank in ranks) / len(ranks) == pytest.approx(loss, rel=1e-4)

@@ -1,0 +1,72 @@
+"""A rank of `test_megatron_engine.py`: a `MegatronEngine` on gloo, filled from a checkpoint of transformers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from cpu_shim import install, without_cuda_tensors
+from hf_settings import spec_of
+from safetensors.torch import load_file
+
+LR, NORM = 0.02, 0.5
+
+
+def main(folder: Path, layout: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    install()
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron_rank import Case, build_chunk, config_of, fill
+
+    from windlass.jobs import MegatronEngine, run_train_worker
+
+    config = json.loads((folder / "config.json").read_text())
+    spec = spec_of(config)
+    distributed = layout.pop("distributed", False)
+    case = Case("engine", spec, config=config, **layout)
+    checkpoint = load_file(folder / "model.safetensors")
+
+    def chunk(config: Any, first: bool, last: bool, stage: int | None) -> torch.nn.Module:
+        made = build_chunk(case, config, stage)
+        assert (vars(made)["pre_process"], vars(made)["post_process"]) == (first, last)
+        fill(made, checkpoint)
+        return made
+
+    def forward(model: torch.nn.Module, groups: Any) -> Any:
+        ids = torch.tensor([s.prompt_ids + s.output_ids for group in groups for s in group])
+        place = torch.arange(ids.shape[1]).expand_as(ids)
+        mask = torch.triu(torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool), 1)
+        return model(ids, place, mask, labels=ids.roll(-1, 1)), lambda losses: losses[:, :-1].mean()
+
+    engine = MegatronEngine(
+        config=config_of(case),
+        model=chunk,
+        optimizer=OptimizerConfig(
+            optimizer="adam", lr=LR, min_lr=0.0, weight_decay=0.0, clip_grad=NORM, adam_eps=1e-8,
+            use_distributed_optimizer=distributed, params_dtype=torch.float32,
+        ),
+        forward=forward,
+        family=config["model_type"],
+        vocab_size=spec.vocab_size,
+        ddp=DistributedDataParallelConfig(use_distributed_optimizer=distributed),
+        lr_schedule=lambda optimizer: OptimizerParamScheduler(
+            optimizer, init_lr=LR, max_lr=LR, min_lr=0.0, lr_warmup_steps=0, lr_decay_steps=10,
+            lr_decay_style="linear", start_wd=0.0, end_wd=0.0, wd_incr_steps=1, wd_incr_style="constant",
+        ),
+        num_groups=1,
+        seq_length=len(json.loads((folder / "sequence.json").read_text())),
+        micro_batch_size=2,
+        backend="gloo",
+        device="cpu",
+    )  # fmt: skip
+    with without_cuda_tensors():
+        run_train_worker(engine)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
