@@ -29,7 +29,7 @@ help:
 	@echo "make docs                                                   the documentation as a site, in build/site"
 	@echo "make docs-version                                           that site beside those of other versions, on the branch pages"
 	@echo "make test-browser                                           the controller's page in Chromium, alerts in Prometheus"
-	@echo "make release-check                                          wheel, sdist and an empty environment"
+	@echo "make release-check                                          wheel, sdist, containers, the demo from an empty environment"
 	@echo "make bench [ARGS='planner update']                            benchmarks, into benchmarks/results/local"
 
 setup: $(STAMP)
@@ -170,7 +170,8 @@ test-browser: setup
 	bash tools/install_prometheus.sh build/prometheus
 	WINDLASS_SCREENSHOT=docs/figures $(BIN)/pytest tests/observability/test_page.py tests/observability/test_deploy.py $(ARGS)
 
-# Wheel and sdist, an empty environment with the wheel alone, one version everywhere.
+# Wheel and sdist, container files, empty environments made by pip and uv with the wheel alone and with the demo's extra, one
+# version everywhere.
 release-check:
 	bash tools/release_check.sh $(PYTHON)
 
