@@ -6,9 +6,11 @@ What live engines and trainers were compared with is counted, and is the closing
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -16,6 +18,9 @@ import pytest
 # An example takes as long as a machine that is busy makes it take.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+# Not the user's: what tests start keeps there how long it took.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build/cache")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in the background of a shell; what tests start and interrupt would ignore it as well.

@@ -12,7 +12,9 @@ import pty
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from windlass_command import command
 
 import windlass
 from windlass.cli.main import main
-from windlass.jobs.progress import Progress
+from windlass.observability.progress import MAX_KEPT, Progress
 from windlass.observability.terminal import status_of
 from windlass.updates.report import Measure
 
@@ -177,14 +179,20 @@ def test_a_missing_package_names_the_extra_of_the_command(
     assert "next: pip install 'windlass[demo]'" in capsys.readouterr().err
 
 
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "windlass/took.json"
+
+
 def test_a_slow_part_says_what_it_is_since_when_and_who_is_missing(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, cache: Path
 ) -> None:
     progress = Progress()
     assert progress.text() == ""
-    with caplog.at_level("INFO", "windlass.jobs.progress"):
+    with caplog.at_level("INFO", "windlass.observability.progress"):
         progress.begin("engines load", 300)
-        progress.waits_for("engine-a, engine-b")
+        progress.detail("not there yet: engine-a, engine-b")
         assert progress.text() == (
             "engines load: 0 s of at most 300 s; not there yet: engine-a, engine-b"
         )
@@ -198,3 +206,43 @@ def test_a_slow_part_says_what_it_is_since_when_and_who_is_missing(
         "binding (at most 60 s)",
         "binding took 0.0 s",
     ]
+    assert not cache.exists(), "nobody knows what this would be the time of"
+
+
+def test_a_log_says_now_and_then_what_goes_on_and_how_long_it_took_the_last_time(
+    monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    monkeypatch.setattr("windlass.observability.progress.SAID_EVERY_S", 0.02)
+    said: SimpleQueue[str] = SimpleQueue()
+    with Progress("job.toml", said.put).part("engines load", 300):
+        assert [said.get(timeout=10) for _ in range(3)] == [
+            "engines load (at most 300 s)",
+            *["engines load: 0 s of at most 300 s"] * 2,
+        ]
+    cache.write_text(json.dumps({"job.toml: engines load": 62.4}))
+    on_terminal = Progress("job.toml", said.put, is_shown=True)
+    while not said.get(timeout=10).startswith("engines load took"):
+        pass
+    on_terminal.begin("engines load", 300)
+    assert on_terminal.text() == "engines load: 0 s of at most 300 s, 62 s the last time"
+    time.sleep(0.1)
+    on_terminal.end(done=False)
+    assert [said.get(timeout=10), said.get(timeout=10), said.empty()] == [
+        "engines load (at most 300 s, 62 s the last time)",
+        "gave up: engines load: 0 s of at most 300 s, 62 s the last time",
+        True,
+    ]
+    assert json.loads(cache.read_bytes()) == {"job.toml: engines load": 62.4}
+
+
+def test_the_newest_times_are_kept_whatever_lay_in_their_file(cache: Path) -> None:
+    cache.parent.mkdir()
+    for content in ("", "[1]", '{"a": "b"}', json.dumps({f"{n}": n for n in range(MAX_KEPT)})):
+        cache.write_text(content)
+        with Progress("job.toml", str).part("engines load", 300):
+            pass
+        kept = json.loads(cache.read_bytes())
+        assert kept.pop("job.toml: engines load") == 0.0
+        assert len(kept) in (0, MAX_KEPT - 1)
+        assert "0" not in kept
+    assert os.listdir(cache.parent) == ["took.json"]

@@ -40,6 +40,7 @@ from windlass.envs import (
 )
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 from windlass.net.addresses import check_url, own_address, published_host, url_of
+from windlass.observability.progress import Progress
 from windlass.updates.engine_channel import report_cannot_join
 
 REACH_DEADLINE_S = 30.0
@@ -307,6 +308,11 @@ def serve(
     log = threading.Thread(target=watch_log, name="log", daemon=True)
     log.start()
     threading.Thread(target=watch_server, name="end", daemon=True).start()
+    progress = Progress(
+        " ".join((args.model, str(args.tp * args.pp * args.dp), ready_line)),
+        lambda line: sys.stderr.write(f"engine {args.name}: {line}\n"),
+    )
+    progress.begin("its server starts and loads its model", args.start_deadline_s)
     try:
         if not ready.wait(args.start_deadline_s):
             raise PeerTimeout(
@@ -314,6 +320,7 @@ def serve(
             )
         if server.poll() is None:
             _reach(args.host, args.port)
+            progress.end()
             url = url_of(args.advertise_host, args.port)
             if args.controller:
                 loaded = dict(options_of(command.argv)).get("--load-format") != "dummy"
@@ -328,6 +335,7 @@ def serve(
         _kill(server.pid)
         _tell(args, secrets.token, f"{type(error).__name__}: {error}")
     finally:
+        progress.end(done=False)
         code = server.wait()
         _kill(server.pid)  # what a dead leader left behind
         log.join(LOG_DEADLINE_S)  # a process that has left the group may hold the pipe open

@@ -30,6 +30,7 @@ from windlass.errors import (
     WindlassError,
 )
 from windlass.layout.naming.patterns import said
+from windlass.observability.progress import Progress
 
 _log = logging.getLogger(__name__)
 _SOCKET = "sent"
@@ -166,13 +167,16 @@ def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) 
         ConfigError: a checkpoint tensor is in the memory of no rank; and see `EngineServer.order`.
         PeerUnreachable: a rank refused, and says why; and see `EngineServer.order`. PeerTimeout.
     """
-    began_s = time.monotonic()
-    captured = _order(server, RankStep.CAPTURE, settings, secrets)
-    taken_s = time.monotonic() - began_s
-    sys.stderr.write(f"engine {settings.name}: its layout was captured in {taken_s:.1f} s\n")
+    progress = Progress(
+        f"{server.ready_line} {settings.checkpoint} {settings.world_size}",
+        lambda line: sys.stderr.write(f"engine {settings.name}: {line}\n"),
+    )
+    with progress.part("its ranks capture their layout", settings.join_deadline_s):
+        captured = _order(server, RankStep.CAPTURE, settings, secrets)
     ranks = [msgspec.json.decode(each, type=CapturedLayout) for each in captured]
     check_layouts(settings.name, ranks)
-    _order(server, RankStep.JOIN, settings, secrets)
+    with progress.part("its ranks join the fleet", settings.join_deadline_s):
+        _order(server, RankStep.JOIN, settings, secrets)
 
 
 def _order(

@@ -29,7 +29,6 @@ from windlass.jobs.config import (
     LaunchConfig,
     read_checkpoint,
 )
-from windlass.jobs.progress import Progress
 from windlass.jobs.recipe import Recipe, in_thread, load_recipe
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.schedulers.configs import create_scheduler
@@ -41,6 +40,7 @@ from windlass.net.access import Access, role_environment
 from windlass.net.addresses import is_loopback
 from windlass.net.logs import LOG_VARIABLES
 from windlass.observability.page import saved_page
+from windlass.observability.progress import Progress
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
@@ -310,7 +310,7 @@ class _Job:
                 except TrainerError as error:
                     await self._start_again(error)
         finally:
-            self._progress.end()
+            self._progress.end(done=False)
             if producer is not None:
                 producer.cancel()
                 await asyncio.gather(producer, return_exceptions=True)
@@ -321,11 +321,17 @@ class _Job:
         if not config.rollout.num_workers:
             controller.rollouts.run_here(self._recipe.workflows())
         world_size, engines = config.trainer.world_size, [e.name for e in config.engines]
+        coordinator = controller.coordinator
 
         def look() -> None:
-            progress.waits_for(", ".join(controller.coordinator.fleet.missing(world_size, engines)))
+            missing = ", ".join(coordinator.fleet.missing(world_size, engines))
+            binds = ", ".join(coordinator.connector.binds)
+            progress.detail(
+                f"not there yet: {missing}" if missing else f"binding {binds}" if binds else ""
+            )
 
-        controller.coordinator.subscribe(look)
+        coordinator.subscribe(look)
+        coordinator.on_phase(lambda _, phase: progress.detail(f"now in {phase}"))
         try:
             async with asyncio.timeout(deadline_s):
                 progress.begin("starting trainer ranks, engines beside them", deadline_s)

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the job; 128 + the signal's number when a signal ended it."""
     from windlass.jobs.config import load_config, mend_line
     from windlass.jobs.launch import check_job, run_job
-    from windlass.jobs.progress import Progress
+    from windlass.observability.progress import Progress
 
     configure_logging("controller")
     config = load_config(args.config)
@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         print(f"{args.config}: {config.steps} steps, {len(config.engines)} engines: valid")
         return 0
-    progress = Progress()
     console = Console(stderr=True, markup=False, highlight=False)
+    progress = Progress(str(args.config.resolve()), is_shown=console.is_terminal)
     # Gone where nothing slow is under way; elsewhere than on a terminal the log says it.
     shown = Live(
         console=console, get_renderable=progress.text, transient=True, redirect_stdout=False

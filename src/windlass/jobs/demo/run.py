@@ -28,9 +28,9 @@ from windlass.jobs.demo.checker import TornReport, check_served
 from windlass.jobs.demo.recipe import RepeatOperand
 from windlass.jobs.demo.trainer import build_model
 from windlass.jobs.launch import JobSummary, run_job
-from windlass.jobs.progress import Progress
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.observability.plots import drawn_to
+from windlass.observability.progress import Progress
 from windlass.observability.terminal import status_of
 from windlass.updates.report import RoundOutcome
 
@@ -100,13 +100,14 @@ class DemoView:
 
     def __init__(self, config: LaunchConfig, recipe: RepeatOperand, *, plain: bool) -> None:
         self.console = Console(markup=False, highlight=False)
-        self.progress = Progress()
         self._config, self._recipe = config, recipe
         self._frame: RenderableType = ""
         self._live: Live | None = None
         if self.console.is_terminal and not plain:
             self._live = Live(console=self.console, get_renderable=self._draw)
         self.shown: AbstractContextManager[object] = self._live or nullcontext()
+        what = f"demo {config.engines[0].kind} {config.engines[0].model}"
+        self.progress = Progress(what, is_shown=self._live is not None)
         self._num_events = self._num_updates = 0
 
     def show(self, controller: Controller) -> None:

@@ -1,0 +1,127 @@
+"""What a slow start is doing, since when, and how long that took the last time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import final
+
+from windlass.envs import environment_value
+
+_log = logging.getLogger(__name__)
+SAID_EVERY_S = 15.0
+MAX_KEPT = 200
+
+
+@final
+class Progress:
+    """The slow part that a start is in. Parts begin and end in one thread; any other may read `text`.
+
+    Each part is logged when it begins, every `SAID_EVERY_S` while it goes on, and when it ends, so that a log says
+    what a terminal shows. How long it took is kept in the user's cache, for the next time.
+
+    Args:
+        of: what has the same parts every time it is started: a job's file, an engine with its model; empty: no times are
+            kept.
+        say: takes a line of the log.
+        is_shown: a terminal shows `text`: parts that go on are not logged.
+    """
+
+    def __init__(
+        self, of: str = "", say: Callable[[str], object] = _log.info, *, is_shown: bool = False
+    ) -> None:
+        self._of, self._say = of, say
+        self._every_s = None if is_shown else SAID_EVERY_S
+        self._part: tuple[str, float, str] | None = None
+        self._detail, self._ended = "", threading.Event()
+
+    def begin(self, what: str, at_most_s: float) -> None:
+        """Begin a part; the one before it has been done.
+
+        Args:
+            what: one line for a person.
+            at_most_s: after which the start is given up.
+        """
+        self.end()
+        last_s = _last_times().get(f"{self._of}: {what}") if self._of else None
+        limits = f"at most {at_most_s:.0f} s"
+        if last_s is not None:
+            limits += f", {last_s:.0f} s the last time"
+        self._say(f"{what} ({limits})")
+        self._part, self._ended = (what, time.monotonic(), limits), threading.Event()
+        threading.Thread(
+            target=self._go_on, args=(self._ended,), name="progress", daemon=True
+        ).start()
+
+    def _go_on(self, ended: threading.Event) -> None:
+        while not ended.wait(self._every_s):
+            self._say(self.text())
+
+    def detail(self, text: str) -> None:
+        """What the part is at, or who is missing; empty for nothing."""
+        self._detail = text
+
+    def end(self, *, done: bool = True) -> None:
+        """The part has ended, and is `done` or was given up. Idempotent."""
+        if self._part is not None:
+            what, began_s, _ = self._part
+            took_s = time.monotonic() - began_s
+            self._ended.set()
+            self._say(f"{what} took {took_s:.1f} s" if done else f"gave up: {self.text()}")
+            if done and self._of:
+                _keep(f"{self._of}: {what}", took_s)
+        self._part, self._detail = None, ""
+
+    @contextmanager
+    def part(self, what: str, at_most_s: float) -> Iterator[None]:
+        """Within it the part goes on; see `begin`."""
+        self.begin(what, at_most_s)
+        try:
+            yield
+        except BaseException:
+            self.end(done=False)
+            raise
+        self.end()
+
+    def text(self) -> str:
+        """What is being done and since when; empty where nothing slow is."""
+        part, detail = self._part, self._detail
+        if part is None:
+            return ""
+        what, began_s, limits = part
+        more = f"; {detail}" if detail else ""
+        return f"{what}: {time.monotonic() - began_s:.0f} s of {limits}{more}"
+
+
+def _kept_in() -> Path:
+    return (
+        Path(environment_value("XDG_CACHE_HOME") or "~/.cache").expanduser() / "windlass/took.json"
+    )
+
+
+def _last_times() -> dict[str, float]:
+    """Return seconds by what took them; nothing where there is no such file, or one that cannot be read."""
+    try:
+        found = json.loads(_kept_in().read_bytes())
+        return {str(what): float(took_s) for what, took_s in found.items()}
+    except (OSError, RuntimeError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _keep(what: str, took_s: float) -> None:
+    """A hint for people: what two processes write at once, or what cannot be written, is lost."""
+    times = _last_times()
+    times.pop(what, None)
+    newest = dict([*times.items(), (what, round(took_s, 1))][-MAX_KEPT:])
+    with contextlib.suppress(OSError, RuntimeError):
+        path = _kept_in()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_suffix(f".{threading.get_native_id()}")
+        written.write_text(json.dumps(newest))
+        written.rename(path)
