@@ -1,14 +1,18 @@
-"""The Python that pages of the documentation show."""
+"""What pages of the documentation show: Python, commands, settings, and drawings."""
 
 from __future__ import annotations
 
 import ast
 import re
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["PAGES", "blocks", "tree_of"]
+from markdown_it import MarkdownIt
+
+__all__ = ["PAGES", "Block", "all_blocks", "blocks", "commands_of", "tree_of"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -18,18 +22,56 @@ PAGES = sorted(
         ROOT / "benchmarks/README.md",
     ]
 )
+PROGRAMS = re.compile(
+    r"(?:\w+=\S+ )*(?:(?:\S*/)?python|curl|docker|export|git|install|make|openssl|pip|pytest|ray|torchrun|vllm|windlass"
+    r"|\S+\.(?:py|sh)) "
+)
+
+
+class Block(NamedTuple):
+    """A block of code: fenced, or indented, whose language is then the one that it is read as; empty for none."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+
+def all_blocks(page: Path) -> list[Block]:
+    """Every block of code of a page, as Markdown has it."""
+    found = []
+    for token in MarkdownIt().parse(page.read_text()):
+        if token.type in ("fence", "code_block") and token.map is not None:
+            text = textwrap.dedent(token.content).strip("\n")
+            language = token.info or _language(text)
+            found.append(Block(page, token.map[0] + 1, language, text))
+    return found
+
+
+def _language(text: str) -> str:
+    if PROGRAMS.match(re.sub(r"\A(#.*\n)+", "", text) + " "):
+        return "bash"
+    if text.startswith("["):
+        tomllib.loads(text)
+        return "toml"
+    try:
+        tree_of(text)
+    except SyntaxError:
+        return ""
+    return "python"
 
 
 def blocks(page: Path) -> Iterator[str]:
-    """Fenced Python, and indented paragraphs whose first line is Python."""
-    text = page.read_text()
-    for fenced in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        yield textwrap.dedent(fenced)
-    outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    for indented in re.findall(r"(?<=\n\n)((?:    .*\n|\n(?=    ))+)", outside):
-        code = textwrap.dedent(indented).strip("\n")
-        if re.match(r"(from|import|async with|with|class) |windlass\.|\w+ = |\w+\(", code):
-            yield code
+    """The Python of a page."""
+    return (block.text for block in all_blocks(page) if block.language == "python")
+
+
+def commands_of(block: Block) -> Iterator[str]:
+    """The commands of a block of a shell, one a line, without remarks and what pages stand in for options."""
+    for line in re.sub(r"\\\n\s*", "", block.text).splitlines():
+        without = re.sub(r"(?:^|\s{2,})#.*|\s*\[[^\[\]]*options\]", "", line)
+        if command := re.sub(r"\s+", " ", without).strip():
+            yield command
 
 
 def tree_of(code: str) -> ast.Module:

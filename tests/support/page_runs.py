@@ -1,0 +1,123 @@
+"""Which test or script runs every command and every block of code that the documentation shows.
+
+`python tests/support/page_runs.py` prints the list. `tests/cli/test_documented_commands.py` fails for what stands on a page and in
+no table here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from pages import PAGES, ROOT, Block, all_blocks, commands_of
+
+HERE = "tests/cli/test_documented_commands.py"
+LANGUAGES: Mapping[str, str] = {
+    "python": "tests/cli/test_documented_code.py::test_code_on_a_page_names_what_is_there",
+    "toml": f"{HERE}::test_settings_name_what_is_there",
+    "yaml": f"{HERE}::test_settings_name_what_is_there",
+    "text": f"{HERE}::test_a_drawing_or_an_output_says_so",
+}
+"""What looks at every block of a language; what is in `RUN` is run besides."""
+SCRIPTS = re.compile(
+    r"(?:\w+=\S+ )*(?:(?:\S*/)?python (?:benchmarks|tools|tests)/|python -m tools\.|benchmarks/\S+\.(?:sh|py) )"
+)
+"""Benchmarks and tools: their options are parsed by `test_every_script_understands_its_command_line`."""
+VLLM = "tests/integrations/test_vllm_plugin.py::test_an_updated_server_is_a_fresh_one"
+LIVE = "tests/engines/test_live_servers.py::test_an_updated_engine_is_a_fresh_one"
+EXAMPLES = (
+    "tests/cli/test_examples.py::test_controller_engine_worker_and_torchrun_train_three_steps"
+)
+SGLANG = (
+    "tests/integrations/test_sglang_plugin.py::test_a_server_of_the_users_joins_where_it_is_told"
+)
+SERVED = (
+    "tests/cli/test_serve.py::test_a_served_fleet_is_updated_and_the_next_server_knows_its_version"
+)
+TLS = f"{HERE}::test_the_commands_of_the_page_on_tls_make_an_authority_that_is_believed"
+RUN: Mapping[str, str] = {
+    r"make demo( ARGS=(?!.*cuda).*)?": "tests/jobs/test_demo.py::test_a_demo_of_the_tutorial",
+    r"make test": ".ci/run::make test",
+    r"make test-rdma.*": "tools/rdma/guest_tests.sh::tests/rdma",
+    r"pytest -m cluster tests/rdma --rdma-device .*": "tests/rdma/conftest.py::--rdma-device",
+    r"pip install ('?(\.|windlass)(\[\w+\])?'?)": f"{HERE}::test_extras_that_are_installed_exist",
+    r"windlass doctor": "tools/release_check.sh::windlass doctor",
+    r"windlass doctor --engine-flags .*": "tools/release_check.sh::--engine-flags 'vllm --enable-sleep-mode'",
+    r"windlass launch --check examples/launch/slurm.toml": "tests/jobs/test_launch_config.py::test_the_examples_of_several_nodes_are_valid",
+    r"windlass launch examples/launch/slurm.toml": "tests/jobs/test_launch.py::test_the_example_of_several_nodes_runs_on_slurm",
+    r"windlass launch examples/launch/job.toml": "tests/jobs/test_launch.py::test_the_example_trains_publishes_saves_and_leaves_nothing_behind",
+    r"windlass report .*": 'tests/observability/test_operations.py::"report", controller.url',
+    r"windlass status .*": "tests/cli/test_terminal.py::test_status_watch_shows_each_change_until_the_controller_ends",
+    r"WINDLASS_TOKEN=\.\.\. windlass serve .* --advertise-host controller.example": TLS,
+    r"(WINDLASS_TOKEN=\.\.\. )?windlass serve .*": SERVED,
+    r"export WINDLASS_TLS_CA=.*|openssl .*": TLS,
+    r"export WINDLASS_(CONTROLLER|TOKEN_FILE|OPEN_ROUTES)=.*": "tests/integrations/test_slime.py::test_slimes_actor_finds_the_updater",
+    r"export WINDLASS_TOKEN=.*": EXAMPLES,
+    r"python -m windlass.engines.vllm .* --dp 2 .*": LIVE,
+    r"python -m windlass.engines.vllm .* --adapter .*": "tests/engines/test_live_adapters.py::test_an_updated_adapter_is_a_freshly_loaded_one",
+    r"python -m windlass.engines.vllm --attach .*": "tests/engines/test_attach_killed.py::test_an_attach_that_died_is_made_again",
+    r"python -m windlass.engines.(vllm|sglang) --name \w --model DIR .*": LIVE,
+    r"python -m windlass.engines.embedded .* --controller URL": EXAMPLES,
+    r"python -m windlass.engines.embedded .* --port 8100": "tests/engines/test_embedded_engine.py::test_the_version_is_on_every_token",
+    r"python examples/own_engine.py .*": "tests/engines/test_own_engine.py::test_an_engine_of_ones_own_serves_what_was_trained_and_labels_it",
+    r"python examples/controller.py": EXAMPLES,
+    r"python -m windlass.rollout.worker .*": EXAMPLES,
+    r"torchrun --nproc-per-node 2 examples/trainer.py .*": EXAMPLES,
+    r"CUDA_VISIBLE_DEVICES=1 torchrun --nproc-per-node 1 train.py": VLLM,
+    r"(\w+=\d )*vllm serve \S+ --weight-transfer-config '{\"backend\": \"windlass\"}'": VLLM,
+    r"WINDLASS_CONTROLLER=\S+ WINDLASS_TOKEN_FILE=token python -m sglang.launch_server .*": SGLANG,
+    r"curl http://ENGINE:30000/windlass/join .*": SGLANG,
+    r"train_async.py .*": "tests/integrations/test_slime.py::test_megatron_ranks_update_servers_as_slimes_actor_asks",
+}
+"""A command, as a pattern -> the test, or the file and words of it, that runs it, or its like with other addresses."""
+NOT_RUN: Mapping[str, str] = {
+    r"make demo ARGS=.*cuda.*|windlass demo --device cuda .*": "needs GPUs: benchmarks/gpu/run_demo.sh runs it there",
+    r"python -m windlass.engines.vllm .* --model FOLDER_OF_A_BLOCK_FP8_CHECKPOINT .*": "needs a GPU with float8: benchmarks/gpu/prove_block_float8.py",
+    r"docker (build|run) .*": "needs a container engine and images of gigabytes: tests/cli/test_containers.py reads the files",
+    r"ray start .*": "tests start Ray's own test cluster of two nodes in its place",
+    r"pip install --no-deps --target build/areal .*": "downloads what one benchmark is compared with",
+    r"git worktree add --detach /tmp/reference 4439674": "makes a folder outside of the checkout",
+    r'install -m 600 /dev/null token && echo "\$WINDLASS_TOKEN" > token': "two commands of the system that write a file",
+    "diff": "a patch of SkyRL, which the page says was not run",
+}
+"""A command, as a pattern, or a language -> why nothing runs it."""
+
+
+class Shown(NamedTuple):
+    """A command, or a block in another language, and what runs it: a row of one table, or of none."""
+
+    block: Block
+    what: str
+    pattern: str
+    run_by: str
+    why_not: str
+
+
+def shown() -> Iterator[Shown]:
+    """Every command, and every other block, of every page."""
+    for block in (block for page in PAGES for block in all_blocks(page)):
+        if block.language not in ("bash", "sh"):
+            run_by, why_not = LANGUAGES.get(block.language, ""), NOT_RUN.get(block.language, "")
+            yield Shown(block, block.text.partition("\n")[0], block.language, run_by, why_not)
+            continue
+        for command in commands_of(block):
+            yield _command(block, command)
+
+
+def _command(block: Block, command: str) -> Shown:
+    if SCRIPTS.match(command):
+        test = f"{HERE}::test_every_script_understands_its_command_line"
+        return Shown(block, command, "", test, "")
+    for table in (NOT_RUN, RUN):
+        for pattern, value in table.items():
+            if re.fullmatch(pattern, command):
+                found = ("", value) if table is NOT_RUN else (value, "")
+                return Shown(block, command, pattern, *found)
+    return Shown(block, command, "", "", "")
+
+
+if __name__ == "__main__":
+    for each in shown():
+        where = f"{each.block.page.relative_to(ROOT)}:{each.block.line}"
+        print(f"{where}: {each.what}\n    {each.run_by or f'not run: {each.why_not}'}")

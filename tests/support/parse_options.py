@@ -1,0 +1,89 @@
+"""Runs scripts up to where they have parsed their command lines: `python parse_options.py`, argument lists as JSON on stdin.
+
+Prints, as JSON, what is wrong with each: empty for a command line that its script understands. Modules that are not
+installed here, and that no script needs for its options, are stood in for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.machinery
+import io
+import json
+import runpy
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from unittest.mock import MagicMock
+
+ABSENT = {"checkpoint_engine", "vllm", "sglang", "areal", "trl", "datasets", "nccl", "cupy"}
+
+
+class Parsed(BaseException):
+    """The options were understood; the script ends here."""
+
+
+class StandIns:
+    """Finds what is not installed."""
+
+    @staticmethod
+    def find_spec(
+        name: str, _path: object = None, _target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] in ABSENT:
+            return importlib.machinery.ModuleSpec(name, StandIns, is_package=True)  # type: ignore[arg-type]
+        return None
+
+    @staticmethod
+    def create_module(_spec: object) -> types.ModuleType:
+        module: types.ModuleType = MagicMock()
+        return module
+
+    @staticmethod
+    def exec_module(module: types.ModuleType) -> None:
+        return
+
+
+def only_parse(
+    parser: argparse.ArgumentParser,
+    args: Sequence[str] | None = None,
+    namespace: argparse.Namespace | None = None,
+) -> argparse.Namespace:
+    """In the place of `parse_args`."""
+    _, rest = parser.parse_known_args(args, namespace)
+    if rest:
+        parser.error(f"unrecognized arguments: {rest}")
+    raise Parsed
+
+
+def problem_of(argv: Sequence[str]) -> str:
+    """A script, or `-m` and a module, and its arguments."""
+    said, path = io.StringIO(), list(sys.path)
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            if argv[0] == "-m":
+                sys.argv = list(argv[1:])
+                runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+            else:
+                sys.argv = list(argv)
+                sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+                runpy.run_path(argv[0], run_name="__main__")
+    except Parsed:
+        return ""
+    except SystemExit as error:
+        if argv[-1] == "--help" and not error.code:
+            return ""
+        return f"ended with {error.code}: {said.getvalue()[-500:]}"
+    except Exception as error:  # noqa: BLE001 - whatever a script raises is told of it
+        return f"{type(error).__name__}: {error}"
+    finally:
+        sys.path[:] = path
+    return "ran to its end, and parsed no options"
+
+
+if __name__ == "__main__":
+    sys.meta_path.append(StandIns)
+    argparse.ArgumentParser.parse_args = only_parse  # type: ignore[assignment, method-assign]
+    print(json.dumps([problem_of(argv) for argv in json.load(sys.stdin)]))
