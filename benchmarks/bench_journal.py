@@ -31,9 +31,12 @@ RESULT = Partial(TOKENS, tuple(-token / 7e4 for token in TOKENS), (3,) * NUM_TOK
 async def one_run(path: Path | None, *, sync_each: bool) -> tuple[float, float, int]:
     """Seconds of the loop and of its CPU for all rollouts, and the bytes of the journal."""
     policy = StalenessPolicy.unbounded(NUM_ROLLOUTS)
-    journal = RolloutJournal(path, keep_delivered=True, compact_nbytes=1 << 40)
-    life = Lifecycle(policy, RolloutConfig(), lambda _: None, lambda: None, journal)
+    config = RolloutConfig(
+        journal=path, acknowledge=path is not None, journal_compact_nbytes=1 << 40
+    )
+    life = Lifecycle(policy, config, lambda _: None, lambda: None)
     life.open()
+    journal = life.journal
     began, began_cpu = time.perf_counter(), time.thread_time()
     for _ in range(NUM_ROLLOUTS // GROUP_SIZE):
         life.submit_group(WORK, GROUP_SIZE)
@@ -58,7 +61,7 @@ async def one_run(path: Path | None, *, sync_each: bool) -> tuple[float, float, 
     if life.table.counts.completed != NUM_ROLLOUTS:
         raise RuntimeError(f"completed {life.table.counts.completed} of {NUM_ROLLOUTS}")
     if path is not None:
-        left = RolloutJournal(path)
+        left = RolloutJournal(config)
         if left.open(0).tasks:
             raise RuntimeError("the journal does not say that all were acknowledged")
         await left.close()

@@ -61,9 +61,15 @@ class Process:
         self.policy = StalenessPolicy(
             *(MAX_STALENESS, BATCH, 6), on_stale=world.on_stale, max_resubmits=MAX_RESUBMITS
         )
-        self.journal = RolloutJournal(path, keep_delivered=True)
-        config = RolloutConfig(max_attempts=99, max_rejections=99, retry_backoff_s=1e-9)
-        self.life = Lifecycle(self.policy, config, self.withdrawn, lambda: None, self.journal)
+        config = RolloutConfig(
+            max_attempts=99,
+            max_rejections=99,
+            retry_backoff_s=1e-9,
+            journal=path,
+            acknowledge=True,
+        )
+        self.life = Lifecycle(self.policy, config, self.withdrawn, lambda: None)
+        self.journal = self.life.journal
         self.recovered = self.life.open()
         self.run = self.life.first_attempt >> 20
         self.table = self.life.table
@@ -277,7 +283,7 @@ def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
             assert not world.dropped or on_stale is not OnStale.TRAIN
         assert len(set(world.stored)) == len(world.stored)
         await process.journal.close()
-        left = RolloutJournal(path).open(0)
+        left = RolloutJournal(RolloutConfig(journal=path)).open(0)
         assert not left.tasks
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
@@ -383,8 +389,7 @@ async def test_handing_out_ends_a_rollout_unless_the_owner_acknowledges_itself(
 ) -> None:
     path = tmp_path / "journal"
     policy = StalenessPolicy(MAX_STALENESS, BATCH, 6)
-    journal = RolloutJournal(path)
-    life = Lifecycle(policy, RolloutConfig(), lambda _: None, lambda: None, journal)
+    life = Lifecycle(policy, RolloutConfig(journal=path), lambda _: None, lambda: None)
     life.open()
     handle = life.submit(prompt((1,)))
     record = life.table.records[handle.task_id]
@@ -392,7 +397,7 @@ async def test_handing_out_ends_a_rollout_unless_the_owner_acknowledges_itself(
     life.start_attempt(record, "engine", "worker")
     life.end_attempt(record, outcome(handle.task_id, 1, OutcomeStatus.ACCEPTED, 0))
     assert (await handle).attempts == 1
-    await journal.close()
+    await life.journal.close()
     persisted = PersistedState.of(journal_entries(path))
     assert persisted is not None
     assert (persisted.tasks, persisted.started.consumed) == ({}, 1)
@@ -406,16 +411,16 @@ def journal_entries(path: Path) -> list[Entry]:
 
 async def test_a_journal_in_use_or_without_a_folder_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    journal = RolloutJournal(path)
+    journal = RolloutJournal(RolloutConfig(journal=path))
     journal.open(0)
     with pytest.raises(ConfigError, match=r"journal .*journal: another process has it open"):
-        RolloutJournal(path).open(0)
+        RolloutJournal(RolloutConfig(journal=path)).open(0)
     await journal.close()
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match=r"cannot be used: .*it is no regular file"):
-        RolloutJournal(tmp_path / "pipe").open(0)
+        RolloutJournal(RolloutConfig(journal=tmp_path / "pipe")).open(0)
     with pytest.raises(ConfigError, match="cannot be used"):
-        RolloutJournal(path / "below").open(0)
+        RolloutJournal(RolloutConfig(journal=path / "below")).open(0)
 
 
 async def test_metadata_that_a_journal_cannot_keep_is_refused(tmp_path: Path) -> None:
@@ -533,15 +538,16 @@ async def test_a_damaged_line_is_never_taken_for_another(tmp_path: Path) -> None
     await process.journal.close()
     path.write_bytes(path.read_bytes().replace(b'"version":5', b'"version":4'))
     with pytest.raises(ConfigError, match="checksum"):
-        RolloutJournal(path).open(0)
+        RolloutJournal(RolloutConfig(journal=path)).open(0)
 
 
 async def test_a_long_journal_is_written_anew_without_what_has_ended(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     policy = StalenessPolicy.unbounded(100)
-    journal = RolloutJournal(path, sync_s=0.001, compact_nbytes=5_000)
-    life = Lifecycle(policy, RolloutConfig(), lambda _: None, lambda: None, journal)
+    config = RolloutConfig(journal=path, journal_sync_s=0.001, journal_compact_nbytes=5_000)
+    life = Lifecycle(policy, config, lambda _: None, lambda: None)
     life.open()
+    journal = life.journal
     kept = life.submit(prompt((9,) * 10), metadata="kept")
     for _ in range(400):
         life.submit(prompt((1,) * 20)).cancel()
@@ -551,5 +557,5 @@ async def test_a_long_journal_is_written_anew_without_what_has_ended(tmp_path: P
         await asyncio.sleep(0.0001)
     await journal.close()
     assert path.stat().st_size < 40_000
-    persisted = RolloutJournal(path).open(0)
+    persisted = RolloutJournal(RolloutConfig(journal=path)).open(0)
     assert set(persisted.tasks) == {kept.task_id}

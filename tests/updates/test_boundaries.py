@@ -111,14 +111,14 @@ async def test_a_journal_that_cannot_be_written_is_closed_all_the_same(
     def full(_descriptor: int, _data: bytes) -> None:
         raise FULL
 
-    journal = RolloutJournal(tmp_path / "journal")
+    journal = RolloutJournal(RolloutConfig(journal=tmp_path / "journal"))
     journal.open(0)
     journal.add(VersionReached(1))
     with monkeypatch.context() as patch:
         patch.setattr(lines, "_write_all", full)
         with pytest.raises(OSError, match="No space left"):
             await journal.close()
-    again = RolloutJournal(tmp_path / "journal")
+    again = RolloutJournal(RolloutConfig(journal=tmp_path / "journal"))
     again.open(0)
     await again.close()
 

@@ -33,7 +33,6 @@ from windlass.rollout.handles import (
     RolloutHandle,
     RolloutStats,
 )
-from windlass.rollout.journal import RolloutJournal
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import (
     LOCAL_WORKER,
@@ -86,17 +85,9 @@ class RolloutController:
         self._policy = policy
         self._token = token
         self._config = config if config is not None else RolloutConfig()
-        self._journal = RolloutJournal(
-            self._config.journal,
-            keep_delivered=self._config.acknowledge,
-            sync_s=self._config.journal_sync_s,
-            compact_nbytes=self._config.journal_compact_nbytes,
-        )
         self.recovered = Recovered()
-        self._life = Lifecycle(
-            policy, self._config, self._withdraw, self._schedule_dispatch, self._journal
-        )
-        self._table = self._life.table
+        self._life = Lifecycle(policy, self._config, self._withdraw, self._schedule_dispatch)
+        self._table, self._journal = self._life.table, self._life.journal
         self._pool = WorkerPool(self._config, self._use, self._try_again, self._worker_joined)
         self._workers = self._pool.workers
         self._engine_timers: dict[str, asyncio.TimerHandle] = {}

@@ -25,6 +25,7 @@ import msgspec
 
 from windlass.errors import ConfigError, RolloutError
 from windlass.net.line_file import LineFile
+from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import RolloutOutcome, Work
 from windlass.rollout.table import Record
 from windlass.rollout.workflows import encode_value
@@ -203,25 +204,15 @@ class RolloutJournal:
     out or acknowledged, because it could be counted twice later.
 
     Args:
-        path: of the file; its folder is made.
-        keep_delivered: what was handed out stays until `acknowledged`.
-        sync_s: a power cut loses at most what is younger, if the disk keeps up.
-        compact_nbytes: a larger file is written anew without what has ended, once it has
-            also doubled since the last time.
+        config: names the file, whose folder is made. A power cut loses at most what is younger than
+            `journal_sync_s`, if the disk keeps up. A file above `journal_compact_nbytes` is written anew once
+            it has also doubled since the last time.
     """
 
-    def __init__(
-        self,
-        path: Path | None = None,
-        *,
-        keep_delivered: bool = False,
-        sync_s: float = 1.0,
-        compact_nbytes: int = 64 << 20,
-    ) -> None:
-        self.on = path is not None
-        self.keep_delivered = self.on and keep_delivered
-        self._path = None if path is None else Path(path)
-        self._sync_s, self._compact_nbytes = sync_s, compact_nbytes
+    def __init__(self, config: RolloutConfig) -> None:
+        self.on, self.keep_delivered = config.journal is not None, config.acknowledge
+        self._path = None if config.journal is None else Path(config.journal)
+        self._config = config
         self._file: LineFile[Entry] | None = None
         self._added: list[bytes] = []
         self._flush_scheduled = False
@@ -230,7 +221,7 @@ class RolloutJournal:
         self._unacknowledged: dict[str, tuple[str, ...]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._upkeep: asyncio.Task[None] | None = None
-        self._compact_at = compact_nbytes
+        self._compact_at = config.journal_compact_nbytes
 
     def open(self, start_version: int) -> PersistedState:
         """Read what an earlier process left, and note that another one goes on.
@@ -257,7 +248,7 @@ class RolloutJournal:
         except OSError as error:
             file.close()
             raise ConfigError(f"journal {self._path}: cannot be used: {error}") from error
-        self._compact_at = max(self._compact_nbytes, 2 * file.nbytes)
+        self._compact_at = max(self._config.journal_compact_nbytes, 2 * file.nbytes)
         return persisted or fresh
 
     @property
@@ -371,7 +362,9 @@ class RolloutJournal:
             logger.warning("journal %s: is written again", self._path)
             self._changes.notify()
         if self._timer is None and self._upkeep is None:
-            self._timer = asyncio.get_running_loop().call_later(self._sync_s, self._begin_upkeep)
+            self._timer = asyncio.get_running_loop().call_later(
+                self._config.journal_sync_s, self._begin_upkeep
+            )
 
     def _begin_upkeep(self) -> None:
         self._timer = None
@@ -395,7 +388,7 @@ class RolloutJournal:
         self._compact_at = 2 * upto  # unless it succeeds
         await asyncio.to_thread(_write_anew, file, upto)
         file.replace(upto)
-        self._compact_at = max(self._compact_nbytes, 2 * file.nbytes)
+        self._compact_at = max(self._config.journal_compact_nbytes, 2 * file.nbytes)
 
     async def close(self) -> None:
         """Write what was added; what is outstanding stays for the next process. Idempotent."""

@@ -65,11 +65,11 @@ class Lifecycle:
         config: limits.
         withdraw: takes a running attempt back from its worker.
         work_changed: called when something may be dispatched or admitted.
-        journal: told of every transition that a successor must know; none when omitted.
 
     Attributes:
         identity: of the controller, the same in every process that goes on with its journal.
         first_attempt: attempts are numbered above this, and above all earlier ones.
+        journal: is told of every transition that a successor must know.
         table: where every rollout is.
         ready: set when a group can be handed out, or nothing ever will be.
     """
@@ -80,9 +80,8 @@ class Lifecycle:
         config: RolloutConfig,
         withdraw: Callable[[Record], None],
         work_changed: Callable[[], None],
-        journal: RolloutJournal | None = None,
     ) -> None:
-        self.journal = RolloutJournal() if journal is None else journal
+        self.journal = RolloutJournal(config)
         self.first_attempt = 0
         self._deadlines = Deadlines(config.attempt_deadline_s, self._attempt_expired)
         self.table = RolloutTable(self._deadlines)
