@@ -15,11 +15,12 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import IO, Protocol, Self, final
+from typing import IO, Protocol, final
 
 import msgspec
 import xxhash
 
+from windlass.closing import Closing
 from windlass.envs import inherited_environment
 from windlass.errors import PeerTimeout, ProtocolError
 from windlass.transfer.arena import Arena
@@ -78,7 +79,7 @@ def digest_of(data: bytes | memoryview) -> str:
 
 
 @final
-class PeerProcess:
+class PeerProcess(Closing):
     """A child process with one arena, all bytes 0xEE at first.
 
     Memory: the child's; gone when it ends.
@@ -174,12 +175,6 @@ class PeerProcess:
             except subprocess.TimeoutExpired:
                 self._process.kill()
         self.kill()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _ask(self, command: str, *numbers: int) -> _Answer:
         self._input.write(msgspec.json.encode((command, *numbers)) + b"\n")
