@@ -21,8 +21,8 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.memory.cuda.ops import CudaMemory
 from windlass.memory.host import HostMemory
-from windlass.memory.ops import ALIGNMENT, MemoryOps
-from windlass.memory.packing import StridedCopy
+from windlass.memory.ops import MemoryOps
+from windlass.memory.packing import ALIGNMENT, StridedCopy
 from windlass.memory.place import memory_at
 from windlass.memory.torch_dtypes import torch_dtype
 from windlass.planning.plan import TransferPlan

@@ -15,7 +15,7 @@ import msgspec
 
 from windlass.errors import ConfigError, ProtocolError
 from windlass.layout.dtypes import DType
-from windlass.memory.ops import ALIGNMENT, aligned
+from windlass.memory.packing import ALIGNMENT, aligned
 from windlass.net.messages import Codec, encode
 
 if TYPE_CHECKING:

@@ -16,10 +16,12 @@ from windlass.errors import PlanError, TransferFailed
 from windlass.layout.columns import Int64Array, UInt8Array, UInt64Array
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import BLOCK, scale_shape
-from windlass.memory.ops import ALIGNMENT, ChunkDigests, Digests, Key, LinkDigests, MemoryOps, Turns
+from windlass.memory.ops import ChunkDigests, Digests, Key, LinkDigests, MemoryOps
 from windlass.memory.packing import (
+    ALIGNMENT,
     PreparedCopies,
     StridedCopy,
+    Turns,
     bytes_at,
     copy_cast,
     hash_strided,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from windlass.layout.columns import Int64Array, UInt64Array
 from windlass.layout.dtypes import DType
-from windlass.memory.packing import PreparedCopies, StridedCopy
+from windlass.memory.packing import PackedPart, PreparedCopies, StridedCopy
 from windlass.planning.program import DigestKind, LinkProgram
 
 if TYPE_CHECKING:
@@ -22,17 +22,9 @@ if TYPE_CHECKING:
     from windlass.memory.cuda.links import DeviceLink
 
 Key = TypeVar("Key")
-Work = TypeVar("Work")
 
 OWN_WORK_S = 60.0
 """Deadline of work on memory of one's own, which takes milliseconds."""
-ALIGNMENT = 64
-"""Bytes; whatever shares an arena begins at a multiple of it."""
-
-
-def aligned(nbytes: int) -> int:
-    """Return bytes that something of `nbytes` takes up in an arena."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Buffer(Protocol):
@@ -87,47 +79,6 @@ class Digests(Protocol[Key]):
 
 LinkDigests = Digests[str]
 ChunkDigests = Digests[int]
-
-
-class PackedPart(NamedTuple):
-    """Bytes [start, start + nbytes) of the payload of an op that is packed. `op`: its index in the link."""
-
-    op: int
-    start: int
-    address: int
-    nbytes: int
-
-
-@final
-class Turns(Generic[Work]):
-    """Parts of a payload, placed one behind the other in memory that is packed again and again.
-
-    Args:
-        places: see `MemoryOps.pack_link`.
-
-    Attributes:
-        parts: by turn, in the order of the payload.
-        work: what packs each of them.
-    """
-
-    def __init__(self, places: Sequence[range]) -> None:
-        self._places = places
-        self._at = self._stop = 0
-        self.parts: list[list[PackedPart]] = []
-        self.work: list[list[Work]] = []
-
-    def place(self, op: int, start: int, nbytes: int, work: Work) -> int:
-        """Return the address of a part: in the turn of the last one, or in another."""
-        if not self.parts or self._at + aligned(nbytes) > self._stop:
-            place = self._places[len(self.parts) % len(self._places)]
-            self._at, self._stop = place.start, place.stop
-            self.parts.append([])
-            self.work.append([])
-        address = self._at
-        self._at += aligned(nbytes)
-        self.parts[-1].append(PackedPart(op, start, address, nbytes))
-        self.work[-1].append(work)
-        return address
 
 
 class LinkPack(Protocol):

@@ -10,7 +10,7 @@ import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar, final
 
 import xxhash
 
@@ -21,12 +21,63 @@ from windlass.planning.program import BoundOp
 if TYPE_CHECKING:
     import torch
 
+Work = TypeVar("Work")
+
+ALIGNMENT = 64
+"""Bytes; whatever shares an arena begins at a multiple of it."""
 RUN_NBYTES = 1024
 """Runs of this size and more are hashed where they lie; shorter ones are gathered first."""
 GATHER_NBYTES = 1 << 20
 """Scratch memory for gathering: small enough to stay in cache between gather and hash."""
 
 new_digest = xxhash.xxh3_128
+
+
+def aligned(nbytes: int) -> int:
+    """Return bytes that something of `nbytes` takes up in an arena."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class PackedPart(NamedTuple):
+    """Bytes [start, start + nbytes) of the payload of an op that is packed. `op`: its index in the link."""
+
+    op: int
+    start: int
+    address: int
+    nbytes: int
+
+
+@final
+class Turns(Generic[Work]):
+    """Parts of a payload, placed one behind the other in memory that is packed again and again.
+
+    Args:
+        places: see `MemoryOps.pack_link`.
+
+    Attributes:
+        parts: by turn, in the order of the payload.
+        work: what packs each of them.
+    """
+
+    def __init__(self, places: Sequence[range]) -> None:
+        self._places = places
+        self._at = self._stop = 0
+        self.parts: list[list[PackedPart]] = []
+        self.work: list[list[Work]] = []
+
+    def place(self, op: int, start: int, nbytes: int, work: Work) -> int:
+        """Return the address of a part: in the turn of the last one, or in another."""
+        if not self.parts or self._at + aligned(nbytes) > self._stop:
+            place = self._places[len(self.parts) % len(self._places)]
+            self._at, self._stop = place.start, place.stop
+            self.parts.append([])
+            self.work.append([])
+        address = self._at
+        self._at += aligned(nbytes)
+        self.parts[-1].append(PackedPart(op, start, address, nbytes))
+        self.work[-1].append(work)
+        return address
+
 
 _PYBUF_WRITE = 0x200
 # One C call: a ctypes array would make a new Python class per length, at 50 us each.

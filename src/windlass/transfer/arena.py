@@ -19,7 +19,8 @@ from windlass.closing import Closing
 from windlass.errors import ConfigError
 from windlass.layout.columns import UInt8Array
 from windlass.memory.host import HostBuffer
-from windlass.memory.ops import Buffer, MemoryOps, aligned
+from windlass.memory.ops import Buffer, MemoryOps
+from windlass.memory.packing import aligned
 from windlass.memory.place import memory_on
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.traits import MemoryAllocator

@@ -33,8 +33,7 @@ from windlass.errors import (
     UnsupportedLayout,
 )
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.ops import aligned
-from windlass.memory.packing import PreparedCopies, StridedCopy
+from windlass.memory.packing import PreparedCopies, StridedCopy, aligned
 from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import BoundOp, LinkProgram

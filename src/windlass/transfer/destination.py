@@ -14,8 +14,8 @@ from typing import final
 import numpy as np
 
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.ops import ALIGNMENT, OWN_WORK_S, Buffer, LinkDigests, MemoryOps
-from windlass.memory.packing import PreparedCopies, StridedCopy
+from windlass.memory.ops import OWN_WORK_S, Buffer, LinkDigests, MemoryOps
+from windlass.memory.packing import ALIGNMENT, PreparedCopies, StridedCopy
 from windlass.memory.place import memory_at
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import BoundOp, DigestKind, LinkProgram, bind_links

@@ -16,15 +16,8 @@ import numpy as np
 
 from windlass.errors import PlanError
 from windlass.layout.columns import UInt64Array
-from windlass.memory.ops import (
-    ALIGNMENT,
-    OWN_WORK_S,
-    LinkDigests,
-    LinkPack,
-    MemoryOps,
-    PackedPart,
-    aligned,
-)
+from windlass.memory.ops import OWN_WORK_S, LinkDigests, LinkPack, MemoryOps
+from windlass.memory.packing import ALIGNMENT, PackedPart, aligned
 from windlass.planning.program import BoundOp, LinkProgram
 from windlass.transfer.arena import Arena, ArenaSlot
 from windlass.transfer.bindings import DestinationBinding

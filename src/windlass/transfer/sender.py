@@ -28,7 +28,8 @@ from typing import final
 from windlass.config import ReplicaPlace
 from windlass.errors import ConfigError, PlanError, ProtocolError, WindlassError
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.ops import ALIGNMENT, Buffer
+from windlass.memory.ops import Buffer
+from windlass.memory.packing import ALIGNMENT
 from windlass.net.clock import Deadline
 from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan

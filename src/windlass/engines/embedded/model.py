@@ -24,7 +24,7 @@ from windlass.engines.embedded.scheduler import Step
 from windlass.errors import ConfigError
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Role, ShardManifest
-from windlass.memory.ops import ALIGNMENT
+from windlass.memory.packing import ALIGNMENT
 from windlass.memory.torch_dtypes import torch_dtype
 from windlass.transfer.arena import Arena, aligned_offsets
 from windlass.transfer.dtensor import (

@@ -39,8 +39,8 @@ from windlass.memory.cuda.pieces import (
     payload_parts,
     store_packed,
 )
-from windlass.memory.ops import ChunkDigests, Digests, LinkDigests, Turns
-from windlass.memory.packing import StridedCopy, overflow_text
+from windlass.memory.ops import ChunkDigests, Digests, LinkDigests
+from windlass.memory.packing import StridedCopy, Turns, overflow_text
 from windlass.planning.plan import Transform
 from windlass.planning.program import DigestKind, LinkProgram
 
