@@ -34,7 +34,7 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints-cpu.txt tools/install_system_packages.sh
+$(STAMP): pyproject.toml constraints-cpu.txt tools/install_system_packages.sh tools/install_prometheus.sh
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
@@ -42,6 +42,7 @@ $(STAMP): pyproject.toml constraints-cpu.txt tools/install_system_packages.sh
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps megatron-core==0.16.1
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	bash tools/install_system_packages.sh
+	bash tools/install_prometheus.sh build/prometheus || echo "windlass: no prometheus: what asks one about deploy/ is skipped" >&2
 	touch $(STAMP)
 
 demo: setup

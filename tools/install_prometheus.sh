@@ -6,6 +6,6 @@ set -euo pipefail
 mkdir -p "$1"
 cd "$1"
 test -x usr/bin/promtool && exit 0
-apt-get download prometheus
+apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }
 dpkg-deb -x prometheus_*.deb .
 rm prometheus_*.deb

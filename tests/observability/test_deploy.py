@@ -37,12 +37,14 @@ needs_prometheus = pytest.mark.skipif(
 )
 
 
-def expressions() -> Iterator[tuple[str, str]]:
+def expressions() -> Iterator[tuple[str, str, list[str]]]:
+    """Where each stands, and the labels by which its answers are named there."""
     for panel in DASHBOARD["panels"]:
         for target in panel["targets"]:
-            yield panel["title"], target["expr"]
+            labels = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
+            yield panel["title"], target["expr"], labels
     for each in DASHBOARD["annotations"]["list"]:
-        yield each["name"], each["expr"]
+        yield each["name"], each["expr"], []
 
 
 def as_grafana_asks(expression: str) -> str:
@@ -51,6 +53,27 @@ def as_grafana_asks(expression: str) -> str:
         expression = expression.replace(name, value)
     assert "$" not in expression
     return expression
+
+
+def test_the_dashboard_is_one_that_grafana_takes() -> None:
+    """By its model of dashboards: nothing lies over another, and every variable and data source is there."""
+    known = {each["name"] for each in DASHBOARD["templating"]["list"]}
+    known |= {"__rate_interval", "__interval", "__all"}
+    assert set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) <= known
+    assert DASHBOARD["schemaVersion"] >= 36, "data sources are objects since"
+    assert DASHBOARD["uid"]
+    panels, taken = DASHBOARD["panels"], set[tuple[int, int]]()
+    assert len({panel["id"] for panel in panels}) == len(panels) > 10
+    for panel in panels:
+        at, source = panel["gridPos"], panel["datasource"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert max(x for x, _ in cells) < 24, panel["title"]
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        assert panel["type"] in {"stat", "timeseries"}
+        assert source == {"type": "prometheus", "uid": "${datasource}"}
+        targets = panel["targets"]
+        assert len({target["refId"] for target in targets}) == len(targets), panel["title"]
 
 
 async def metrics_of(controller: windlass.Controller) -> str:
@@ -69,7 +92,7 @@ async def test_every_metric_and_label_that_is_named_is_in_metrics() -> None:
     values = {value for s in series for value in s.labels.values()}
     named = 0
     rules = ALERTS.read_text()
-    for where, expression in [*expressions(), ("alerts", rules)]:
+    for where, expression, _ in [*expressions(), ("alerts", rules, [])]:
         for name in re.findall(r"\bwindlass_\w+", expression):
             assert name in names, f"{where}: {name}"
             named += 1
@@ -127,12 +150,14 @@ async def test_a_real_prometheus_scrapes_a_controller_and_answers_every_panel(
                     assert done.outcome is RoundOutcome.PUBLISHED
                     controller.observe_samples([sample(version - 1)] * 4)
                     await asyncio.sleep(0.5)
-                for title, expression in expressions():
+                for title, expression, labels in expressions():
                     query = {"query": as_grafana_asks(expression)}
                     async with http.get(f"{url}/api/v1/query", params=query) as answer:
                         found = await answer.json()
                     assert found["status"] == "success", (title, found)
                     assert found["data"]["result"], (title, expression)
+                    for answered in found["data"]["result"]:
+                        assert {*labels} <= {*answered["metric"]}, (title, expression)
                 async with http.get(f"{url}/api/v1/rules") as answer:
                     (group,) = (await answer.json())["data"]["groups"]
                 assert len(group["rules"]) == ALERTS.read_text().count("- alert:") > 5
