@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, UpdateMode
@@ -29,6 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def adapted_model() -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model  # seconds, which every worker would pay
+
     config = transformers.Qwen3Config(
         vocab_size=66,
         hidden_size=16,
@@ -49,6 +50,13 @@ def adapted_model() -> torch.nn.Module:
             first += parameter.numel()
     module: torch.nn.Module = peft
     return module
+
+
+def saved_by_peft(model: torch.nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
+    from peft import get_peft_model_state_dict
+
+    saved: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=adapter)
+    return saved
 
 
 @dataclass
@@ -125,7 +133,7 @@ def test_the_name_map_keeps_exactly_what_peft_saves() -> None:
     model = adapted_model()
     for adapter in ("default", "other"):
         found = describe_module(model, "trainer/0", Role.TRAINER, name_map=adapter_names(adapter))
-        saved = get_peft_model_state_dict(model, adapter_name=adapter)
+        saved = saved_by_peft(model, adapter)
         assert {spec.name: spec.shape for spec in found.tensors} == {
             name: tuple(tensor.shape) for name, tensor in saved.items()
         }
@@ -137,7 +145,7 @@ async def test_publish_updates_the_served_adapter_and_nothing_else_travels(
     mode: UpdateMode,
 ) -> None:
     model = adapted_model()
-    saved = get_peft_model_state_dict(model)
+    saved = saved_by_peft(model)
     async with windlass.Controller(token=TOKEN, config=ControlConfig(mode=mode)) as controller:
 
         def train_and_publish() -> None:
@@ -156,7 +164,7 @@ async def test_publish_updates_the_served_adapter_and_nothing_else_travels(
                             m.nbytes for e in engines for m in e.memory.values()
                         )
                         for engine in engines:
-                            engine.adapter = get_peft_model_state_dict(model)
+                            engine.adapter = saved_by_peft(model)
                             engine.check()
                             assert engine.hooks.version == version
                             assert engine.hooks.calls[-3:] == ["pause", "finalise", "resume"]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from windlass.errors import TransportUnavailable
 from windlass.transports.registry import create_transport, parse_transport
 
-__all__ = ["need_transport"]
+__all__ = ["need_package", "need_transport"]
+
+
+def need_package(name: str) -> None:
+    """Skip the module that is collected if the package is not installed; it is not imported, which may take seconds."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed", allow_module_level=True)
 
 
 def need_transport(name: str) -> None:

@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 import transformers
 from hf_settings import SMALL, SMALL_LATENT, SMALL_ROUTED, spec_of
 from megatron_rank import Case
+from needs import need_package
 from real_step import NUM_MICROBATCHES, microbatches
 from safetensors.torch import save_file
 from trained_rank import NUM_TOKENS, Trained, run_trained
@@ -24,7 +25,7 @@ from trained_rank import NUM_TOKENS, Trained, run_trained
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ShardManifest
 
-pytest.importorskip("megatron.core")
+need_package("megatron")
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 

@@ -17,12 +17,13 @@ from child_process import running
 from hf_settings import SMALL, SMALL_LATENT, spec_of
 from live_trainer import NUM_TOKENS
 from megatron_rank import checkpoint
+from needs import need_package
 from real_step import NUM_MICROBATCHES, microbatches
 
 import windlass
 from windlass.config import ControlConfig, UpdateMode
 
-pytest.importorskip("megatron.core")
+need_package("megatron")
 
 TOKEN = "secret of the test"
 TRAINER = Path(__file__).parents[1] / "support" / "live_trainer.py"

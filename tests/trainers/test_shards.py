@@ -10,6 +10,7 @@ import torch
 import torch.multiprocessing as mp
 from ground_truth import fill
 from megatron_rank import Case, checkpoint, run
+from needs import need_package
 from reference_executor import execute
 
 from tools.plan.families import ModelSpec
@@ -19,7 +20,7 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.planner import plan_transfer
 
-pytest.importorskip("megatron.core")
+need_package("megatron")
 
 DENSE = ModelSpec(family="qwen3", num_hidden_layers=4, hidden_size=32, vocab_size=100, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48)  # fmt: skip
 TIED = ModelSpec(family="qwen3", num_hidden_layers=4, hidden_size=32, vocab_size=100, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48, tie_word_embeddings=True)  # fmt: skip

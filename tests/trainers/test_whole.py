@@ -13,6 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from hf_settings import SMALL, spec_of
 from megatron_rank import Case, checkpoint
+from needs import need_package
 from test_forward_oracle import described
 from whole_rank import NUM_VERSIONS, Row, run_whole
 
@@ -24,7 +25,7 @@ from windlass.memory.torch_dtypes import dtype_of
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transports.registry import create_transport, parse_transport
 
-pytest.importorskip("megatron.core")
+need_package("megatron")
 
 pytestmark = pytest.mark.timeout(300)
 
