@@ -60,10 +60,11 @@ types: setup
 imports: setup
 	$(BIN)/lint-imports
 
-# Four workers on two cores, because much of the time is waiting. A machine that is busy beside it can make a
-# deadline of a test pass: what failed is run once more, alone, and fails the command if it fails again.
+# Four workers on two cores, because much of the time is waiting; files that take longest begin first (tests/conftest.py).
+# A machine that is busy beside it can make a deadline of a test pass: what failed is run once more, alone, and fails
+# the command if it fails again.
 unit: setup
-	$(BIN)/pytest -n 4 --dist loadfile || $(BIN)/pytest --last-failed --last-failed-no-failures none
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder || $(BIN)/pytest --last-failed --last-failed-no-failures none
 
 # Live servers of vLLM: with two tensor-parallel ranks, updated in both modes by FSDP2 ranks; and plain ones,
 # started by their users with one flag.
