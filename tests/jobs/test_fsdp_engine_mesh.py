@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from windlass.errors import ConfigError
 from windlass.jobs.fsdp_engine import FsdpEngine, ParallelSizes
 from windlass.transfer.collective_group import Rendezvous
 
-RANK = str(Path(__file__).parents[1] / "support" / "mesh_rank.py")
+RANKS = str(Path(__file__).parents[1] / "support" / "mesh_rank.py")
 DEADLINE_S = 120.0
 NORM = 0.5  # what gradients are clipped to: every step's is larger
 
@@ -45,15 +48,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     folder = tmp_path_factory.mktemp("ranks")
     stores = [Rendezvous("127.0.0.1", DEADLINE_S) for _ in WAYS]
     what = json.dumps([WAYS, [store.port for store in stores]])
-    ranks = [
-        subprocess.Popen((sys.executable, RANK, str(rank), str(folder), what)) for rank in range(4)
-    ]
-    try:
-        assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [0] * 4
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    with subprocess.Popen(
+        (sys.executable, RANKS, str(folder), what), start_new_session=True
+    ) as ranks:
+        try:
+            assert ranks.wait(timeout=DEADLINE_S) == 0
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(ranks.pid, signal.SIGKILL)
     return {
         way["name"]: [torch.load(folder / f"{way['name']}-{rank}.pt") for rank in range(4)]
         for way in WAYS

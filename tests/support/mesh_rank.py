@@ -1,4 +1,4 @@
-"""A rank of `test_fsdp_engine_mesh.py`: trains a small decoder in every way that is asked for, one after another.
+"""The ranks of `test_fsdp_engine_mesh.py`: they train a small decoder in every way that is asked for, one after another.
 
 `train` gives the same way's reference in one process, without FSDP, meshes or collectives.
 """
@@ -31,6 +31,7 @@ from windlass.rollout.messages import TrainingSample
 
 VOCABULARY, WIDTH, NUM_HEADS, NUM_LAYERS, LENGTH = 31, 24, 4, 2, 8
 DEADLINE_S = 60.0
+WORLD_SIZE = 4
 
 
 class Block(nn.Module):
@@ -169,7 +170,7 @@ def work(rank: int, folder: Path, way: dict[str, Any], port: int) -> None:
     index, size = engine.setup(
         TrainContext(
             rank=rank,
-            world_size=4,
+            world_size=WORLD_SIZE,
             store_host="127.0.0.1",
             store_port=port,
             controller="",
@@ -194,20 +195,23 @@ def work(rank: int, folder: Path, way: dict[str, Any], port: int) -> None:
     engine.close()
 
 
-def main(rank: int, folder: Path, ways: list[dict[str, Any]], ports: list[int]) -> None:
-    """Every way in a process of its own: torch keeps what it knows of groups that were destroyed.
+def main(folder: Path, ways: list[dict[str, Any]], ports: list[int]) -> None:
+    """Every rank of every way in a process of its own: torch keeps what it knows of groups that were destroyed.
 
     What each of them would import by itself is imported before.
     """
     for name in ("torch._dynamo", "torch.distributed.checkpoint.state_dict"):
         importlib.import_module(name)
     for way, port in zip(ways, ports, strict=True):
-        if not (child := os.fork()):
-            work(rank, folder, way, port)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0, way["name"]
+        children = []
+        for rank in range(WORLD_SIZE):
+            if not (child := os.fork()):
+                work(rank, folder, way, port)
+                os._exit(0)
+            children.append(child)
+        assert [os.waitpid(child, 0)[1] for child in children] == [0] * WORLD_SIZE, way["name"]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(int(sys.argv[1]), Path(sys.argv[2]), *json.loads(sys.argv[3]))
+    main(Path(sys.argv[1]), *json.loads(sys.argv[2]))
