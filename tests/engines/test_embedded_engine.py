@@ -244,18 +244,6 @@ def test_a_setting_that_is_refused_is_told_in_one_line() -> None:
     assert ended.stderr == "engine e: ConfigError: engine e: max_batch must be >= 1, got 0\n"
 
 
-def test_an_engine_that_lost_a_rank_ends(tmp_path: Path) -> None:
-    engine = start(tmp_path, 2)
-    try:
-        children = Path(
-            f"/proc/{engine.process.pid}/task/{engine.process.pid}/children"
-        ).read_text()
-        os.kill(int(children.split()[0]), signal.SIGKILL)
-        assert engine.process.wait(30) == 1
-    finally:
-        end(engine)
-
-
 def test_a_rollout_client_may_ask_for_tokens_and_not_pause(engine: Engine) -> None:
     token = role_token(TOKEN, Access.CLIENT)
     sampling = {"temperature": 0.0, "max_new_tokens": 2}
@@ -283,3 +271,11 @@ def test_a_server_that_cannot_serve_says_why_and_is_not_waited_for() -> None:
     for thread in threading.enumerate():
         if thread.name == "http":
             thread.join(30)
+
+
+@pytest.mark.parametrize("engine", [2], indirect=True, ids=["tp2"])
+def test_an_engine_that_lost_a_rank_ends(engine: Engine) -> None:
+    """The last of those that share it."""
+    children = Path(f"/proc/{engine.process.pid}/task/{engine.process.pid}/children").read_text()
+    os.kill(int(children.split()[0]), signal.SIGKILL)
+    assert engine.process.wait(30) == 1

@@ -373,6 +373,7 @@ def test_a_trainer_that_dies_fails_the_job_with_its_log(tmp_path: Path) -> None:
     assert "no such optimizer" in printed
 
 
+@pytest.mark.long  # the example once more: schedulers give out GPUs in test_schedulers.py as well
 def test_an_engine_shares_the_reservation_of_a_trainer_rank(tmp_path: Path) -> None:
     """The ranks, on their side, find the GPU that they reserved and count it from 0."""
     script = tmp_path / "rank.py"

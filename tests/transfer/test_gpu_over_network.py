@@ -151,12 +151,35 @@ def binds(plan: TransferPlan) -> bool:
     return not (plan.ops.src_strides < 0).any() and not (plan.ops.dst_strides < 0).any()
 
 
+def settings_of(max_examples: int) -> settings:
+    return settings(
+        max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+DRAWN = {"fleet": fleets(), "arena_nbytes": st.sampled_from((0, 256, 1024))}
+
+
 @pytest.mark.parametrize("mode", list(UpdateMode))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(fleet=fleets(), arena_nbytes=st.sampled_from((0, 256, 1024)))
+@settings_of(20)
+@given(**DRAWN)
 def test_engines_hold_the_plan_whatever_the_layouts_the_arena_and_the_mode(
     mode: UpdateMode, fleet: Fleet, arena_nbytes: int
 ) -> None:
+    check_that_engines_hold_the_plan(mode, fleet, arena_nbytes)
+
+
+@pytest.mark.long  # many more of the same
+@pytest.mark.parametrize("mode", list(UpdateMode))
+@settings_of(200)
+@given(**DRAWN)
+def test_engines_hold_the_plan_of_many_layouts(
+    mode: UpdateMode, fleet: Fleet, arena_nbytes: int
+) -> None:
+    check_that_engines_hold_the_plan(mode, fleet, arena_nbytes)
+
+
+def check_that_engines_hold_the_plan(mode: UpdateMode, fleet: Fleet, arena_nbytes: int) -> None:
     plan = plan_transfer(fleet.sources, fleet.destinations)
     assume(binds(plan))
     world = World(fleet, mode, arena_nbytes)
