@@ -170,11 +170,8 @@ class RolloutStats(Counts, kw_only=True):
 
 
 class _Handle(Generic[ResultT]):
-    __slots__ = ("future", "metadata")
-
-    def __init__(self, future: asyncio.Future[ResultT], metadata: object) -> None:
-        self.metadata = metadata
-        self.future = future
+    __slots__ = ()
+    future: asyncio.Future[ResultT]
 
     def done(self) -> bool:
         """Whether awaiting would return or raise at once."""
@@ -189,6 +186,7 @@ class _Handle(Generic[ResultT]):
         self.future.add_done_callback(callback)
 
 
+@dataclass(eq=False, slots=True)
 class RolloutHandle(_Handle[Rollout]):
     """One submitted rollout: await it for its `Rollout`. `metadata` is the submitter's.
 
@@ -196,21 +194,15 @@ class RolloutHandle(_Handle[Rollout]):
     deadline passed, `asyncio.CancelledError` when it was cancelled.
     """
 
-    __slots__ = ("task_id",)
-
-    def __init__(
-        self,
-        task_id: str,
-        future: asyncio.Future[Rollout],
-        metadata: object = None,
-    ) -> None:
-        super().__init__(future, metadata)
-        self.task_id = task_id
+    task_id: str
+    future: asyncio.Future[Rollout]
+    metadata: object = None
 
     def __await__(self) -> Generator[object, None, Rollout]:
         return self.future.__await__()
 
 
+@dataclass(eq=False, slots=True)
 class GroupHandle(_Handle[RolloutGroup]):
     """The samples of one prompt. They are delivered by `RolloutController.next_batch`.
 
@@ -218,18 +210,10 @@ class GroupHandle(_Handle[RolloutGroup]):
     sample failed (the rest of the group is cancelled then). `metadata` is the submitter's.
     """
 
-    __slots__ = ("group_id", "task_ids")
-
-    def __init__(
-        self,
-        group_id: int,
-        task_ids: tuple[str, ...],
-        future: asyncio.Future[RolloutGroup],
-        metadata: object = None,
-    ) -> None:
-        super().__init__(future, metadata)
-        self.group_id = group_id
-        self.task_ids = task_ids
+    group_id: int
+    task_ids: tuple[str, ...]
+    future: asyncio.Future[RolloutGroup]
+    metadata: object = None
 
     def __await__(self) -> Generator[object, None, RolloutGroup]:
         return asyncio.shield(self.future).__await__()

@@ -374,8 +374,8 @@ class WorkerPool:
         """Cancel an attempt that a worker has, or will have when it is back."""
         if name in self.workers:
             self.workers[name].withdraw(task_id, attempt)
-        elif name in self._absent:
-            self._absent[name].pop(task_id, None)
+        else:
+            self.release(name, task_id, attempt)
 
     def release(self, name: str, task_id: str, attempt: int) -> None:
         """A worker's attempt has ended."""
