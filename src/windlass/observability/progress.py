@@ -49,9 +49,9 @@ class Progress:
             at_most_s: after which the start is given up.
         """
         self.end()
-        last_s = _last_times().get(f"{self._of}: {what}") if self._of else None
+        last_s = _last_times().get(f"{self._of}: {what}", 0.0) if self._of else 0.0
         limits = f"at most {at_most_s:.0f} s"
-        if last_s is not None:
+        if last_s >= 1:
             limits += f", {last_s:.0f} s the last time"
         self._say(f"{what} ({limits})")
         self._part, self._ended = (what, time.monotonic(), limits), threading.Event()
