@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import pty
 import select
 import signal
 import subprocess
@@ -360,6 +362,31 @@ def test_who_does_not_come_in_time_is_named_with_where_its_log_is(tmp_path: Path
     assert " s of at most 1 s; not there yet: trainers (0 of 2), engine-a; " in printed
     assert f"; the logs are in {tmp_path}/out/logs\nnext: " in printed
     assert "Traceback" not in printed
+
+
+def test_a_terminal_shows_what_a_start_waits_for_while_it_waits(tmp_path: Path) -> None:
+    never = tmp_path / "never.py"
+    never.write_text("import signal; signal.pause()")
+    script, start = str(EXAMPLE / "trainer.py"), "steps = 4"
+    config = write(tmp_path, (script, str(never)), (start, f"{start}\nstart_deadline_s = 2"))
+    ours, theirs = pty.openpty()
+    job = subprocess.Popen(
+        (sys.executable, "-m", "windlass.cli.main", "launch", str(config)),
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "200"},
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    with open(ours, "rb", buffering=0) as terminal, contextlib.suppress(OSError):
+        while part := terminal.read(1 << 16):
+            shown += part
+    assert job.wait(timeout=DEADLINE_S) == 2
+    part = (
+        b"starting trainer ranks, engines beside them: %d s of at most 2 s; not there yet: trainers"
+    )
+    before_its_end = shown.partition(b"gave up")[0]
+    assert {n for n in range(3) if part % n in before_its_end} >= {0, 1}
 
 
 def test_a_trainer_that_dies_fails_the_job_with_its_log(tmp_path: Path) -> None:
