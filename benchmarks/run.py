@@ -66,16 +66,12 @@ def main() -> int:
 
 def run_script(command: Sequence[str]) -> int:
     """Return its exit status. What it started ends with it when this process is interrupted or ended."""
-    before = signal.signal(signal.SIGTERM, exit_at_signal)
+    script = subprocess.Popen(command, env=inherited_environment(), start_new_session=True)
     try:
-        script = subprocess.Popen(command, env=inherited_environment(), start_new_session=True)
-        try:
-            return script.wait(SCRIPTS_DEADLINE_S)
-        except BaseException:
-            stop(script)
-            raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        return script.wait(SCRIPTS_DEADLINE_S)
+    except BaseException:
+        stop(script)
+        raise
 
 
 def stop(script: subprocess.Popen[bytes]) -> None:
@@ -91,4 +87,6 @@ def stop(script: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, exit_at_signal)
     sys.exit(main())

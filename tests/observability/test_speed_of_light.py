@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from windlass.cli.main import main
 from windlass.errors import ConfigError
 from windlass.observability.speed_of_light import SpeedOfLight
 from windlass.updates.report import RoundOutcome, UpdateReport
+
+ROOT = Path(__file__).parents[2]
 
 
 def report(ceiling_gbps: float = 100.0, num_links: int = 2) -> SpeedOfLight:
@@ -54,28 +56,32 @@ open(sys.argv[2], "w").write("[{}, {}]")
 """
 
 
-def test_bench_runs_what_the_machine_can_and_tells_failures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scripts, out = tmp_path / "benchmarks", tmp_path / "out"
+def runner_in(scripts: Path) -> tuple[str, ...]:
+    """The runner, beside other benchmarks than its own."""
     scripts.mkdir()
-    (scripts / "harness.py").touch()
-    (scripts / "bench_control.py").write_text(SCRIPT)
-    (scripts / "bench_xccl.py").write_text("raise SystemExit(3)")
-    options = ["--scripts", str(scripts), "--out", str(out)]
-    assert main(["bench", "control", *options]) == 0
-    assert (out / "bench_control.json").read_text() == "[{}, {}]"
-    assert main(["bench", "control", "xccl", *options]) == 1
-    assert "failed with 3" in capsys.readouterr().out
+    runner = str(shutil.copy(ROOT / "benchmarks/run.py", scripts))
+    return sys.executable, runner, "--out", str(scripts.parent / "out")
 
 
-def test_bench_refuses_what_it_does_not_know(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "speed"]) == 2
-    assert "suite must be one of" in capsys.readouterr().err
-    assert main(["bench", "--scripts", str(tmp_path)]) == 2
-    assert "--scripts must be" in capsys.readouterr().err
+def test_the_runner_runs_what_is_asked_for_and_tells_failures(tmp_path: Path) -> None:
+    runner = runner_in(tmp_path / "scripts")
+    (tmp_path / "scripts/bench_control.py").write_text(SCRIPT)
+    (tmp_path / "scripts/bench_xccl.py").write_text("raise SystemExit(3)")
+    assert subprocess.run([*runner, "control"], timeout=60).returncode == 0
+    assert (tmp_path / "out/bench_control.json").read_text() == "[{}, {}]"
+    both = subprocess.run(
+        [*runner, "control", "xccl"], timeout=60, stdout=subprocess.PIPE, text=True
+    )
+    assert both.returncode == 1
+    assert "failed with 3" in both.stdout
+
+
+def test_the_runner_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*runner_in(tmp_path / "scripts"), "speed"], timeout=60, stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 2
+    assert "suite must be one of" in done.stderr
 
 
 LEAVING_A_CHILD = """
@@ -104,19 +110,15 @@ subprocess.Popen([sys.executable, "-c", launcher]).wait()
 
 @pytest.mark.parametrize("script", [LEAVING_A_CHILD, LEAVING_A_SERVER])
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
-def test_a_benchmark_ends_with_the_command_and_so_does_what_it_started(
+def test_a_benchmark_ends_with_the_runner_and_so_does_what_it_started(
     by: signal.Signals, script: str, tmp_path: Path
 ) -> None:
     """Also an engine's server, which its launcher starts in a session of its own."""
-    fifo, scripts = tmp_path / "fifo", tmp_path / "scripts"
+    fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    scripts.mkdir()
-    (scripts / "harness.py").touch()
-    (scripts / "bench_planner.py").write_text(script.format(fifo=fifo))
-    options = ("--scripts", str(scripts), "--out", str(tmp_path / "out"))
-    bench = subprocess.Popen(
-        (sys.executable, "-m", "windlass.cli.main", "bench", "planner", *options)
-    )
+    runner = runner_in(tmp_path / "scripts")
+    (tmp_path / "scripts/bench_planner.py").write_text(script.format(fifo=fifo))
+    bench = subprocess.Popen([*runner, "planner"])
     child = os.pidfd_open(int(fifo.read_text()))
     try:
         bench.send_signal(by)
