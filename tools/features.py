@@ -78,7 +78,7 @@ FEATURES: dict[str, dict[str, tuple[str, str]]] = {
 """Of each memory the test, and a word of the cases that belong to the feature."""
 HEAD = """# Which feature on which memory
 
-Made by `tools/features.py` from committed results, not edited by hand. Each cell is a test and how many of its cases passed, of those that ran;
+Made by `tools/features.py` from committed results, not edited by hand. Each row is a test and how many of its cases passed, of those that ran;
 cases are modes of updates, fabrics and wires. Every case compares every element of every parameter that an engine serves. *Not run* names
 what was skipped on that machine, with the reason that the test gave.
 
@@ -150,10 +150,9 @@ def render() -> str:
             f"- {'GPU' if memory == 'gpu' else memory} memory: {found['machine']}, {found['date']} (`{path.name}`)"
         )
     for feature, ways in FEATURES.items():
-        cells = []
         for memory, (_, found) in newest.items():
             if memory not in ways:
-                cells.append("no test: NCCL needs GPUs")
+                rows.append(f"| {feature} | {memory} | no test | NCCL needs GPUs |")
                 continue
             test, word = ways[memory]
             cases = [
@@ -166,10 +165,10 @@ def render() -> str:
                 reasons[f"{feature}, {memory} memory: {case['reason']}"] += 1
             ran = len(cases) - len(skipped)
             file, _, name = test.partition("::")
-            shown = f"{passed} of {ran} passed" if ran else "not run"
-            cells.append(f"`{name}` (`{file}`): {shown}")
-        rows.append(f"| {feature} | " + " | ".join(cells) + " |")
-    lines = [*machines, "", "| feature | host memory | GPU memory |", "|---|---|---|", *rows]
+            shown = f"{passed} of {ran}" if ran else "not run"
+            label = "GPU" if memory == "gpu" else memory
+            rows.append(f"| {feature} | {label} | {shown} | `{name}` (`{file}`) |")
+    lines = [*machines, "", "| feature | memory | passed | test |", "|---|---|---|---|", *rows]
     if reasons:
         lines += ["", "Not run:", ""]
         lines += [f"- {count} of {reason}" for reason, count in sorted(reasons.items())]

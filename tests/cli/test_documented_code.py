@@ -66,6 +66,17 @@ def check_calls(tree: ast.Module, known: dict[str, object]) -> int:
     return count
 
 
+def test_no_row_of_a_table_is_a_paragraph_and_the_readme_is_short() -> None:
+    long = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in PAGES
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if len(line) > 250
+    ]
+    assert not long
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 80
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_on_a_page_names_what_is_there(page: Path) -> None:
     for code in blocks(page):
