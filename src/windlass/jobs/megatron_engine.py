@@ -56,17 +56,23 @@ class MegatronEngine(TrainEngine):
         model: builds a chunk; called once per virtual stage, after Megatron's groups exist and seeds are set.
         optimizer: Megatron's configuration, gradient clipping included.
         forward: see `Forward`.
-        family, vocab_size: of the checkpoint that engines serve, see `connect_megatron_trainer`.
+        family: of the checkpoint that engines serve, see `connect_megatron_trainer`.
+        vocab_size: of that checkpoint.
         ddp: of Megatron's wrapper.
         lr_schedule: Megatron's, from the optimizer; stepped after it by 1, saved and loaded with it.
         num_groups: of a micro-batch, at most; 0 for one micro-batch of all. A step runs as many on every rank, and
             weighs their losses by samples: a loss that is the mean over its samples is that of the step.
-        seq_length, micro_batch_size: of every micro-batch; pipeline stages exchange tensors of that shape. Not needed
-            without pipeline stages, nor with `config.variable_seq_lengths`.
+        seq_length: of every micro-batch; pipeline stages exchange tensors of that shape. Not needed without pipeline
+            stages, nor with `config.variable_seq_lengths`.
+        micro_batch_size: the other length of that shape.
         seed: as `--seed` of Megatron's scripts; each pipeline stage adds 100 times its number.
-        backend: of torch.distributed. device: "cuda" is the first GPU that this rank sees.
+        backend: of torch.distributed.
+        device: "cuda" is the first GPU that this rank sees.
         publish_to_fleet: whether to connect to the controller's fleet.
-        transport, replica, use_main_params, ignore: see `connect_megatron_trainer`.
+        transport: see `connect_megatron_trainer`.
+        replica: see `connect_megatron_trainer`.
+        use_main_params: see `connect_megatron_trainer`.
+        ignore: see `connect_megatron_trainer`.
 
     Raises:
         ConfigError: `num_groups` below 0, or pipeline stages without the shape of what they exchange.
