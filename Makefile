@@ -67,11 +67,11 @@ unit: setup
 	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder || $(BIN)/pytest --last-failed --last-failed-no-failures none
 
 # Live servers of vLLM: with two tensor-parallel ranks, updated in both modes by FSDP2 ranks; and plain ones,
-# started by their users with one flag.
+# started by their users with one flag. Side by side, since each waits for much.
 engine: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
-	WINDLASS_ENGINES=one $(BIN)/pytest -m engines tests/engines/test_live_servers.py -k fresh_one
-	WINDLASS_ENGINES=one $(BIN)/pytest -m engines tests/integrations/test_vllm_plugin.py -k fresh_one
+	WINDLASS_ENGINES=one $(BIN)/pytest -n 2 --dist loadfile -m engines -k fresh_one \
+	  tests/engines/test_live_servers.py tests/integrations/test_vllm_plugin.py
 
 test: lint types imports unit engine
 

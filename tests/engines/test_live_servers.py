@@ -187,7 +187,10 @@ COVERING += [
 ]
 
 CHOICES = {
-    "one": [Live("vllm", "dense", Layout(2), (CMA_IN_PLACE, CMA_STAGED), only=(FSDP,))],
+    # What it holds is compared with a fresh load in its own ranks; a plain server, with a fresh server.
+    "one": [
+        Live("vllm", "dense", Layout(2), (CMA_IN_PLACE, CMA_STAGED), fresh=False, only=(FSDP,))
+    ],
     "covering": COVERING,
     "all": EVERYTHING,
 }
