@@ -34,6 +34,8 @@ from windlass.updates.routes import status_of
 TOKEN = "secret of the test"
 WITHIN_S = 60.0
 ROWS = {"a": 0, "b": 4}
+LATER = pytest.mark.long
+"""Of other moments of a death that others in this file have."""
 """First row of a tensor in the engine's one parameter; it has no place for any other."""
 
 
@@ -250,7 +252,7 @@ async def killed_in_call(
     return process.returncode
 
 
-@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("done", [False, pytest.param(True, marks=LATER)])
 async def test_an_attach_that_dies_before_its_check_leaves_no_engine_in_the_fleet(
     done: bool, engine: Engine, tmp_path: Path
 ) -> None:
@@ -275,7 +277,9 @@ async def test_an_attach_that_is_refused_leaves_no_engine_in_the_fleet(
             await assert_nothing_reaches(controller, engine)
 
 
-@pytest.mark.parametrize(("number", "done"), [(1, True), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("number", "done"), [(1, True), pytest.param(2, False, marks=LATER), (2, True)]
+)
 async def test_an_attach_that_died_is_made_again(
     number: int, done: bool, engine: Engine, tmp_path: Path
 ) -> None:
@@ -290,7 +294,7 @@ async def test_an_attach_that_died_is_made_again(
             await assert_whole_after(controller, engine)
 
 
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=LATER)])
 async def test_an_attach_that_is_ended_leaves_nothing_behind(
     by: signal.Signals, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

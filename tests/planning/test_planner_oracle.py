@@ -54,9 +54,19 @@ def differences(fleet: Fleet, plan: TransferPlan) -> list[str]:
     return problems
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(fleet=fleets(), policy=st.sampled_from(POLICIES))
 def test_every_destination_byte_is_written_once_with_the_right_element(
+    fleet: Fleet, policy: PlanPolicy
+) -> None:
+    plan = plan_transfer(fleet.sources, fleet.destinations, policy)
+    assert differences(fleet, plan) == []
+
+
+@pytest.mark.long  # many more of the same
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(fleet=fleets(), policy=st.sampled_from(POLICIES))
+def test_every_destination_byte_of_many_fleets_is_written_once_with_the_right_element(
     fleet: Fleet, policy: PlanPolicy
 ) -> None:
     plan = plan_transfer(fleet.sources, fleet.destinations, policy)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from memory_transport import MemoryFabric, MemoryTransport
@@ -236,6 +237,15 @@ class Links(RuleBasedStateMachine):
 
 
 TestLinks = Links.TestCase
+TestLinks.settings = settings(max_examples=30, deadline=None)
+
+
+class ManyLinks(Links):
+    """More of the same."""
+
+
+TestManyLinks = pytest.mark.long(ManyLinks.TestCase)
+TestManyLinks.settings = settings(max_examples=300, deadline=None)
 
 
 @pytest.mark.parametrize("kind", ["cast", "transposed"])
