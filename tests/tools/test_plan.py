@@ -19,6 +19,14 @@ from windlass.errors import ConfigError
 SHIPPED = Path(__file__).parents[2] / "examples" / "topologies" / "qwen3-30b-a3b-4-to-4.toml"
 
 
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """The shipped topology with fewer layers: all of them are planned in the first test."""
+    path = tmp_path / "small.toml"
+    path.write_text(SHIPPED.read_text().replace("num_hidden_layers = 48", "num_hidden_layers = 4"))
+    return path
+
+
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     plan_command.add_arguments(parser)
@@ -49,21 +57,21 @@ def test_the_figures_are_those_of_the_plan(
 
 
 def test_a_simulation_is_printed_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    assert plan_command.run(arguments(str(SHIPPED), "--simulate", "--json", str(out))) == 0
+    assert plan_command.run(arguments(str(small), "--simulate", "--json", str(out))) == 0
     figures = json.loads(out.read_text())["simulated"]
     assert figures["wire_s"] >= figures["lower_bound_s"] * 0.999
     assert figures["link_finish_s"]["p50"] <= figures["link_finish_s"]["p99"] <= figures["wire_s"]
     assert figures["loads"]["NIC egress"]["max"] <= 1.001
     assert "simulated wire phase" in capsys.readouterr().out
-    assert plan_command.run(arguments(str(SHIPPED), "--json", str(out))) == 0
+    assert plan_command.run(arguments(str(small), "--json", str(out))) == 0
     assert "simulated" not in json.loads(out.read_text())
 
 
-def test_replicas_that_relay_take_little_longer_than_one(tmp_path: Path) -> None:
-    text = SHIPPED.read_text().replace("replicas = 1", "replicas = 8")
+def test_replicas_that_relay_take_little_longer_than_one(small: Path, tmp_path: Path) -> None:
+    text = small.read_text().replace("replicas = 1", "replicas = 8")
     topology, out = tmp_path / "eight.toml", tmp_path / "plan.json"
     topology.write_text(text)
     words = ("--simulate", "--relay", "tree", "--json", str(out))
@@ -73,27 +81,27 @@ def test_replicas_that_relay_take_little_longer_than_one(tmp_path: Path) -> None
     assert figures["simulated"]["wire_s"] > 7.5 * figures["relayed_wire_s"]
 
 
-def test_a_policy_flag_changes_the_modes(tmp_path: Path) -> None:
+def test_a_policy_flag_changes_the_modes(small: Path, tmp_path: Path) -> None:
     packed = []
     for run_bytes in ("1", "1000000000"):
         out = tmp_path / f"{run_bytes}.json"
         plan_command.run(
-            arguments(str(SHIPPED), "--direct-min-run-bytes", run_bytes, "--json", str(out))
+            arguments(str(small), "--direct-min-run-bytes", run_bytes, "--json", str(out))
         )
         packed.append(json.loads(out.read_text())["num_ops"]["packed"])
     assert packed[0] == 0
     assert packed[1] > 0
 
 
-def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_or_written_are_named(small: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*absent\.toml"):
         plan_command.run(arguments(str(tmp_path / "absent.toml")))
     with pytest.raises(ConfigError, match="--json: cannot write"):
-        plan_command.run(arguments(str(SHIPPED), "--json", str(tmp_path / "no" / "dir.json")))
+        plan_command.run(arguments(str(small), "--json", str(tmp_path / "no" / "dir.json")))
 
 
-def test_each_resource_can_be_the_bottleneck() -> None:
-    topology = parse_topology(SHIPPED.read_text())
+def test_each_resource_can_be_the_bottleneck(small: Path) -> None:
+    topology = parse_topology(small.read_text())
     planned = plan_with_reports(trainer_manifests(topology), engine_manifests(topology))
     fast = Fabric(nic_gbytes_per_s=1e6, per_write_s=1e-12, pack_gbytes_per_s=1e6)
     for slow, words in (
@@ -107,8 +115,8 @@ def test_each_resource_can_be_the_bottleneck() -> None:
         assert cost.lower_bound_s <= cost.wire_s
 
 
-def test_local_bytes_take_the_local_link() -> None:
-    topology = parse_topology(SHIPPED.read_text())
+def test_local_bytes_take_the_local_link(small: Path) -> None:
+    topology = parse_topology(small.read_text())
     planned = plan_with_reports(trainer_manifests(topology), engine_manifests(topology))
     apart = predict(planned.plan, Fabric(nic_gbytes_per_s=10.0), planned.routing)
     together = predict(
@@ -120,8 +128,8 @@ def test_local_bytes_take_the_local_link() -> None:
     assert together.lower_bound_s <= together.wire_s
 
 
-def test_link_figures_add_up() -> None:
-    topology = parse_topology(SHIPPED.read_text())
+def test_link_figures_add_up(small: Path) -> None:
+    topology = parse_topology(small.read_text())
     plan = plan_with_reports(trainer_manifests(topology), engine_manifests(topology)).plan
     links = summarize_links(plan)
     assert links.num_links == 16
@@ -137,6 +145,6 @@ def test_link_figures_add_up() -> None:
         (["--relay", "tree"], "must go with --simulate"),
     ],
 )
-def test_an_option_without_effect_is_refused(words: list[str], says: str) -> None:
+def test_an_option_without_effect_is_refused(small: Path, words: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        plan_command.run(arguments(str(SHIPPED), *words))
+        plan_command.run(arguments(str(small), *words))
