@@ -1,4 +1,4 @@
-"""The scripts of docs/rollout.md, as somebody who copies them runs them."""
+"""The scripts of the pages on rollouts, as somebody who copies them runs them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fake_engine import FakeEngine
 from pages import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/rollout.md"
+DOCS = ROOT / "docs"
+SHOWN = [block for page in ("tutorials/rollouts.md", "rollout.md") for block in blocks(DOCS / page)]
 ADDRESS = "http://127.0.0.1:8100"
 SAID = {
     "next_batch(GROUPS": [f"step {step}: 32 samples to train on" for step in range(3)],
@@ -23,7 +24,7 @@ SAID = {
 
 @pytest.mark.parametrize("own", SAID)
 async def test_a_script_of_the_page_runs_against_an_engine(own: str, tmp_path: Path) -> None:
-    (code,) = (block for block in blocks(PAGE) if own in block)
+    (code,) = (block for block in SHOWN if own in block)
     script = tmp_path / "rollouts.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "WINDLASS_TOKEN": "a-token"}
     async with FakeEngine("engine-a", version=-1) as engine, asyncio.timeout(60):
@@ -36,5 +37,5 @@ async def test_a_script_of_the_page_runs_against_an_engine(own: str, tmp_path: P
 
 
 def test_every_script_of_the_page_is_run() -> None:
-    scripts = [block for block in blocks(PAGE) if block.startswith("import ")]
+    scripts = [block for block in SHOWN if block.startswith("import ")]
     assert [sum(own in script for own in SAID) for script in scripts] == [1] * len(SAID)
