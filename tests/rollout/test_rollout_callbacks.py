@@ -40,7 +40,8 @@ class Proxy:
         self.target = target
         self.random = random.Random(seed)
         self.num = dict.fromkeys(FAULTS, 0)
-        self.old: list[bytes] = []
+        self.old: dict[str, list[bytes]] = {}
+        """By worker: each numbers its frames, and no network has one worker say what another said."""
         self.sent: set[tuple[str, int]] = set()
         self.late: set[asyncio.Task[None]] = set()
         self.hellos: list[WorkerHello] = []
@@ -69,23 +70,27 @@ class Proxy:
         await near.prepare(request)
         async with self.session.ws_connect(f"{self.target}/v1/workers") as far:
             back = asyncio.create_task(self.backwards(far, near))
+            old: list[bytes] = []
             async for message in near:
                 assert message.type is WSMsgType.BINARY
                 frame = WORKER_FRAMES.decode(message.data)
                 if isinstance(frame, WorkerHello):
                     self.hellos.append(frame)
+                    old = self.old.setdefault(frame.incarnation, [])
                 if not isinstance(frame, CompletionBatch):
                     await far.send_bytes(message.data)
                     continue
                 outcomes = map(decode_outcome, frame.outcomes)
                 self.sent.update((o.task_id, o.attempt) for o in outcomes)
-                if not await self.treat(far, message.data):
+                if not await self.treat(far, message.data, old):
                     break
             back.cancel()
             await near.close()
         return near
 
-    async def treat(self, far: aiohttp.ClientWebSocketResponse, frame: bytes) -> bool:
+    async def treat(
+        self, far: aiohttp.ClientWebSocketResponse, frame: bytes, old: list[bytes]
+    ) -> bool:
         """Forward a frame, or not; false for a connection that is cut."""
         fault = self.random.choice(FAULTS)
         self.num[fault] += 1
@@ -99,9 +104,9 @@ class Proxy:
             self.num_answers_to_lose += 1
         if fault == "doubled":
             await far.send_bytes(frame)
-        if fault == "old again" and self.old:
-            await far.send_bytes(self.random.choice(self.old))
-        self.old.append(frame)
+        if fault == "old again" and old:
+            await far.send_bytes(self.random.choice(old))
+        old.append(frame)
         await far.send_bytes(frame)
         return True
 
@@ -166,7 +171,11 @@ async def test_a_result_that_comes_after_its_rollout_was_given_up_is_ignored(rig
     url = await proxy.start(rig.stack)
     held, go = asyncio.Event(), asyncio.Event()
 
-    async def hold(far: aiohttp.ClientWebSocketResponse, frame: bytes) -> bool:
+    async def hold(
+        far: aiohttp.ClientWebSocketResponse,
+        frame: bytes,
+        old: list[bytes],
+    ) -> bool:
         held.set()
         await go.wait()
         await far.send_bytes(frame)
