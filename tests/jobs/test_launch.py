@@ -118,6 +118,7 @@ def check_example(tmp_path: Path, config: Path, **environment: str) -> None:
     assert '"routable":true,' in page
 
 
+@pytest.mark.long  # the example once more; `make test-security` runs it
 def test_a_whole_job_speaks_tls_alone(tmp_path: Path) -> None:
     config = write(tmp_path, ("steps = 4", "steps = 2"))
     check_example(tmp_path, config, **Authority(tmp_path).issue())
