@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,34 +15,20 @@ import pytest
 import torch
 import transformers
 from child_process import running
-from hf_settings import SMALL
+from hf_settings import DENSE, SPARSE
+from needs import need_package
 
 import windlass
 from windlass.jobs.schedulers.local import LocalScheduler
 from windlass.jobs.train_controller import TrainController
 from windlass.rollout.messages import TrainingSample
 
-pytest.importorskip("megatron.core")
+need_package("megatron")
 
 TOKEN = "secret of the test"
 RANK = str(Path(__file__).parents[1] / "support" / "megatron_engine_rank.py")
 DEADLINE_S = 120.0
 NUM_TOKENS, LR, NORM = 8, 0.02, 0.5
-DENSE = {
-    **SMALL,
-    "model_type": "qwen3",
-    "vocab_size": 64,  # no padding: Megatron counts padded logits into its loss
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": None,
-}
-SPARSE = {
-    **DENSE,
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-}
 
 
 def sample(number: int) -> TrainingSample:
@@ -65,7 +52,7 @@ def groups_of(step: int) -> list[list[TrainingSample]]:
 class Alone:
     """The same steps by transformers and torch's AdamW, in this process."""
 
-    def __init__(self, config: dict[str, Any], folder: Path) -> None:
+    def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
         torch.manual_seed(3)
         settings = transformers.AutoConfig.for_model(**config)
         self.model = transformers.AutoModelForCausalLM.from_config(settings)
@@ -106,7 +93,7 @@ class Alone:
     ids=["ep2_distributed_optimizer", "tp2_distributed_optimizer", "pp2", "pp2_virtual2"],
 )
 async def test_steps_and_what_is_served_are_those_of_transformers(
-    tmp_path: Path, config: dict[str, Any], layout: dict[str, Any], is_restarted: bool
+    tmp_path: Path, config: Mapping[str, Any], layout: dict[str, Any], is_restarted: bool
 ) -> None:
     alone = Alone(config, tmp_path)
     (tmp_path / "sequence.json").write_text(json.dumps([0] * NUM_TOKENS))

@@ -28,7 +28,22 @@ SMALL: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-"""Of a `config.json`; so are the two below."""
+"""Of a `config.json`; so are those below."""
+DENSE: Mapping[str, Any] = {
+    **SMALL,
+    "model_type": "qwen3",
+    "vocab_size": 64,  # no padding: Megatron counts padded logits into its loss
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": None,
+}
+SPARSE: Mapping[str, Any] = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
 SMALL_ROUTED: Mapping[str, Any] = {
     "n_routed_experts": 8,
     "n_shared_experts": 1,

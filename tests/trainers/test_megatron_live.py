@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 import transformers
 from child_process import running
-from hf_settings import SMALL, SMALL_LATENT, spec_of
+from hf_settings import DENSE, SMALL_LATENT, SPARSE, spec_of
 from live_trainer import NUM_TOKENS
 from megatron_rank import checkpoint
 from needs import need_package
@@ -27,21 +28,6 @@ need_package("megatron")
 
 TOKEN = "secret of the test"
 TRAINER = Path(__file__).parents[1] / "support" / "live_trainer.py"
-DENSE = {
-    **SMALL,
-    "model_type": "qwen3",
-    "vocab_size": 64,  # no padding: Megatron counts padded logits into its loss
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": None,
-}
-SPARSE = {
-    **DENSE,
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-}
 LATENT = {**DENSE, **SMALL_LATENT, "rms_norm_eps": 1e-6}
 
 
@@ -75,7 +61,7 @@ LATENT = {**DENSE, **SMALL_LATENT, "rms_norm_eps": 1e-6}
 )
 async def test_the_engine_computes_the_loss_that_megatron_reached(
     tmp_path: Path,
-    config: dict[str, Any],
+    config: Mapping[str, Any],
     layout: dict[str, int],
     mode: UpdateMode,
 ) -> None:
@@ -115,7 +101,7 @@ async def test_the_engine_computes_the_loss_that_megatron_reached(
 
 
 async def served_weights(
-    http: aiohttp.ClientSession, url: str, config: dict[str, Any]
+    http: aiohttp.ClientSession, url: str, config: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     names = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**config)
@@ -130,7 +116,7 @@ async def served_weights(
     return served
 
 
-def loss_of(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> float:
+def loss_of(config: Mapping[str, Any], weights: dict[str, torch.Tensor]) -> float:
     """Next-token loss of transformers, on the sequences that Megatron saw."""
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**config)

@@ -227,10 +227,10 @@ def _observe(
     held = loads.held()
     prints = prints_of(held)
     places = {name: h.address for name, h in held.items()}
-    numbers = _read_digits(loads, held, exact_numel, scattered, layers)
+    loaded = {n: h for n, h in held.items() if prints[n] != before.get(n)}
+    numbers = _read_digits(loads, loaded, exact_numel, scattered, layers)
     if layers is not None:
-        read = {name for name, found in prints.items() if found != before.get(name)}
-        numbers = layers.all_of({n: numbers[n] for n in read}, held, codes)
+        numbers = layers.all_of(numbers, held, codes)
     load(codes.random(1))
     held = loads.held()
     constants = [n for n, h in held.items() if prints.get(n) == fingerprint(h.memory())]

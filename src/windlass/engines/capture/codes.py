@@ -37,12 +37,7 @@ LOUDNESS = 16.0
 
 
 def chunk_on(device: torch.device) -> int:
-    """Elements that are compared at a time: their numbers, of 8 bytes each, stay in a core's cache."""
-    return 1 << 16 if device.type == "cpu" else 1 << 24
-
-
-def batch_on(device: torch.device) -> int:
-    """Elements of a load that are made at a time: few enough for a core's cache; a GPU works while more are asked for."""
+    """Elements that are made or compared at a time: few enough for a core's cache; a GPU works while more are asked for."""
     return 1 << 16 if device.type == "cpu" else 1 << 24
 
 
@@ -343,7 +338,7 @@ class Codes:
 
         A model has thousands of tensors (experts), so that values are made for many at once.
         """
-        most = batch_on(self.device)
+        most = chunk_on(self.device)
         for batch in self._all if batches is None else batches:
             stored, first, last = batch.specs[0].dtype, batch.first, batch.last
             made = torch.empty(last - first, dtype=torch_dtype(stored), device=self.device)
@@ -361,13 +356,13 @@ class Codes:
     def _batches(
         self, specs: Iterable[int], chosen: frozenset[str] = frozenset()
     ) -> Iterator[_Batch]:
-        """Tensors that follow each other and are made alike, of `batch_on` elements in all.
+        """Tensors that follow each other and are made alike, of `chunk_on` elements in all.
 
         The numbers of several share their high 32 bits.
         """
         batch: list[CheckpointSpec] = []
         first = last = 0
-        most = batch_on(self.device)
+        most = chunk_on(self.device)
         for index in specs:
             spec = self.specs[index]
             begin, end = int(self.starts[index]), int(self.starts[index + 1])
