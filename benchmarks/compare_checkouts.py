@@ -1,7 +1,9 @@
 """Every figure of a benchmark in this checkout and in another one, run in turns on one machine.
 
 A machine is not equally fast all the time, so one run of each would compare two moments of it. With
-`--at-once` both run at the same time, each on half of the cores, which they exchange in every turn.
+`--at-once N`, N runs of each go on at the same time, each on cores of its own, which the two checkouts
+exchange in every turn. The ratio of a figure is the median of the ratios of the pairs that ran beside each
+other (or after each other), with the interval that holds the true median with a probability of 95 %.
 
     git worktree add FOLDER COMMIT
     python benchmarks/compare_checkouts.py bench_rollout FOLDER --json FILE -- --only throughput
@@ -10,6 +12,7 @@ A machine is not equally fast all the time, so one run of each would compare two
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,12 +20,33 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness import Row, median_p95, parser, report
 
 HERE = Path(__file__).resolve().parent
 DEADLINE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRow(Row):
+    """A figure of this checkout beside the other's: `ratio` is the median of the pairs' ratios."""
+
+    ratio_low: float = 0.0
+    ratio_high: float = 0.0
+    num_pairs: int = 0
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Bounds of the median by order statistics (the sign test), at 95 %; all of them if there are fewer than six."""
+    ordered, n = sorted(values), len(values)
+    outside, tail = 0, 0.5**n
+    while outside + 1 <= (n - 1) // 2 and 2 * tail <= 0.05:
+        outside += 1
+        tail += math.comb(n, outside) * 0.5**n
+    first = max(outside - 1, 0)
+    return ordered[first], ordered[n - 1 - first]
 
 
 ON_CORES = """
@@ -68,7 +92,9 @@ def main() -> None:
     options.add_argument("benchmark", help="name of a script beside this one")
     options.add_argument("other", type=Path, help="the other checkout")
     options.add_argument("--turns", type=int, default=6, help="runs of each checkout")
-    options.add_argument("--at-once", action="store_true", help="both run at the same time")
+    options.add_argument(
+        "--at-once", type=int, default=0, metavar="N", help="runs of each at a time"
+    )
     options.add_argument("--commit", help="of the other checkout, where git cannot say")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments, given = options.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
@@ -79,37 +105,45 @@ def main() -> None:
     checkouts = {"this": HERE.parent, "other": arguments.other.resolve()}
     found: dict[str, list[dict[tuple[str, str], Row]]] = defaultdict(list)
     cores = sorted(os.sched_getaffinity(0))
-    half = len(cores) // 2
-    with ThreadPoolExecutor(2 if arguments.at_once else 1) as runs:
+    num_shares = 2 * arguments.at_once or 1
+    size = len(cores) // num_shares
+    if size < 1:
+        options.error(
+            f"--at-once must be at most half of the {len(cores)} cores, got {arguments.at_once}"
+        )
+    shares = [cores[size * index : size * (index + 1)] for index in range(num_shares)]
+    with ThreadPoolExecutor(num_shares) as runs:
         for turn in range(arguments.turns):
-            order = sorted(checkouts, reverse=bool(turn % 2))
-            shares = (cores[:half], cores[half:]) if arguments.at_once else (cores, cores)
+            order = sorted(checkouts, reverse=bool(turn % 2)) * (arguments.at_once or 1)
             pending = [
                 runs.submit(figures, checkouts[which], arguments.benchmark, given, share)
-                for which, share in zip(order, shares, strict=True)
+                for which, share in zip(
+                    order, shares if arguments.at_once else 2 * shares, strict=True
+                )
             ]
             for which, run in zip(order, pending, strict=True):
                 found[which].append(run.result())
     commit = arguments.commit or _commit_of(checkouts["other"])
-    rows = []
+    rows: list[Row] = []
     for key, first in found["this"][0].items():
         if any(key not in each for results in found.values() for each in results):
             continue
-        ours, theirs = (
-            median_p95([each[key].value for each in found[which]])[0] for which in checkouts
-        )
+        ours, theirs = ([each[key].value for each in found[which]] for which in checkouts)
+        ratios = [a / b if b else math.inf for a, b in zip(ours, theirs, strict=True)]
         rows.append(
-            Row(
+            ComparedRow(
                 first.case,
                 first.metric,
-                ours,
+                median_p95(ours)[0],
                 first.unit,
                 f"at {commit}",
-                theirs,
-                ratio=ours / theirs if theirs else float("inf"),
+                median_p95(theirs)[0],
+                median_p95(ratios)[0],
+                *interval(ratios),
+                len(ratios),
             )
         )
-    report(rows, arguments.json, f"{arguments.benchmark}, medians of {arguments.turns} turns")
+    report(rows, arguments.json, f"{arguments.benchmark}, medians of {len(found['this'])} runs")
 
 
 if __name__ == "__main__":
