@@ -136,7 +136,8 @@ test-clusters: setup
 # Processes on hosts of their own: network namespaces, slow and lossy lines, partitions, a live vLLM over two (root).
 test-hosts: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
-	$(BIN)/pytest -m cluster tests/updates tests/integrations/test_vllm_hosts.py $(ARGS)
+	test -n "$(WINDLASS_SGLANG_VENV)" || bash tools/engines/install.sh sglang .venv-sglang $(VENV)
+	$(BIN)/pytest -m cluster tests/updates tests/integrations/test_vllm_hosts.py tests/integrations/test_sglang_hosts.py $(ARGS)
 
 # True verbs: a guest machine with two soft-RoCE devices. Emulated, so it takes many minutes.
 # RDMA_TESTS='-k Mooncake' for a part of it.

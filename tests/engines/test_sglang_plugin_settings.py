@@ -9,8 +9,10 @@ import pytest
 
 from windlass import envs
 from windlass.engines.capture.codes import checkpoint_folder
+from windlass.engines.join_route import JoinOrder
 from windlass.engines.private_routes import saved_key
 from windlass.engines.sglang import plugin
+from windlass.engines.sglang.spec import ELSEWHERE_VARIABLE
 from windlass.envs import CONTROLLER_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from windlass.errors import ConfigError, PeerUnreachable
 from windlass.net.addresses import own_address
@@ -37,8 +39,8 @@ def address_towards_elsewhere() -> str:
         pytest.skip("no way to another host")
 
 
-def settings(host: str) -> SimpleNamespace:
-    return SimpleNamespace(host=host, port=30000)
+def settings(host: str, nnodes: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(host=host, port=30000, nnodes=nnodes)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.2"])
@@ -64,6 +66,33 @@ def test_a_server_that_only_its_host_reaches_joins_no_controller_elsewhere(
         ConfigError, match=r"--host must be an address that others reach.*got '127\.0\.0\.1'"
     ):
         plugin._Member(settings("127.0.0.1"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_server_over_several_hosts_is_reached_by_its_own_ranks(host: str) -> None:
+    """Though its controller is on this host, and the address towards it the loopback one."""
+    with pytest.raises(ConfigError, match=r"since a rank is on another host, got '127\.0\.0\.1'"):
+        plugin._Member(settings(host, nnodes=2))
+
+
+def test_a_server_over_several_hosts_is_given_no_other_token() -> None:
+    member = plugin._Member(settings("10.0.0.2", nnodes=2))
+    for _ in range(2):  # and may be told where to join afterwards
+        with pytest.raises(ConfigError, match="token must not be given"):
+            member.join(JoinOrder("http://10.0.0.1:8000", token="another"))
+
+
+def test_ranks_on_other_hosts_read_the_token_from_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ELSEWHERE_VARIABLE, "")
+    plugin._have_ranks_know_the_token()
+    assert envs.environment_value(ELSEWHERE_VARIABLE)
+    monkeypatch.delenv(TOKEN_FILE_VARIABLE)
+    with pytest.raises(ConfigError, match="WINDLASS_TOKEN must be set"):
+        plugin._have_ranks_know_the_token()
+    monkeypatch.setenv(TOKEN_VARIABLE, "it leaves the environment, and ranks do not find it")
+    with pytest.raises(ConfigError, match="WINDLASS_TOKEN_FILE must be set on every host"):
+        plugin._have_ranks_know_the_token()
+    assert not envs.environment_value(TOKEN_VARIABLE)
 
 
 def test_to_wait_takes_a_token_and_to_join_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

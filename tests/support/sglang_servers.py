@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hosts import Host
 from servers import FLAGS, ROOT, TOKEN, VENVS, Layout, Server, environment
 
 from windlass.net.access import Access, role_token
+from windlass.net.addresses import free_port
 
 PROMPT = [5, 9, 33, 101]
 NUM_TOKENS = 8
@@ -83,6 +85,34 @@ def variables(installed: str, **given: str) -> dict[str, str]:
     return {**{k: v for k, v in inherited.items() if not k.startswith("WINDLASS_")}, **given}
 
 
+def of_host(host: Host, installed: str, **given: str) -> dict[str, str]:
+    """As `variables`, for one of two ranks, on a host of a `Network`."""
+    own = {
+        "GLOO_SOCKET_IFNAME": "rail0",
+        "SGLANG_HOST_IP": host.address,
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    }
+    return {**variables(installed, **given), **own}
+
+
+@contextmanager
+def following(
+    model: Path, log: Path, host: Host, environment: Mapping[str, str], flags: Sequence[str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The part of a server over several hosts that is on one but the first."""
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            host.command(*command(model, free_port(), *flags)), env=environment,
+            stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
 @contextmanager
 def launched(
     model: Path,
@@ -90,12 +120,21 @@ def launched(
     port: int,
     environment: Mapping[str, str],
     program: Sequence[str] = LAUNCH_SERVER,
+    *,
+    flags: Sequence[str] = (),
+    layout: Layout = Layout(),  # noqa: B008 - frozen
+    host: Host | None = None,
 ) -> Iterator[Server]:
-    """A server of the user's, once it serves."""
+    """A server of the user's, once it serves.
+
+    flags: come last. layout: that they ask for. host: of a `Network`, and not this machine.
+    """
     ready = threading.Event()
+    typed = command(model, port, *flags, program=program)
     process = subprocess.Popen(
-        command(model, port, program=program), env=environment, text=True, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        typed if host is None else host.command(*typed), env=environment, text=True,
+        start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )  # fmt: skip
 
     def forward() -> None:
@@ -106,6 +145,8 @@ def launched(
                 written.flush()
                 if "The server is fired up" in line:
                     ready.set()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5)  # at its log's end its status is not known yet
         ready.set()
 
     reading = threading.Thread(target=forward)
@@ -113,7 +154,8 @@ def launched(
     try:
         assert ready.wait(START_S), log.read_text()[-4000:]
         assert process.poll() is None, log.read_text()[-4000:]
-        yield Server(process, f"http://127.0.0.1:{port}", "sglang", Layout(), model)
+        address = "127.0.0.1" if host is None else host.address
+        yield Server(process, f"http://{address}:{port}", "sglang", layout, model)
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

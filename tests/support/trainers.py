@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hosts import Host
 from rank_processes import RankProcesses, running_ranks
 from servers import TOKEN
 from trainer_rank import Order
@@ -57,16 +58,25 @@ def training(
     *,
     ends_well: bool = True,
     script: str = "trainer_rank.py",
+    hosts: Sequence[Host] = (),
 ) -> Iterator[Ranks]:
     """Args: folder: has `config.json` of the model. ends_well: whether every rank lives to the end.
 
-    script: beside this one.
+    script: beside this one. hosts: of the ranks, where they are on hosts of a `Network`.
     """
     script = str(Path(__file__).with_name(script))
     layout = json.dumps(dict.fromkeys(trainer.axes, NUM_RANKS))
     logs = tuple(folder / f"{trainer}-{rank}.log" for rank in range(NUM_RANKS))
     of_all = str(NUM_RANKS), trainer.name, kind, layout, str(folder)
-    commands = [(sys.executable, script, str(rank), *of_all) for rank in range(NUM_RANKS)]
+    commands: list[tuple[str, ...]] = [
+        (sys.executable, script, str(rank), *of_all) for rank in range(NUM_RANKS)
+    ]
+    if hosts:
+        network = ("env", "GLOO_SOCKET_IFNAME=rail0")
+        commands = [
+            tuple(host.command(*network, *command))
+            for host, command in zip(hosts, commands, strict=True)
+        ]
     endings = (0,) if ends_well else None
     with running_ranks(commands, logs, {"WINDLASS_TOKEN": TOKEN}, endings=endings) as processes:
         yield Ranks(processes, logs)

@@ -4,10 +4,16 @@ SGLang answers for the first stage of a pipeline, when later ones may not have b
 of its replicas. So a rank leaves its report in a folder of the launcher's, and sends word through a socket
 there that it is complete. The secrets that a rank needs lie in the same folder, which this user alone can
 read: they are in no environment and in no request.
+
+A rank on another host than that folder sends its report to the engine's server, which leaves it there
+(`windlass.engines.report_route`). It knows the token from its own host, and shows that it does by a code over
+the report: no secret goes from host to host.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 import socket
 import sys
@@ -22,6 +28,7 @@ import msgspec
 
 from windlass.engines.http import EngineHttp
 from windlass.engines.spec import AgentSettings, CapturedLayout, EngineServer, RankStep
+from windlass.envs import control_token
 from windlass.errors import (
     ConfigError,
     PeerTimeout,
@@ -35,8 +42,11 @@ from windlass.observability.progress import Progress
 _log = logging.getLogger(__name__)
 _SOCKET = "sent"
 _SECRETS = "secrets"
+REPORT_PATH = "/windlass/report"
 REPORTED_S = 2.0
 """For what ranks have reported already."""
+_listening: set[str] = set()
+"""Folders of this process in which reports are waited for."""
 
 
 class RefusedByOtherRank(UnsupportedLayout):
@@ -71,25 +81,75 @@ class _Sent(msgspec.Struct, frozen=True):
     failed: bool = False
 
 
-def carry_out(folder: str, rank: int, order: Callable[[Secrets], bytes]) -> None:
+class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank has to say, on its way to the host where it is waited for.
+
+    Attributes:
+        folder: there; no other order has one of that name.
+        rank, failed, body: what it reports, or why it could not do what it was told.
+        proof: that whoever made it knows a token, see `proven_by`.
+    """
+
+    folder: str
+    rank: int
+    failed: bool
+    body: bytes
+    proof: str = ""
+
+    def proven_by(self, token: str) -> Report:
+        """Return the same with the proof of a token, which does not tell the token."""
+        said = msgspec.json.encode(msgspec.structs.replace(self, proof=""))
+        proof = hmac.new(token.encode(), said, hashlib.sha256).hexdigest()
+        return msgspec.structs.replace(self, proof=proof)
+
+    def leave(self) -> None:
+        """Leave it where it is waited for, by this host's user.
+
+        Raises:
+            OSError: whoever asked has given up or ended.
+        """
+        folder = Path(self.folder)
+        (folder / str(self.rank)).write_bytes(self.body)
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(str(folder / _SOCKET))
+            line.sendall(msgspec.json.encode(_Sent(self.rank, self.failed)))
+
+
+def carry_out(
+    folder: str, rank: int, order: Callable[[Secrets], bytes], *, server_url: str = ""
+) -> None:
     """Called by a rank: do what it was told, and report what `order` returns, or why it could not.
 
     Nothing is raised, which would end SGLang's loop; nor is anybody waited for who listens no more.
+
+    Args:
+        folder: where the report is waited for.
+        rank: of this process.
+        order: does it.
+        server_url: of the engine, on the host of that folder; empty where it is the rank's own host. If it is not, the
+            token is the one of the rank's environment (`control_token`), and the only secret that it has.
     """
+    token = ""
     try:
-        sent, body = _Sent(rank), order(_secrets_in(folder))
+        secrets = Secrets(token := control_token()) if server_url else _secrets_in(folder)
+        report = Report(folder, rank, failed=False, body=order(secrets))
     except RefusedByOtherRank:
         return  # the rank that has a reason tells it
     except Exception as error:  # noqa: BLE001 - the engine's loop, and the engine, would end with it
         _log.exception("rank %s", rank)
-        sent, body = _Sent(rank, failed=True), reason_of(error).encode()
+        report = Report(folder, rank, failed=True, body=reason_of(error).encode())
     try:
-        (Path(folder) / str(rank)).write_bytes(body)
-        with socket.socket(socket.AF_UNIX) as line:
-            line.connect(str(Path(folder) / _SOCKET))
-            line.sendall(msgspec.json.encode(sent))
-    except OSError as error:  # whoever asked has given up or ended, or is on another host
+        if server_url:
+            EngineHttp(server_url).post(REPORT_PATH, report.proven_by(token))
+        else:
+            report.leave()
+    except (OSError, WindlassError) as error:  # whoever asked has given up or ended
         _log.warning("rank %s: nobody hears what it reports in %s: %s", rank, folder, error)
+
+
+def is_waited_for(report: Report) -> bool:
+    """Whether this process waits for the report, in the folder that it names."""
+    return report.folder in _listening
 
 
 def reason_of(error: Exception) -> str:
@@ -108,7 +168,7 @@ def _secrets_in(folder: str) -> Secrets:
 
 @final
 class RankReports(ExitStack):
-    """A folder for the reports of every rank of this host; left when they have been read.
+    """A folder for the reports of every rank; left when they have been read.
 
     Args:
         world_size: ranks that will report.
@@ -125,6 +185,8 @@ class RankReports(ExitStack):
             self._listening = self.enter_context(socket.socket(socket.AF_UNIX))
             self._listening.bind(str(Path(self.folder) / _SOCKET))
             self._listening.listen(world_size)
+            self.callback(_listening.discard, self.folder)
+            _listening.add(self.folder)
             undo.pop_all()
 
     def gather(self, deadline_s: float) -> list[bytes]:
@@ -141,7 +203,7 @@ class RankReports(ExitStack):
             except TimeoutError as error:
                 raise PeerTimeout(
                     f"ranks {sorted(missing)} have not reported within {deadline_s} s that an order is "
-                    f"carried out; every rank must be of this server and of this host"
+                    f"carried out; every rank must be of this server"
                 ) from error
             if sent.failed:
                 reason = (Path(self.folder) / str(sent.rank)).read_text()

@@ -27,6 +27,7 @@ from windlass.engines.capture.snapshot import Snapshot
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.rank_reports import Secrets, carry_out
 from windlass.engines.sglang.orders import Digests, Order, Quiesce, SglangApi, Step
+from windlass.engines.sglang.spec import ELSEWHERE_VARIABLE
 from windlass.engines.spec import RankStep
 from windlass.envs import environment_value
 from windlass.errors import UnsupportedLayout
@@ -62,7 +63,12 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
     rank = own_rank()
     match order:
         case Step():
-            carry_out(order.folder, rank, lambda secrets: _take(model, order, rank, secrets))
+            carry_out(
+                order.folder,
+                rank,
+                lambda secrets: _take(model, order, rank, secrets),
+                server_url=order.settings.url if environment_value(ELSEWHERE_VARIABLE) else "",
+            )
         case Quiesce():
             _quiesce(model, order.namespace)
             if order.blocked_s is None:

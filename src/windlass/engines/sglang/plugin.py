@@ -13,6 +13,9 @@ launcher of Windlass has started the server. Else the process that serves HTTP
   `POST /windlass/join` says where; it may do so again, once the controller before has ended.
 
 A launcher's server is made ready in the same way, and joins when the launcher says so.
+
+On the other hosts of a server that spans several (`--node-rank 1` and so on), which serve no HTTP, settings are
+refused and ranks made ready as on the first; orders come from there, and reports go there (`windlass.engines.report_route`).
 """
 
 from __future__ import annotations
@@ -33,10 +36,24 @@ from windlass.engines.join_route import JoinOrder, JoinRoute
 from windlass.engines.private_routes import PrivateRoutes, is_launched, new_key
 from windlass.engines.quantised import require_followed
 from windlass.engines.rank_reports import Secrets, join_fleet
-from windlass.engines.sglang.spec import HOOK, RELEASES, RULES, SglangServer
+from windlass.engines.report_route import ReportRoute
+from windlass.engines.sglang.spec import (
+    ELSEWHERE_VARIABLE,
+    HOOK,
+    RELEASES,
+    RULES,
+    RULES_OF_PLUGIN,
+    SglangServer,
+)
 from windlass.engines.spec import AgentSettings, refuse_expandable_segments, refuse_settings
 from windlass.engines.versions import check_installed
-from windlass.envs import CONTROLLER_VARIABLE, control_token, environment_value
+from windlass.envs import (
+    CONTROLLER_VARIABLE,
+    TOKEN_FILE_VARIABLE,
+    control_token,
+    environment_value,
+    set_values,
+)
 from windlass.errors import ConfigError, ProtocolError, WindlassError
 from windlass.net.addresses import (
     check_url,
@@ -107,11 +124,14 @@ def _prepare(server_args: Any) -> None:
         except AttributeError as error:
             raise LookupError(name) from error
 
-    refuse_settings("SGLang", RULES, setting)
+    refuse_settings("SGLang", RULES if is_launched() else RULES_OF_PLUGIN, setting)
     if Path(settings.model_path).is_dir():
         _require_followed(settings, Path(settings.model_path))
     _set_loader(server_args, [*settings.custom_weight_loader])
     if not _first("prepare"):  # the engine of this process is started again
+        return
+    if settings.node_rank:
+        _have_ranks_know_the_token()
         return
     from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 
@@ -120,6 +140,21 @@ def _prepare(server_args: Any) -> None:
     _stand_in_front(http_server, member)
     if member is not None and member.controller != WAIT:
         _call_when_warm(member.join_at_start)
+
+
+def _have_ranks_know_the_token() -> None:
+    """Called on a host whose ranks report to a server on another host.
+
+    Raises:
+        ConfigError: they could not prove there who they are.
+    """
+    control_token()  # takes it out of the environment
+    if not environment_value(TOKEN_FILE_VARIABLE):
+        raise ConfigError(
+            f"{TOKEN_FILE_VARIABLE} must be set on every host of a server but the first: its ranks read the "
+            f"token there, got ''"
+        )
+    set_values({ELSEWHERE_VARIABLE: "1"})
 
 
 def _resolved(server_args: Any) -> Any:
@@ -195,7 +230,8 @@ def _stand_in_front(http_server: ModuleType, member: _Member | None) -> None:
     def build_behind() -> Any:
         if member is None:
             return PrivateRoutes(build())
-        return JoinRoute(PrivateRoutes(build(), member.key), member.token, member.join)
+        behind = ReportRoute(PrivateRoutes(build(), member.key), member.token)
+        return JoinRoute(behind, member.token, member.join)
 
     app.build_middleware_stack = build_behind
 
@@ -233,12 +269,18 @@ class _Member:
         self.controller = environment_value(CONTROLLER_VARIABLE)
         self.token = control_token()
         self._settings = settings
+        self._spans_hosts: bool = settings.nnodes > 1
         if self.controller != WAIT:
             check_url(self.controller, CONTROLLER_VARIABLE)
             self._url(self.controller)
         elif not self.token:
             raise ConfigError(
                 f"{CONTROLLER_VARIABLE}: {WAIT} must come with a token, which the one who says where shows"
+            )
+        if self._spans_hosts and not self.token:
+            raise ConfigError(
+                "--nnodes must be 1 without a token, by which ranks on other hosts prove who they are, "
+                f"got {settings.nnodes}"
             )
         kept = ExitStack()
         self.key = kept.enter_context(new_key(settings.port))
@@ -280,6 +322,11 @@ class _Member:
             raise ProtocolError("join: the engine must not be on its way into a fleet, it is")
         try:
             check_url(order.controller, "controller")
+            if self._spans_hosts and order.token not in ("", self.token):
+                raise ConfigError(
+                    "token must not be given to a server over several hosts: ranks on the others show the one "
+                    "of their start"
+                )
             given = self._settings
             from windlass.engines.capture.codes import checkpoint_folder
 
@@ -296,8 +343,9 @@ class _Member:
                 loaded=given.load_format != "dummy",
                 serves_own_weights=True,
             )
+            server = SglangServer(RULES_OF_PLUGIN)
             keys = self.key, given.api_key or "", given.admin_api_key or ""
-            join_fleet(SglangServer(), settings, Secrets(order.token or self.token, *keys))
+            join_fleet(server, settings, Secrets(order.token or self.token, *keys))
         finally:
             self._is_joining.release()
         _log.info("engine %s has joined the fleet of %s", settings.name, settings.controller)
@@ -318,9 +366,10 @@ class _Member:
         """
         host: str = self._settings.host
         if is_wildcard(host):
-            return own_address(controller)
-        if is_loopback(host) and not is_this_host(controller):
+            host = own_address(controller)
+        if is_loopback(host) and (self._spans_hosts or not is_this_host(controller)):
+            who = "a rank" if self._spans_hosts else controller
             raise ConfigError(
-                f"--host must be an address that others reach, since {controller} is on another host, got {host!r}"
+                f"--host must be an address that others reach, since {who} is on another host, got {host!r}"
             )
         return host

@@ -25,6 +25,8 @@ from windlass.engines.versions import EngineReleases, Feature, has, installed_ve
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerUnreachable
 
 HOOK = "windlass.engines.sglang.hook.run"
+ELSEWHERE_VARIABLE = "WINDLASS_SGLANG_ELSEWHERE"
+"""Set by the plugin for ranks on other hosts than their server's."""
 
 REPLICAS = Feature(
     "ranks that know their replica (`dp_rank` of `get_parallel()`)",
@@ -94,7 +96,10 @@ _ATTENTION = (
 _EXPERTS = "experts move between ranks while it serves"
 _EXPERTS_LEAVE = "ranks come and go, and experts move with them"
 _OFFLOADED = "weights are copied to the GPU for every step"
-_HOSTS = "every rank must be on the launcher's host, where it writes what it has to say"
+_HOSTS = (
+    "every rank must be on the launcher's host, where it writes what it has to say; a server that you "
+    "start yourself with WINDLASS_CONTROLLER may span several"
+)
 _APART = "prefill and decoding apart are paused in other ways, which have not been shown"
 _TOKENIZERS = (
     "an abort pause waits for the requests of one tokenizer: those of another reach the engine while "
@@ -114,6 +119,7 @@ def _rule(setting: str, allowed: tuple[object, ...], why: str) -> Rule:
     return Rule(f"--{setting.replace('_', '-')}", allowed, why, (setting,))
 
 
+_ONE_HOST = _rule("nnodes", (1,), _HOSTS)
 _CACHES = (
     _rule("hicache_storage_backend", (None,), _STORED),
     _rule("enable_lmcache", (False,), _STORED),
@@ -146,21 +152,30 @@ RULES = (
     _rule("enable_elastic_expert_backup", (False,), _EXPERTS_LEAVE),
     _rule("cpu_offload_gb", (0,), _OFFLOADED),
     _rule("offload_group_size", (-1,), _OFFLOADED),
-    _rule("nnodes", (1,), _HOSTS),
+    _ONE_HOST,
     _rule("disaggregation_mode", ("null",), _APART),
     _rule("tokenizer_worker_num", (1,), _TOKENIZERS),
     _rule("ssl_certfile", (None,), _CLEAR),
 )
 """Of a server whose ranks run an agent."""
+RULES_OF_PLUGIN = tuple(rule for rule in RULES if rule is not _ONE_HOST)
+"""Of one that its user has started: its ranks on other hosts report to the server itself."""
 _SIZES = ("tp_size", "pp_size", "dp_size")
 
 
 @final
 class SglangServer:
-    """`EngineServer` of SGLang."""
+    """`EngineServer` of SGLang.
+
+    Args:
+        rules: that the settings of the server, once it runs, must keep to.
+    """
 
     ready_line = "The server is fired up"
     answers_for_all = False
+
+    def __init__(self, rules: Sequence[Rule] = RULES) -> None:
+        self._rules = rules
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         require_followed(Path(args.model), rest)
@@ -190,17 +205,20 @@ class SglangServer:
     ) -> None:
         from windlass.engines.sglang.orders import Step, order_ranks
 
-        stages = check_server(server, settings.world_size) if step is RankStep.CAPTURE else 1
+        stages = 1
+        if step is RankStep.CAPTURE:
+            stages = check_server(server, settings.world_size, self._rules)
         order = Step(step, settings, folder, stages)
         order_ranks(server, order, settings.world_size, settings.join_deadline_s)
 
 
-def check_server(server: EngineHttp, world_size: int) -> int:
+def check_server(server: EngineHttp, world_size: int, rules: Sequence[Rule] = RULES) -> int:
     """Ask a server what it was set to. One that does not tell is taken as its command line said.
 
     Args:
         server: that runs.
         world_size: ranks that were announced.
+        rules: of its settings.
 
     Returns:
         Stages of its pipeline.
@@ -216,7 +234,7 @@ def check_server(server: EngineHttp, world_size: int) -> int:
     except DECODE_ERRORS as error:
         raise PeerUnreachable(f"{server.url}/server_info: not SGLang's answer: {error}") from error
     # A setting that its release does not know is not checked.
-    refuse_settings(server.url, RULES, told.__getitem__)
+    refuse_settings(server.url, rules, told.__getitem__)
     sizes = [size if isinstance(size := told.get(name), int) else 1 for name in _SIZES]
     if told.keys() >= set(_SIZES) and math.prod(sizes) != world_size:
         raise ConfigError(
