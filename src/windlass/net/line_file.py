@@ -1,6 +1,6 @@
 """An append-only file of JSON lines, of which a crash can tear off the end and nothing else.
 
-Each line is an object whose last member is the CRC-32 of the line without it, so that a damaged line
+Each line is an object whose last member is the XXH3 (64 bits) of the line without it, so that a damaged line
 is never taken for another one. Shared by the journal of rounds, which is on disk before it is acted
 on, and the journal of rollouts, which is written in batches.
 """
@@ -11,16 +11,16 @@ import errno
 import fcntl
 import os
 import stat
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Generic, TypeVar, final
 
 import msgspec
+import xxhash
 
 from windlass.errors import DECODE_ERRORS, ConfigError
 
-CHECKSUM = b',"crc32":"%08x"}\n'
+CHECKSUM = b',"xxh3":"%016x"}\n'
 CHECKSUM_NBYTES = len(CHECKSUM % 0)
 
 EntryT = TypeVar("EntryT")
@@ -80,18 +80,24 @@ class LineFile(Generic[EntryT]):
         """Return an entry as `write` takes it."""
         return self._encoder.encode(entry)
 
+    def check_path(self) -> None:
+        """Check that the next process would find what is written.
+
+        Raises:
+            OSError: the file was removed or replaced.
+        """
+        _check_is(self.path, os.fstat(self._descriptor))
+
     def write(self, encoded: Iterable[bytes]) -> None:
         """Hand a line for each entry to the system, in one call.
 
         From here on they survive the end of this process, not a power cut.
 
         Raises:
-            OSError: disk full, and the like, or the file was removed or replaced, and the next process
-                would not find what is written. It is as if it had not been tried: what the end of the
-                file may have of the lines is cut off by the next call.
+            OSError: disk full, and the like. It is as if it had not been tried: what the end of the file
+                may have of the lines is cut off by the next call.
         """
         data = b"".join(map(add_checksum, encoded))
-        _check_is(self.path, os.fstat(self._descriptor))
         if self._torn:
             os.ftruncate(self._descriptor, self.nbytes)
         self._torn = True
@@ -173,7 +179,7 @@ def _check_is(path: Path, opened: os.stat_result) -> None:
 
 def add_checksum(entry: bytes) -> bytes:
     """Return the line of an object with members: its checksum is the last one."""
-    return entry[:-1] + CHECKSUM % zlib.crc32(entry)
+    return entry[:-1] + CHECKSUM % xxhash.xxh3_64_intdigest(entry)
 
 
 def _has_checksum(line: bytes) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from windlass.rollout.workflows import encode_value
 from windlass.updates.changes import Changes
 
 logger = logging.getLogger(__name__)
+CHECK_PATH_EVERY_S = 0.05
+"""Of the file's name: asking for it takes longer than a write, of which there are four per completion."""
 WRITE_AGAIN_S = 1.0
 """After a write that failed: nobody tells when a disk has room again."""
 
@@ -217,6 +220,7 @@ class RolloutJournal:
         self._added: list[bytes] = []
         self._flush_scheduled = False
         self._broken = ""
+        self._check_path_at = 0.0
         self._changes = Changes()
         self._unacknowledged: dict[str, tuple[str, ...]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -346,6 +350,9 @@ class RolloutJournal:
         if self._file is None or not self._added:
             return
         try:
+            if (now := time.monotonic()) >= self._check_path_at:
+                self._file.check_path()
+                self._check_path_at = now + CHECK_PATH_EVERY_S
             self._file.write(self._added)
         except OSError as error:
             was_broken, self._broken = self._broken, f"cannot be written: {error}"
@@ -401,6 +408,7 @@ class RolloutJournal:
         if file is not None:
             try:
                 if self._added:
+                    file.check_path()
                     file.write(self._added)
             finally:
                 file.close()

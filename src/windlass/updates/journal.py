@@ -201,6 +201,7 @@ class Journal:
             OSError: it cannot be written. It is as if it had not been tried.
         """
         if self._file is not None:
+            self._file.check_path()
             self._file.write([self._file.encode(entry)])
             self._file.sync()
         self._note(entry)
