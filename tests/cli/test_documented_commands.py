@@ -204,6 +204,7 @@ windlass() {{ exec "$PYTHON" -m windlass.cli.main "$@" --port 0; }}
             found = re.fullmatch(r"https://controller.example:(\d+)\n", served.stdout.readline())
             assert found is not None
             context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+            context.verify_flags |= ssl.VERIFY_X509_STRICT  # as Python 3.13 and later have it
             address = "127.0.0.1", int(found[1])
             with (
                 socket.create_connection(address, 10) as plain,
