@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from live_engine.checks import Held, compare, require_fresh, save, settle
 from live_engine.measure import measure
-from live_engine.report import plan_of
+from live_engine.report import capture_rows, case_of, plan_of
 from live_engine.servers import ENGINES, Sglang, Vllm, start_server, tail
 from live_engine.shapes import SHAPES, checkpoint_entries, write_config, write_model_folder
 from live_engine.surroundings import TOKEN
@@ -150,6 +150,16 @@ async def update(
     version = 1 + number * LATER_VERSION
     seconds, _ = (await trainers.all("publish", version))[0]
     say(f"{stage.label}: first version in {seconds:.2f} s, plans and tables included")
+    case, at_link_speed = (
+        case_of(options, stage, nbytes),
+        nbytes / options.trainers / options.ceiling / 1e9,
+    )
+    if number == 0:
+        rows += capture_rows(case, options.log)
+        for row in rows:
+            say(f"{row.metric} {row.value:.2f} s")
+    first = "first version after joining"
+    rows.append(Row(case, first, seconds, "s", "bytes at link speed", at_link_speed))
     rows += await measure(options, stage, server, trainers, version + 1, nbytes, say)
     save_rows(rows, options.json)
     if number == 1 and options.own and options.quantization != "fp8-block":

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
+from harness import Row
 from windlass.config import UpdateMode
 
 
@@ -34,6 +37,20 @@ def case_of(options: argparse.Namespace, stage: Stage, nbytes: int) -> str:
         f"{options.trainer} -> {options.engine} TP{options.tp}, {options.model} "
         f"({nbytes / 1e9:.1f} GB{_label(options)}), {stage.label}, {options.load} streams, decode {decode}"
     )
+
+
+def capture_rows(case: str, log: Path) -> list[Row]:
+    """What the launcher says of the slowest rank's capture. `log`: of the launcher."""
+    found = re.findall(r"seconds of its capture: (.*)", log.read_text(errors="replace"))
+    if not found:
+        return []
+    stages = {name: float(value) for name, value in re.findall(r"(\w[a-z ]*) ([\d.]+)", found[-1])}
+    total = stages.pop("all")
+    loads = sum(seconds for name, seconds in stages.items() if name in ("digits", "random values"))
+    rows = [Row(case, "capture", total, "s", "its loads", loads)]
+    for name, seconds in stages.items():
+        rows.append(Row(case, f"capture, {name}", seconds, "s", "all of it", total))
+    return rows
 
 
 def _label(options: argparse.Namespace) -> str:
