@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from windlass.engines.capture.codes import CheckpointSpec, Codes
-from windlass.engines.capture.memory import fingerprint
+from windlass.engines.capture.element_ids import ElementIds
+from windlass.engines.capture.memory import Holding, Kind, fingerprint
 from windlass.engines.capture.snapshot import CHUNK_NBYTES, HostCopies, Snapshot
 from windlass.layout.dtypes import DType
 
@@ -55,6 +56,39 @@ def test_a_gpu_makes_the_values_that_the_host_makes(dtype: DType) -> None:
         found = made["cuda"][name].cpu()
         assert torch.equal(tensor.view(torch.uint8), found.view(torch.uint8))
         assert fingerprint(tensor.view(-1)) == fingerprint(made["cuda"][name].view(-1))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32])
+@pytest.mark.parametrize("by_place", [False, True])
+def test_a_gpu_finds_wrong_places_and_padding_as_the_host_does(
+    dtype: DType, by_place: bool
+) -> None:
+    """The last rows of each expert are padding."""
+    specs, found = [CheckpointSpec(str(n), (300, 96), dtype) for n in range(6)], []
+    for device in ("cpu", "cuda"):
+        codes = Codes(specs, device)
+        experts = torch.zeros(6, 310, 96, dtype=codes.dtypes[0], device=device)
+        holding = Holding("experts", experts, Kind.PARAMETER)
+        ids = ElementIds(holding, by_place=by_place)
+        for position in range(codes.num_digits):
+            for name, tensor in codes.digits(position):
+                experts[int(name), :300] = tensor
+            ids.observe(holding, codes, position)
+        checks = [ids.check(holding, codes, None)]
+        for name, tensor in codes.random(5):
+            experts[int(name), :300] = tensor
+        checks.append(ids.check(holding, codes, 5))
+        experts[5, 309, 95] = 1
+        checks.append(ids.check(holding, codes, 5))
+        experts[5, 299, 95] = 1
+        checks.append(ids.check(holding, codes, 5))
+        found.append(checks)
+    assert [check.is_right for check in found[0]] == [False, True, True, False]
+    assert found[0] == found[1]
+    assert found[0][1].numel == 6 * 300 * 96
+    assert len({check.padding for check in found[0]}) == 2
 
 
 def test_a_fingerprint_tells_values_and_places() -> None:

@@ -11,10 +11,11 @@ import torch
 from test_capture import deliver
 from torch.nn import Module, ModuleDict, ModuleList, Parameter
 
-from windlass.engines.capture.capture import EXACT_NUMEL, capture
+from windlass.engines.capture.capture import EXACT_NUMEL, FEW, capture
 from windlass.engines.capture.codes import CheckpointSpec, Codes
 from windlass.engines.capture.layers import Layers
 from windlass.engines.capture.memory import held_by
+from windlass.errors import UnsupportedLayout
 from windlass.layout.dtypes import DType
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -122,9 +123,9 @@ def test_one_layer_of_each_kind_is_loaded_with_digits(
     require_delivered(engine, exact_numel)
     every = {"embed", *map(str, range(NUM_LAYERS))}
     num_digits = Codes(specs()).num_digits
-    digits, (one, two, *watched) = engine.loaded[:num_digits], engine.loaded[num_digits:]
+    digits, (proof, *watched) = engine.loaded[:num_digits], engine.loaded[num_digits:]
     assert all(loaded.keys() == {"embed", *chosen} for loaded in digits)
-    assert one.keys() == two.keys() == every, "the proof is of all layers"
+    assert proof.keys() == every, "the proof is of all layers"
     elsewhere = {str(number) for number in range(numbers[0])}
     assert [loaded.keys() for loaded in watched] == [{"embed", *elsewhere}] * bool(elsewhere)
 
@@ -134,6 +135,81 @@ def test_a_layer_that_lies_otherwise_than_its_likes_is_found_out(odd: int) -> No
     engine = Engine(range(NUM_LAYERS), odd=odd)
     require_delivered(engine)
     assert len(engine.loaded[-3]) == NUM_LAYERS + 1, "all layers were loaded with digits"
+
+
+class Padded(Engine):
+    """Fills the padding of one layer with values of its checkpoint."""
+
+    def _load_layer(self, number: str, path: list[str], tensor: torch.Tensor) -> None:
+        super()._load_layer(number, path, tensor)
+        if number == "7" and path[-1] == "gate":
+            layer = self.layers[number]
+            assert isinstance(layer, Layer)
+            layer.experts.data[int(path[1]), 4] = tensor[0]
+
+
+def test_padding_of_a_layer_that_its_likes_have_otherwise_is_loaded_once_more() -> None:
+    """One load cannot tell whether it depends on values."""
+    engine, fresh = Padded(range(NUM_LAYERS)), Padded(range(NUM_LAYERS))
+    deliver(capture(engine, specs(), engine.load, worker="e/0"), checkpoint())
+    fresh.load(iter(checkpoint().items()))
+    assert torch.equal(
+        engine.get_parameter("layers.7.experts"), fresh.get_parameter("layers.7.experts")
+    )
+
+
+class Scaled(Engine):
+    """Besides, a scalar per layer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(range(NUM_LAYERS))
+        for layer in self.layers.values():
+            layer.register_parameter("scale", Parameter(torch.zeros(size)))
+
+    def _load_layer(self, number: str, path: list[str], tensor: torch.Tensor) -> None:
+        if path == ["scale"]:
+            self.layers[number].get_parameter("scale").data.copy_(tensor)
+        else:
+            super()._load_layer(number, path, tensor)
+
+
+@pytest.mark.parametrize(("size", "num_proofs"), [(FEW - 1, 2), (FEW, 1)])
+def test_tensors_of_few_elements_are_loaded_once_more(size: int, num_proofs: int) -> None:
+    """They may hold by chance what they should."""
+    engine = Scaled(size)
+    scales = [
+        CheckpointSpec(f"layers.{n}.scale", (size,), DType.FLOAT32) for n in range(NUM_LAYERS)
+    ]
+    with_scales = sorted([*specs(), *scales], key=lambda spec: spec.name)
+    capture(engine, with_scales, engine.load, worker="e/0")
+    assert [len(loaded) for loaded in engine.loaded].count(NUM_LAYERS + 1) == num_proofs
+
+
+class Forgetful(Engine):
+    """Leaves out one tensor of one layer."""
+
+    def _load_layer(self, number: str, path: list[str], tensor: torch.Tensor) -> None:
+        if (number, path) != ("7", ["norm"]):
+            super()._load_layer(number, path, tensor)
+
+
+def test_what_is_written_in_all_layers_but_one_is_refused() -> None:
+    engine = Forgetful(range(NUM_LAYERS))
+    with pytest.raises(UnsupportedLayout, match=r"layers\.7\.norm.*does not write"):
+        capture(engine, specs(), engine.load, worker="e/0")
+
+
+def test_made_up_weights_are_not_put_back_and_are_captured_again() -> None:
+    """Random values that an earlier capture left there are not taken for those of a later one."""
+    engine = Engine(range(NUM_LAYERS))
+    for _ in range(2):
+        before = engine.embed.detach().clone()
+        captured = capture(engine, specs(), engine.load, worker="e/0", made_up=True)
+        assert not torch.equal(engine.embed, before)
+        assert engine.loaded[-1].keys() == {"embed", *map(str, range(NUM_LAYERS))}
+        assert engine.loaded[-2].keys() == {"embed", "0", "2"}, "nothing was proven twice"
+        assert len(captured.constants) == NUM_LAYERS
+    assert torch.equal(engine.get_buffer("layers.3.rotary"), torch.arange(4.0))
 
 
 def test_a_loader_that_takes_no_part_of_a_checkpoint_is_given_all() -> None:

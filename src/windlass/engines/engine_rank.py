@@ -203,13 +203,16 @@ class EngineRank:
                 f"--tp x --pp x --dp must be the server's ranks, of which this is number {rank}, "
                 f"got {settings.world_size}"
             )
+        seconds: dict[str, float] = {}
         if self._first is None or (
             not self._has_joined and _identity(self.settings) != _identity(settings)
         ):
+            begun = time.perf_counter()
             captured = capture()
             hooks = RankHooks(captured.finalise, self.gate, api() if api and rank == 0 else None)
             self._first = settings, captured, hooks
             _freeze_heap()
+            seconds = {**captured.seconds, "all": time.perf_counter() - begun}
         self._require_same(settings)
         captured = self.captured
         return CapturedLayout(
@@ -217,6 +220,7 @@ class EngineRank:
             unread=captured.unread,
             recomputed=captured.recomputed,
             buffer_nbytes=captured.buffer_nbytes,
+            seconds=seconds,
         )
 
     def join(self, settings: AgentSettings, rank: int, token: str) -> None:

@@ -265,7 +265,7 @@ def check_layouts(engine: str, ranks: Sequence[CapturedLayout]) -> None:
 
     It lies where capture cannot see it (a kernel's private copy), and updates would silently miss it. What
     the loaders of all ranks pass by, the engine does not serve: it is said on stderr, and so is what updates
-    cost that go through buffers, if any do.
+    cost that go through buffers, if any do, and how long the stages of capture took the slowest rank.
 
     Args:
         engine: its name.
@@ -292,3 +292,7 @@ def check_layouts(engine: str, ranks: Sequence[CapturedLayout]) -> None:
             f"{max(len(rank.recomputed) for rank in ranks)} of its tensors are filled by the engine's own "
             f"loader after every update\n"
         )
+    slowest = max((rank.seconds for rank in ranks), key=lambda seconds: seconds.get("all", 0.0))
+    if slowest:
+        stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in slowest.items())
+        sys.stderr.write(f"engine {engine}: seconds of its capture: {stages}\n")

@@ -160,6 +160,11 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     serves_own_weights: bool = False
     join_deadline_s: float = 600.0
 
+    @property
+    def made_up(self) -> bool:
+        """Whether the engine holds values of nobody's, and has answered with none of them."""
+        return not self.loaded and not self.serves_own_weights
+
     def reference(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]] | None:
         """Return what reads the weights that the engine holds now; None where nobody knows them."""
         from windlass.engines.capture.codes import checkpoint_tensors
@@ -175,12 +180,14 @@ class CapturedLayout(msgspec.Struct, frozen=True, kw_only=True):
             loader passed by.
         recomputed: see `windlass.engines.capture.description.Captured`.
         buffer_nbytes: of buffers that stay, because these tensors are received there.
+        seconds: that stages of the capture took; empty for one of an earlier join.
     """
 
     unplaced: tuple[str, ...]
     unread: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
     buffer_nbytes: int
+    seconds: dict[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True)

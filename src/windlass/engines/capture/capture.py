@@ -1,12 +1,26 @@
 """Run the engine's own loader on coded tensors and read off what went where.
 
 `load` is the engine's way from checkpoint tensors to memory that serves, post-processing
-included. It runs once per digit of an element number and twice with ordinary values. The digits
-say which checkpoint element lies at every place; the ordinary values prove it bit for bit. Of layers
+included. It runs once per digit of an element number, and then with random values. The digits
+say which checkpoint element lies at every place; the random values prove it bit for bit. Of layers
 that are alike one is loaded with digits, and the others are taken to lie as it does; where the proof
 does not bear that out, all are. What the loader permutes, pads, splits, fuses or repeats is a copy and
 is followed; what it computes (a dequantised weight, `weight + 1`) fails the proof, and is left to the
 loader itself (`recompute`).
+
+One load of random values is enough where these things are so; where one is not, there is a second one:
+
+- Every tensor that changes holds at every place the value of its element. No load before, nor the engine's
+  start, had these values: the place was written by this load, from that element. A place that holds another
+  element passes by chance, once in 768 in bfloat16 and in 2^24 in float32, independently of others, and a
+  wrong layout is wrong in rows and whole tensors. So tensors of fewer than `FEW` elements, of which nothing
+  was read, need the second load.
+- What a copy of some values is might be none of others. The loads before were of digits, which lie where the
+  random values do in all that was read: one layer of each kind, which the same code loads as its likes.
+- Where no element lies, what was read holds the same after digits as after random values, and its likes hold
+  that, too: it depends on no value.
+- The loads have changed every parameter. Of one that they have not, the second load shows whether it is written
+  at all: its memory is marked before.
 
 The idea of running a loader on tensors that remember where they came from is that of vLLM's
 sharded weight transfer; carrying coordinates in the values needs no operator coverage.
@@ -14,6 +28,7 @@ sharded weight transfer; carrying coordinates in the values needs no operator co
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,9 +39,9 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
+from windlass.engines.capture.codes import CheckpointSpec, Codes, Load
 from windlass.engines.capture.description import Captured, Seen, describe
-from windlass.engines.capture.element_ids import ElementIds, scaled
+from windlass.engines.capture.element_ids import Check, ElementIds, scaled
 from windlass.engines.capture.layers import Layers
 from windlass.engines.capture.memory import (
     Held,
@@ -39,11 +54,17 @@ from windlass.engines.capture.memory import (
 )
 from windlass.engines.capture.recompute import Recompute, plan_recompute
 from windlass.engines.capture.snapshot import Snapshot, undone_if_it_fails
+from windlass.engines.capture.stages import Stages
 from windlass.engines.rank_reports import RefusedByOtherRank
 from windlass.errors import UnsupportedLayout, WindlassError
 
 _Found = TypeVar("_Found")
 EXACT_NUMEL = 1 << 20
+FEW = 4
+"""As many elements by chance hold, in bfloat16, what they should with a probability of 768^-4."""
+_SEEDS = itertools.count(4)
+"""Of random values: no two loads of this process have the same, so that what an earlier one left is never taken for
+what a later one has written."""
 MAX_EXACT_NUMEL = 1 << 30
 """Read place by place if need be: 8 GiB of numbers."""
 
@@ -59,6 +80,7 @@ def capture(
     exact_numel: int = EXACT_NUMEL,
     factors: Sequence[float] = (),
     recompute: bool = True,
+    made_up: bool = False,
 ) -> Captured:
     """Capture the layout of a model, which then holds what it held before, in whatever way this ends.
 
@@ -82,6 +104,8 @@ def capture(
             does are received in a buffer and multiplied by `finalise`. One load more.
         recompute: have `finalise` call `load` with the checkpoint tensors from which the engine
             computes others, for as long as the engine lives; if not, computed tensors are refused.
+        made_up: the engine was started without weights and has served nobody: what its parameters
+            hold is not put back.
 
     Raises:
         UnsupportedLayout: the loader failed, with its reason; or a tensor that is computed and that
@@ -89,21 +113,27 @@ def capture(
             not write, memory that moves with every load, or that only loads make; names all of them.
     """
     held = partial(held_by, model, ignored)
+    stages = Stages()
     codes = Codes(specs, _device(held()))
     guarded = undone_if_it_fails(load, model)
-    before = Snapshot(model, ignored, copies=True)
+    with stages.within("copies"):
+        before = Snapshot(model, ignored, copies=True, parameters=not made_up)
     try:
         start = before.prints if reference is not None else {}
-        loads = _Loads(codes, guarded, held, _multiplied(codes, guarded, held, factors), start)
+        with stages.within("digits"):
+            factors_of = _multiplied(codes, guarded, held, factors)
+        loads = _Loads(codes, guarded, held, factors_of, start, stages)
         seen, part = _observed(loads, exact_numel, recompute=recompute)
         if reference is not None:
-            guarded(reference() if part is None else part.filling(reference()))
-            _require_repeated(held(), start)
-            if part is not None:
-                part.run()
+            with stages.within("own checkpoint"):
+                guarded(reference() if part is None else part.filling(reference()))
                 _require_repeated(held(), start)
-        placed = seen.placed(codes, part)
-        read = _read(loads, placed)
+                if part is not None:
+                    part.run()
+                    _require_repeated(held(), start)
+        with stages.within("description"):
+            placed = seen.placed(codes, part)
+            read = _read(loads, placed)
     except WindlassError:
         raise
     except Exception as error:
@@ -112,14 +142,17 @@ def capture(
             f"{type(error).__name__}: {error}"
         ) from error
     finally:
-        before.restore()
+        with stages.within("putting back"):
+            before.restore()
     # Where tensors lie is told of those that are there again, not of what the last load has made.
     now = held()
     made = [n for n in seen.numbers if n not in now or now[n].reach != seen.holdings[n].reach]
     refuse(made, "tensors that the engine had not before its loader made them")
     if part is not None:
         part.fix_addresses()
-    return describe(replace(seen, holdings=now), codes, worker, part, placed, read)
+    with stages.within("description"):
+        captured = describe(replace(seen, holdings=now), codes, worker, part, placed, read)
+    return replace(captured, seconds=stages.seconds)
 
 
 def capture_on_every_rank(
@@ -164,7 +197,7 @@ def all_ranks(mine: bool, device: torch.device, group: dist.ProcessGroup | None 
 class _Loads:
     """What is loaded, how, and what the model holds now.
 
-    `start`: fingerprints of what it held at its start, if that is the loader's work.
+    `start`: fingerprints of what it held at its start, if that is the loader's work. `stages`: for all of it.
     """
 
     codes: Codes
@@ -172,6 +205,12 @@ class _Loads:
     held: Held
     factors: Mapping[str, float]
     start: Mapping[str, int]
+    stages: Stages
+
+    def random(self, seed: int) -> None:
+        """Load random values."""
+        with self.stages.within("random values"):
+            self.load(self.codes.random(seed))
 
 
 def _multiplied(codes: Codes, load: Load, held: Held, factors: Sequence[float]) -> dict[str, float]:
@@ -210,49 +249,65 @@ def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen
         return seen, None
     if not recompute:
         refuse(seen.computed, "tensors that the engine computes from the checkpoint")
-    return seen, plan_recompute(seen.computed, seen.numbers, loads.codes, loads.load, loads.held)
+    with loads.stages.within("computed tensors"):
+        part = plan_recompute(seen.computed, seen.numbers, loads.codes, loads.load, loads.held)
+    return seen, part
 
 
 def _observe(
     loads: _Loads, exact_numel: int, scattered: frozenset[str], layers: Layers | None
 ) -> Seen:
-    """Load digits, from which the places are read, and then ordinary values, which prove them.
+    """Load digits, from which the places are read, and then random values, which prove them, once or twice.
 
     Raises:
         _PartRefused: the loader takes no part of a checkpoint, if it is given one: digits of `layers`.
     """
-    codes, load = loads.codes, loads.load
-    before = prints_of(loads.held()) if layers is not None else {}
-    _load_digit(loads, 0, layers)
+    codes, stages = loads.codes, loads.stages
+    with stages.within("fingerprints"):
+        before = prints_of(loads.held()) if layers is not None else {}
+    with stages.within("digits"):
+        _load_digit(loads, 0, layers)
     held = loads.held()
-    prints = prints_of(held)
+    with stages.within("fingerprints"):
+        prints = prints_of(held)
     places = {name: h.address for name, h in held.items()}
     loaded = {n: h for n, h in held.items() if prints[n] != before.get(n)}
-    numbers = _read_digits(loads, loaded, exact_numel, scattered, layers)
+    with stages.within("digits"):
+        numbers = _read_digits(loads, loaded, exact_numel, scattered, layers)
+    held = loads.held()
+    paddings: dict[int, int] = {}
     if layers is not None:
-        numbers = layers.all_of(numbers, held, codes)
-    load(codes.random(1))
+        with stages.within("comparison"):
+            read = {n: ids for n, ids in numbers.items() if n in held}
+            paddings = {id(ids): ids.check(held[n], codes, None).padding for n, ids in read.items()}
+            numbers = layers.all_of(numbers, held, codes)
+    loads.random(seed := next(_SEEDS))
     held = loads.held()
-    constants = [n for n, h in held.items() if prints.get(n) == fingerprint(h.memory())]
+    with stages.within("fingerprints"):
+        constants = [n for n, h in held.items() if prints.get(n) == fingerprint(h.memory())]
     changing = [name for name in held if name not in constants]
-    proofs = {
-        n: _Proof(codes, numbers[n], loads.factors.get(n, 1.0)) for n in changing if n in numbers
-    }
-    right = {n for n, proof in proofs.items() if proof.holds(held[n], 1)}
-    idle = {n: held[n].memory().clone() for n in constants if _is_weight(held[n])}
-    for name in idle:
-        with torch.inference_mode():  # as tensors that were made in it demand
-            held[name].memory().view(torch.uint8).fill_(0x55)
-    load(codes.random(0))
-    held = loads.held()
-    right = {n for n in right if proofs[n].holds(held[n], 0)}
-    unwritten = [n for n, constant in idle.items() if not _same(held[n].memory(), constant)]
-    refuse(unwritten, "parameters that the engine's loader does not write")
+    checks = _checks(loads, held, {n: numbers[n] for n in changing if n in numbers}, seed)
+    right = {n for n, check in checks.items() if check.is_right}
+    if layers is None or not (
+        right.issuperset(changing)
+        and not any(_is_weight(held[n]) for n in constants)
+        and all(_is_certain(numbers[n], check, paddings) for n, check in checks.items())
+    ):
+        idle = {n: held[n].memory().clone() for n in constants if _is_weight(held[n])}
+        for name in idle:
+            with torch.inference_mode():  # as tensors that were made in it demand
+                held[name].memory().view(torch.uint8).fill_(0x55)
+        loads.random(seed := next(_SEEDS))
+        held = loads.held()
+        again = _checks(loads, held, {n: numbers[n] for n in right}, seed)
+        right = {n for n in right if again[n] == checks[n]}
+        unwritten = [n for n, constant in idle.items() if not _same(held[n].memory(), constant)]
+        refuse(unwritten, "parameters that the engine's loader does not write")
     moved = [n for n in changing if held[n].address != places.get(n) and _must_stay(held[n])]
     refuse(moved, "tensors that move with every load")
     unproven = frozenset(
         n
-        for n in proofs
+        for n in checks
         if n not in right
         and not numbers[n].by_place
         and n not in scattered
@@ -268,6 +323,30 @@ def _observe(
         unproven=unproven,
         computed=frozenset(n for n in changing if n not in right and n not in unproven) | hidden,
     )
+
+
+def _checks(
+    loads: _Loads, held: Mapping[str, Holding], numbers: Mapping[str, ElementIds], seed: int
+) -> dict[str, Check]:
+    """Compare tensors, just loaded from `random(seed)`, with what their numbers say."""
+    with loads.stages.within("comparison"):
+        return {
+            n: ids.check(held[n], loads.codes, seed, loads.factors.get(n, 1.0))
+            for n, ids in numbers.items()
+        }
+
+
+def _is_certain(numbers: ElementIds, check: Check, paddings: Mapping[int, int]) -> bool:
+    """Return whether one load of random values proves a tensor that is right after it; see the module.
+
+    Args:
+        numbers: what lies where; read, or taken over from a tensor that is alike.
+        check: after that load.
+        paddings: fingerprints of the padding of what was read, after a load of other values.
+    """
+    origin = numbers.origin
+    is_read = numbers is origin
+    return check.padding == paddings.get(id(origin)) and (is_read or check.numel >= FEW)
 
 
 class _PartRefused(Exception):
@@ -338,39 +417,6 @@ def _is_weight(holding: Holding) -> bool:
     take plain numbers, so that these must not be changed for a trial.
     """
     return holding.kind is Kind.PARAMETER and holding.tensor.dim() > 0
-
-
-@final
-class _Proof:
-    """Whether loads of ordinary values lie where the numbers say, and nothing else changes."""
-
-    def __init__(self, codes: Codes, numbers: ElementIds, factor: float) -> None:
-        self._codes, self._numbers, self._factor = codes, numbers, factor
-        self._padding: dict[int, torch.Tensor] = {}
-
-    def holds(self, holding: Holding, seed: int) -> bool:
-        """Compare every place of a tensor, just loaded from `random(seed)`."""
-        if not self._numbers.is_consistent():
-            return False
-        dtype, end = holding.tensor.dtype, int(self._codes.starts[-1])
-        memory = bits_of(holding.memory())
-        for begin, numbers in self._numbers.chunks():
-            found = memory[begin : begin + len(numbers)]
-            least, most = (int(bound) for bound in torch.stack(numbers.aminmax()).tolist())
-            if len(found) != len(numbers) or most >= end:
-                return False
-            empty = None if least >= 0 else numbers < 0
-            places = numbers if empty is None else numbers.clamp(min=0)
-            copied = self._codes.expected(places, seed, dtype)
-            expected = bits_of(scaled(copied, self._factor))
-            if empty is not None:
-                padding = found[empty]
-                if not torch.equal(self._padding.setdefault(begin, padding), padding):
-                    return False
-                expected[empty] = padding
-            if not torch.equal(expected, found):
-                return False
-        return True
 
 
 _ATTRIBUTES = ("shape", "dtype", "device", "ndim", "nbytes", "itemsize", "is_meta")

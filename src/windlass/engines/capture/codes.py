@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
+from windlass.engines.capture.kernels import NAMES, kernels_on
 from windlass.engines.quantised import is_declared
 from windlass.errors import ConfigError, UnsupportedLayout
 from windlass.layout.dtypes import DType
@@ -214,6 +215,7 @@ class Codes:
 
     Attributes:
         index: of every tensor in `specs`, by its name.
+        dtypes: torch's, of the tensors.
 
     Raises:
         UnsupportedLayout: a type that does not hold the digits exactly.
@@ -236,6 +238,7 @@ class Codes:
         self.num_digits = max(1, -(-max(0, total - 1).bit_length() // self.digit_bits))
         self.index = {spec.name: at for at, spec in enumerate(specs)}
         self._dtypes = tuple(sorted({spec.dtype for spec in specs}))
+        self.dtypes = tuple(torch_dtype(dtype) for dtype in self._dtypes)
         self._kinds = torch.tensor([self._dtypes.index(s.dtype) for s in specs], device=self.device)
         self._all = tuple(self._batches(range(len(specs))))
 
@@ -261,7 +264,7 @@ class Codes:
         Uniform, below 0.125; in float8 each of the 254 patterns that are a number.
         """
         return self._load(
-            lambda first, last, dtype, _chosen: _ordinary(*self._halves(first, last), seed, dtype)
+            lambda first, last, dtype, _chosen: self._ordinary(first, last, seed, dtype)
         )
 
     def some(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -277,7 +280,7 @@ class Codes:
             lambda first, last, dtype, is_chosen: (
                 _loud(*self._halves(first, last), seed, dtype)
                 if is_chosen
-                else _ordinary(*self._halves(first, last), 0, dtype)
+                else self._ordinary(first, last, 0, dtype)
             ),
             self._batches(range(len(self.specs)), chosen),
         )
@@ -323,6 +326,14 @@ class Codes:
 
     def _indices(self, chosen: frozenset[str]) -> list[int]:
         return [at for at, spec in enumerate(self.specs) if spec.name in chosen]
+
+    def _ordinary(self, first: int, last: int, seed: int, dtype: DType) -> torch.Tensor:
+        kernels, stored = kernels_on(self.device), torch_dtype(dtype)
+        if kernels is None or stored not in NAMES:
+            return _ordinary(*self._halves(first, last), seed, dtype)
+        made = torch.empty(last - first, dtype=stored, device=self.device)
+        kernels.fill(made, first, hash_seed(seed))
+        return made
 
     def _halves(self, first: int, last: int) -> tuple[torch.Tensor, int]:
         """Return the low 32 bits of the numbers [first, last), and the high 32 bits, which all of them share."""
@@ -424,12 +435,17 @@ def _ordinary(low: torch.Tensor, high: _HighHalf, seed: int, dtype: DType) -> to
 
     `low`, (n,) int32, is written over.
     """
-    bits = _bits24(low, high, _signed((seed + 1) * _HIGH))
+    bits = _bits24(low, high, hash_seed(seed))
     if dtype is DType.FLOAT8_E4M3:
         pattern = bits.remainder_(254)
         pattern += pattern >= 127  # 127 and 255 are no numbers
         return pattern.to(torch.uint8).view(torch.float8_e4m3fn)
     return bits.sub_(1 << 23).to(torch.float32).mul_(2.0**-26).to(torch_dtype(dtype))
+
+
+def hash_seed(seed: int) -> int:
+    """Return what the hash of a load's values begins with."""
+    return _signed((seed + 1) * _HIGH)
 
 
 def _bits24(low: torch.Tensor, high: _HighHalf, seed: int) -> torch.Tensor:

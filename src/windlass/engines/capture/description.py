@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -130,6 +130,7 @@ class Captured:
         unread: those of `unplaced` at whose elements the loader did not look.
         recompute: what the engine's own loader has to do after every update, if anything.
         roundings: to be applied after every update, before the repacks.
+        seconds: that the stages of capture took.
     """
 
     manifest: ShardManifest
@@ -140,6 +141,7 @@ class Captured:
     unread: tuple[str, ...] = ()
     recompute: Recompute | None = None
     roundings: tuple[Rounding, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def repacked(self) -> tuple[str, ...]:

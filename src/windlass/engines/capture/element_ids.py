@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
@@ -19,8 +20,9 @@ import numpy.typing as npt
 import torch
 
 from windlass.engines.capture.boxes import ELEMENT, Line, PlacedBox, TooManyBoxes, boxes_of
-from windlass.engines.capture.codes import CheckpointSpec, Codes, chunk_on
-from windlass.engines.capture.memory import Holding
+from windlass.engines.capture.codes import CheckpointSpec, Codes, bits_of, chunk_on, hash_seed
+from windlass.engines.capture.kernels import NAMES, kernels_on
+from windlass.engines.capture.memory import Holding, places_sum
 
 Int64Array = npt.NDArray[np.int64]
 Parts = list[tuple[CheckpointSpec, tuple[PlacedBox, ...]]]
@@ -103,6 +105,21 @@ class _Piece:
     step: int
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """How a tensor compares with the values that it is to hold.
+
+    Attributes:
+        is_right: every place that is to hold an element holds its value.
+        padding: a fingerprint of what lies where no element is to; 0 if there is no such place.
+        numel: places that are to hold an element.
+    """
+
+    is_right: bool
+    padding: int = 0
+    numel: int = 0
+
+
 @final
 class ElementIds:
     """Element numbers of one tensor, gathered digit by digit.
@@ -141,6 +158,11 @@ class ElementIds:
         if not self.by_place:
             rows = memory.view(self._shape)[:, self._at]
             self._samples += read_digit(rows, bits, position, factor)
+
+    @property
+    def origin(self) -> ElementIds:
+        """Return those that were read, of which these are the likes; itself if these were."""
+        return self if self._like is None else self._like[0]
 
     @property
     def highest(self) -> int:
@@ -193,6 +215,34 @@ class ElementIds:
                 heads = self._heads[group : group + num_groups, row : row + num_rows, None]
                 numbers = torch.where(heads >= 0, heads + pattern, _NOTHING)
                 yield (group * rows + row) * width, numbers.reshape(-1)
+
+    def check(self, holding: Holding, codes: Codes, seed: int | None, factor: float = 1.0) -> Check:
+        """Compare every place of a tensor, just loaded from `random(seed)`; without a seed none is right."""
+        memory, end = holding.memory(), int(codes.starts[-1])
+        if not self.is_consistent() or holding.reach != math.prod(self._shape):
+            return Check(False)
+        dtype, kernels = memory.dtype, kernels_on(memory.device)
+        fits = codes.dtypes == (dtype,) and dtype in NAMES and holding.reach < 1 << 32
+        if kernels is not None and fits and factor == 1.0:
+            patterns = self._patterns().contiguous()
+            wrong, padding, numel = kernels.check(
+                memory, self._heads.contiguous(), patterns, end, hash_seed(seed or 0)
+            )
+            return Check(seed is not None and not wrong, padding, numel)
+        bits, is_right, padding, numel = bits_of(memory), seed is not None, 0, 0
+        for begin, chunk in self.chunks():
+            found, numbers = bits[begin : begin + len(chunk)], chunk
+            least, most = (int(bound) for bound in torch.stack(chunk.aminmax()).tolist())
+            if least < 0:
+                filled = chunk >= 0
+                places = torch.arange(begin, begin + len(chunk), device=memory.device)
+                padding += places_sum(found[~filled], places[~filled])
+                found, numbers = found[filled], chunk[filled]
+            numel += len(numbers)
+            if is_right and seed is not None:
+                expected = bits_of(scaled(codes.expected(numbers, seed, dtype), factor))
+                is_right = most < end and torch.equal(expected, found)
+        return Check(is_right, padding % (1 << 64), numel)
 
     def placed(self) -> tuple[Int64Array, Int64Array]:
         """(numbers, places) of all places that hold an element, if these were read `by_place`."""

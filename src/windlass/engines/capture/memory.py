@@ -9,6 +9,7 @@ from enum import StrEnum
 import torch
 
 from windlass.engines.capture.codes import bits_of
+from windlass.engines.capture.kernels import kernels_on
 from windlass.errors import UnsupportedLayout
 from windlass.layout.naming.patterns import said
 
@@ -116,17 +117,28 @@ def fingerprint(memory: torch.Tensor) -> int:
         memory: (n,) contiguous.
     """
     words = _words_of(memory)
+    if words.dtype is torch.int64 and (kernels := kernels_on(words.device)) is not None:
+        return kernels.fingerprint(words)
     chunk = (
         1 << 15 if words.device.type == "cpu" else 1 << 24
     )  # fits a core's cache; keeps a GPU busy
     steps = torch.arange(min(chunk, len(words)), device=words.device).mul_(_STEP)
     total = 0
     for begin in range(0, len(words), chunk):
-        mixed = words[begin : begin + chunk].to(torch.int64, copy=True)
-        mixed.add_(1).mul_(_WEIGHT).add_(steps[: len(mixed)]).add_(_signed(begin * _STEP))
-        mixed.bitwise_xor_(mixed >> 29).mul_(_STEP)
-        total += int(mixed.bitwise_xor_(mixed >> 32).sum())
+        part = words[begin : begin + chunk]
+        total += _mixed_sum(part, steps[: len(part)] + _signed(begin * _STEP))
     return total % (1 << 64)
+
+
+def places_sum(values: torch.Tensor, places: torch.Tensor) -> int:
+    """Return the part of a fingerprint that these words have, of which others lie between. (n,) integers each."""
+    return _mixed_sum(values, places * _STEP)
+
+
+def _mixed_sum(words: torch.Tensor, steps: torch.Tensor) -> int:
+    mixed = words.to(torch.int64, copy=True).add_(1).mul_(_WEIGHT).add_(steps)
+    mixed.bitwise_xor_(mixed >> 29).mul_(_STEP)
+    return int(mixed.bitwise_xor_(mixed >> 32).sum())
 
 
 def _signed(number: int) -> int:

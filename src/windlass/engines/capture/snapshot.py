@@ -62,10 +62,16 @@ class Snapshot:
         ignored: addresses of storages whose bytes are not kept (key-value caches).
         copies: whether bytes are kept, too: a copy of every tensor that the model reaches, on its
             device where that has room, else on the host. What a GPU still holds is not written again.
+        parameters: whether those of parameters are among them; scalars are in any case.
     """
 
     def __init__(
-        self, model: torch.nn.Module, ignored: frozenset[int] = frozenset(), *, copies: bool = False
+        self,
+        model: torch.nn.Module,
+        ignored: frozenset[int] = frozenset(),
+        *,
+        copies: bool = False,
+        parameters: bool = True,
     ) -> None:
         self._kept: list[tuple[Callable[[Any, Any], None], object, object]] = []
         self._tensors: list[_KeptTensor] = []
@@ -79,7 +85,11 @@ class Snapshot:
                 for number, kept in enumerate(self._tensors)
                 if kept.data is not None
             )
-            held = distinct((*tensors_of(model), *others), ignored)
+            held = {
+                name: holding
+                for name, holding in distinct((*tensors_of(model), *others), ignored).items()
+                if parameters or holding.kind is not Kind.PARAMETER or not holding.tensor.dim()
+            }
         self._bytes = _KeptBytes(held)
 
     def _keep(self, item: object, kind: _Kind) -> None:

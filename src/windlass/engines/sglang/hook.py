@@ -142,6 +142,7 @@ def _layout_of(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured
         partial(load_again, model),
         worker=f"{settings.name}/{rank}",
         reference=settings.reference(),
+        made_up=settings.made_up,
     )
     untouched = _orders_change_nothing(model)
     if order.num_stages > 1 and _has_sessions() and not untouched:

@@ -338,14 +338,14 @@ class Device:
         grid: int,
         block: int,
         arguments: Sequence[Any],
-        stream: Stream,
+        stream: ctypes.c_void_p,
     ) -> None:
-        """Queue a kernel. `arguments`: ctypes values."""
+        """Queue a kernel. `arguments`: ctypes values. `stream`: handle of one, of ours or another library's."""
         pointers = (ctypes.c_void_p * len(arguments))(
             *(ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in arguments)
         )
         shape = (grid, 1, 1, block, 1, 1, 0)
-        self.call("cuLaunchKernel", function, *shape, stream.handle, pointers, None)
+        self.call("cuLaunchKernel", function, *shape, stream, pointers, None)
 
 
 def compile_source(source: str, architecture: str) -> bytes:

@@ -184,4 +184,4 @@ class Kernels:
         )
         num_threads = THREADS_PER_MULTIPROCESSOR * num_multiprocessors or self._num_threads
         grid = min(num_threads // table.block, len(pieces))
-        self._device.launch(self._functions[name], grid, table.block, arguments, stream)
+        self._device.launch(self._functions[name], grid, table.block, arguments, stream.handle)

@@ -1,0 +1,111 @@
+"""The kernels of `capture.cu`, for memory of GPUs: one pass over it, where torch makes twenty."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Sequence
+from importlib import resources
+from typing import final
+
+import torch
+
+from windlass.errors import TransferFailed, TransportUnavailable
+from windlass.memory.cuda.driver import Device, compile_source
+
+_log = logging.getLogger(__name__)
+NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+"""Types of elements that kernels make and check."""
+_BLOCK = 256
+_BLOCKS_PER_MULTIPROCESSOR = 8
+
+
+@final
+class Kernels:
+    """Compiled for one GPU; each is queued on torch's current stream.
+
+    Args:
+        device: of CUDA.
+
+    Raises:
+        TransportUnavailable: NVRTC is missing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = Device(torch.empty(0, device=device).get_device())
+        self._on = device
+        source = resources.files("windlass.engines.capture").joinpath("capture.cu").read_text()
+        self._module = self._device.load(compile_source(source, self._device.architecture))
+        self._functions: dict[str, ctypes.c_void_p] = {}
+
+    def fingerprint(self, words: torch.Tensor) -> int:
+        """Return `memory.fingerprint` of a tensor, (n,) int64."""
+        return self._run(
+            "fingerprint", len(words), (_address(words), ctypes.c_uint64(len(words))), 1
+        )[0]
+
+    def fill(self, out: torch.Tensor, first: int, seed: int) -> None:
+        """Write the values of `codes._ordinary` of the numbers from `first` on; `seed`: as the hash takes it."""
+        numel = len(out)
+        arguments = (
+            *(_address(out), ctypes.c_uint64(numel), ctypes.c_uint64(first)),
+            ctypes.c_uint32(seed % (1 << 32)),
+        )
+        self._launch(f"fill_{NAMES[out.dtype]}", numel, arguments)
+
+    def check(
+        self, memory: torch.Tensor, heads: torch.Tensor, patterns: torch.Tensor, end: int, seed: int
+    ) -> tuple[int, int, int]:
+        """Return what `Check` says: how many places are wrong, a fingerprint of padding, how many are no padding.
+
+        Args:
+            memory: (groups * rows * width,), fewer than 2^32.
+            heads: (groups, rows) int64, contiguous.
+            patterns: (groups, width) int64, contiguous.
+            end: elements of the checkpoint.
+            seed: as the hash takes it.
+
+        Raises:
+            TransferFailed: the GPU did not look at every place.
+        """
+        numel = len(memory)
+        arguments = (
+            *(_address(tensor) for tensor in (memory, heads, patterns)),
+            *(ctypes.c_uint32(size) for size in (numel, heads.shape[1], patterns.shape[1])),
+            *(ctypes.c_int64(end), ctypes.c_uint32(seed % (1 << 32))),
+        )
+        wrong, padding, held, empty = self._run(f"check_{NAMES[memory.dtype]}", numel, arguments, 4)
+        if held + empty != numel:  # a kernel that did nothing would have found nothing wrong
+            raise TransferFailed(f"cuda: {held + empty} of {numel} elements were compared")
+        return wrong, padding, held
+
+    def _run(self, name: str, numel: int, arguments: Sequence[object], num_sums: int) -> list[int]:
+        """Return the sums that a kernel makes, of 64 bits each."""
+        sums = torch.zeros(num_sums, dtype=torch.int64, device=self._on)
+        self._launch(name, numel, (*arguments, _address(sums)))
+        return [value % (1 << 64) for value in sums.tolist()]
+
+    def _launch(self, name: str, numel: int, arguments: Sequence[object]) -> None:
+        if name not in self._functions:
+            self._functions[name] = self._device.function(self._module, name)
+        most = self._device.num_multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
+        grid = max(1, min(most, -(-numel // _BLOCK)))
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device.ordinal).cuda_stream)
+        self._device.launch(self._functions[name], grid, _BLOCK, arguments, stream)
+
+
+def _address(tensor: torch.Tensor) -> ctypes.c_uint64:
+    return ctypes.c_uint64(tensor.data_ptr())
+
+
+@functools.cache
+def kernels_on(device: torch.device) -> Kernels | None:
+    """Return the kernels of a device; None where torch has to do: in host memory, and without NVRTC."""
+    if device.type != "cuda":
+        return None
+    try:
+        return Kernels(device)
+    except TransportUnavailable as error:
+        _log.warning("capture takes longer, by torch alone: %s", error)
+        return None
