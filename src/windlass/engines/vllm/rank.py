@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast, final
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -89,10 +92,11 @@ def capture_rank(
         worker.vllm_config, adapter=bool(settings.adapter), is_launched=api is not None
     )
 
-    direct = _DirectCopies(worker.model_runner.get_model())
+    direct, counts = _DirectCopies(worker.model_runner.get_model()), _Counts()
 
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        with _reloading(worker.model_runner.get_model()), direct.where_needed():
+        model = worker.model_runner.get_model()
+        with _reloading(model), direct.where_needed(), counts.kept():
             worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
 
     def own() -> Captured:
@@ -106,6 +110,7 @@ def capture_rank(
             worker=f"{settings.name}/{rank}",
             reference=settings.reference(),
             ignored=cache_storages(worker),
+            made_up=settings.made_up,
         )
 
     def captured() -> Captured:
@@ -201,6 +206,64 @@ class _DirectCopies(TorchFunctionMode):
         make_online_process_loader(module, name)(target, value)
 
 
+_Count = Callable[[Any, inspect.BoundArguments], tuple[int, object]]
+
+
+@final
+class _Counts:
+    """How many elements weight loaders copy, counted once for all tensors that are loaded alike.
+
+    vLLM's reload (0.24, 0.32) calls every weight loader twice: at first with a parameter without memory, to count
+    what it copies, since a layer is processed once all of it has come. That is a third of its time. Layers that are
+    alike have the same counts; with a wrong one a layer would be processed without what comes later, and would
+    fail the proof of a capture.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[int, object]] = {}
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within it vLLM counts nothing twice."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        count: _Count = layerwise.get_numel_loaded
+
+        def counted(loader: Any, arguments: inspect.BoundArguments) -> tuple[int, object]:
+            key = _key_of(loader, arguments)
+            if key is None:
+                return count(loader, arguments)
+            if key not in self._known:
+                self._known[key] = count(loader, arguments)
+            return self._known[key]
+
+        layerwise.get_numel_loaded = counted
+        try:
+            yield
+        finally:
+            layerwise.get_numel_loaded = count
+
+
+def _key_of(loader: Any, arguments: inspect.BoundArguments) -> tuple[object, ...] | None:
+    """Return what a count depends on: kinds of tensors and of modules, other arguments; None if that cannot be told."""
+    method = inspect.ismethod(loader)
+    found: list[object] = [loader.__func__, type(loader.__self__)] if method else [loader]
+    for name, value in arguments.arguments.items():
+        if isinstance(value, torch.Tensor):
+            if is_lazy(value):
+                return None
+            found += name, type(value), value.shape, value.dtype
+        elif isinstance(value, str):
+            found += name, _NUMBER_IN_PATH.sub(".", value)
+        elif value is None or isinstance(value, int | float):
+            found += name, value
+        else:
+            return None
+    return tuple(found)
+
+
+_NUMBER_IN_PATH = re.compile(r"\.\d+\.")
+"""Of a layer, or of an expert, which is an argument of its own too."""
 _DATA = vars(torch._C.TensorBase)["data"].__get__
 _OF_KERNELS = ("moe_kernel", "moe_quant_config")
 """What refers to tensors of experts: the kernel, and where its block scales lie."""

@@ -1,0 +1,75 @@
+"""vLLM's reload asks what each weight loader copies; of tensors that are loaded alike it is told at once."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from windlass.engines.vllm.rank import _Counts
+
+
+class Experts:
+    """A layer, and how it loads."""
+
+    def weight_loader(
+        self, param: torch.Tensor, loaded: torch.Tensor, name: str, shard_id: str, expert_id: int
+    ) -> None:
+        raise AssertionError("only looked at")
+
+
+@pytest.fixture
+def layerwise(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """vLLM's module, with a count that says how often it was called."""
+    called: list[object] = []
+
+    def get_numel_loaded(loader: object, arguments: inspect.BoundArguments) -> tuple[int, object]:
+        called.append(loader)
+        return len(called), True
+
+    name = "vllm.model_executor.model_loader.reload"
+    for at in range(1, name.count(".") + 2):
+        part = ".".join(name.split(".")[:at])
+        monkeypatch.setitem(sys.modules, part, ModuleType(part))
+    module = ModuleType(f"{name}.layerwise")
+    module.__dict__["get_numel_loaded"] = get_numel_loaded
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys.modules[name], "layerwise", module, raising=False)
+    return module
+
+
+def test_a_count_is_taken_over_by_what_is_loaded_alike_alone(layerwise: ModuleType) -> None:
+    counts, count = _Counts(), layerwise.get_numel_loaded
+
+    def counted(*, layer: int = 0, size: int = 8, shard_id: str = "w1", expert: int = 3) -> int:
+        loader = Experts().weight_loader
+        arguments = inspect.signature(loader).bind(
+            torch.empty(2, 2 * size, 4, device="meta"),
+            torch.zeros(size, 4),
+            f"model.layers.{layer}.experts.{expert}.w13_weight",
+            shard_id,
+            expert,
+        )
+        found: tuple[int, object] = layerwise.get_numel_loaded(loader, arguments)
+        return found[0]
+
+    with counts.kept():
+        assert counted() == 1
+        assert counted(layer=17) == 1
+        assert counted(shard_id="w3") == 2
+        assert counted(expert=4) == 3
+        assert counted(size=16) == 4
+    with counts.kept():
+        assert counted(layer=5, shard_id="w3") == 2
+    assert layerwise.get_numel_loaded is count
+    assert counted() == 5
+
+
+def test_what_a_count_may_depend_on_unseen_is_counted_each_time(layerwise: ModuleType) -> None:
+    with _Counts().kept():
+        for number in (1, 2):
+            arguments = inspect.signature(lambda param, how: None).bind(torch.zeros(1), object())
+            assert layerwise.get_numel_loaded(None, arguments)[0] == number
