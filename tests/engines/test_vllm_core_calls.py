@@ -1,16 +1,35 @@
-"""Orders in the queue of vLLM's core; live only on GPUs, by `tests/jobs/test_demo_on_gpu.py`: elsewhere ranks have other processes."""
+"""Calls in the queue of vLLM's core; live by `tests/jobs/test_demo_on_gpu.py` and, for holds, `test_vllm_plugin.py`."""
 
 from __future__ import annotations
 
 import queue
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from windlass.engines.vllm.engine_core import CoreCalls
 from windlass.errors import PeerTimeout, PeerUnreachable
+
+
+class PauseState(IntEnum):
+    """As `vllm/v1/core/sched/interface.py` has it."""
+
+    UNPAUSED, PAUSED_NEW, PAUSED_ALL = range(3)
+
+
+class Scheduler:
+    """The part of vLLM's scheduler that is used."""
+
+    pause_state = PauseState.UNPAUSED
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        self.pause_state = pause_state
 
 
 class Core:
@@ -21,6 +40,11 @@ class Core:
             queue.SimpleQueue()
         )
         self.called: list[tuple[str, tuple[object, ...], int]] = []
+        self.scheduler, self.batch_queue = Scheduler(), deque[str]()
+        self.given_out: list[tuple[str, PauseState]] = []
+        self.weight_version = "default"
+        model = SimpleNamespace(is_multimodal_model=False)
+        self.vllm_config = SimpleNamespace(model_config=model)
         self.held = threading.Event()
         self.held.set()
         self.loop, made = threading.Thread(target=self._run), threading.Event()
@@ -34,6 +58,12 @@ class Core:
         while (found := self.input_queue.get()) is not None:
             self.held.wait(10)
             found[1]()
+
+    def _process_engine_step(self) -> None:
+        self.given_out.append((self.batch_queue.pop(), self.scheduler.pause_state))
+
+    def set_weight_version(self, version: str) -> None:
+        self.weight_version = version
 
     def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[object]:
         if method == "refused":
@@ -79,3 +109,45 @@ def test_a_loop_that_does_not_come_by_is_waited_for_until_the_deadline(core: Cor
     core.held.clear()
     with pytest.raises(PeerTimeout, match=r"windlass_quiesce: not within 0\.05 s"):
         core.calls.call("windlass_quiesce", ["p"], 0.05)
+
+
+@pytest.fixture
+def _releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of a vLLM that stamps tokens itself (0.32)."""
+    interface, engine = (
+        ModuleType("vllm.v1.core.sched.interface"),
+        ModuleType("vllm.v1.engine.core"),
+    )
+    vars(interface)["PauseState"], vars(engine)["EngineCore"] = PauseState, Core
+    places = ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched", "vllm.v1.engine")
+    for module in (*map(ModuleType, places), interface, engine):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.usefixtures("_releases")
+def test_a_hold_begins_when_what_runs_is_given_out_and_ends_with_the_version(core: Core) -> None:
+    core.batch_queue += ["second", "first"]
+    seen = []
+
+    def blocked() -> int:
+        seen.append((threading.get_ident(), core.scheduler.pause_state, core.weight_version))
+        return 7
+
+    core.calls.hold(blocked)
+    assert core.given_out == [("first", PauseState.PAUSED_ALL), ("second", PauseState.PAUSED_ALL)]
+    assert seen == [(core.loop.ident, PauseState.PAUSED_ALL, "default")]
+    assert (core.scheduler.pause_state, core.weight_version) == (PauseState.UNPAUSED, "7")
+
+
+@pytest.mark.usefixtures("_releases")
+def test_a_hold_that_ends_with_no_version_or_fails_leaves_the_core_as_it_was(core: Core) -> None:
+    core.scheduler.pause_state = PauseState.PAUSED_NEW  # by its user
+    core.calls.hold(lambda: -1)
+
+    def fails() -> int:
+        raise ValueError("no round")
+
+    with pytest.raises(PeerUnreachable, match="vLLM's core: hold: ValueError: no round"):
+        core.calls.hold(fails)
+    assert core.scheduler.pause_state is PauseState.PAUSED_NEW
+    assert core.weight_version == "default"

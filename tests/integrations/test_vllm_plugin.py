@@ -36,6 +36,8 @@ BY_CALLER = "by the caller"
 """Who pauses and resumes as frameworks do; `pause=None` of `WeightSync`."""
 BY_FACTORY = "by the caller, of vLLM's own trainer engines"
 """Which number their versions themselves."""
+HOLDING = "POST /update_weights "
+"""In a server's log: it was held by a route, and not by its own agent."""
 TOLD_S = 15.0
 """For whoever waits to hear that a process is dead; deadlines of phases are 60 s and more."""
 
@@ -49,8 +51,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_rank(source: Path) -> Iterator[PlainServer]:
-    """Of all tests, one after the other: it joins the trainers of each, and serves what those before left."""
-    with serving_plain(source, source.with_name("live.log")) as server:
+    """Of all tests, one after the other: it joins the trainers of each, and serves what those before left.
+
+    Its agent holds it; servers whose rank has a process of its own are held by routes.
+    """
+    with serving_plain(source, source.with_name("live.log"), in_core=True) as server:
         yield server
 
 
@@ -140,6 +145,7 @@ def update_in_every_way(server: PlainServer, source: Path, tmp_path: Path, *, tp
             assert [joined.error for joined in trainers.answers()] == [""] * num_ranks
             for _ in range(2):
                 version += 1
+                num_asked = server.log.read_text().count(HOLDING)
                 with (
                     running(server) as lengths,
                     paused([server] if pause == BY_CALLER else []),
@@ -152,6 +158,8 @@ def update_in_every_way(server: PlainServer, source: Path, tmp_path: Path, *, tp
                 assert server.version() == str(version)
                 assert not server.is_paused()
                 ask(server)  # fills its prefix cache
+                num_asked += tp > 1 or pause in ("wait", "abort")
+                assert server.log.read_text().count(HOLDING) == num_asked
     weights = tmp_path / str(version)
     require_fresh(server, weights, tmp_path / "fresh.log", tp=tp, old=old, held=held)
 

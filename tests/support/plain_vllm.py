@@ -131,8 +131,12 @@ def serving_plain(
     port: int = 0,
     flags: Sequence[str] = (),
     host: Host | None = None,
+    in_core: bool = False,
 ) -> Iterator[PlainServer]:
-    """A server as its user starts it, on this machine or on a host of a `Network`."""
+    """A server as its user starts it, on this machine or on a host of a `Network`.
+
+    in_core: its one rank lives in the core's process, as on GPUs.
+    """
     if not (python := VENVS["vllm"] / "bin/python").exists():
         pytest.skip(f"no {python}: make engines installs vllm")
     port = port or free_port()
@@ -153,6 +157,7 @@ def serving_plain(
             **environment("vllm", tp, f"{ROOT / 'src'}:{installed}"),
             **({} if host is None else on_host(host)),
             "VLLM_SERVER_DEV_MODE": "1",
+            **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_core else {}),
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -57,6 +57,7 @@ class EngineClient(Closing):
         can_send: whether other engines may be brought up, or relayed to, from this one.
         serves_own_weights: whether the engine answers before the first version, with weights that it
             came with; if not, it stays paused until one is published.
+        comes_to_rest: see `Hello`.
         connect_deadline_s: how long to wait for the controller.
         intercept: stands between channel and agent, for tests that inject faults.
 
@@ -81,6 +82,7 @@ class EngineClient(Closing):
         url: str = "",
         can_send: bool = True,
         serves_own_weights: bool = False,
+        comes_to_rest: bool = True,
         connect_deadline_s: float = 60.0,
         intercept: Callable[[EngineAgent], CommandHandler] | None = None,
     ) -> None:
@@ -131,6 +133,7 @@ class EngineClient(Closing):
                     round=round_number,
                     mixed_weights=agent.mixed_weights,
                     can_send=can_send,
+                    comes_to_rest=comes_to_rest,
                     registered=registered,
                 )
 

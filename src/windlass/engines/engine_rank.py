@@ -80,6 +80,11 @@ class RankHooks:
         self._paused = False
         self._blocked: threading.Thread | None = None
 
+    @property
+    def has_api(self) -> bool:
+        """Whether this rank brings its engine to rest."""
+        return self._api is not None
+
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         blocked = self._gate.ask(pause_id)
         try:
@@ -192,7 +197,7 @@ class EngineRank:
             rank: of this process.
             capture: captures the layout; called once for these.
             api: makes what pauses the engine; called on rank 0, as often. None where the trainer holds the
-                engine's loops by calls of its own, which come to `QuiesceGate.block`.
+                engine's loops by calls of its own, which come to `QuiesceGate.block`; see `Hello.comes_to_rest`.
 
         Raises:
             UnsupportedLayout: see `capture`; nothing was captured.
@@ -271,6 +276,7 @@ class EngineRank:
             world_size=settings.world_size,
             url=settings.url if rank == 0 else "",
             serves_own_weights=settings.serves_own_weights,
+            comes_to_rest=hooks.has_api,
         )
         self._has_joined = True
 

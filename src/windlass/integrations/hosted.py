@@ -122,13 +122,19 @@ class HostedController:
 
     def missing(self, engines: Sequence[str]) -> list[str]:
         """Which of these engines are not in the fleet now."""
-        found = []
-        for name in engines:
-            try:
-                self.wait_for_fleet([name], 0)
-            except (EngineRefused, PeerTimeout):
-                found.append(name)
-        return found
+
+        async def find() -> list[str]:
+            found = []
+            for name in engines:
+                try:
+                    await self.controller.wait_for_fleet(
+                        engines=(name,), num_trainers=0, deadline_s=0
+                    )
+                except (EngineRefused, PeerTimeout):
+                    found.append(name)
+            return found
+
+        return self.call(find()).result(MARGIN_S)
 
     def call(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Have its loop do `work`."""

@@ -59,6 +59,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         epoch, round: the last that the agent took part in; a restarted controller learns them here.
         mixed_weights: whether live weights may be of two versions.
         can_send: whether an engine rank can hand its weights on to another engine.
+        comes_to_rest: whether this rank brings its engine to rest where requests stay where they are
+            (`PauseMode.IN_PLACE`). If rank 0 does not, whoever hosts the controller does, by the engine's own routes.
         not_resumed: see `Done`.
         registered: by an engine rank.
     """
@@ -79,6 +81,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     round: int = 0
     mixed_weights: bool = False
     can_send: bool = False
+    comes_to_rest: bool = False
     not_resumed: str = ""
     lineage: str = ""
     job: str = ""

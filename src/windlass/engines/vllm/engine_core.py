@@ -4,6 +4,11 @@
 has vLLM import this module in every EngineCore process, before the first request. Read and found to fit in
 0.24 and 0.32.
 
+A hold: what keeps the workers from stepping while weights change begins with vLLM's own pause of requests that
+are kept, without its way through the API server and without the sleep of 20 ms that ends it there
+(`AsyncLLM.pause_generation`): nothing is scheduled, and what runs on the workers is read and given out. So
+no token waits for an update that was made before it, and all that comes after it is of the version after it.
+
 Prefix cache: the hashes of a request's blocks are salted with a namespace, and every update begins
 another one. It is begun in the core's loop, by the very call that then brings the workers to rest or
 holds them, so that no step is scheduled between the two; nothing has been written yet, and should it
@@ -24,8 +29,8 @@ before a pause and is read after it keeps the version that made it. The spans le
 request in `kv_transfer_params`, the one place of vLLM's outputs that its server passes on as it is
 (connectors, which use it, are refused). The version comes from the agents in the ranks: a loop that was
 blocked for an update returns it, before the core schedules the next step. vLLM 0.32 sets a version itself, in
-the core's loop, and so it must be paused by `/pause` for it, which sleeps for 20 ms; with
-WINDLASS_VLLM_OWN_VERSIONS=1 it does as 0.24 does.
+the core's loop: a hold does so as it ends, and where the engine is not held it must be paused by `/pause` for it,
+which sleeps for 20 ms; with WINDLASS_VLLM_OWN_VERSIONS=1 it does as 0.24 does.
 
 Calls: a server of one rank runs it in the core's process. `/collective_rpc` comes there through the event loop
 of the API server, behind the rollouts that are asked for at once when a trainer ends a step, and just then its
@@ -42,7 +47,8 @@ import sys
 import threading
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -65,6 +71,8 @@ _TELLING_CALLS = frozenset({QUIESCES, "windlass_set_version"})
 """Methods of workers that return the version to note from now on, or None."""
 _HOLDS = "update_weights"
 """vLLM's own call of workers, which a weight-transfer backend of ours holds; its argument is a dict."""
+WHOLE = "whole"
+"""Key in that dict: `/start_weight_update` and `/finish_weight_update` are not called; the core sets the version."""
 _LOADS, _INITIALISES = "windlass_capture", "init_weight_transfer_engine"
 OWN_VERSIONS = "WINDLASS_VLLM_OWN_VERSIONS"
 SPANS = "weight_versions"
@@ -149,13 +157,27 @@ class CoreCalls:
             PeerTimeout: it had not within `deadline_s`; it may yet.
             PeerUnreachable: it raised.
         """
+        self._run(method, lambda core: core.collective_rpc(method, args=tuple(args)), deadline_s)
+
+    def hold(self, blocked: Callable[[], int]) -> None:
+        """Hold the core between two steps while `blocked` runs in its loop. Called in another thread.
+
+        Args:
+            blocked: returns the version that is served after it; < 0 for none.
+
+        Raises:
+            PeerUnreachable: it raised.
+        """
+        self._run("hold", lambda core: _hold(core, lambda _namespace: blocked()), None)
+
+    def _run(self, method: str, work: Callable[[Any], object], deadline_s: float | None) -> None:
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
         taken = threading.Event()
 
         def run() -> None:
             taken.set()
             try:
-                self._core.collective_rpc(method, args=tuple(args))
+                work(self._core)
                 done.set_result(None)
             # As vLLM's own call: it is raised where the result is asked for.
             except Exception as error:  # noqa: BLE001
@@ -257,16 +279,16 @@ def keep_caches_apart() -> None:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        if method == _LOADS and _own.calls is None and isinstance(core, EngineCoreProc):
-            _own.calls = CoreCalls(core)
         of_backend = method in (_HOLDS, _INITIALISES) and is_backend_of(core.vllm_config)
-        if method in (QUIESCES, _LOADS) or of_backend:
+        loads = method == _LOADS or (method == _INITIALISES and of_backend)
+        if loads and _own.calls is None and isinstance(core, EngineCoreProc):
+            _own.calls = CoreCalls(core)
+        if method == _HOLDS and of_backend and kwargs is not None:
+            return _update(core, functools.partial(call, core), timeout, kwargs["update_info"])
+        if method == QUIESCES or loads:
             _drop_encoder_outputs(core)
         if method == QUIESCES:
             args = (*args, namespace.begin())
-        elif method == _HOLDS and of_backend and kwargs is not None:
-            update = {**kwargs["update_info"], "namespace": namespace.begin()}
-            kwargs = {**kwargs, "update_info": update}
         found: list[Any] = call(core, method, timeout, args, kwargs)
         if method in _TELLING_CALLS:
             _own.version = next((v for v in found if v is not None), _own.version)
@@ -283,6 +305,61 @@ def keep_caches_apart() -> None:
     EngineCore.collective_rpc = collective_rpc
     EngineCoreProc._handle_client_request = handle_client_request
     KVCacheManager.get_computed_blocks = get_computed_blocks
+
+
+def _update(
+    core: Any, call: Callable[..., list[Any]], timeout: float | None, info: dict[str, object]
+) -> list[Any]:
+    """Have the workers do vLLM's own `update_weights`; of a `whole` update nothing comes before or after it."""
+    found: list[Any] = []
+
+    def update(namespace: str) -> int:
+        nonlocal found
+        told = {**info, "namespace": namespace}
+        if told.pop(WHOLE, False):
+            return int(min(call(_receive, timeout, (told,))))
+        found = call(_HOLDS, timeout, (), {"update_info": told})
+        return -1  # who has begun it ends it, with the version
+
+    _hold(core, update)
+    return found
+
+
+def _receive(worker: Any, info: dict[str, object]) -> int:
+    """Called in a worker that has our backend; returns the version that it serves, < 0 for none."""
+    engine = worker.weight_transfer_engine
+    engine.receive_weights(engine.parse_update_info(info))
+    return int(engine.served_version)
+
+
+def _hold(core: Any, held: Callable[[str], int]) -> None:
+    """Bring a core to rest while `held` keeps its workers; see the module. Called in its loop.
+
+    Args:
+        core: vLLM's `EngineCore`.
+        held: is given the namespace that was begun; returns the version that is served after it, < 0 for none.
+    """
+    with _at_rest(core):
+        _drop_encoder_outputs(core)
+        version = held(_own.namespace.begin())
+        if version >= 0 and not stamps_tokens():
+            core.set_weight_version(str(version))
+
+
+@contextmanager
+def _at_rest(core: Any) -> Iterator[None]:
+    """Have nothing be scheduled, and give out what runs, as `EngineCoreProc.pause_scheduler` and its loop do."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    scheduler = core.scheduler
+    before = scheduler.pause_state
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    try:
+        while core.batch_queue:
+            core._process_engine_step()
+        yield
+    finally:
+        scheduler.set_pause_state(before)
 
 
 def _drop_encoder_outputs(core: Any) -> None:

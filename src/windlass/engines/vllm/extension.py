@@ -124,7 +124,7 @@ class WindlassExtension:
                     core=core_calls() if settings.world_size == 1 else None,
                 )
 
-            found = capture_rank(worker, self.windlass_engine_rank, settings, api)
+            found = capture_rank(worker, self.windlass_engine_rank, settings, api, is_launched=True)
             return msgspec.json.encode(found)
 
         carry_out(folder, self.windlass_rank(), capture)

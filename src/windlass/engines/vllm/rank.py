@@ -72,6 +72,8 @@ def capture_rank(
     engine_rank: EngineRank,
     settings: AgentSettings,
     api: Callable[[], EngineApi] | None = None,
+    *,
+    is_launched: bool,
 ) -> CapturedLayout:
     """Capture what a rank holds of the checkpoint; in its main loop, on every rank of the server.
 
@@ -82,6 +84,7 @@ def capture_rank(
         engine_rank: keeps what was captured.
         settings: of the engine.
         api: see `EngineRank.capture`.
+        is_launched: see `refuse_unsafe_config`.
 
     Raises:
         RefusedByOtherRank: another rank could not, and has the reason.
@@ -89,7 +92,7 @@ def capture_rank(
     """
     rank = number_of(worker)
     refuse_unsafe_config(
-        worker.vllm_config, adapter=bool(settings.adapter), is_launched=api is not None
+        worker.vllm_config, adapter=bool(settings.adapter), is_launched=is_launched
     )
 
     direct, counts = _DirectCopies(worker.model_runner.get_model()), _Counts()

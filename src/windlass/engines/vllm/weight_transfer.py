@@ -4,7 +4,8 @@
 `--weight-transfer-config '{"backend": "windlass"}'` makes one in every worker, after it has loaded the
 model. `/init_weight_transfer_engine` has the worker capture its layout and join the fleet of the trainer;
 `/update_weights` holds its loop between two steps, while the version is received, verified and made live by
-the agent's thread. Interface of vLLM 0.24 and 0.32 (`vllm/distributed/weight_transfer/base.py`).
+the agent's thread. The agent of a server of one rank holds it by itself (`_CoreApi`): a route is asked through the event
+loop of the API server, which also brings every token to its stream. Interface of vLLM 0.24 and 0.32 (`vllm/distributed/weight_transfer/base.py`).
 
 vLLM answers a call with the first failure among its workers, and takes what the others answered for
 answers to its next call. So a worker raises only where it is the last; the trainer hears every reason, and
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import msgspec
@@ -27,11 +29,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from windlass.config import PauseMode
 from windlass.engines.capture.codes import checkpoint_folder
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.quantised import require_followed
 from windlass.engines.rank_reports import RefusedByOtherRank, check_layouts, reason_of
 from windlass.engines.spec import AgentSettings, CapturedLayout, refuse_expandable_segments
+from windlass.engines.vllm.engine_core import CoreCalls, core_calls
 from windlass.engines.vllm.rank import Worker, capture_rank, number_of
 from windlass.errors import ConfigError, WindlassError
 from windlass.updates.engine_channel import report_cannot_join
@@ -140,7 +144,9 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             loaded=load.load_format != "dummy",
             serves_own_weights=True,
         )
-        captured = capture_rank(self.worker, self._engine_rank, settings)
+        core = core_calls() if info.world_size == 1 else None
+        api = None if core is None else partial(_CoreApi, core, self._engine_rank)
+        captured = capture_rank(self.worker, self._engine_rank, settings, api, is_launched=False)
         check_layouts(info.name, _of_all_ranks(captured, info.world_size))
         self._engine_rank.join(settings, rank, info.token)
 
@@ -167,11 +173,14 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 "vLLM: its core must keep caches apart by version, and began no namespace: "
                 "is the plugin excluded by VLLM_PLUGINS?"
             )
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        if self._engine_rank.served_version >= update_info.version:
+        if self.served_version >= update_info.version:
             return  # the call was late
-        self._engine_rank.gate.block(f"version {update_info.version}", update_info.deadline_s)
+        _block(self._engine_rank, f"version {update_info.version}", update_info.deadline_s)
+
+    @property
+    def served_version(self) -> int:
+        """That this worker holds of the trainer's fleet; -1 for none."""
+        return self._engine_rank.served_version
 
     def finish_weight_update(self) -> None:
         """Nothing is left to be done: the agent has finalised what it received."""
@@ -191,6 +200,48 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             ConfigError: always: it gathers every tensor on one rank.
         """
         raise ConfigError("trainer_send_weights: use windlass.integrations.vllm.WeightSync")
+
+
+@final
+class _CoreApi:
+    """`EngineApi` of a server of one rank, whose core is in this process: it is held there, by no route.
+
+    A pause in which requests do not stay where they are is its trainer's: it asks the server for it, and holds it then.
+
+    Args:
+        core: of this process. rank: that lives in it.
+    """
+
+    def __init__(self, core: CoreCalls, rank: EngineRank) -> None:
+        self._core, self._rank = core, rank
+
+    def pause(self, mode: PauseMode, deadline_s: float) -> bool:
+        del mode, deadline_s
+        return False
+
+    def blocks(self, mode: PauseMode) -> bool:
+        return mode is PauseMode.IN_PLACE
+
+    def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
+        def blocked() -> int:
+            _block(self._rank, pause_id, deadline_s)
+            return self._rank.served_version
+
+        if block:
+            self._core.hold(blocked)
+
+    def resume(self, deadline_s: float) -> None:
+        """Nothing was paused."""
+
+    def set_version(self, version: int, deadline_s: float) -> None:
+        """See `CoreCalls.hold`, which does so."""
+
+
+def _block(rank: EngineRank, pause_id: str, deadline_s: float) -> None:
+    """Hold the loop of this worker; see `QuiesceGate.block`."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    rank.gate.block(pause_id, deadline_s)
 
 
 def _of_all_ranks(captured: CapturedLayout, world_size: int) -> list[CapturedLayout]:

@@ -14,6 +14,7 @@ from typing import final
 import msgspec
 
 from windlass.engines.http import EngineHttp, NoSuchRoute
+from windlass.engines.vllm.engine_core import WHOLE
 from windlass.errors import ConfigError, PeerUnreachable, WindlassError
 from windlass.net.addresses import check_url
 
@@ -120,15 +121,13 @@ class VllmServers:
         """POST `/resume`."""
         return self._post("/resume", among, _nothing, deadline_s)
 
-    def start_weight_update(self, among: Collection[str], deadline_s: float) -> dict[str, str]:
-        """POST `/start_weight_update`; 0.24 must be told not to prepare its model for a load."""
-        body = {"is_checkpoint_format": False}
-        return self._post("/start_weight_update", among, lambda _url: body, deadline_s)
-
     def update_weights(
         self, among: Collection[str], version: int, deadline_s: float, *, held_s: float
     ) -> dict[str, str]:
         """POST `/update_weights`: hold every worker until the round of `version` has ended.
+
+        This is the whole update: `/start_weight_update` and `/finish_weight_update` are of no use around it. Tokens are
+        stamped with the version that is served after it, where vLLM does so (0.32).
 
         Args:
             among: the URLs that are asked.
@@ -136,22 +135,8 @@ class VllmServers:
             deadline_s: for each to answer, which they do after the round.
             held_s: for the round to reach a worker; it is let go if none does.
         """
-        body = {"update_info": {"version": version, "deadline_s": held_s}}
+        body = {"update_info": {"version": version, "deadline_s": held_s, WHOLE: True}}
         return self._post("/update_weights", among, lambda _url: body, deadline_s)
-
-    def finish_weight_update(
-        self, among: Collection[str], version: int | None, deadline_s: float
-    ) -> dict[str, str]:
-        """POST `/finish_weight_update`.
-
-        Args:
-            among: the URLs that are asked.
-            version: that tokens are stamped with from now on, where vLLM does so (0.32); None where
-                the old weights stayed.
-            deadline_s: for each.
-        """
-        body = {} if version is None else {"weight_version": str(version)}
-        return self._post("/finish_weight_update", among, lambda _url: body, deadline_s)
 
     def shutdown_weight_transfer_engine(
         self, among: Collection[str], deadline_s: float

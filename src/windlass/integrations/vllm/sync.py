@@ -10,7 +10,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, final
 
-from windlass.config import ControlConfig, UpdateMode
+import msgspec
+
+from windlass.config import ControlConfig, PauseMode, UpdateMode
 from windlass.controller import Controller
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 from windlass.integrations.hosted import HostAddress, HostedController, TrainerRanks
@@ -29,7 +31,6 @@ __all__ = ["SentWeights", "WeightSync"]
 logger = logging.getLogger(__name__)
 REASON_S = 1.0
 """For the reason of a refusal to come, once a server has answered that it refuses."""
-LATE_S = 10.0
 CALL_S = 30.0
 """For a route that does nothing that takes long."""
 PROBE_S = 2.0
@@ -59,8 +60,8 @@ class WeightSync:
 
     Every trainer rank makes one and calls the same methods in the same order: all of them are
     collective. No tensor is gathered. Rank 0 hosts the controller and calls the servers' routes:
-    `/init_weight_transfer_engine` when this is made, and for every version `/pause`, `/start_weight_update`,
-    `/update_weights`, `/finish_weight_update` and `/resume`. Servers are started with
+    `/init_weight_transfer_engine` when this is made, and for every version `/update_weights` of servers of several
+    ranks, and `/pause` and `/resume` where `pause` says so. Servers are started with
     `--weight-transfer-config '{"backend": "windlass"}'` and VLLM_SERVER_DEV_MODE=1.
 
     Memory: engines' weights are written by the trainer's ranks from here to `shutdown`.
@@ -72,9 +73,9 @@ class WeightSync:
         transport: name of the transport, or its configuration in JSON.
         name_map: see `connect_trainer`.
         stacked: see `connect_trainer`.
-        pause: one of `PAUSE_MODES`: what `/pause` is asked before a version and `/resume` follows; None
-            where the caller pauses and resumes, or nobody: requests then stop between two steps and
-            go on where they are, and tokens of a step or two may be stamped with the version before.
+        pause: one of `PAUSE_MODES`: what becomes of running requests. With `keep` they stop between two steps and go
+            on where they are; for the others `/pause` is asked before a version, and `/resume` follows. None where
+            the caller pauses and resumes, which is as `keep` if nobody does.
         api_key: what the servers were started to ask for; empty for nothing.
         deadline_s: for all servers to join, and then for every version.
 
@@ -211,7 +212,11 @@ class _Fleet:
         deadline_s: float,
     ) -> None:
         self._routes, self._urls = routes, urls
-        self._transport, self._pause, self._deadline_s = transport, pause, deadline_s
+        self._transport, self._deadline_s = transport, deadline_s
+        # Whoever holds a server lets its requests stay where they are: of vLLM's `keep` nothing is left to be asked.
+        self._pause = None if pause == "keep" else pause
+        kept = PauseMode.IN_PLACE if self._pause is None else PauseMode.ABORT
+        config = msgspec.structs.replace(config, pause_mode=kept)
         self._held_s = config.deadlines.pause_s
         # From here on engines wait for their loops to be held.
         self._holds_in = Phase.PAUSE if config.mode is UpdateMode.STAGED else Phase.PREPARE
@@ -220,7 +225,7 @@ class _Fleet:
         self._joining = ThreadPoolExecutor(len(urls), "windlass-join")
         # One each: what a server is asked for one round comes after all that it was asked for another.
         self._holding = {name: ThreadPoolExecutor(1, f"windlass-{name}") for name in urls}
-        self._holds: dict[str, Future[None]] = {}
+        self._paused: dict[str, Future[None]] = {}  # in the last round, until resumed
         self.hosted = HostedController(routes.urls, config, self._listen)
         self._coordinator = self.hosted.controller.coordinator
 
@@ -288,34 +293,36 @@ class _Fleet:
         coordinator = self._coordinator
         is_news = version > coordinator.fleet.published
         served = set() if is_news else {engine.name for engine in coordinator.routable()}
+        self._paused.clear()
         for name in self._joined - served:
+            if self._pause is None and self._comes_to_rest(name):
+                continue
             # A server that is only brought up needs not be paused: it is held between two steps.
             pause = self._pause if is_news else None
-            self._holds[name] = self._holding[name].submit(self._hold, name, version, pause, over)
+            held = self._holding[name].submit(self._hold, name, version, pause, over)
+            if pause is not None:
+                self._paused[name] = held
+
+    def _comes_to_rest(self, name: str) -> bool:
+        """Whether the agent of a server holds it by itself; called in the controller's loop."""
+        group = self._coordinator.fleet.group_of(name)
+        first = None if group is None else group.agents.get(0)
+        return first is not None and first.hello.comes_to_rest
 
     def _hold(self, name: str, version: int, pause: str | None, over: threading.Event) -> None:
         """Have a server's loops held until the round is over, and then have it go on."""
         if over.is_set():
             return
-        among = (self._urls[name],)
-        routes, held_s = self._routes, self._held_s
+        among, routes, held_s = (self._urls[name],), self._routes, self._held_s
         refusals = {} if pause is None else routes.pause(among, pause, held_s)
-        refusals = refusals or routes.start_weight_update(among, CALL_S)
         if not refusals:
             routes.update_weights(among, version, self._deadline_s, held_s=held_s)
-            over.wait(LATE_S)
-            served = self.hosted.call(self._served_by(name)).result(CALL_S)
-            routes.finish_weight_update(among, served, CALL_S)
         if pause is not None:
-            self._routes.resume(among, CALL_S)
-
-    async def _served_by(self, name: str) -> int | None:
-        served = {engine.name: engine.version for engine in self._coordinator.routable()}
-        return served.get(name)
+            routes.resume(among, CALL_S)
 
     def wait_resumed(self, names: Collection[str]) -> None:
-        """Return once these servers, which serve a new version, go on."""
-        wait([self._holds[name] for name in names if name in self._holds], CALL_S)
+        """Return once these servers, which serve a new version, go on: others do by themselves, when they are let go."""
+        wait([self._paused[name] for name in names if name in self._paused], CALL_S)
 
     def close(self) -> None:
         """End the controller, and have the servers know. Idempotent."""
