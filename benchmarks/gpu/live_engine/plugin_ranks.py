@@ -20,22 +20,24 @@ import torch
 import torch.distributed as dist
 
 from live_engine import vllm_nccl
+from live_engine.surroundings import TOKEN
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """`source`: a folder with config.json of the model. `gpu`: of every rank."""
+    """`source`: a folder with config.json of the model. `gpu`: of every rank. `is_large`: no rank makes whole tensors."""
 
     source: str
     device: str = "cuda"
     gpu: int = 0
+    is_large: bool = False
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What to do.
 
-    fill: weights of seed `version`. save: those of seed `version` to `folder`. join: `servers` with `mode`, `pause` and
-    `transport`. send: `version` by `WeightSync`. own: the weights by vLLM's backend `ipc` or `nccl` to `servers[0]`, `packed`
-    or not. leave: shut the `WeightSync` down.
+    fill: weights of seed `version`. save: those of seed `version` to `folder`. join: `servers` with `mode` and `transport`.
+    connect: to a `controller`. send: `version` by either. own: the weights by vLLM's backend `ipc` or `nccl` to `servers[0]`,
+    `packed` or not. leave: what was joined or connected to.
     """
 
     do: str
@@ -43,7 +45,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""
     servers: list[str] = []
     mode: str = "in_place"
-    pause: str | None = None
+    controller: str = ""
     transport: str = "auto"
     backend: str = "ipc"
     packed: bool = True
@@ -81,6 +83,7 @@ class Rank:
         fully_shard(model, mesh=mesh)
         self.model = model.to_empty(device=settings.device)
         self._sync: Any = None
+        self._client: Any = None
         self._group: Any = None
 
     def _full(self, seed: int) -> Iterator[tuple[str, Any, torch.Tensor]]:
@@ -99,6 +102,12 @@ class Rank:
     def fill(self, order: Order) -> Done:
         from torch.distributed.tensor import distribute_tensor
 
+        if self._settings.is_large:
+            for number, parameter in enumerate(self.model.parameters()):
+                generator = torch.Generator(self._settings.device)
+                generator.manual_seed((order.version * 1000 + number) * 64 + dist.get_rank())
+                parameter.to_local().normal_(0, 0.02, generator=generator)
+            return Done()
         for _, parameter, full in self._full(order.version):
             shard = distribute_tensor(
                 full, parameter.device_mesh, parameter.placements, src_data_rank=None
@@ -126,14 +135,24 @@ class Rank:
             self.model,
             servers=order.servers,
             config=ControlConfig(mode=UpdateMode(order.mode)),
-            pause=order.pause,
             transport=order.transport,
             deadline_s=200.0,
         )
         return Done()
 
+    def connect(self, order: Order) -> Done:
+        from windlass.trainers.fsdp import connect_trainer
+
+        self._client = connect_trainer(
+            self.model, controller=order.controller, token=TOKEN, transport=order.transport
+        )
+        return Done()
+
     def send(self, order: Order) -> Done:
-        report = self._sync.send_weights(order.version).report
+        if self._sync is None:
+            report = self._client.publish(order.version)
+        else:
+            report = self._sync.send_weights(order.version).report
         if report.left_out or not report.digest_ok:
             raise RuntimeError(f"left out: {report.left_out}, digests: {report.digest_ok}")
         return Done(
@@ -188,7 +207,11 @@ class Rank:
             receives.result()
 
     def leave(self, _order: Order) -> Done:
-        self._sync.shutdown()
+        if self._sync is None:
+            self._client.close()
+        else:
+            self._sync.shutdown()
+        self._sync = self._client = None
         return Done()
 
 
