@@ -32,10 +32,12 @@ from windlass.errors import (
 from windlass.layout.manifest import Role
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS
 from windlass.transfer.dtensor import (
+    LiveTensors,
     describe_module,
     held_tensors,
     local_shard,
     local_tensor,
+    own_tensors,
     parameter_addresses,
 )
 
@@ -110,6 +112,24 @@ def check_plain_fsdp(mesh: DeviceMesh) -> None:
         held = torch.tensor([sum(shard.box.numel for shard in manifest.shards())])
         dist.all_reduce(held)
         assert int(held) == sum(tensor.numel() for tensor in full.values())
+    del mesh
+
+
+def check_steps_and_writes_are_told(mesh: DeviceMesh) -> None:
+    module = TwoLayers(*SHAPES[0])
+    fully_shard(module, mesh=init_device_mesh("cpu", (WORLD_SIZE,)))
+    live = LiveTensors((module,), lambda: own_tensors(module))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    live.locate()
+    assert not live.changed()
+    optimizer.step()
+    assert live.changed()
+    live.locate()
+    assert not live.changed()
+    local_tensor(module.up.weight).zero_()
+    assert live.changed()
     del mesh
 
 
@@ -312,6 +332,7 @@ CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     "tensor_parallel_then_fsdp": check_tensor_parallel_then_fsdp,
     "replicated_fsdp": check_replicated_fsdp,
     "plain_fsdp": check_plain_fsdp,
+    "steps_and_writes_are_told": check_steps_and_writes_are_told,
     "expert_parallel_then_fsdp": check_expert_parallel_then_fsdp,
     "context_parallel_ranks_join_the_fsdp_axis": check_context_parallel_ranks_join_the_fsdp_axis,
     "gathered_parameters_are_not_mistaken": check_gathered_parameters_are_not_mistaken_for_shards,

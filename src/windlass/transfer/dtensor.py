@@ -456,20 +456,19 @@ class LiveTensors:
         """
         held: list[torch.Tensor] = []
         watched: list[tuple[weakref.ref[torch.Tensor], int, int]] = []
-        with torch.no_grad():  # so that the local part of a DTensor is itself, and no alias
-            for index, tensor in enumerate(self._find()):
-                if _signature(tensor) != self._signatures[index]:
-                    self._compare(index, tensor)
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                address = local.data_ptr()
-                if address != self._addresses[index]:  # as it is after memory was freed
-                    refuse_freed(self._names[index], local)
-                    self._addresses[index] = address
-                    self._located = ()  # others may be of another storage now, at the address they had
-                held.append(local)
-                watched.append((weakref.ref(local), address, _num_writes(local)))
-            if not self._located:
-                self._located = tuple(map(_memory_of, held, self._nbytes))
+        for index, tensor in enumerate(self._find()):
+            if _signature(tensor) != self._signatures[index]:
+                self._compare(index, tensor)
+            local = _local(tensor)
+            address = local.data_ptr()
+            if address != self._addresses[index]:  # as it is after memory was freed
+                refuse_freed(self._names[index], local)
+                self._addresses[index] = address
+                self._located = ()  # others may be of another storage now, at the address they had
+            held.append(local)
+            watched.append((weakref.ref(tensor), address, _num_writes(tensor)))
+        if not self._located:
+            self._located = tuple(map(_memory_of, held, self._nbytes))
         self._watched = watched
         return self._located
 
@@ -482,9 +481,9 @@ class LiveTensors:
         for name, (reference, address, num_writes) in zip(
             self._layouts, self._watched, strict=False
         ):
-            local = reference()
-            if local is not None and (
-                _num_writes(local) != num_writes or local.data_ptr() != address
+            tensor = reference()
+            if tensor is not None and (
+                _num_writes(tensor) != num_writes or _local(tensor).data_ptr() != address
             ):
                 return name
         return ""
@@ -541,9 +540,14 @@ def _memory_of(local: torch.Tensor, nbytes: int) -> ParameterMemory:
     return ParameterMemory(local.data_ptr(), nbytes, (storage.data_ptr(), storage.nbytes()))
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of it lies here, itself: `to_local` of a parameter returns an alias (torch 2.13)."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def _num_writes(tensor: torch.Tensor) -> int:
-    """How often torch has changed it in place."""
-    return 0 if tensor.is_inference() else tensor._version
+    """How often torch has changed it in place: steps of an optimiser count at a DTensor, other writes at its part."""
+    return sum(0 if t.is_inference() else t._version for t in {tensor, _local(tensor)})
 
 
 def _registered(
@@ -561,11 +565,13 @@ def _registered(
         if isinstance(module, FSDPModule):
             module.reshard()
         for held in (module._parameters, module._buffers):
-            present = {key: tensor for key, tensor in held.items() if tensor is not None}
-            keys.extend(present)
-            tensors.extend(present.values())
-        keys.extend(module._modules)
-        left.extend(child for child in module._modules.values() if child is not None)
+            for key, tensor in held.items():
+                if tensor is not None:
+                    keys.append(key)
+                    tensors.append(tensor)
+        if module._modules:
+            keys.extend(module._modules)
+            left.extend(child for child in module._modules.values() if child is not None)
     return keys, tensors
 
 
