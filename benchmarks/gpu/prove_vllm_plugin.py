@@ -12,8 +12,8 @@ tokens, of prompts that share a long prefix too, must be equal. Then vLLM's own 
 given whole tensors by a trainer of one rank, which gathers nothing: `ipc` from the server's GPU, and `nccl`, which
 connects no two processes on one GPU, from another one. The servers are on the first GPU, the trainer is on the last.
 
-With `--model` the weights are random from the start and there is no checkpoint: one server after the other, and what the
-last one holds in the end must be what the first one held. The JSON file has the seconds of every phase of every update.
+With `--model` the weights are random from the start and there is no checkpoint: one server after the other, unless
+`--side-by-side`, and what the last one holds in the end must be what the first one held. The JSON file has the seconds of every phase of every update.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import datetime as dt
 import json
+import math
 import multiprocessing as mp
 import os
 import signal
@@ -342,12 +343,13 @@ def measured(
         say(f"{case}: clients saw {len(errors)} errors, first: {errors[0]}")
     counted = done[WARM_UPS:]
     windows = [(each.begin_s, each.end_s) for each in counted]
-    usual = statistics.median(
+    gaps = [
         b - a
         for requests in arrivals
         for a, b in gaps_of(requests)
         if quiet[0] <= a and b <= quiet[1]
-    )
+    ]
+    usual = statistics.median(gaps) if gaps else math.nan
     seen = [stream for stream in silences(arrivals, windows) if stream]
     figures = {
         "whole update, trainer": [each.end_s - each.begin_s for each in counted],
@@ -385,6 +387,9 @@ def main() -> int:
     made.add_argument("--launched", action="store_true", help="servers of the launcher as well")
     made.add_argument("--in-place-only", action="store_true", help="memory for no second copy")
     made.add_argument("--model", choices=list(SHAPES), help="random weights of this shape")
+    made.add_argument(
+        "--side-by-side", action="store_true", help="with --model: all servers at once"
+    )
     made.add_argument("--layers", type=int, default=0, help="fewer than the model has")
     made.add_argument("--eager", action="store_true", help="no CUDA graphs")
     made.add_argument("--servers", type=int, default=1, help="live ones, of one transaction")
@@ -495,17 +500,21 @@ class Run:
         return good, {name: servers[name] for name in own if name in servers}
 
     def large(self) -> bool:
-        """The servers of one path after those of the other."""
+        """The servers of one path after those of the other, unless there is memory for all."""
         wanted: Wanted | None = None
         good = True
-        for path in self.paths:
+        at_once = [self.paths] if self.options.side_by_side else [(path,) for path in self.paths]
+        for paths in at_once:
             with ExitStack() as running:
                 controller = self.controller(running)
-                names = dict.fromkeys(self.names(path), (self.source, "windlass"))
-                lives = [*self.start_all(running, names, controller).values()]
-                found = self.update(path, lives, controller, wanted)
-                good &= found is not None
-                wanted = wanted or found
+                names = [name for path in paths for name in self.names(path)]
+                from_folder = dict.fromkeys(names, (self.source, "windlass"))
+                servers = self.start_all(running, from_folder, controller)
+                for path in paths:
+                    lives = [servers[name] for name in self.names(path)]
+                    found = self.update(path, lives, controller, wanted)
+                    good &= found is not None
+                    wanted = wanted or found
         return good
 
     def names(self, path: str) -> list[str]:
