@@ -33,7 +33,7 @@ PROMPT = [(7 * place) % 240 for place in range(70)]
 NUM_TOKENS = 12
 FAST_BIT_S = 10_000_000_000
 MODES = (UpdateMode.IN_PLACE, UpdateMode.STAGED)
-LAYOUTS = (Layout(tp=2), Layout(pp=2))
+LAYOUTS = (Layout(tp=2), Layout(pp=2), Layout(tp=2, attn_dp=2))
 
 
 @contextmanager
@@ -44,6 +44,7 @@ def serving(
     installed = install(log.with_suffix(".installed"))
     flags = (
         *("--tp-size", str(layout.tp), "--pp-size", str(layout.pp), "--nnodes", str(len(hosts))),
+        *("--attn-dp-size", str(layout.attn_dp)),
         *("--dist-init-addr", f"{hosts[0].address}:{free_port()}"),
     )
     own = [(*flags, "--host", host.address, "--node-rank", str(n)) for n, host in enumerate(hosts)]
@@ -155,6 +156,7 @@ async def test_one_server_over_two_hosts_is_updated_by_a_trainer_on_both(
         )
         running.enter_context(key_of(server, first, folders))
         ranks = running.enter_context(training(FSDP, "dense", old, hosts=hosts))
+        first.call(lambda: server.digests_of_fresh_load(old))  # supplies what attention lacks
         answered, held = sample(server), first.call(lambda: checksums(server))
         pause_mode = PauseMode.ABORT if layout.pp > 1 else PauseMode.IN_PLACE
         before, version = answered, 0
@@ -195,6 +197,7 @@ async def test_one_server_over_two_hosts_is_updated_by_a_trainer_on_both(
         updated = first.call(lambda: checksums(server))
     plain = [{"TMPDIR": str(folders)}] * 2
     with serving(tmp_path / str(version), tmp_path / "fresh.log", hosts, layout, *plain) as fresh:
+        first.call(lambda: fresh.digests_of_fresh_load(old))
         assert first.call(lambda: checksums(fresh)) == updated != held
         again = sample(fresh)
     assert (again.tokens, again.logprobs) == (answered.tokens, answered.logprobs)

@@ -7,13 +7,14 @@ import json
 import subprocess
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import TOKEN, Server, require_private, save
+from servers import TOKEN, Layout, Server, require_private, save, traffic
 from sglang_servers import (
     ENGINE_TOKEN,
     JOIN_S,
@@ -67,11 +68,24 @@ def ask_to_join(server: Server, body: object, token: str = ENGINE_TOKEN) -> tupl
 
 
 async def publish(
-    server: Server, ranks: Ranks, controller: windlass.Controller, version: int, folder: Path
+    server: Server,
+    ranks: Ranks,
+    controller: windlass.Controller,
+    version: int,
+    folder: Path,
+    *,
+    busy: Sequence[int] = (),
 ) -> None:
-    """Train, publish, and compare what the engine holds and serves with what its own loader makes of it."""
+    """Train, publish, and compare what the engine holds and serves with what its own loader makes of it.
+
+    busy: replicas that answer requests meanwhile.
+    """
     checkpoint, before = folder / str(version), server.digests()
-    await asyncio.to_thread(ranks.publish, Order(controller.url, "auto", version, str(checkpoint)))
+    order = Order(controller.url, "auto", version, str(checkpoint))
+    with ExitStack() as traffics:
+        for replica in busy:
+            traffics.enter_context(traffic(server, PROMPT, replica))
+        await asyncio.to_thread(ranks.publish, order)
     held = server.digests()
     assert all(a != b for a, b in zip(before, held, strict=True))
     assert held == server.digests_of_fresh_load(checkpoint)
@@ -117,6 +131,43 @@ async def test_a_server_of_the_users_joins_where_it_is_told(
             said = await asyncio.to_thread(ask_to_join, server, order)
             assert said == (200, {"name": name, "controller": controller.url})
             await publish(server, ranks, controller, 3, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spelt"),
+    [
+        ("dense", ("--attn-dp-size", "2")),
+        ("moe", ("--dp-size", "2", "--enable-dp-attention")),
+    ],
+    ids=["dense", "moe"],
+)
+async def test_a_server_whose_attention_is_data_parallel_is_updated_while_it_answers(
+    kind: str, spelt: tuple[str, ...], tmp_path: Path, installed: str, token: Path
+) -> None:
+    """Each of its two ranks answers requests of its own, and waits for the other in every step."""
+    old, log, port = save(kind, 1, tmp_path / "old"), tmp_path / "server.log", free_port()
+    given = variables(
+        installed,
+        WINDLASS_TOKEN_FILE=str(token),
+        WINDLASS_CONTROLLER="wait",
+        SGLANG_CPU_OMP_THREADS_BIND="0|1",
+    )
+    layout = Layout(tp=2, attn_dp=2)
+    flags = ("--tp-size", "2", *spelt)
+    configs = (
+        ControlConfig(mode=UpdateMode.STAGED, pause_mode=PauseMode.RETRACT),
+        ControlConfig(mode=UpdateMode.IN_PLACE, pause_mode=PauseMode.IN_PLACE),
+    )
+    with ExitStack() as running:
+        server = running.enter_context(launched(old, log, port, given, flags=flags, layout=layout))
+        ranks = running.enter_context(training(FSDP, kind, old))
+        assert server.digests() == server.digests_of_fresh_load(old)
+        for version, config in enumerate(configs, 1):
+            async with windlass.Controller(token=TOKEN, config=config) as controller:
+                order = {"controller": controller.url}
+                assert (await asyncio.to_thread(ask_to_join, server, order))[0] == 200
+                await publish(server, ranks, controller, version, tmp_path, busy=(0, 1))
+                check_answer(server, tmp_path / str(version), version, replica=1)
 
 
 async def fail_the_first_version(server: Server, folder: Path) -> None:

@@ -225,12 +225,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensor-parallel ranks, pipeline stages, data-parallel replicas; `ep`: experts over all ranks."""
+    """Tensor-parallel ranks, pipeline stages, data-parallel replicas; `ep`: experts over all ranks.
+
+    attn_dp: groups of tensor-parallel ranks whose attention is data-parallel; SGLang's.
+    """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     ep: bool = False
+    attn_dp: int = 1
 
     @property
     def world_size(self) -> int:
@@ -241,7 +245,7 @@ class Layout:
         return self.pp * self.dp > 1
 
     def __str__(self) -> str:
-        sizes = ("tp", self.tp), ("pp", self.pp), ("dp", self.dp)
+        sizes = ("tp", self.tp), ("pp", self.pp), ("dp", self.dp), ("attn-dp", self.attn_dp)
         experts = f" ep{self.tp * self.dp}" if self.ep else ""
         return " ".join(f"{n}{size}" for n, size in sizes if size > 1 or n == "tp") + experts
 
@@ -333,7 +337,7 @@ class Server:
         if adapter:
             body["lora_path"] = adapter
         chosen = {"X-data-parallel-rank": str(replica)} if self.layout.dp > 1 else {}
-        if self.layout.dp > 1 and self.engine == "sglang":
+        if self.layout.dp * self.layout.attn_dp > 1 and self.engine == "sglang":
             body["routed_dp_rank"] = replica
         answer = self.post("/generate", body, **chosen)
         meta = answer["meta_info"]

@@ -41,6 +41,7 @@ def run(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.model_loader import get_model
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
@@ -52,6 +53,9 @@ def run(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     # cache; SGLang sends prompts to it that want another. Absorbed attention suits it.
     AttentionBackendRegistry.register("torch_native", _dispatch_mla_subtype)
     drop_experts_of_other_ranks()
+    # As SGLang's other attention for CPUs has it. Without it a server whose attention is data-parallel dies with its
+    # first request, which must come after this.
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _backend: 1
     order = msgspec.json.decode(named_tensors[0][0], type=LoadAfresh)
     config = ModelConfig.from_server_args(get_server_args(), model_path=order.checkpoint)
     fresh = get_model(

@@ -180,9 +180,9 @@ def kill(server: Server) -> None:
     server.process.wait(30)
 
 
-def check_answer(server: Server, checkpoint: Path, version: int) -> None:
+def check_answer(server: Server, checkpoint: Path, version: int, replica: int = 0) -> None:
     """Its tokens are those of transformers with these weights, and say so."""
-    sample = server.sample(PROMPT, NUM_TOKENS)
+    sample = server.sample(PROMPT, NUM_TOKENS, replica=replica)
     assert sample.versions == [version] * NUM_TOKENS
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.bfloat16

@@ -90,9 +90,10 @@ _ADAPTERS = (
 )
 _DRAFT = "the draft model's weights are not captured"
 _ATTENTION = (
-    "updates of data-parallel attention have not been shown: SGLang 0.5.23 serves none on a CPU (its "
-    "attention in plain torch lacks get_cpu_graph_seq_len_fill_value, and dies with the first request)"
+    "it has been shown with servers that you start yourself with WINDLASS_CONTROLLER, in a release that "
+    "has --attn-dp-size, alone"
 )
+_APART_CONTROL = "orders reach ranks at different steps, in each of which they wait for each other"
 _EXPERTS = "experts move between ranks while it serves"
 _EXPERTS_LEAVE = "ranks come and go, and experts move with them"
 _OFFLOADED = "weights are copied to the GPU for every step"
@@ -119,7 +120,7 @@ def _rule(setting: str, allowed: tuple[object, ...], why: str) -> Rule:
     return Rule(f"--{setting.replace('_', '-')}", allowed, why, (setting,))
 
 
-_ONE_HOST = _rule("nnodes", (1,), _HOSTS)
+_OF_LAUNCHER = (_rule("nnodes", (1,), _HOSTS), _rule("attn_dp_size", (1,), _ATTENTION))
 _CACHES = (
     _rule("hicache_storage_backend", (None,), _STORED),
     _rule("enable_lmcache", (False,), _STORED),
@@ -134,6 +135,7 @@ _CACHES = (
 """Caches of old weights that neither a namespace nor a flush reaches."""
 RULES = (
     *_CACHES,
+    *_OF_LAUNCHER,
     _rule(
         "enable_memory_saver",
         (False,),
@@ -141,8 +143,8 @@ RULES = (
     ),
     _rule("speculative_algorithm", (None,), _DRAFT),
     Rule("--speculative-draft-model-path", (), _DRAFT),
-    _rule("attn_dp_size", (1,), _ATTENTION),
     _rule("enable_dp_attention", (False,), _ATTENTION),
+    _rule("enable_dp_attention_local_control_broadcast", (False,), _APART_CONTROL),
     _rule("torchao_config", ("",), "it has SGLang quantise while it loads"),
     _rule("enable_lora", (None, False), _ADAPTERS),
     Rule("--lora-paths", (), _ADAPTERS),
@@ -152,13 +154,12 @@ RULES = (
     _rule("enable_elastic_expert_backup", (False,), _EXPERTS_LEAVE),
     _rule("cpu_offload_gb", (0,), _OFFLOADED),
     _rule("offload_group_size", (-1,), _OFFLOADED),
-    _ONE_HOST,
     _rule("disaggregation_mode", ("null",), _APART),
     _rule("tokenizer_worker_num", (1,), _TOKENIZERS),
     _rule("ssl_certfile", (None,), _CLEAR),
 )
 """Of a server whose ranks run an agent."""
-RULES_OF_PLUGIN = tuple(rule for rule in RULES if rule is not _ONE_HOST)
+RULES_OF_PLUGIN = tuple(rule for rule in RULES if rule not in _OF_LAUNCHER)
 """Of one that its user has started: its ranks on other hosts report to the server itself."""
 _SIZES = ("tp_size", "pp_size", "dp_size")
 
@@ -233,6 +234,8 @@ def check_server(server: EngineHttp, world_size: int, rules: Sequence[Rule] = RU
         return 1
     except DECODE_ERRORS as error:
         raise PeerUnreachable(f"{server.url}/server_info: not SGLang's answer: {error}") from error
+    if "attn_dp_size" in told:  # then the old word says no more than whether that is above 1
+        told.pop("enable_dp_attention", None)
     # A setting that its release does not know is not checked.
     refuse_settings(server.url, rules, told.__getitem__)
     sizes = [size if isinstance(size := told.get(name), int) else 1 for name in _SIZES]
