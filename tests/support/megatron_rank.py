@@ -7,14 +7,16 @@ Megatron's own `tensor_model_parallel` and `partition_dim` marks and its own lay
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from hf_settings import Settings, settings_of
-from local_modules import with_attention, with_norms
+from local_modules import Norm, with_attention, with_norms
 
 from tools.plan.families import ModelSpec, modules
 
@@ -27,6 +29,7 @@ class Case:
 
     Attributes:
         config: `config.json` of the model, where more than bytes must be right.
+        mtp: layers for further tokens, after those of `spec`.
     """
 
     name: str
@@ -41,19 +44,41 @@ class Case:
     main_params: bool = False
     config: dict[str, Any] | None = None
     dtype: torch.dtype = torch.float32
+    mtp: int = 0
+
+    @property
+    def held(self) -> ModelSpec:
+        """What a checkpoint has: layers for further tokens are layers like the last, and `predictors`."""
+        layers = self.spec.num_hidden_layers + self.mtp
+        return msgspec.structs.replace(self.spec, num_hidden_layers=layers)
+
+    @property
+    def predictors(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of what such layers have besides."""
+        hidden, layers = self.spec.hidden_size, self.spec.num_hidden_layers
+        return {
+            f"model.layers.{layer}.{name}.weight": shape
+            for layer in range(layers, layers + self.mtp)
+            for name, shape in (
+                ("enorm", (hidden,)),
+                ("hnorm", (hidden,)),
+                ("eh_proj", (hidden, 2 * hidden)),
+                ("shared_head.norm", (hidden,)),
+            )
+        }
 
 
-def checkpoint(spec: ModelSpec) -> dict[str, torch.Tensor]:
+def checkpoint(
+    spec: ModelSpec, predictors: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, torch.Tensor]:
     """Every element of every tensor another value, exact in float32."""
+    shapes = {t.name: t.shape for module in modules(spec) for t in module.tensors}
     values: dict[str, torch.Tensor] = {}
     first = 1
-    for module in modules(spec):
-        for tensor in module.tensors:
-            numel = torch.Size(tensor.shape).numel()
-            values[tensor.name] = torch.arange(first, first + numel, dtype=torch.float32).reshape(
-                tensor.shape
-            )
-            first += numel
+    for name, shape in {**shapes, **(predictors or {})}.items():
+        numel = torch.Size(shape).numel()
+        values[name] = torch.arange(first, first + numel, dtype=torch.float32).reshape(shape)
+        first += numel
     assert first < 1 << 24
     return values
 
@@ -91,7 +116,7 @@ def run(rank: int, world_size: int, cases: list[Case], folder: str) -> None:
     for case in cases:
         start_parallel(case)
         chunks = build(case)
-        hf = checkpoint(case.spec)
+        hf = checkpoint(case.held, case.predictors)
         for chunk in chunks:
             fill(chunk, hf)
         models = chunks
@@ -159,7 +184,10 @@ def config_of(case: Case) -> Any:
 
 def build_chunk(case: Case, config: Any, vp_stage: int | None) -> torch.nn.Module:
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     spec = case.spec
@@ -170,9 +198,19 @@ def build_chunk(case: Case, config: Any, vp_stage: int | None) -> torch.nn.Modul
         with_attention(block.layer_specs)
     if config.sequence_parallel:
         with_norms(block)
+    further = None
+    if case.mtp:
+        further = get_gpt_mtp_block_spec(
+            config, block, use_transformer_engine=False, vp_stage=vp_stage
+        )
+        if further is not None and config.sequence_parallel:
+            for layer in further.layer_specs:
+                for norm in ("enorm", "hnorm", "layer_norm"):
+                    vars(layer.submodules)[norm] = Norm
     model: torch.nn.Module = GPTModel(
         config=config,
         transformer_layer_spec=block,
+        mtp_block_spec=further,
         vocab_size=-(-spec.vocab_size // (PADDED_TO * case.tp)) * PADDED_TO * case.tp,
         max_sequence_length=32,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -190,6 +228,7 @@ def sizes_of(case: Case) -> dict[str, Any]:
     spec = case.spec
     sizes: dict[str, Any] = {
         "num_layers": spec.num_hidden_layers,
+        **({"mtp_num_layers": case.mtp} if case.mtp else {}),
         "hidden_size": spec.hidden_size,
         "num_attention_heads": spec.num_attention_heads,
         "ffn_hidden_size": spec.intermediate_size or spec.moe_intermediate_size,
@@ -285,9 +324,16 @@ def full_parts(
     if name in ends:
         tied = chunk.share_embeddings_and_output_weights and name == "output_layer.weight"
         return [hf["model.embed_tokens.weight" if tied else ends[name]]]
-    index, rest = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name).groups()  # type: ignore[union-attr]
-    layer = vars(dict(chunk.named_modules())[f"decoder.layers.{index}"])["layer_number"] - 1
+    within, rest = re.fullmatch(  # type: ignore[union-attr]
+        r"(decoder\.layers\.\d+|mtp\.layers\.\d+(?:\.transformer_layer)?)\.(.*)", name
+    ).groups()
+    layer = vars(dict(chunk.named_modules())[within])["layer_number"] - 1
+    if within.startswith("mtp.") and not within.endswith("transformer_layer"):
+        layer += vars(config)["num_layers"]
+        rest = rest.replace("final_layernorm", "shared_head.norm")
     at = f"model.layers.{layer}"
+    if f"{at}.{rest}" in hf:
+        return [hf[f"{at}.{rest}"]]
     if rest == "self_attention.linear_qkv.weight":
         head, groups = vars(config)["kv_channels"], vars(config)["num_query_groups"]
         q, k, v = (hf[f"{at}.self_attn.{x}_proj.weight"] for x in "qkv")

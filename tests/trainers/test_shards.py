@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ from reference_executor import execute
 from tools.plan.families import ModelSpec
 from tools.plan.synthesis import engine_manifests
 from tools.plan.topology import EngineSpec, Fabric, Topology, TrainerSpec
+from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
-from windlass.layout.manifest import ShardManifest
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.planning.planner import plan_transfer
 
 need_package("megatron")
@@ -41,6 +43,8 @@ TWO_RANKS = [
     Case("tp2_etp2", MOE, tp=2, etp=2),
     Case("latent_tp2_ep2", LATENT, tp=2, ep=2),
     Case("latent_pp2", LATENT, pp=2),
+    Case("latent_mtp_tp2_ep2", LATENT, tp=2, ep=2, mtp=1),
+    Case("latent_mtp_pp2", LATENT, pp=2, mtp=2),
 ]
 FOUR_RANKS = [
     Case("tp2_pp2", DENSE, tp=2, pp=2),
@@ -83,13 +87,15 @@ def check(case: Case, world_size: int, folder: Path) -> None:
     engine_tp = min(2, case.spec.num_key_value_heads or 2)
     topology = Topology(
         name=case.name,
-        model=case.spec,
+        model=case.held,
         trainer=TrainerSpec(kind="fsdp", world_size=1),
         engine=EngineSpec(tp=engine_tp, dtype=DType.FLOAT32),
         fabric=Fabric(nic_gbytes_per_s=1.0),
     )
-    engines = engine_manifests(topology)
-    values = {n: t.numpy().view(np.uint32) for n, t in checkpoint(case.spec).items()}
+    engines = [*engine_manifests(topology), *of_predictors(case)]
+    values = {
+        n: t.numpy().view(np.uint32) for n, t in checkpoint(case.held, case.predictors).items()
+    }
     if case.spec.tie_word_embeddings:
         values["lm_head.weight"] = values["model.embed_tokens.weight"]
     plan = plan_transfer(manifests, engines)
@@ -100,6 +106,15 @@ def check(case: Case, world_size: int, folder: Path) -> None:
             engine.parameters, fill(engine, values, 0xEE), got[engine.worker], strict=True
         ):
             assert (want == have).all(), f"{case.name}: {engine.worker} {parameter.name}"
+
+
+def of_predictors(case: Case) -> list[ShardManifest]:
+    """An engine that holds whole what layers for further tokens have besides; none without such layers."""
+    builder = ManifestBuilder("drafts/0", Role.ENGINE)
+    for name, shape in case.predictors.items():
+        builder.add_parameter(name, nbytes=4 * math.prod(shape), dtype=DType.FLOAT32)
+        builder.add_shard(name, shape, Box.full(shape), name)
+    return [builder.build()] if case.predictors else []
 
 
 @pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.name)

@@ -36,6 +36,10 @@ from windlass.transports.registry import TransportConfig, parse_transport
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BUFFERS = ("mlp.router.expert_bias",)
 """Buffers that checkpoints hold."""
+_LAYER = re.compile(
+    r"(decoder\.layers\.\d+|mtp\.layers\.\d+(?=\.transformer_layer))(?:\.transformer_layer)?"
+)
+"""Of the decoder, or within one for further tokens (MTP)."""
 
 
 def connect_megatron_trainer(
@@ -301,19 +305,19 @@ def _unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def _layer_numbers(chunk: torch.nn.Module) -> dict[str, int]:
-    """Local prefix of each decoder layer -> its number in the whole model, from 0."""
+    """Local prefix of each layer -> its number in the whole model, from 0; those for further tokens come last."""
     return {
-        name: int(module.layer_number) - 1
+        found[1]: int(module.layer_number) - 1
         for name, module in chunk.named_modules()
-        if isinstance(module, TransformerLayer) and re.fullmatch(r"decoder\.layers\.\d+", name)
+        if isinstance(module, TransformerLayer) and (found := _LAYER.fullmatch(name))
     }
 
 
 def _global_name(name: str, numbers: dict[str, int]) -> str:
-    found = re.match(r"decoder\.layers\.\d+(?=\.)", name)
+    found = re.match(r"((?:decoder|mtp)\.layers)\.\d+(?=\.)", name)
     if found is None:
         return name
-    return f"decoder.layers.{numbers[found.group()]}{name[found.end() :]}"
+    return f"{found[1]}.{numbers[found.group()]}{name[found.end() :]}"
 
 
 def _geometry(config: object, vocab_size: int) -> Geometry:

@@ -6,6 +6,8 @@ To add a family: what differs from an existing one at the end of this file, or a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from windlass.layout.naming.rules import Cut, Family, Rule
 from windlass.plugins import Registry
 
@@ -112,6 +114,26 @@ SHARED = (
     *gated("mlp.shared_experts", "mlp.shared_experts"),
 )
 DEEPSEEK = (*ENDS, *NORMS, *LATENT, *gated("mlp", "mlp"), *SPARSE, *SHARED)
+
+
+def with_predictors(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Rules of a model, and of its layers for further tokens (MTP), which checkpoints number after the others."""
+    decoder, own = "decoder.layers.{layer}.", "mtp.layers.{layer}."
+    at = "model.layers.{layer}."
+    return (
+        *rules,
+        *(
+            replace(rule, pattern=f"{own}transformer_layer.{rule.pattern.removeprefix(decoder)}")
+            for rule in rules
+            if rule.pattern.startswith(decoder)
+        ),
+        Rule(f"{own}enorm.weight", (f"{at}enorm.weight",), Cut.WHOLE),
+        Rule(f"{own}hnorm.weight", (f"{at}hnorm.weight",), Cut.WHOLE),
+        Rule(f"{own}eh_proj.weight", (f"{at}eh_proj.weight",), Cut.COLUMN),
+        Rule(f"{own}final_layernorm.weight", (f"{at}shared_head.norm.weight",), Cut.WHOLE),
+    )
+
+
 _MIXTRAL = (
     layer("mlp.router.weight", "block_sparse_moe.gate.weight"),
     *experts("block_sparse_moe.experts", "w1", "w3", "w2"),
@@ -121,10 +143,10 @@ LLAMA = Family("llama", DENSE)
 QWEN2 = Family("qwen2", DENSE)
 QWEN3 = Family("qwen3", DENSE)
 QWEN3_MOE = Family("qwen3_moe", (*DENSE, *SPARSE))
-GLM4_MOE = Family("glm4_moe", (*DENSE, *SPARSE, *SHARED))
+GLM4_MOE = Family("glm4_moe", with_predictors((*DENSE, *SPARSE, *SHARED)))
 MIXTRAL = Family("mixtral", (*ENDS, *NORMS, *GROUPED_QUERY, *_MIXTRAL))
-DEEPSEEK_V3 = Family("deepseek_v3", DEEPSEEK)
-KIMI_K2 = Family("kimi_k2", DEEPSEEK)
+DEEPSEEK_V3 = Family("deepseek_v3", with_predictors(DEEPSEEK))
+KIMI_K2 = Family("kimi_k2", with_predictors(DEEPSEEK))
 
 FAMILIES: Registry[Family] = Registry(
     noun="family",
