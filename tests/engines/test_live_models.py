@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from servers import CONFIGS, TOKEN, Layout, build, save, serving
+from servers import CONFIGS, MTP, TOKEN, Layout, build, save, serving
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
@@ -78,6 +78,7 @@ def require_tied(held: list[dict[str, str]], fresh: list[dict[str, str]]) -> Non
         ("vllm", "tied", OTHER_HEAD),
         ("vllm", "tied", REDUNDANT_HEAD),
         ("sglang", "tied", OTHER_HEAD),
+        ("vllm", "mtp", {}),
     ],
 )
 async def test_a_model_needs_no_names_of_its_own(
@@ -93,7 +94,8 @@ async def test_a_model_needs_no_names_of_its_own(
     )
     model = build(kind, 3)
     model.save_pretrained(tmp_path / "3")
-    with serving(engine, own, tmp_path / "live.log", layout=Layout(1)) as server:
+    drafting = MTP if kind == "mtp" else ()
+    with serving(engine, own, tmp_path / "live.log", layout=Layout(1), flags=drafting) as server:
         async with windlass.Controller(token=TOKEN, config=config) as controller:
             await asyncio.to_thread(server.join, controller.url, "cma")
 
@@ -105,6 +107,9 @@ async def test_a_model_needs_no_names_of_its_own(
 
             await asyncio.to_thread(update)
             held, fresh = server.digests(), server.digests_of_fresh_load(tmp_path / "3")
+            if kind == "mtp":
+                assert [name for name in held[0] if name.startswith("draft.")]
+                assert server.sample([5, 9, 33], 8).versions == [1] * 8
             if kind == "tied":
                 require_tied(held, fresh)
             assert held == fresh

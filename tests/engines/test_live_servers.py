@@ -326,7 +326,7 @@ def distance(logprobs: torch.Tensor, sample: Sample) -> float:
 
 
 UNSAFE = {
-    engine: {o: r for r in ENGINES.find(engine).rules for o in (r.option, *r.aliases)}
+    engine: {o: r for r in ENGINES.find(engine).rules for o in (r.option, *r.aliases) if o}
     for engine in ("sglang", "vllm")
 }
 

@@ -14,9 +14,12 @@ from windlass.errors import ConfigError
 def config(place: str = "", value: object = None) -> SimpleNamespace:
     """As vLLM 0.32 nests it."""
     found = SimpleNamespace(
-        model_config=SimpleNamespace(enable_sleep_mode=False),
+        model_config=SimpleNamespace(enable_sleep_mode=False, model="folder"),
         parallel_config=SimpleNamespace(
-            enable_eplb=False, enable_elastic_ep=False, prefill_context_parallel_size=1
+            enable_eplb=False,
+            enable_elastic_ep=False,
+            prefill_context_parallel_size=1,
+            pipeline_parallel_size=1,
         ),
         cache_config=SimpleNamespace(block_size=16),
         offload_config=SimpleNamespace(
@@ -24,7 +27,7 @@ def config(place: str = "", value: object = None) -> SimpleNamespace:
             prefetch=SimpleNamespace(offload_group_size=0),
         ),
         scheduler_config=SimpleNamespace(scheduler_cls=SCHEDULER),
-        speculative_config=None,
+        speculative_config=SimpleNamespace(method="mtp", model="folder"),
         lora_config=None,
         kv_transfer_config=None,
         ec_transfer_config=None,
@@ -40,7 +43,12 @@ def config(place: str = "", value: object = None) -> SimpleNamespace:
 
 def test_a_plain_engine_and_releases_that_know_less_are_taken() -> None:
     refuse_unsafe_config(config(), adapter=False)
-    refuse_unsafe_config(config("lora_config", SimpleNamespace()), adapter=True)
+    refuse_unsafe_config(config("speculative_config", None), adapter=False)
+    adapter = config("speculative_config", None)
+    adapter.lora_config = SimpleNamespace()
+    refuse_unsafe_config(adapter, adapter=True)
+    with pytest.raises(ConfigError, match="with adapters"):
+        refuse_unsafe_config(config(), adapter=True)
     older = config()
     for name in ("lora_config", "cache_config"):
         delattr(older, name)
@@ -59,7 +67,9 @@ def test_a_plain_engine_and_releases_that_know_less_are_taken() -> None:
         ("cache_config.cpu_offload_gb", 4.0),
         ("offload_config.uva.cpu_offload_gb", 4.0),
         ("offload_config.prefetch.offload_group_size", 8),
-        ("speculative_config", "draft"),
+        ("speculative_config.method", "eagle3"),
+        ("speculative_config.model", "another folder"),
+        ("parallel_config.pipeline_parallel_size", 2),
         ("lora_config", "slots"),
         ("kv_transfer_config", "offloading"),
         ("ec_transfer_config", "store"),

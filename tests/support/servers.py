@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -165,16 +166,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+# A layer for a further token, with which vLLM drafts; checkpoints have copies of both ends in it.
+CONFIGS["mtp"] = {**CONFIGS["mla"], "num_nextn_predict_layers": 1}
+MTP = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
+
+
 def build(kind: str, seed: int) -> Any:
     """A transformers model with distinct random weights."""
     config = transformers.AutoConfig.for_model(**CONFIGS[kind])
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if kind == "mtp":
+        model.model.layers.append(predictor(model))
+    model = model.to(torch.bfloat16).eval()
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             if tensor.is_floating_point() and tensor.dtype is torch.bfloat16:
                 tensor.add_(torch.randn(tensor.shape).to(tensor.dtype) * 0.03)
     return model
+
+
+def predictor(model: Any) -> Any:
+    """A layer for a further token as DeepSeek-V3 has it; transformers has a place for none, and runs none."""
+    last, config = model.model.layers[-1], model.config
+    layer = type(last)(config, len(model.model.layers))
+    layer.enorm, layer.hnorm = copy.deepcopy(model.model.norm), copy.deepcopy(model.model.norm)
+    layer.eh_proj = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+    layer.shared_head = torch.nn.Module()
+    layer.shared_head.norm = copy.deepcopy(model.model.norm)
+    layer.shared_head.head = copy.deepcopy(model.lm_head)
+    layer.embed_tokens = copy.deepcopy(model.model.embed_tokens)
+    return layer
 
 
 def save(kind: str, seed: int, folder: Path) -> Path:

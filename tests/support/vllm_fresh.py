@@ -54,8 +54,23 @@ class FreshLoads(WindlassExtension):
         (Path(folder) / str(self.windlass_rank())).write_bytes(msgspec.json.encode(digests))
 
     def fresh_digests(self, checkpoint: str) -> dict[str, str]:
-        """Of a model loaded from `checkpoint`, beside the one that serves."""
-        return fingerprints(held_by(self._fresh(checkpoint)[0]))
+        """Of a model loaded from `checkpoint`, and of one that drafts for it, beside those that serve."""
+        from vllm.config import set_current_vllm_config
+
+        model, config = self._fresh(checkpoint)
+        if (drafter := vars(cast("Any", self).model_runner).get("drafter")) is None:
+            return fingerprints(held_by(model))
+        drafter = copy.copy(drafter)
+        drafter.vllm_config = config
+        drafter.speculative_config = config.speculative_config = copy.copy(
+            config.speculative_config
+        )
+        drafts = copy.copy(config.speculative_config.draft_model_config)
+        drafts.model, config.speculative_config.draft_model_config = checkpoint, drafts
+        with set_current_vllm_config(config):
+            drafter.load_model(model)
+        both = torch.nn.ModuleDict({"target": model, "draft": drafter.model})
+        return fingerprints(held_by(both))
 
     def fresh_adapter_digests(self, adapter: str) -> dict[str, str]:
         """Of the slots of a new model of the same weights, into which vLLM loads an adapter."""

@@ -28,6 +28,7 @@ from windlass.engines.vllm.rank import (
     cache_storages,
     capture_rank,
     number_of,
+    served_by,
 )
 from windlass.errors import ConfigError
 
@@ -179,11 +180,10 @@ class WindlassExtension:
         return version
 
     def windlass_digests(self) -> dict[str, str]:
-        """Return a fingerprint of every tensor that the model of this rank holds, and its adapter."""
+        """Return a fingerprint of every tensor that this rank serves: of its model, of one that drafts, of an adapter."""
         worker = cast("Worker", self)
-        model = worker.model_runner.get_model()
-        held = held_by(model, cache_storages(worker))
-        return fingerprints(held) | fingerprints(held_by(Slot(model)))
+        held = held_by(served_by(worker), cache_storages(worker))
+        return fingerprints(held) | fingerprints(held_by(Slot(worker.model_runner.get_model())))
 
 
 def _can_block(parallel: ParallelConfig) -> bool:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, cast, final
 
@@ -95,19 +96,23 @@ def capture_rank(
         worker.vllm_config, adapter=bool(settings.adapter), is_launched=is_launched
     )
 
-    direct, counts = _DirectCopies(worker.model_runner.get_model()), _Counts()
+    model, draft = served_by(worker), _draft_of(worker)
+    direct, counts = _DirectCopies(model), _Counts()
 
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        model = worker.model_runner.get_model()
-        with _reloading(model), direct.where_needed(), counts.kept():
+        drafts: list[tuple[str, torch.Tensor]] = []
+        if draft is not None:
+            weights = _set_aside(worker, weights, drafts)
+        with reloading(model), direct.where_needed(), counts.kept():
             worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
+            if draft is not None and drafts:
+                _reload_draft(worker, draft, drafts)
 
     def own() -> Captured:
         if settings.adapter:
-            model = worker.model_runner.get_model()
             return capture_adapter(cast("LoraWorker", worker), model, settings, rank)
         return capture(
-            worker.model_runner.get_model(),
+            model,
             _specs_of(worker, Path(settings.checkpoint)),
             load,
             worker=f"{settings.name}/{rank}",
@@ -123,6 +128,72 @@ def capture_rank(
         return own()
 
     return engine_rank.capture(settings, rank, captured, api)
+
+
+def served_by(worker: Worker) -> torch.nn.Module:
+    """Return all that a rank serves: its model, and with it the one that drafts for it, if there is one."""
+    target, draft = worker.model_runner.get_model(), _draft_of(worker)
+    return target if draft is None else torch.nn.ModuleDict({"target": target, "draft": draft})
+
+
+def _draft_of(worker: Worker) -> torch.nn.Module | None:
+    drafter = vars(worker.model_runner).get("drafter")
+    model: Any = None if drafter is None else vars(drafter).get("model")
+    found: torch.nn.Module | None = model.unwrap() if hasattr(model, "unwrap") else model
+    return found
+
+
+_LAYER = re.compile(r"(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d+)\.")
+
+
+def _set_aside(
+    worker: Worker,
+    weights: Iterator[tuple[str, torch.Tensor]],
+    drafts: list[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the same tensors; those of layers for further tokens, which checkpoints number last, go to `drafts`, too."""
+    num_layers = int(worker.vllm_config.model_config.hf_text_config.num_hidden_layers)
+    for name, tensor in weights:
+        layer = _LAYER.match(name)
+        if name.startswith("mtp.") if layer is None else int(layer[1]) >= num_layers:
+            drafts.append((name, tensor))
+        yield name, tensor
+
+
+def _reload_draft(
+    worker: Worker, draft: torch.nn.Module, weights: list[tuple[str, torch.Tensor]]
+) -> None:
+    """Load the model that drafts, as vLLM's `reload_weights` does the target (0.24, 0.32).
+
+    Modules that it shares with the target (embedding, output matrix) are the target's alone: their copies that
+    checkpoints keep beside it are passed by.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    of_target = {id(module) for module in worker.model_runner.get_model().modules()}
+    shared = [module for module in draft.modules() if id(module) in of_target]
+    with set_current_vllm_config(worker.vllm_config):
+        initialize_layerwise_reload(draft)
+        with _passed_by(chain.from_iterable(m.parameters(recurse=False) for m in shared)):
+            cast("Any", draft).load_weights(iter(weights))
+        finalize_layerwise_reload(draft, worker.vllm_config.speculative_config.draft_model_config)
+
+
+@contextmanager
+def _passed_by(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Have a loader leave parameters out; vLLM's reload uses these very ones, and their loaders, again."""
+    loaders = [(p, vars(p).get("weight_loader")) for p in parameters]
+    for parameter, _ in loaders:
+        vars(parameter)["weight_loader"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for parameter, loader in loaders:
+            vars(parameter)["weight_loader"] = loader
 
 
 _HEAD = "lm_head.weight"
@@ -274,13 +345,15 @@ _RELOAD = "vllm.model_executor.model_loader.reload"
 
 
 @contextmanager
-def _reloading(model: torch.nn.Module) -> Iterator[None]:
+def reloading(model: torch.nn.Module) -> Iterator[None]:
     """Have a load by vLLM's reload (0.24, 0.32) leave what a load at its start does, or no trace if it fails.
 
     - It asks weight loaders for a `__name__`, which partials (of MiniMax-M2, say) do not have.
     - 0.32 packs experts for its CPU kernel only while there is no kernel yet, so weights that are loaded again
       would stay unpacked. The kernels of the start are put back afterwards: they, and not those made
       meanwhile, refer to the tensors that the model keeps.
+    - Attention makes matrices anew that it computes from weights (latent attention in float8, absorbed
+      projections). They are copied to where those of the start lie, to which graphs refer.
     - It warns of every layer for which a load has nothing; capture proves what loads leave.
     - It keeps tensors that have come for a layer beside the model (`LAYERWISE_INFO`), and takes a layer that
       has some for one that is being loaded: after a load that failed the next one would go on with it.
@@ -301,12 +374,16 @@ def _reloading(model: torch.nn.Module) -> Iterator[None]:
     ]
     for holder, _ in kernels:
         vars(holder)["moe_kernel"] = None
+    attributes = [(m, n, t) for m in model.modules() for n, t in vars(m).items() if isinstance(t, torch.Tensor)]  # fmt: skip
     loggers = [logging.getLogger(f"{_RELOAD}.{name}") for name in ("layerwise", "inplace")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
         yield
+        with torch.inference_mode():  # as tensors that were made in it demand
+            for module, name, tensor in attributes:
+                _put_back(module, name, tensor)
     except BaseException:
         from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
@@ -319,6 +396,16 @@ def _reloading(model: torch.nn.Module) -> Iterator[None]:
             logger.setLevel(level)
         for holder, found in kernels:
             vars(holder).update(found)
+
+
+def _put_back(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Copy what a module has made in place of `tensor` to it, if it is like it."""
+    made = vars(module).get(name)
+    if not isinstance(made, torch.Tensor) or made.data_ptr() == tensor.data_ptr():
+        return
+    if (made.shape, made.stride(), made.dtype) == (tensor.shape, tensor.stride(), tensor.dtype):
+        tensor.copy_(made)
+        vars(module)[name] = tensor
 
 
 def cache_storages(worker: Worker) -> frozenset[int]:

@@ -107,8 +107,8 @@ _PLAIN_SCHEDULER = replace(
 RULES = (
     Rule("--enable-sleep-mode", (False,), "weights move and lose their registration when it sleeps",
          ("model_config.enable_sleep_mode",)),
-    Rule("--speculative-config", (None,), "the draft model's weights are not captured",
-         ("speculative_config",)),
+    Rule("", ("mtp",), "of models that draft, the layers for further tokens (MTP) of the served checkpoint follow alone",
+         ("speculative_config.method",)),
     Rule("--data-parallel-rank", (), _REPLICAS, aliases=("-dpn",)),
     Rule("--data-parallel-start-rank", (), _REPLICAS, aliases=("-dpr",)),
     Rule("--data-parallel-size-local", (), _REPLICAS, aliases=("-dpl",)),
@@ -254,6 +254,14 @@ def refuse_unsafe_config(config: object, *, adapter: bool, is_launched: bool = T
             found = vars(found)[name]
         return found
 
+    if vars(config)["speculative_config"] is not None:
+        if adapter:
+            raise ConfigError("vLLM: speculative_config must be None with adapters: not shown")
+        rules = [
+            Rule("", (setting("model_config.model"),), "updates are of one checkpoint", ("speculative_config.model",)),
+            Rule("", (1,), "the last stage alone drafts, which has not been shown", ("parallel_config.pipeline_parallel_size",)),
+        ]  # fmt: skip
+        refuse_settings("vLLM", rules, setting)
     rules = [rule for rule in RULES if not (adapter and _LORA in rule.settings)]
     if not is_launched:
         rules = [_PLAIN_SCHEDULER if r is _SCHEDULER else r for r in rules if r is not _ONE_HOST]
