@@ -10,27 +10,33 @@ import torch
 
 BLOCK = 128
 FILE_NBYTES = 4 << 30
-PROJECTIONS = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+PROJECTIONS = (
+    *(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down")),
+    *(".q_a_proj.weight", ".q_b_proj.weight", ".kv_a_proj_with_mqa.weight", ".kv_b_proj.weight"),
+)
 
 Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """A matrix in bfloat16 -> its values in e4m3, and a float32 scale per block."""
 
 
 def is_quantised(name: str) -> bool:
-    """As in the published checkpoints: projections, but not embeddings, norms and routers."""
+    """As in the published checkpoints: projections, but not embeddings, norms, routers and `eh_proj`."""
     return name.endswith(PROJECTIONS)
 
 
+DEEPSEEK: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+"""`quantization_config` of DeepSeek-V3 and Kimi-K2."""
+
+
 def settings(num_layers: int, *, routed: bool) -> dict[str, Any]:
-    """`quantization_config` of config.json."""
+    """`quantization_config` of Qwen3's config.json."""
     routers = [f"model.layers.{layer}.mlp.gate" for layer in range(num_layers)] if routed else []
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": ["lm_head", *routers],
-    }
+    return {**DEEPSEEK, "modules_to_not_convert": ["lm_head", *routers]}
 
 
 def entries(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, str, tuple[int, ...], int]]:

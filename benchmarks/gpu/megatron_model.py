@@ -1,7 +1,8 @@
-"""Qwen3 models as Megatron-core builds them: `GPTModel`, local layer specs, no Transformer Engine."""
+"""Qwen3 and DeepSeek-V3 models as Megatron-core builds them: `GPTModel`, local layer specs, no Transformer Engine."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from windlass.layout.manifest import ShardManifest
+from windlass.memory.torch_dtypes import torch_dtype
 
 
 @dataclass(frozen=True)
@@ -49,41 +51,20 @@ def build(sizes: Sizes, tp: int, ep: int) -> torch.nn.Module:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     values: dict[str, Any] = {
+        **_common(tp),
         "num_layers": sizes.layers,
         "hidden_size": sizes.hidden,
         "num_attention_heads": sizes.heads,
         "num_query_groups": sizes.key_value_heads,
         "kv_channels": sizes.head,
         "ffn_hidden_size": sizes.inner,
-        "perform_initialization": False,
-        "bf16": True,
-        "params_dtype": torch.bfloat16,
-        "pipeline_dtype": torch.bfloat16,
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "activation_func": torch.nn.functional.silu,
-        "normalization": "RMSNorm",
-        "qk_layernorm": True,
-        "gradient_accumulation_fusion": False,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "tensor_model_parallel_size": tp,
     }
     if sizes.num_experts:
         values |= {
-            "expert_model_parallel_size": ep,
-            "expert_tensor_parallel_size": 1,
+            **_routed(ep),
             "num_moe_experts": sizes.num_experts,
             "moe_router_topk": 8,
             "moe_ffn_hidden_size": sizes.inner,
-            "moe_token_dispatcher_type": "allgather",
-            "moe_grouped_gemm": False,
-            "moe_permute_fusion": False,
-            "moe_router_load_balancing_type": "none",
             "moe_layer_freq": [1] * sizes.layers,
         }
     config = TransformerConfig(**values)
@@ -104,6 +85,149 @@ def build(sizes: Sizes, tp: int, ep: int) -> torch.nn.Module:
     )
     module: torch.nn.Module = model.cuda().bfloat16()
     return module
+
+
+def _common(tp: int) -> dict[str, Any]:
+    """Of a configuration, whatever the model."""
+    return {
+        "perform_initialization": False,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "tensor_model_parallel_size": tp,
+    }
+
+
+def _routed(ep: int) -> dict[str, Any]:
+    """Of a configuration with experts."""
+    return {
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+        "moe_router_load_balancing_type": "none",
+    }
+
+
+class _NoCore(torch.nn.Module):
+    """In place of attention's core, which has no weights: Megatron's local one takes no latent attention."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__()
+
+
+class _Duplicated(torch.nn.Module):
+    """In place of Transformer Engine's linear layer that every tensor-parallel rank holds whole.
+
+    Jobs have it for the down projections of latent attention. Megatron's local spec cuts their rows, and 576 rows
+    in two are no whole blocks of 128.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **_: object) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype)
+        )
+
+
+def build_latent(config: Mapping[str, Any], tp: int, ep: int) -> torch.nn.Module:
+    """This rank's part of DeepSeek-V3 or Kimi-K2, layers for further tokens (MTP) included. It is not run.
+
+    Args:
+        config: its config.json.
+        tp: tensor-parallel ranks.
+        ep: expert-parallel ranks.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    for name in ("TEColumnParallelLinear", "Linear"):
+        if not isinstance(vars(multi_latent_attention)[name], type):  # without Transformer Engine
+            setattr(multi_latent_attention, name, type(name, (), {}))
+    vars(multi_latent_attention)["TELinear"] = _Duplicated
+    dense, layers = config["first_k_dense_replace"], config["num_hidden_layers"]
+    further = config["num_nextn_predict_layers"]
+    groups = config["n_group"]
+    made = MLATransformerConfig(
+        **_common(tp),
+        **_routed(ep),
+        num_layers=layers,
+        mtp_num_layers=further or None,
+        hidden_size=config["hidden_size"],
+        num_attention_heads=config["num_attention_heads"],
+        ffn_hidden_size=config["intermediate_size"],
+        multi_latent_attention=True,
+        q_lora_rank=config["q_lora_rank"],
+        kv_lora_rank=config["kv_lora_rank"],
+        qk_head_dim=config["qk_nope_head_dim"],
+        qk_pos_emb_head_dim=config["qk_rope_head_dim"],
+        v_head_dim=config["v_head_dim"],
+        rope_type="rope",
+        num_moe_experts=config["n_routed_experts"],
+        moe_router_topk=config["num_experts_per_tok"],
+        moe_ffn_hidden_size=config["moe_intermediate_size"],
+        moe_shared_expert_intermediate_size=config["moe_intermediate_size"]
+        * config["n_shared_experts"],
+        moe_layer_freq=[0] * dense + [1] * (layers - dense),
+        moe_router_enable_expert_bias=True,
+        moe_router_score_function="sigmoid",
+        moe_router_num_groups=groups if groups > 1 else None,
+        moe_router_group_topk=config["topk_group"] if groups > 1 else None,
+    )
+    block = get_gpt_decoder_block_spec(made, use_transformer_engine=False)
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = _NoCore
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = _Duplicated
+    predictors = (
+        get_gpt_mtp_block_spec(made, block, use_transformer_engine=False) if further else None
+    )
+    module: torch.nn.Module = GPTModel(
+        config=made,
+        transformer_layer_spec=block,
+        mtp_block_spec=predictors,
+        vocab_size=-(-config["vocab_size"] // (128 * tp)) * 128 * tp,
+        max_sequence_length=4096,
+        pre_process=True,
+        post_process=True,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    module = module.cuda().bfloat16()
+    for name, buffer in module.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.data = buffer.data.float()
+    return module
+
+
+def without_cuda() -> None:
+    """Have Megatron-core build models on a CPU, as the tests do."""
+    import sys
+    from pathlib import Path
+
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests/support"))
+    from cpu_shim import install
+
+    install()
 
 
 def train_step(model: torch.nn.Module, vocab: int, learning_rate: float) -> float:
@@ -148,7 +272,7 @@ def gather(
         tensors: this rank's parameters in manifest order.
         group: the ranks 0, 1, ... that hold the model; all if it is None.
     """
-    rank = dist.get_rank()
+    rank, device = dist.get_rank(), tensors[0].device
     encoded: list[bytes] = [b""] * dist.get_world_size(group)
     dist.all_gather_object(encoded, described.manifest.encode(), group=group)
     manifests = [ShardManifest.decode(one) for one in encoded]
@@ -157,8 +281,9 @@ def gather(
     for owner, manifest in enumerate(manifests):
         shapes = {spec.name: spec.shape for spec in manifest.tensors}
         index_of = {p.name: index for index, p in enumerate(manifest.parameters)}
+        dtypes = {p.name: torch_dtype(p.dtype) for p in manifest.parameters}
         for shard in manifest.shards():
-            name, box = shard.tensor, shard.box
+            name, box, dtype = shard.tensor, shard.box, dtypes[shard.parameter]
             if (name, box.offsets) in held:  # a replica
                 continue
             held.add((name, box.offsets))
@@ -171,13 +296,14 @@ def gather(
                     dist.send(part.contiguous(), 0, group=group)
                     continue
             elif rank == 0:
-                part = torch.empty(box.sizes, dtype=torch.bfloat16, device="cuda")
+                part = torch.empty(box.sizes, dtype=dtype, device=device)
                 dist.recv(part, owner, group=group)
             else:
                 continue
             if name not in full:
-                full[name] = torch.empty(shapes[name], dtype=torch.bfloat16, device="cuda")
+                full[name] = torch.empty(shapes[name], dtype=dtype, device=device)
             place = tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))
             full[name][place] = part
-    torch.cuda.synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     return list(full.items())

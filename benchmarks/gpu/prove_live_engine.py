@@ -1,7 +1,7 @@
-"""Live engines against fresh ones, case by case: every tensor and greedy tokens; no load.
+"""Live engines against fresh ones, case by case: every tensor and greedy tokens.
 
     python benchmarks/gpu/prove_live_engine.py --engine vllm --case dense --case latent --json FILE
-        [--trainer megatron] [--at-once 2] [--logs FOLDER]
+        [--trainer megatron] [--streams 8] [--at-once 2] [--logs FOLDER]
 
 A case is a small model, so that servers start quickly. Two servers of the same release start side by
 side: the live one from other weights, and on the trainers' GPUs the fresh one from the checkpoint that
@@ -9,7 +9,8 @@ the trainers saved of their last weights. Updates of other weights follow, `in_p
 each series ending in those last weights; after either, every tensor of every rank of the live server
 (parameters, buffers and what modules keep besides, as absorbed projections) must have the fingerprint
 that it has in the fresh one, and greedy tokens must be equal: of prompts that share a long prefix, too,
-which the live server was asked before and between the updates as well. Servers cache prefixes as they do by
+which the live server was asked before and between the updates as well. With `--streams` that many requests
+are under way during all updates of a series, and end before the comparison. Servers cache prefixes as they do by
 default. A case that fails does not end the others; the exit status is 1 then, and the last lines say why.
 """
 
@@ -54,7 +55,11 @@ class Proof:
         outcome: `proven`, `failed` or `not run`. detail: why, if it is not proven.
         num_tensors: of all ranks, compared after either series. num_attributes: those among them
             that are neither parameters nor buffers. attributes: their last names.
+        num_drafts: those that lie in the model that drafts.
         prefix_hits: tokens that each server took from its cache of prefixes, in the end.
+        drafted, accepted: tokens that each server drafted, and took of them, in the end.
+        logprob_distance: from the fresh server's, at most; tokens are equal.
+        busy_tokens: of the answers that ended during the updates, by mode.
         update_s, wire_s, pause_s: median by mode, the first update left out.
     """
 
@@ -70,9 +75,14 @@ class Proof:
     nbytes: int = 0
     num_tensors: int = 0
     num_attributes: int = 0
+    num_drafts: int = 0
     attributes: list[str] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
     prefix_hits: dict[str, float] = field(default_factory=dict)
+    drafted: dict[str, float] = field(default_factory=dict)
+    accepted: dict[str, float] = field(default_factory=dict)
+    logprob_distance: dict[str, float] = field(default_factory=dict)
+    busy_tokens: dict[str, int] = field(default_factory=dict)
     equal_after: list[str] = field(default_factory=list)
     update_s: dict[str, float] = field(default_factory=dict)
     wire_s: dict[str, float] = field(default_factory=dict)
@@ -85,6 +95,7 @@ class Run:
     def __init__(self, options: argparse.Namespace, name: str, number: int, folder: Path) -> None:
         self.options, self.name, self.folder = options, name, folder
         self.case: Case = CASES[name]
+        self.quantised = self.case.quantised and not options.on_cpu
         self.began = time.monotonic()
         self.row = Proof(
             case=name,
@@ -132,7 +143,7 @@ class Run:
     async def _all(self) -> None:
         paths = {name: self.folder / name for name in ("plain", "first", "last", MODEL)}
         for name, path in paths.items():
-            self.case.write_config(path, quantised=self.case.quantised and name != "plain")
+            self.case.write_config(path, quantised=self.quantised and name != "plain")
         on_cpu = self.options.on_cpu
         count, tp = max(torch.cuda.device_count(), 1), self.options.tp
         devices = [-1 if on_cpu else (tp + i) % count for i in range(self.options.trainers)]
@@ -165,7 +176,7 @@ class Run:
             await trainers.all("save_model", str(paths[MODEL]))
         for seed, name in ((LAST_SEED, "last"), (1, "first")):
             await trainers.all("fill", seed)
-            if self.case.quantised:
+            if self.quantised:
                 differ = (await trainers.all("check_quantiser", self.options.engine))[0][1]
                 assert differ == (0, 0), f"bytes of values and scales that differ: {differ}"
                 await trainers.all("save_quantised", self.options.engine, str(paths[name]))
@@ -205,10 +216,12 @@ class Run:
             await self._series("staged", trainers, live, wanted)
             again = await fresh.held()
             assert not again.different(wanted), "the fresh server has changed"
-            self.row.prefix_hits = {
-                "live": await live.prefix_hits(),
-                "fresh": await fresh.prefix_hits(),
-            }
+            for what, server in (("live", live), ("fresh", fresh)):
+                self.row.prefix_hits[what] = await server.count("prefix_cache_hits")
+                self.row.drafted[what] = await server.count("spec_decode_num_draft_tokens")
+                self.row.accepted[what] = await server.count("spec_decode_num_accepted_tokens")
+            if self.row.num_drafts:
+                assert all(self.row.drafted.values()), f"nothing was drafted: {self.row.drafted}"
 
     async def _serve(
         self, server: ProofServer, what: str, folder: Path, controller: str, visible: str
@@ -233,16 +246,19 @@ class Run:
     ) -> None:
         """Other weights each time; the last are those of the fresh server."""
         reports: list[windlass.UpdateReport] = []
-        for number in range(self.options.updates + 1):
-            self.version += 1
-            last = number == self.options.updates
-            await trainers.all("fill", LAST_SEED if last else 10 + self.version)
-            _, report = (await trainers.all("publish", self.version))[0]
-            assert report.digest_ok, f"{mode}: a digest differs"
-            assert not report.left_out, f"{mode}: left out {report.left_out}"
-            reports.append(report)
-            if number == 0:
-                self._require_other(await live.held(), wanted, f"{mode}, after other weights")
+        async with live.busy(self.options.streams) as answered:
+            before = len(answered)
+            for number in range(self.options.updates + 1):
+                self.version += 1
+                last = number == self.options.updates
+                await trainers.all("fill", LAST_SEED if last else 10 + self.version)
+                _, report = (await trainers.all("publish", self.version))[0]
+                assert report.digest_ok, f"{mode}: a digest differs"
+                assert not report.left_out, f"{mode}: left out {report.left_out}"
+                reports.append(report)
+                if number == 0:
+                    self._require_other(await live.held(), wanted, f"{mode}, after other weights")
+            self.row.busy_tokens[mode] = sum(answered[before:])
         held = await live.held()
         different = held.different(wanted)
         assert not different, f"{mode}: {len(different)} tensors differ: {different[:8]}"
@@ -252,6 +268,7 @@ class Run:
             if a != b
         ]
         assert not wrong, f"{mode}: tensors are equal, tokens are not: {'; '.join(wrong)}"
+        self.row.logprob_distance[mode] = held.distance(wanted)
         self.row.equal_after.append(mode)
         self.row.nbytes = reports[-1].nbytes
         for name, values in (
@@ -289,6 +306,7 @@ class Run:
         names = [name for rank in wanted.fingerprints for name in rank]
         attributes = [name for name in names if name.startswith("attribute:")]
         self.row.num_tensors, self.row.num_attributes = len(names), len(attributes)
+        self.row.num_drafts = sum("draft." in name for name in names)
         self.row.attributes = sorted({name.rpartition(".")[2] for name in attributes})
         self.row.tokens = wanted.tokens
 
@@ -353,6 +371,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
     options.add_argument("--tp", type=int, default=2)
     options.add_argument("--trainers", type=int, default=2)
     options.add_argument("--updates", type=int, default=3, help="of each mode, after the first")
+    options.add_argument("--streams", type=int, default=0, help="requests under way during updates")
     options.add_argument("--cuda-graphs", action="store_true")
     options.add_argument(
         "--pause-mode", type=PauseMode, choices=list(PauseMode), default=PauseMode.IN_PLACE
@@ -391,7 +410,10 @@ def main() -> int:
     rows = asyncio.run(until_told(parsed))
     print("\n--- what was shown ---")
     for row in sorted(rows, key=lambda row: row.outcome == "proven", reverse=True):
-        shown = f"{row.num_tensors} tensors ({row.num_attributes} of modules: {row.attributes})"
+        shown = (
+            f"{row.num_tensors} tensors ({row.num_attributes} of modules: {row.attributes}, "
+            f"{row.num_drafts} of a model that drafts)"
+        )
         what = shown if row.outcome == "proven" else row.detail[:700]
         after = f", equal after {' and '.join(row.equal_after)}" if row.equal_after else ""
         print(

@@ -80,6 +80,33 @@ _DEEPSEEK: dict[str, Any] = {
         "mscale_all_dim": 1.0,
     },
 }
+_DEEPSEEK_V3: dict[str, Any] = {
+    **_DEEPSEEK,
+    "hidden_size": 2048,
+    "intermediate_size": 4096,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_nextn_predict_layers": 1,
+}
+"""Heads, ranks, groups and experts' rows as published; hidden size, layers, experts and vocabulary cut."""
+_KIMI_K2: dict[str, Any] = {
+    **_DEEPSEEK_V3,
+    "model_type": "kimi_k2",
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "num_nextn_predict_layers": 0,
+}
+_DRAFTING = ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 1}))
 
 
 @dataclass(frozen=True)
@@ -90,7 +117,7 @@ class Case:
         config: of transformers and of the engines.
         quantised: the engines hold it in block float8.
         flags: of an engine's server -> its words.
-        megatron: whether `megatron_model.py` builds it.
+        megatron: whether `megatron_model.py` builds it. fsdp: whether transformers builds all of it.
         adapter: the engines serve a LoRA adapter beside it, and updates reach that one.
     """
 
@@ -98,12 +125,15 @@ class Case:
     quantised: bool = False
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     megatron: bool = True
+    fsdp: bool = True
     adapter: bool = False
 
     def obstacle(self, engine: str, trainer: str) -> str:
         """Why it cannot be run; empty if it can."""
         if trainer == "megatron" and not self.megatron:
             return "megatron_model.py does not build it"
+        if trainer == "fsdp" and not self.fsdp:
+            return "transformers does not build all of it"
         if self.adapter and engine == "sglang":
             return "Windlass refuses --adapter for SGLang"
         return ""
@@ -113,8 +143,12 @@ class Case:
         folder.mkdir()
         config = dict(self.config)
         if quantised:
-            config["quantization_config"] = block_float8.settings(
-                config["num_hidden_layers"], routed="num_experts" in config
+            config["quantization_config"] = (
+                block_float8.DEEPSEEK
+                if "kv_lora_rank" in config
+                else block_float8.settings(
+                    config["num_hidden_layers"], routed="num_experts" in config
+                )
             )
         (folder / "config.json").write_text(json.dumps(config))
 
@@ -247,6 +281,8 @@ CASES: Mapping[str, Case] = {
     "tied": Case({**_QWEN3, "tie_word_embeddings": True}, megatron=False),
     "latent": Case(_DEEPSEEK, megatron=False),
     "block-fp8": Case(_QWEN3_EXPERTS, quantised=True),
+    "deepseek-v3": Case(_DEEPSEEK_V3, quantised=True, flags={"vllm": _DRAFTING}, fsdp=False),
+    "kimi-k2": Case(_KIMI_K2, quantised=True, fsdp=False),
     "adapter": Case(_QWEN3, megatron=False, adapter=True),
     "llama": Case(_LLAMA, megatron=False),
     "gemma-3": Case(_GEMMA3, megatron=False),

@@ -10,9 +10,11 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -28,6 +30,7 @@ PROMPTS = (
 """The last ones share a long prefix, which caches keep from one to the next; all are asked in this
 order, so that a cache that holds nothing older is hit alike on every server."""
 NUM_TOKENS = 16
+BUSY_TOKENS = 64
 ADAPTER = "tuned"
 """The name that requests give."""
 MODEL = "model"
@@ -65,10 +68,17 @@ class Held:
     Attributes:
         fingerprints: per rank, of every tensor by name.
         tokens: greedy ones, per prompt.
+        logprobs: theirs, where the engine says them so (vLLM).
     """
 
     fingerprints: list[dict[str, str]]
     tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+    def distance(self, other: Held) -> float:
+        """Between the logprobs of two servers with the same tokens, at most."""
+        pairs = zip(chain(*self.logprobs), chain(*other.logprobs), strict=True)
+        return max((abs(a - b) for a, b in pairs), default=0.0)
 
     def different(self, other: Held) -> list[str]:
         """Tensors of any rank that are not those of `other`."""
@@ -124,26 +134,59 @@ class ProofServer:
 
     async def held(self) -> Held:
         """Its tensors and greedy tokens."""
-        tokens = []
+        tokens, logprobs = [], []
         for prompt in PROMPTS:
             route, body = generate_request(
                 self.options.engine, list(prompt), NUM_TOKENS, 0.0, stream=False
             )
             if self.case.adapter:
                 body["model"] = ADAPTER
+            if self.options.engine == "vllm":
+                body["sampling_params"]["logprobs"] = 1
             answer = await self.engine.post(route, body)
-            found = (
-                answer["choices"][0]["token_ids"] if "choices" in answer else answer["output_ids"]
-            )
-            tokens.append(list(found))
-        return Held(await self.engine.fingerprints(), tokens)
+            tokens.append(tokens_of(answer))
+            if "choices" in answer:
+                content = answer["choices"][0]["logprobs"]["content"]
+                logprobs.append([float(entry["logprob"]) for entry in content])
+        return Held(await self.engine.fingerprints(), tokens, logprobs)
 
-    async def prefix_hits(self) -> float:
-        """Tokens of prompts that vLLM took from its cache; 0 where it does not say."""
+    async def count(self, what: str) -> float:
+        """A total that vLLM counts, as `prefix_cache_hits`: tokens of prompts; 0 where it does not say."""
         async with self.session.get(f"{self.engine.url}/metrics") as response:
             text = await response.text()
-        found = re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", text, re.MULTILINE)
+        found = re.findall(rf"^vllm:{what}_total(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
         return sum(map(float, found))
+
+    @contextlib.asynccontextmanager
+    async def busy(self, streams: int) -> AsyncIterator[list[int]]:
+        """As many requests at any time, one after the other in each stream; grows by the tokens of each answer."""
+        answered: list[int] = []
+        warm, ended = asyncio.Event(), asyncio.Event()
+
+        async def stream(index: int) -> None:
+            number = 0
+            try:
+                while not ended.is_set():
+                    number += 1
+                    prompt = [(index * 7919 + number * 104729 + k * 31) % 32000 for k in range(64)]
+                    request = generate_request(
+                        self.options.engine, prompt, BUSY_TOKENS, 1.0, stream=False
+                    )
+                    found = tokens_of(await self.engine.post(*request))
+                    assert len(found) == BUSY_TOKENS, f"an answer ended after {len(found)} tokens"
+                    answered.append(len(found))
+                    warm.set()
+            finally:
+                warm.set()
+
+        tasks = [asyncio.create_task(stream(index)) for index in range(streams)]
+        try:
+            if streams:
+                await warm.wait()  # kernels are compiled
+            yield answered
+        finally:
+            ended.set()
+            await asyncio.gather(*tasks)
 
     async def end(self) -> None:
         """Its launcher ends the engine's processes."""
@@ -154,6 +197,11 @@ class ProofServer:
             await asyncio.wait_for(self.process.wait(), 20)
             return
         self.process.kill()
+
+
+def tokens_of(answer: Any) -> list[int]:
+    """Of either engine."""
+    return list(answer["choices"][0]["token_ids"] if "choices" in answer else answer["output_ids"])
 
 
 def engine_environment(engine: str) -> Mapping[str, str]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import multiprocessing as mp
 import time
+import zlib
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -165,40 +166,57 @@ class MegatronRank(TrainerRank):
         from windlass.trainers.megatron import describe_megatron_trainer
 
         self.rank, self.device = rank, device
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world)
+        self.kind = "cpu" if device < 0 else "cuda"
+        if device < 0:
+            megatron_model.without_cuda()
+        else:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "gloo" if device < 0 else "nccl",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world,
+        )
         config = json.loads((Path(model) / "config.json").read_text())
         self.family, self.vocab = config["model_type"], config["vocab_size"]
-        experts = config.get("num_experts", 0)
-        sizes = megatron_model.Sizes(
-            hidden=config["hidden_size"],
-            inner=config["moe_intermediate_size"] if experts else config["intermediate_size"],
-            layers=config["num_hidden_layers"],
-            heads=config["num_attention_heads"],
-            key_value_heads=config["num_key_value_heads"],
-            num_experts=experts,
-            vocab=self.vocab,
-            head=config["head_dim"],
-        )
-        megatron_model.start_parallel(world, world if experts else 1)
-        self.module = megatron_model.build(sizes, world, world if experts else 1)
+        experts = config.get("num_experts", config.get("n_routed_experts", 0))
+        ep = world if experts else 1
+        megatron_model.start_parallel(world, ep)
+        if "kv_lora_rank" in config:
+            self.module = megatron_model.build_latent(config, world, ep)
+        else:
+            sizes = megatron_model.Sizes(
+                hidden=config["hidden_size"],
+                inner=config["moe_intermediate_size"] if experts else config["intermediate_size"],
+                layers=config["num_hidden_layers"],
+                heads=config["num_attention_heads"],
+                key_value_heads=config["num_key_value_heads"],
+                num_experts=experts,
+                vocab=self.vocab,
+                head=config["head_dim"],
+            )
+            self.module = megatron_model.build(sizes, world, ep)
         self.described = describe_megatron_trainer(
             self.module, family=self.family, vocab_size=self.vocab
         )
-        by_address = {p.data_ptr(): p.detach() for p in self.module.parameters()}
+        held = (*self.module.parameters(), *self.module.buffers())
+        by_address = {tensor.data_ptr(): tensor.detach() for tensor in held}
         self.tensors = [by_address[memory.address] for memory in self.described.parameters()]
         self.full = []
         self.own = None
 
     def fill(self, seed: int) -> None:
-        """Other weights in every place; what all ranks hold whole is the same in all."""
-        for index, tensor in enumerate(self.tensors):
-            name = self.described.manifest.parameters[index].name
-            replicated = tensor.dim() == 1 or "router" in name
-            generator = torch.Generator("cuda")
-            generator.manual_seed((seed * 1000 + index) * 64 + (0 if replicated else self.rank))
-            tensor.normal_(0, 0.02, generator=generator)
-        torch.cuda.synchronize()
+        """Other weights in every place; what several ranks hold is the same in all of them."""
+        generator = torch.Generator(self.kind)
+        manifest = self.described.manifest
+        first = {shard.parameter: shard for shard in reversed(list(manifest.shards()))}
+        for parameter, tensor in zip(manifest.parameters, self.tensors, strict=True):
+            shard = first[parameter.name]
+            place = f"{seed} {shard.tensor} {shard.box.offsets}"
+            generator.manual_seed(zlib.crc32(place.encode()))
+            tensor.normal_(1.0 if "norm" in shard.tensor else 0.0, 0.02, generator=generator)
+        if self.kind == "cuda":
+            torch.cuda.synchronize()
 
     def connect(
         self, controller: str, num_multiprocessors: int = 0, transport: str = "cuda_ipc"
