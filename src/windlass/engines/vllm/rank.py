@@ -186,14 +186,17 @@ def _reload_draft(
 @contextmanager
 def _passed_by(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
     """Have a loader leave parameters out; vLLM's reload uses these very ones, and their loaders, again."""
-    loaders = [(p, vars(p).get("weight_loader")) for p in parameters]
-    for parameter, _ in loaders:
-        vars(parameter)["weight_loader"] = lambda *_, **__: None
+    found = [vars(parameter) for parameter in parameters]
+    loaders = [attributes.get("weight_loader") for attributes in found]
+    for attributes in found:
+        attributes["weight_loader"] = lambda *_, **__: None
     try:
         yield
     finally:
-        for parameter, loader in loaders:
-            vars(parameter)["weight_loader"] = loader
+        for attributes, loader in zip(found, loaders, strict=True):
+            del attributes["weight_loader"]
+            if loader is not None:
+                attributes["weight_loader"] = loader
 
 
 _HEAD = "lm_head.weight"
@@ -281,6 +284,8 @@ class _DirectCopies(TorchFunctionMode):
 
 
 _Count = Callable[[Any, inspect.BoundArguments], tuple[int, object]]
+_NUMBER_IN_PATH = re.compile(r"\.\d+\.")
+"""Of a layer, or of an expert, which is an argument of its own too."""
 
 
 @final
@@ -336,8 +341,6 @@ def _key_of(loader: Any, arguments: inspect.BoundArguments) -> tuple[object, ...
     return tuple(found)
 
 
-_NUMBER_IN_PATH = re.compile(r"\.\d+\.")
-"""Of a layer, or of an expert, which is an argument of its own too."""
 _DATA = vars(torch._C.TensorBase)["data"].__get__
 _OF_KERNELS = ("moe_kernel", "moe_quant_config")
 """What refers to tensors of experts: the kernel, and where its block scales lie."""
