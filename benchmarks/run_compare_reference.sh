@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Rollouts and empty updates of this checkout beside those of another one, at the same time, each run on cores of its
-# own, which the two exchange in every turn. Four pairs at once on an idle machine with 32 cores need about N minutes
-# for two turns.
+# own, which the two exchange in every turn. Four pairs at once on an idle machine with 32 cores need about 12
+# minutes for two turns.
 #
 #     benchmarks/run_compare_reference.sh REFERENCE_CHECKOUT OUT
 #
