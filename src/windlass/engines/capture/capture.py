@@ -29,8 +29,10 @@ sharded weight transfer; carrying coordinates in the values needs no operator co
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, final
@@ -54,7 +56,6 @@ from windlass.engines.capture.memory import (
 )
 from windlass.engines.capture.recompute import Recompute, plan_recompute
 from windlass.engines.capture.snapshot import Snapshot, undone_if_it_fails
-from windlass.engines.capture.stages import Stages
 from windlass.engines.rank_reports import RefusedByOtherRank
 from windlass.errors import UnsupportedLayout, WindlassError
 
@@ -113,7 +114,7 @@ def capture(
             not write, memory that moves with every load, or that only loads make; names all of them.
     """
     held = partial(held_by, model, ignored)
-    stages = Stages()
+    stages = _Stages()
     codes = Codes(specs, _device(held()))
     guarded = undone_if_it_fails(load, model)
     with stages.within("copies"):
@@ -193,6 +194,30 @@ def all_ranks(mine: bool, device: torch.device, group: dist.ProcessGroup | None 
     return bool(least.item())
 
 
+@final
+class _Stages:
+    """How long the stages of a capture take.
+
+    Attributes:
+        seconds: by stage, in the order in which they first began.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Within it the stage goes on; what it has queued on a GPU counts, and is waited for."""
+        begun = time.perf_counter()
+        self.seconds.setdefault(name, 0.0)
+        try:
+            yield
+        finally:
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()
+            self.seconds[name] += time.perf_counter() - begun
+
+
 @dataclass(frozen=True, slots=True)
 class _Loads:
     """What is loaded, how, and what the model holds now.
@@ -205,7 +230,7 @@ class _Loads:
     held: Held
     factors: Mapping[str, float]
     start: Mapping[str, int]
-    stages: Stages
+    stages: _Stages
 
     def random(self, seed: int) -> None:
         """Load random values."""

@@ -139,7 +139,8 @@ def served_by(worker: Worker) -> torch.nn.Module:
 def _draft_of(worker: Worker) -> torch.nn.Module | None:
     drafter = vars(worker.model_runner).get("drafter")
     model: Any = None if drafter is None else vars(drafter).get("model")
-    found: torch.nn.Module | None = model.unwrap() if hasattr(model, "unwrap") else model
+    is_wrapped = model is not None and not isinstance(model, torch.nn.Module)  # by graphs
+    found: torch.nn.Module | None = model.unwrap() if is_wrapped else model
     return found
 
 
