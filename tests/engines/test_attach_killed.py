@@ -21,6 +21,7 @@ import pytest
 import torch
 from http_answers import answering
 from safetensors.torch import save_file
+from vllm_modules import stand_in
 
 import windlass
 from windlass.engines.engine_rank import EngineRank
@@ -65,7 +66,7 @@ class Worker(WindlassExtension):
         self.parallel_config = SimpleNamespace(
             pipeline_parallel_size=1, data_parallel_size=1, data_parallel_index=0, world_size=1
         )
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace())
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(), speculative_config=None)
 
     def reload_weights(
         self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]], is_checkpoint_format: bool
@@ -164,6 +165,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     engine: Engine = request.param()
     monkeypatch.setattr(extension, "_can_block", lambda _parallel: False)
     monkeypatch.setattr(extension, "stamps_tokens", lambda: False)
+    stand_in(monkeypatch)
     monkeypatch.setattr(hook, "_rank", hook._Rank())
     monkeypatch.setattr(hook, "own_rank", lambda: 0)
     monkeypatch.setattr(hook, "_has_sessions", lambda: False)

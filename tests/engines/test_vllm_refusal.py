@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from vllm_modules import stand_in
 
 from windlass.engines.rank_reports import RankReports
 from windlass.engines.spec import AgentSettings, CapturedLayout
@@ -40,7 +40,7 @@ class Worker(WindlassExtension):
             data_parallel_index=0,
             world_size=WORLD_SIZE,
         )
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace())
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(), speculative_config=None)
 
     def reload_weights(
         self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]], is_checkpoint_format: bool
@@ -78,21 +78,7 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reduced]:
     monkeypatch.setattr(dist, "all_reduce", found)
     monkeypatch.setattr(extension, "_can_block", lambda _parallel: False)
     monkeypatch.setattr(extension, "stamps_tokens", lambda: False)
-    world = SimpleNamespace(cpu_group="gloo of the replica")
-    loader = "vllm.model_executor.model_loader"
-    modules: dict[str, dict[str, object]] = {
-        "vllm": {},
-        "vllm.distributed": {},
-        "vllm.distributed.parallel_state": {"get_world_group": lambda: world},
-        "vllm.model_executor": {},
-        loader: {},
-        f"{loader}.reload": {},
-        f"{loader}.reload.layerwise": {"LAYERWISE_INFO": {}},
-    }
-    for name, members in modules.items():
-        module = ModuleType(name)
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
+    stand_in(monkeypatch)
     yield found
     gc.unfreeze()  # this process lives on, without an engine
 
