@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from asgi import request
 
 from windlass.engines.join_route import JOIN_PATH, MAX_BODY_NBYTES, JoinOrder, JoinRoute
 from windlass.engines.private_routes import Message
@@ -55,21 +56,8 @@ async def ask(
     method: str = "POST",
     path: str = JOIN_PATH,
 ) -> tuple[int, Any]:
-    """Status and answer; the body comes in two pieces."""
-    sent: list[Message] = []
-    pieces = [(body[:7], True), (body[7:], False)]
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    async def receive() -> Message:
-        piece, more = pieces.pop(0)
-        return {"type": "http.request", "body": piece, "more_body": more}
-
     headers = [(b"authorization", f"Bearer {token}".encode()) for token in shown]
-    scope = {"type": "http", "method": method, "path": path, "headers": headers}
-    await JoinRoute(engine, server, join)(scope, receive, send)
-    return sent[0]["status"], msgspec.json.decode(sent[1]["body"])
+    return await request(JoinRoute(engine, server, join), method, path, body, headers)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from asgi import request
 from http_answers import answering
 
 from windlass import envs
@@ -31,20 +32,7 @@ async def engine(_scope: Message, _receive: Any, send: Any) -> None:
 async def tell(
     body: bytes, *, server: str = SECRET, method: str = "POST", path: str = REPORT_PATH
 ) -> tuple[int, Any]:
-    """Status and answer; the body comes in two pieces."""
-    sent: list[Message] = []
-    pieces = [(body[:7], True), (body[7:], False)]
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    async def receive() -> Message:
-        piece, more = pieces.pop(0)
-        return {"type": "http.request", "body": piece, "more_body": more}
-
-    scope = {"type": "http", "method": method, "path": path, "headers": []}
-    await ReportRoute(engine, server)(scope, receive, send)
-    return sent[0]["status"], msgspec.json.decode(sent[1]["body"])
+    return await request(ReportRoute(engine, server), method, path, body)
 
 
 def encoded(report: Report, token: str) -> bytes:

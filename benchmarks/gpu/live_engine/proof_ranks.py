@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -65,16 +64,7 @@ class FsdpProof(TrainerRank):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        self.rank, self.device = rank, device
-        self.kind = "cpu" if device < 0 else "cuda"
-        if device >= 0:
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            "gloo" if device < 0 else "nccl",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world,
-        )
+        self.begin(rank, device, world, store)
         config = transformers.AutoConfig.from_pretrained(model)
         self.module_type: str = config.model_type
         torch.manual_seed(1)

@@ -40,9 +40,7 @@ class TrainerRank:
     def __init__(self, rank: int, device: int, world: int, store: str, model: str) -> None:
         from torch.distributed.fsdp import fully_shard
 
-        self.rank, self.device = rank, device
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world)
+        self.begin(rank, device, world, store)
         config = transformers.AutoConfig.from_pretrained(model)
         with torch.device("meta"):
             self.module = transformers.AutoModelForCausalLM.from_config(
@@ -54,6 +52,15 @@ class TrainerRank:
         self.module.to_empty(device="cuda")
         self.full: list[tuple[str, torch.Tensor]] = []
         self.own: Any = None
+
+    def begin(self, rank: int, device: int, world: int, store: str) -> None:
+        """Join the other ranks, on a GPU or, with a device below 0, on none."""
+        self.rank, self.device = rank, device
+        self.kind = "cpu" if device < 0 else "cuda"
+        if device >= 0:
+            torch.cuda.set_device(device)
+        backend = "gloo" if device < 0 else "nccl"
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
 
     def fill(self, seed: int) -> None:
         """Other weights in every place."""
@@ -165,18 +172,9 @@ class MegatronRank(TrainerRank):
 
         from windlass.trainers.megatron import describe_megatron_trainer
 
-        self.rank, self.device = rank, device
-        self.kind = "cpu" if device < 0 else "cuda"
         if device < 0:
             megatron_model.without_cuda()
-        else:
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            "gloo" if device < 0 else "nccl",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world,
-        )
+        self.begin(rank, device, world, store)
         config = json.loads((Path(model) / "config.json").read_text())
         self.family, self.vocab = config["model_type"], config["vocab_size"]
         experts = config.get("num_experts", config.get("n_routed_experts", 0))

@@ -13,7 +13,15 @@ from typing import final
 
 import msgspec
 
-from windlass.engines.private_routes import App, Message, Receive, Send, answer, body_of
+from windlass.engines.private_routes import (
+    App,
+    Message,
+    Receive,
+    Refusal,
+    Send,
+    answer,
+    read_json,
+)
 from windlass.errors import ConfigError, ProtocolError, WindlassError
 from windlass.net.access import Access, AccessGate
 
@@ -83,14 +91,9 @@ class JoinRoute:
                 HTTPStatus.FORBIDDEN,
                 f"{JOIN_PATH} is for {roles}: the token of neither was shown",
             )
-        body = await body_of(receive, MAX_BODY_NBYTES)
-        if len(body) > MAX_BODY_NBYTES:
-            reason = f"body must be at most {MAX_BODY_NBYTES} bytes, got more"
-            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason
-        try:
-            order = msgspec.json.decode(body, type=JoinOrder)
-        except msgspec.MsgspecError as error:
-            return HTTPStatus.BAD_REQUEST, f"body must be a join order: {error}"
+        order = await read_json(receive, JoinOrder, MAX_BODY_NBYTES, "a join order")
+        if isinstance(order, Refusal):
+            return order
         try:
             name = await asyncio.to_thread(self._join, order)
         except WindlassError as error:

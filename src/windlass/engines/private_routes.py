@@ -19,8 +19,9 @@ import stat
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, TypeVar, final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -38,6 +39,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
+T = TypeVar("T")
 
 _OPEN = frozenset(
     {
@@ -187,3 +189,22 @@ async def body_of(receive: Receive, most: float = math.inf) -> bytes:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
     return body
+
+
+class Refusal(NamedTuple):
+    """What a request is answered that is refused."""
+
+    status: HTTPStatus
+    reason: str
+
+
+async def read_json(receive: Receive, kind: type[T], most: int, what: str) -> T | Refusal:
+    """Return the body of a request, or why it is none: it is longer than `most` bytes, or not `what` in JSON."""
+    body = await body_of(receive, most)
+    if len(body) > most:
+        reason = f"body must be at most {most} bytes, got more"
+        return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        return Refusal(HTTPStatus.BAD_REQUEST, f"body must be {what}: {error}")

@@ -13,7 +13,15 @@ from typing import final
 
 import msgspec
 
-from windlass.engines.private_routes import App, Message, Receive, Send, answer, body_of
+from windlass.engines.private_routes import (
+    App,
+    Message,
+    Receive,
+    Refusal,
+    Send,
+    answer,
+    read_json,
+)
 from windlass.engines.rank_reports import REPORT_PATH, Report, is_waited_for
 from windlass.net.access import Access, role_token
 
@@ -49,14 +57,9 @@ class ReportRoute:
         await answer(send, status, msgspec.json.encode({"error": error} if error else {}))
 
     async def _take(self, receive: Receive) -> tuple[HTTPStatus, str]:
-        body = await body_of(receive, MAX_BODY_NBYTES)
-        if len(body) > MAX_BODY_NBYTES:
-            reason = f"body must be at most {MAX_BODY_NBYTES} bytes, got more"
-            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason
-        try:
-            report = msgspec.json.decode(body, type=Report)
-        except msgspec.MsgspecError as error:
-            return HTTPStatus.BAD_REQUEST, f"body must be a report: {error}"
+        report = await read_json(receive, Report, MAX_BODY_NBYTES, "a report")
+        if isinstance(report, Refusal):
+            return report
         if not is_waited_for(report):
             return HTTPStatus.GONE, f"rank {report.rank}: nobody waits for its report"
         proofs = [report.proven_by(token).proof.encode() for token in self._tokens]

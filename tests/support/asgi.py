@@ -1,0 +1,28 @@
+"""Requests to ASGI applications, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from windlass.engines.private_routes import App, Message
+
+
+async def request(
+    app: App, method: str, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
+) -> tuple[int, Any]:
+    """Status and answer, which is in JSON; the body comes in two pieces."""
+    sent: list[Message] = []
+    pieces = [(body[:7], True), (body[7:], False)]
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        piece, more = pieces.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": more}
+
+    await app({"type": "http", "method": method, "path": path, "headers": headers}, receive, send)
+    return sent[0]["status"], msgspec.json.decode(sent[1]["body"])
