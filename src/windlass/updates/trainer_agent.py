@@ -8,15 +8,21 @@ from typing import assert_never, final
 
 import msgspec
 
-from windlass.errors import ProtocolError, RoundAborted, WindlassError
+from windlass.config import P2pBackend, UpdateBackend
+from windlass.errors import ConfigError, ProtocolError, RoundAborted, WindlassError
 from windlass.net.messages import RoundId
-from windlass.transfer.base import failed_link
-from windlass.transfer.bindings import LinkStatus, Written
+from windlass.planning.plan import TransferPlan
+from windlass.transfer.backends import sender_for
+from windlass.transfer.base import GroupMember, SenderBackend, failed_link
+from windlass.transfer.bindings import BindingsRefused, GroupOffer, LinkStatus, Written
+from windlass.transfer.replicated_digests import ReplicatedDigests
 from windlass.transfer.sender import Sender
 from windlass.updates.connect_messages import (
     ChangeLinks,
     ConnectTrainer,
     JoinGroups,
+    NotBound,
+    Offered,
 )
 from windlass.updates.messages import (
     Abort,
@@ -29,7 +35,6 @@ from windlass.updates.messages import (
     Write,
 )
 from windlass.updates.relay_messages import RelayWrite
-from windlass.updates.trainer_binding import TrainerBinding
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +52,11 @@ class TrainerAgent:
     def __init__(
         self, sender: Sender, *, host: str = "127.0.0.1", changed: Callable[[], str] = str
     ) -> None:
-        self._one_sided, self._changed = sender, changed
-        self._bound = TrainerBinding(sender, host)
+        self._one_sided, self._host, self._changed = sender, host, changed
+        self._backend: UpdateBackend = P2pBackend()
+        self._sender: SenderBackend = sender_for(self._backend, sender, host)
+        self._replicated = ReplicatedDigests(sender.manifest, sender.parameters)
+        self._bound_in = 0
         self._digested: tuple[Prepare, bytes] | None = None
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
@@ -61,22 +69,22 @@ class TrainerAgent:
             raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
         match command:
             case ConnectTrainer() | ChangeLinks():
-                return self._bound.bind(command, epoch)
+                return self._bind(command, epoch)
             case JoinGroups():
-                self._bound.group_member.join(command.offers, command.deadline_s)
+                self._group_member().join(command.offers, command.deadline_s)
             case Prepare():
                 with self._one_sided.parameters.once():
                     # Before the replica is taken: the weights may change then.
                     prepared = self._compare(command) if command.period else Done()
-                    self._bound.sender.prepare(command.version)
+                    self._sender.prepare(command.version)
                 return prepared
             case Write():
-                write = self._bound.sender.write
+                write = self._sender.write
                 return self._written(
                     write(command.version, command.destinations, command.deadline_s)
                 )
             case RelayWrite():
-                round_id, relay_write = RoundId(epoch, round_number), self._bound.writer.relay_write
+                round_id, relay_write = RoundId(epoch, round_number), self._writer().relay_write
                 return self._written(
                     relay_write(round_id, command.destinations, command.deadline_s)
                 )
@@ -85,6 +93,64 @@ class TrainerAgent:
             case _:
                 assert_never(command)
         return Done()
+
+    def _bind(self, command: ConnectTrainer | ChangeLinks, epoch: int) -> Result:
+        """Bind a plan, or change links of it; where that raises, nothing is bound any more."""
+        before, self._bound_in = self._bound_in, 0  # of what fails half way nothing may be kept
+        offer: GroupOffer | None = None
+        try:
+            if isinstance(command, ConnectTrainer):
+                offer = self._connect(command)
+            else:
+                self._change_links(command, before)
+        except BindingsRefused as refused:
+            if isinstance(command, ChangeLinks):
+                self._bound_in = before
+            return NotBound(refused.reasons)
+        self._bound_in = epoch
+        return Done() if offer is None else Offered(offer)
+
+    def _connect(self, command: ConnectTrainer) -> GroupOffer | None:
+        self._choose(command.backend)
+        self._replicated.bind(command.replicated)
+        offer = self._sender.connect(TransferPlan.decode(command.plan), command.bindings)
+        if (relay := command.relay) is not None:
+            self._writer().connect_relay(relay.groups, relay.bindings, relay.addresses)
+        return offer
+
+    def _change_links(self, command: ChangeLinks, bound_in: int) -> None:
+        if not 0 < command.since == bound_in:
+            raise RoundAborted(
+                f"since: must be {bound_in}, the epoch in which this rank was bound last (0: it is "
+                f"not), got {command.since}"
+            )
+        plan = TransferPlan.decode(command.plan) if command.plan else None
+        self._writer().change_links(plan, command.bindings, command.gone)
+
+    def _writer(self) -> Sender:
+        """The sender, for what only one-sided writes can do."""
+        if not isinstance(self._sender, Sender):
+            raise ProtocolError(f"{type(self._sender).__name__} writes to no engine's memory")
+        return self._sender
+
+    def _group_member(self) -> GroupMember:
+        if not isinstance(self._sender, GroupMember):
+            raise ProtocolError(f"{type(self._sender).__name__} joins no groups")
+        return self._sender
+
+    def _choose(self, backend: UpdateBackend) -> None:
+        if self._one_sided.replica is not None and not backend.traits.one_sided:
+            raise ConfigError(
+                f"replica: backend {type(backend).__name__} reads parameters where they lie; use p2p"
+            )
+        if backend != self._backend:
+            self._leave()
+            self._sender = sender_for(backend, self._one_sided, self._host)
+            self._backend = backend
+
+    def _leave(self) -> None:
+        if self._sender is not self._one_sided:
+            self._sender.close()
 
     def _compare(self, command: Prepare) -> Prepared:
         """What this rank holds of boxes that others hold too; of a replica, what it was taken from."""
@@ -97,15 +163,15 @@ class TrainerAgent:
                     "they may have changed: publish again"
                 )
         else:
-            digested = self._bound.replicated.take(command.turn, command.period)
+            digested = self._replicated.take(command.turn, command.period)
             self._digested = command, digested.tobytes()
-            compare_s = self._bound.replicated.compare_s
+            compare_s = self._replicated.compare_s
         return Prepared(self._digested[1], compare_s)
 
     def after_update(self) -> None:
         """Do ahead of time what the next update needs; nobody waits for it."""
         try:
-            self._bound.replicated.cut_ahead()
+            self._replicated.cut_ahead()
         except WindlassError as error:  # the next update tries again, and says it
             _log.debug("comparing: nothing is cut ahead: %s", error)
 
@@ -124,4 +190,5 @@ class TrainerAgent:
 
     def close(self) -> None:
         """Leave groups; the one-sided sender belongs to the caller. Idempotent."""
-        self._bound.close()
+        self._replicated.close()
+        self._leave()
