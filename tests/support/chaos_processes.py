@@ -38,10 +38,9 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.updates.client import TrainerChannel
-from windlass.updates.connect_messages import Hello
 from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.engine_channel import EngineChannel
-from windlass.updates.messages import Command, Result
+from windlass.updates.messages import Command, Hello, Result
 from windlass.updates.trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
@@ -292,8 +291,8 @@ class EngineProcess(Process):
         self.conversation: TrainerChannel | EngineChannel | None = None
         if foreign:
             self.memory[:] = np.frombuffer(world.draw.randbytes(self.memory.nbytes), np.uint8)
-            self.agent._served_version = max(world.durable(), default=0)
-            self.agent._lineage = FOREIGN_LINEAGE
+            self.agent.served_version = max(world.durable(), default=0)
+            self.agent.lineage = FOREIGN_LINEAGE
 
     def start(self) -> None:
         self.host.spawn(self._run(), "engine")

@@ -698,7 +698,7 @@ class World:
         coordinator = self.controller.coordinator
         num_agents = len(TRAINERS) + len(self.engines)
         ours = [
-            s for s in coordinator.members.sessions.values() if not s.worker.startswith("intruder")
+            s for s in coordinator.members.sessions.values() if not s.peer.startswith("intruder")
         ]
         num_intruders = sum(event.kind is Kind.INTRUDE for event in self.schedule.events)
         num_agents += num_intruders

@@ -39,8 +39,7 @@ from windlass.transfer.relay import RelayNode, RelaySender
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.updates.engine_agent import EngineAgent
-from windlass.updates.messages import Verify
-from windlass.updates.relay_messages import Relay
+from windlass.updates.messages import Relay, Verify
 
 COUNT = 600
 SECONDS = 20.0

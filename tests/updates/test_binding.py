@@ -19,8 +19,14 @@ from windlass.config import ControlConfig, P2pBackend, PhaseDeadlines, RelayShap
 from windlass.errors import PlanError
 from windlass.transports.choice import LinkChoice
 from windlass.updates.binding import Binding
-from windlass.updates.connect_messages import ChangeLinks, ConnectEngine, ConnectTrainer, NotBound
-from windlass.updates.messages import Command, Result
+from windlass.updates.messages import (
+    ChangeLinks,
+    Command,
+    ConnectEngine,
+    ConnectTrainer,
+    NotBound,
+    Result,
+)
 from windlass.updates.routes import status_of
 from windlass.updates.session import AgentSession
 
@@ -38,7 +44,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
     def noted(self: AgentSession, key: Any, command: Command) -> Awaitable[Any]:
         if isinstance(command, BINDS):
-            found.append((self.worker, command))
+            found.append((self.peer, command))
         return call(self, key, command)
 
     monkeypatch.setattr(AgentSession, "call", noted)

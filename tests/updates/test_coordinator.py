@@ -47,7 +47,6 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.bindings import LinkStatus
 from windlass.updates.client import AgentChannel, TrainerChannel
-from windlass.updates.connect_messages import Hello, Registered, Welcome
 from windlass.updates.engine_channel import report_cannot_join
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
@@ -58,13 +57,17 @@ from windlass.updates.messages import (
     Done,
     Failure,
     FailureKind,
+    Hello,
     Prepare,
     Publish,
+    Registered,
+    Relay,
+    RelayWrite,
     Result,
     Verify,
+    Welcome,
     Write,
 )
-from windlass.updates.relay_messages import Relay, RelayWrite
 from windlass.updates.report import RoundOutcome
 from windlass.updates.rounds import Phase
 

@@ -16,12 +16,14 @@ from windlass.updates.messages import (
     Pause,
     Prepare,
     Publish,
+    Relay,
+    RelayWrite,
     Result,
+    SkipUpstream,
     Verified,
     Verify,
     Write,
 )
-from windlass.updates.relay_messages import Relay, RelayWrite, SkipUpstream
 from windlass.updates.report import Measure, RoundOutcome
 from windlass.updates.rounds import (
     AgentLost,

@@ -19,7 +19,7 @@ from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.dtensor import LiveTensors, NameMap, describe_module, own_tensors
 from windlass.transports.registry import TransportConfig, create_transport, parse_transport
-from windlass.updates.connect_messages import JOB_VARIABLE
+from windlass.updates.messages import JOB_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)

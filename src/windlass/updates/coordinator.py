@@ -133,7 +133,7 @@ class Coordinator:
         """
         trainers, hello = self.fleet.trainers(), session.agent.hello
         if trainers is None or (hello.group, hello.role) != (trainers.name, trainers.role):
-            raise ProtocolError(f"{session.worker}: only a trainer may announce a version")
+            raise ProtocolError(f"{session.peer}: only a trainer may announce a version")
         pending = PendingPublish(
             trainer=session.agent.identity, version=frame.version, attempt=frame.attempt
         )
@@ -150,7 +150,7 @@ class Coordinator:
 
     def withdrawn(self, session: AgentSession, frame: Withdraw) -> None:
         """A trainer rank's caller waits no longer."""
-        self._requests.give_up(session.worker, frame.attempt)
+        self._requests.give_up(session.peer, frame.attempt)
 
     def replied(self, session: AgentSession, reply: Reply[Result]) -> None:
         """An agent has answered a command."""

@@ -85,7 +85,7 @@ class RoundDriver:
 
     def on_reply(self, session: AgentSession, reply: Reply[Result]) -> None:
         """Queue a reply if it belongs to this round, and its sender does."""
-        worker = session.worker
+        worker = session.peer
         if reply.round_id == self.round_id and self.sessions.get(worker) is session:
             if (worker, reply.seq) in self._publishing and worker in self._pause_began:
                 paused_s = self._clock() - self._pause_began[worker]

@@ -17,31 +17,35 @@ from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay import RelayNode
 from windlass.transfer.sender import Sender
-from windlass.updates.connect_messages import Bound, ConnectEngine, ConnectTrainer, JoinGroups
 from windlass.updates.messages import (
     Abort,
     Apply,
+    BeginPush,
+    Bound,
     Command,
+    ConnectEngine,
+    ConnectRelay,
+    ConnectTrainer,
     Done,
     EngineCommand,
+    JoinGroups,
+    JoinPushGroup,
     Pause,
     Prepare,
     Publish,
+    PushCommand,
+    ReadFiles,
     Receive,
+    ReceiveTensors,
+    Relay,
+    RelayCommand,
     Result,
+    SkipUpstream,
     SourceCommand,
     Verified,
     Verify,
     Write,
 )
-from windlass.updates.push_messages import (
-    BeginPush,
-    JoinPushGroup,
-    PushCommand,
-    ReadFiles,
-    ReceiveTensors,
-)
-from windlass.updates.relay_messages import ConnectRelay, Relay, RelayCommand, SkipUpstream
 from windlass.updates.trainer_agent import TrainerAgent
 
 _log = logging.getLogger(__name__)
@@ -103,6 +107,11 @@ class EngineAgent:
         host: own address, that other ranks can reach, for backends with groups.
         serves_own_weights: whether the engine answers before the first version, with weights that it
             came with: it goes on with them where that version is not published.
+
+    Attributes:
+        served_version: that this rank serves; -1 for none.
+        lineage: of the run that `served_version` belongs to; empty for none.
+        round_id: of the last command.
     """
 
     def __init__(
@@ -125,23 +134,13 @@ class EngineAgent:
         self._hooks = hooks
         self._lock = threading.Lock()
         self._mode = UpdateMode.IN_PLACE
-        self._served_version, self._lineage = -1, ""
+        self.served_version, self.lineage = -1, ""
         self._is_stamped = True
         self._mixed_weights = False
         self._open_to_writes = False
         self._may_be_written = self._fence_is_due = False
-        self._round_id = RoundId(0, 0)
+        self.round_id = RoundId(0, 0)
         self._not_resumed = ""
-
-    @property
-    def served_version(self) -> int:
-        """The version that this rank serves; -1 for none."""
-        return self._served_version
-
-    @property
-    def lineage(self) -> str:
-        """Of the run that `served_version` belongs to; empty for none."""
-        return self._lineage
 
     @property
     def mixed_weights(self) -> bool:
@@ -151,11 +150,6 @@ class EngineAgent:
         have touched them: an agent whose controller is gone cannot know how far it came.
         """
         return self._mixed_weights or self._open_to_writes
-
-    @property
-    def round_id(self) -> RoundId:
-        """Of the last command."""
-        return self._round_id
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
         """Carry out a command; see `CommandHandler.handle`.
@@ -168,8 +162,8 @@ class EngineAgent:
         with self._lock:
             round_id = RoundId(epoch, round_number)
             # How the last one ended was not told, and this one's end says nothing about it.
-            self._mixed_weights |= self._open_to_writes and round_id > self._round_id
-            self._round_id = round_id
+            self._mixed_weights |= self._open_to_writes and round_id > self.round_id
+            self.round_id = round_id
             return self._carry_out(command)
 
     def _carry_out(self, command: EngineCommand) -> Result:
@@ -178,7 +172,7 @@ class EngineAgent:
                 return self._connect(command)
             case Pause():
                 self._not_resumed = ""  # it is this round that has it go on now
-                pause_id = f"{self._round_id.epoch}.{self._round_id.round}"
+                pause_id = f"{self.round_id.epoch}.{self.round_id.round}"
                 self._hooks.pause(pause_id, command.mode, command.deadline_s)
                 self._open_to_writes |= self._mode is UpdateMode.IN_PLACE
             case JoinGroups():
@@ -192,7 +186,7 @@ class EngineAgent:
                 self._delivery.apply()
                 self._hooks.finalise()
             case Publish():
-                self._lineage = command.lineage
+                self.lineage = command.lineage
                 self._publish(command.version, command.deadline_s)
             case Abort():
                 self._abort(command.deadline_s, mixed_weights=command.mixed_weights)
@@ -239,7 +233,7 @@ class EngineAgent:
             case ConnectRelay():
                 self._relay.connect(command.groups[0], command.bindings, command.addresses)
             case Relay():
-                relayed, disconnected = self._relay.run(self._round_id, command.deadline_s)
+                relayed, disconnected = self._relay.run(self.round_id, command.deadline_s)
                 self._fence_is_due |= bool(disconnected)
                 self._may_be_written |= self._fence_is_due
                 return relayed
@@ -264,14 +258,14 @@ class EngineAgent:
         if not isinstance(command, ConnectTrainer):
             self._check_serves(command.version)
         result = self._source.handle(
-            command, epoch=self._round_id.epoch, round_number=self._round_id.round
+            command, epoch=self.round_id.epoch, round_number=self.round_id.round
         )
         return Done(self._not_resumed) if isinstance(result, Done) else result
 
     def _check_serves(self, version: int) -> None:
-        if self.mixed_weights or self._served_version != version:
+        if self.mixed_weights or self.served_version != version:
             raise RoundAborted(
-                f"version must be {self._served_version}, which this engine serves "
+                f"version must be {self.served_version}, which this engine serves "
                 f"(mixed weights: {self.mixed_weights}), got {version}"
             )
 
@@ -325,7 +319,7 @@ class EngineAgent:
         return self._receiver
 
     def _publish(self, version: int, deadline_s: float) -> None:
-        self._served_version, self._is_stamped = version, False
+        self.served_version, self._is_stamped = version, False
         self._mixed_weights = self._open_to_writes = False
         self._go_on_if_whole(deadline_s)
 
@@ -350,13 +344,13 @@ class EngineAgent:
         Whoever hears of it (`Done.not_resumed`, or the next welcome) tells it again.
         """
         self._not_resumed = ""
-        has_weights = self._served_version >= 0 or self._serves_own_weights
+        has_weights = self.served_version >= 0 or self._serves_own_weights
         if self.mixed_weights or not has_weights:
             return
         end = time.monotonic() + deadline_s
         try:
             if not self._is_stamped:
-                self._hooks.set_version(self._served_version, deadline_s)
+                self._hooks.set_version(self.served_version, deadline_s)
                 self._is_stamped = True
             self._hooks.resume(max(end - time.monotonic(), MIN_RESUME_S))
         # The boundary of the engine: whatever its own code raises.

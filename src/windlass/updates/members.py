@@ -33,16 +33,18 @@ from windlass.net.messages import (
 )
 from windlass.net.rpc_server import host_of, serve
 from windlass.net.server import CALLER
-from windlass.updates.connect_messages import CannotJoin, Hello, Welcome
 from windlass.updates.fleet import MAX_REASON_LENGTH, PROBE_SEQ, Group, Identity
 from windlass.updates.messages import (
     AGENT_FRAMES,
     MAX_COUNT,
     AgentFrame,
     Announce,
+    CannotJoin,
     Done,
     Failure,
+    Hello,
     Result,
+    Welcome,
     Withdraw,
 )
 from windlass.updates.report import UpdateReport
@@ -270,7 +272,7 @@ class Members:
             case Withdraw():
                 self._coordinator.withdrawn(session, frame)
             case Hello() | CannotJoin():
-                raise Garbled(f"{session.worker}: Hello may be sent only once")
+                raise Garbled(f"{session.peer}: Hello may be sent only once")
 
     def _on_reply(self, session: AgentSession, reply: Reply[Result]) -> None:
         session.on_reply((reply.epoch, reply.round, reply.seq), reply.result)
@@ -304,13 +306,13 @@ class Members:
     # --- who goes ----------------------------------------------------------------------------
 
     async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
-        if self.sessions.get(session.worker) is not session:
+        if self.sessions.get(session.peer) is not session:
             return
-        del self.sessions[session.worker]
+        del self.sessions[session.peer]
         self._fleet.remove(session.agent)
         session.fail_calls(reason)
         self._coordinator.lost(session.agent, reason, ended=ended)
-        _log.info("agent %s lost: %s", session.worker, reason)
+        _log.info("agent %s lost: %s", session.peer, reason)
         self._changes.notify()
 
     async def refuse(self, engine: str, reason: str) -> None:
@@ -329,7 +331,7 @@ class Members:
             try:
                 await session.send(Refused(reason))
             except PeerUnreachable:
-                _log.info("%s is gone before it was refused", session.worker)
+                _log.info("%s is gone before it was refused", session.peer)
             self._coordinator.spawn(session.close())
 
     def set_aside(self, session: AgentSession, reason: str) -> None:

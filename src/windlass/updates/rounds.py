@@ -49,6 +49,7 @@ from windlass.updates.messages import (
     ABORT_NOTICE,
     Abort,
     Apply,
+    BeginPush,
     Command,
     Done,
     Failure,
@@ -58,13 +59,14 @@ from windlass.updates.messages import (
     Prepared,
     Publish,
     Receive,
+    Relay,
+    RelayWrite,
     Result,
+    SkipUpstream,
     Verified,
     Verify,
     Write,
 )
-from windlass.updates.push_messages import BeginPush
-from windlass.updates.relay_messages import Relay, RelayWrite, SkipUpstream
 from windlass.updates.report import Measure, RoundOutcome, UpdateReport
 
 ANSWER_S = 2.0

@@ -46,11 +46,6 @@ class AgentSession(Session[Command | Probe, Result]):
         self.agent = agent
         self.host = host_of(socket)
 
-    @property
-    def worker(self) -> str:
-        """The agent's identity."""
-        return self.peer
-
     async def probe(self, round_id: RoundId) -> None:
         """Ask for an answer to come after all that are due; see `Fleet.settle`."""
         try:

@@ -17,24 +17,22 @@ from windlass.transfer.base import GroupMember, SenderBackend, failed_link
 from windlass.transfer.bindings import BindingsRefused, GroupOffer, LinkStatus, Written
 from windlass.transfer.replicated_digests import ReplicatedDigests
 from windlass.transfer.sender import Sender
-from windlass.updates.connect_messages import (
+from windlass.updates.messages import (
+    Abort,
     ChangeLinks,
+    Command,
     ConnectTrainer,
+    Done,
     JoinGroups,
     NotBound,
     Offered,
-)
-from windlass.updates.messages import (
-    Abort,
-    Command,
-    Done,
     Prepare,
     Prepared,
+    RelayWrite,
     Result,
     TrainerCommand,
     Write,
 )
-from windlass.updates.relay_messages import RelayWrite
 
 _log = logging.getLogger(__name__)
 
