@@ -98,22 +98,28 @@ class Rank:
             )
             yield name, parameter, (drawn * 0.02 + ("norm" in name)).bfloat16()
 
-    @torch.no_grad()
     def fill(self, order: Order) -> Done:
+        """Returns once the weights are there: the GPU's time for making them is no part of an update."""
+        self._fill(order.version)
+        if self._settings.device == "cuda":
+            torch.cuda.synchronize()
+        return Done()
+
+    @torch.no_grad()
+    def _fill(self, seed: int) -> None:
         from torch.distributed.tensor import distribute_tensor
 
         if self._settings.is_large:
             for number, parameter in enumerate(self.model.parameters()):
                 generator = torch.Generator(self._settings.device)
-                generator.manual_seed((order.version * 1000 + number) * 64 + dist.get_rank())
+                generator.manual_seed((seed * 1000 + number) * 64 + dist.get_rank())
                 parameter.to_local().normal_(0, 0.02, generator=generator)
-            return Done()
-        for _, parameter, full in self._full(order.version):
+            return
+        for _, parameter, full in self._full(seed):
             shard = distribute_tensor(
                 full, parameter.device_mesh, parameter.placements, src_data_rank=None
             )
             parameter.to_local().copy_(shard.to_local())
-        return Done()
 
     @torch.no_grad()
     def save(self, order: Order) -> Done:
