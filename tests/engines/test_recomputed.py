@@ -25,7 +25,7 @@ from windlass.engines.capture.codes import (
     checkpoint_specs,
     checkpoint_tensors,
 )
-from windlass.engines.capture.dependence import sources_of
+from windlass.engines.capture.dependence import Search
 from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.spec import AgentSettings
@@ -595,8 +595,8 @@ def test_sources_are_those_of_all_computed_tensors_and_no_more() -> None:
         return {name: hash(tuple(tensor.tolist())) for name, tensor in held.items()}
 
     load(codes.random(0))
-    assert {"l.3.x", "l.3.y", "l.7.y"} <= sources_of(codes, load, prints, prints())
-    assert sources_of(codes, load, prints, prints()) <= {"l.3.x", "l.3.y", "l.7.x", "l.7.y"}
+    assert {"l.3.x", "l.3.y", "l.7.y"} <= Search(codes, load, prints, prints()).sources()
+    assert Search(codes, load, prints, prints()).sources() <= {"l.3.x", "l.3.y", "l.7.x", "l.7.y"}
 
 
 class Fleeting:

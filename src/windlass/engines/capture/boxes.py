@@ -64,12 +64,8 @@ def boxes_of(
 ) -> tuple[PlacedBox, ...]:
     """Return the fewest boxes that growing dim by dim, from the last, finds.
 
-    Args:
-        shape: of the tensor.
-        flat: (n,) row-major indices of the first elements of lines, each possibly several times.
-        place: (n,) where these lie, each place once.
-        limit: of the number of boxes, and of the number of changes of stride on the way.
-        line: what begins at each of `flat`, along one dim of the tensor.
+    `flat`: (n,) row-major indices of the first elements of lines, each possibly several times. `place`: (n,) where
+    these lie, each place once. `limit`: of the number of boxes, and of the number of changes of stride on the way.
 
     Raises:
         TooManyBoxes: there would be more than `limit`, or a line turns a corner of the tensor.
@@ -88,36 +84,12 @@ def boxes_of(
 def _whole(
     shape: tuple[int, ...], line: Line, flat: Int64Array, place: Int64Array
 ) -> PlacedBox | None:
-    """Return the box of a whole tensor whose elements lie in order, as most do; None for others.
-
-    Steps of 1 in lines of the last dim, and of one stride between the lines.
-    """
-    width = shape[-1] if shape else 1
-    rows = math.prod(shape[:-1])
-    if not len(flat):
+    """Return the box of a whole tensor that was read by place and lies in order, without gaps; None for others."""
+    whole = line == ELEMENT and 0 < len(flat) == math.prod(shape)
+    if not whole or any((steps[1:] - steps[:-1] != 1).any() for steps in (flat, place)):
         return None
-    if line.length == 1:
-        if len(flat) != rows * width or (flat[1:] - flat[:-1] != 1).any():
-            return None
-        lines = place.reshape(rows, width)
-        if (lines[:, 1:] - lines[:, :-1] != 1).any():
-            return None
-        place = lines[:, 0]
-    elif line != Line(width, 1) or len(flat) != rows or (flat[1:] - flat[:-1] != width).any():
-        return None
-    steps = place[1:] - place[:-1]
-    step = int(steps[0]) if len(steps) else 0
-    if int(flat[0]) != 0 or (len(steps) and (step < 1 or (steps != step).any())):
-        return None
-    strides = [1] * len(shape)
-    for dim in reversed(range(len(shape) - 1)):
-        strides[dim] = step
-        step *= shape[dim]
-    return PlacedBox(
-        Box.full(shape),
-        int(place[0]),
-        tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)),
-    )
+    strides = (math.prod(shape[dim + 1 :]) if size > 1 else 0 for dim, size in enumerate(shape))
+    return PlacedBox(Box.full(shape), int(place[0]), tuple(strides))
 
 
 def _dim_of(shape: tuple[int, ...], line: Line, flat: Int64Array) -> int:

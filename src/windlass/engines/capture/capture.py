@@ -114,25 +114,25 @@ def capture(
             not write, memory that moves with every load, or that only loads make; names all of them.
     """
     held = partial(held_by, model, ignored)
-    stages = _Stages()
+    seconds: dict[str, float] = {}
     codes = Codes(specs, _device(held()))
     guarded = undone_if_it_fails(load, model)
-    with stages.within("copies"):
+    with _timed(seconds, "copies"):
         before = Snapshot(model, ignored, copies=True, parameters=not made_up)
     try:
         start = before.prints if reference is not None else {}
-        with stages.within("digits"):
+        with _timed(seconds, "digits"):
             factors_of = _multiplied(codes, guarded, held, factors)
-        loads = _Loads(codes, guarded, held, factors_of, start, stages)
+        loads = _Loads(codes, guarded, held, factors_of, start, seconds)
         seen, part = _observed(loads, exact_numel, recompute=recompute)
         if reference is not None:
-            with stages.within("own checkpoint"):
+            with _timed(seconds, "own checkpoint"):
                 guarded(reference() if part is None else part.filling(reference()))
                 _require_repeated(held(), start)
                 if part is not None:
                     part.run()
                     _require_repeated(held(), start)
-        with stages.within("description"):
+        with _timed(seconds, "description"):
             placed = seen.placed(codes, part)
             read = _read(loads, placed)
     except WindlassError:
@@ -143,7 +143,7 @@ def capture(
             f"{type(error).__name__}: {error}"
         ) from error
     finally:
-        with stages.within("putting back"):
+        with _timed(seconds, "putting back"):
             before.restore()
     # Where tensors lie is told of those that are there again, not of what the last load has made.
     now = held()
@@ -151,9 +151,9 @@ def capture(
     refuse(made, "tensors that the engine had not before its loader made them")
     if part is not None:
         part.fix_addresses()
-    with stages.within("description"):
+    with _timed(seconds, "description"):
         captured = describe(replace(seen, holdings=now), codes, worker, part, placed, read)
-    return replace(captured, seconds=stages.seconds)
+    return replace(captured, seconds=seconds)
 
 
 def capture_on_every_rank(
@@ -161,11 +161,8 @@ def capture_on_every_rank(
 ) -> _Found:
     """Capture a layout, unless another rank could not: a retry captures on every rank then.
 
-    Loaders of tensor-parallel ranks may wait for each other, so that one must not load alone.
-
-    Args:
-        capture: of this rank; the others are in the same call.
-        is_on_every_rank: collective; whether what this rank says of itself is so on all of them.
+    Loaders of tensor-parallel ranks may wait for each other, so that one must not load alone. All of them are
+    in this call; `is_on_every_rank` is collective.
 
     Raises:
         RefusedByOtherRank: another rank could not.
@@ -184,45 +181,31 @@ def capture_on_every_rank(
 def all_ranks(mine: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether `mine` is true on every rank of a group, each of which is in the same call.
 
-    Args:
-        mine: of this rank.
-        device: one whose tensors the group reduces.
-        group: None for all of the world. Its timeout is the deadline.
+    The group (None: all of the world) reduces tensors of `device`; its timeout is the deadline.
     """
     least = torch.tensor([int(mine)], device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     return bool(least.item())
 
 
-@final
-class _Stages:
-    """How long the stages of a capture take.
-
-    Attributes:
-        seconds: by stage, in the order in which they first began.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def within(self, name: str) -> Iterator[None]:
-        """Within it the stage goes on; what it has queued on a GPU counts, and is waited for."""
-        begun = time.perf_counter()
-        self.seconds.setdefault(name, 0.0)
-        try:
-            yield
-        finally:
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                torch.cuda.synchronize()
-            self.seconds[name] += time.perf_counter() - begun
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Within it a stage of the capture goes on; what it has queued on a GPU counts, and is waited for."""
+    begun = time.perf_counter()
+    seconds.setdefault(stage, 0.0)
+    try:
+        yield
+    finally:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+        seconds[stage] += time.perf_counter() - begun
 
 
 @dataclass(frozen=True, slots=True)
 class _Loads:
     """What is loaded, how, and what the model holds now.
 
-    `start`: fingerprints of what it held at its start, if that is the loader's work. `stages`: for all of it.
+    `start`: fingerprints of what it held at its start, if that is the loader's work. `seconds`: see `Captured`.
     """
 
     codes: Codes
@@ -230,11 +213,10 @@ class _Loads:
     held: Held
     factors: Mapping[str, float]
     start: Mapping[str, int]
-    stages: _Stages
+    seconds: dict[str, float]
 
     def random(self, seed: int) -> None:
-        """Load random values."""
-        with self.stages.within("random values"):
+        with _timed(self.seconds, "random values"):
             self.load(self.codes.random(seed))
 
 
@@ -261,8 +243,10 @@ def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen
     while True:
         try:
             seen = _observe(loads, exact_numel, scattered, layers)
-        except _PartRefused:
-            layers = None
+        except Exception as error:
+            if layers is None or isinstance(error, WindlassError):
+                raise
+            layers = None  # the loader may take no part of a checkpoint
             continue
         if layers is not None and (seen.computed or seen.unproven):
             layers = None
@@ -274,7 +258,7 @@ def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen
         return seen, None
     if not recompute:
         refuse(seen.computed, "tensors that the engine computes from the checkpoint")
-    with loads.stages.within("computed tensors"):
+    with _timed(loads.seconds, "computed tensors"):
         part = plan_recompute(seen.computed, seen.numbers, loads.codes, loads.load, loads.held)
     return seen, part
 
@@ -282,33 +266,30 @@ def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen
 def _observe(
     loads: _Loads, exact_numel: int, scattered: frozenset[str], layers: Layers | None
 ) -> Seen:
-    """Load digits, from which the places are read, and then random values, which prove them, once or twice.
-
-    Raises:
-        _PartRefused: the loader takes no part of a checkpoint, if it is given one: digits of `layers`.
-    """
-    codes, stages = loads.codes, loads.stages
-    with stages.within("fingerprints"):
+    """Load digits, from which the places are read, and then random values, which prove them, once or twice."""
+    codes, seconds = loads.codes, loads.seconds
+    with _timed(seconds, "fingerprints"):
         before = prints_of(loads.held()) if layers is not None else {}
-    with stages.within("digits"):
-        _load_digit(loads, 0, layers)
+    chosen = None if layers is None else layers.loaded
+    with _timed(seconds, "digits"):
+        loads.load(codes.digits(0, chosen))
     held = loads.held()
-    with stages.within("fingerprints"):
+    with _timed(seconds, "fingerprints"):
         prints = prints_of(held)
     places = {name: h.address for name, h in held.items()}
     loaded = {n: h for n, h in held.items() if prints[n] != before.get(n)}
-    with stages.within("digits"):
-        numbers = _read_digits(loads, loaded, exact_numel, scattered, layers)
+    with _timed(seconds, "digits"):
+        numbers = _read_digits(loads, loaded, exact_numel, scattered, chosen)
     held = loads.held()
     paddings: dict[int, int] = {}
     if layers is not None:
-        with stages.within("comparison"):
+        with _timed(seconds, "comparison"):
             read = {n: ids for n, ids in numbers.items() if n in held}
             paddings = {id(ids): ids.check(held[n], codes, None).padding for n, ids in read.items()}
             numbers = layers.all_of(numbers, held, codes)
     loads.random(seed := next(_SEEDS))
     held = loads.held()
-    with stages.within("fingerprints"):
+    with _timed(seconds, "fingerprints"):
         constants = [n for n, h in held.items() if prints.get(n) == fingerprint(h.memory())]
     changing = [name for name in held if name not in constants]
     checks = _checks(loads, held, {n: numbers[n] for n in changing if n in numbers}, seed)
@@ -354,7 +335,7 @@ def _checks(
     loads: _Loads, held: Mapping[str, Holding], numbers: Mapping[str, ElementIds], seed: int
 ) -> dict[str, Check]:
     """Compare tensors, just loaded from `random(seed)`, with what their numbers say."""
-    with loads.stages.within("comparison"):
+    with _timed(loads.seconds, "comparison"):
         return {
             n: ids.check(held[n], loads.codes, seed, loads.factors.get(n, 1.0))
             for n, ids in numbers.items()
@@ -364,29 +345,11 @@ def _checks(
 def _is_certain(numbers: ElementIds, check: Check, paddings: Mapping[int, int]) -> bool:
     """Return whether one load of random values proves a tensor that is right after it; see the module.
 
-    Args:
-        numbers: what lies where; read, or taken over from a tensor that is alike.
-        check: after that load.
-        paddings: fingerprints of the padding of what was read, after a load of other values.
+    `paddings`: fingerprints of the padding of what was read, after a load of other values.
     """
     origin = numbers.origin
     is_read = numbers is origin
     return check.padding == paddings.get(id(origin)) and (is_read or check.numel >= FEW)
-
-
-class _PartRefused(Exception):
-    """The loader failed with part of a checkpoint."""
-
-
-def _load_digit(loads: _Loads, position: int, layers: Layers | None) -> None:
-    """Load a digit of every element, or of those of `layers`."""
-    if layers is None:
-        loads.load(loads.codes.digits(position))
-        return
-    try:
-        loads.load(loads.codes.digits(position, layers.loaded))
-    except Exception as error:
-        raise _PartRefused from error
 
 
 def _read_digits(
@@ -394,7 +357,7 @@ def _read_digits(
     held: Mapping[str, Holding],
     exact_numel: int,
     scattered: frozenset[str],
-    layers: Layers | None,
+    chosen: frozenset[str] | None,
 ) -> dict[str, ElementIds]:
     """Which checkpoint element lies at each place of what is `held`, which has the first digits."""
     numbers = {
@@ -405,7 +368,7 @@ def _read_digits(
     }
     for position in range(loads.codes.num_digits):
         if position:
-            _load_digit(loads, position, layers)
+            loads.load(loads.codes.digits(position, chosen))
         for name, holding in loads.held().items():
             if name in numbers and holding.reach == held[name].reach:
                 factor = loads.factors.get(name, 1.0)

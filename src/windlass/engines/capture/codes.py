@@ -82,11 +82,8 @@ def checkpoint_folder(
 ) -> Path:
     """Return the folder that an engine has loaded its model from.
 
-    Args:
-        option: names `model` in errors.
-        model: that folder, or a repository of the Hugging Face Hub.
-        revision: of the repository.
-        cache: in which it was downloaded; None for the usual one.
+    `model`, which errors call `option`, is that folder, or a repository of the Hugging Face Hub that was
+    downloaded into `cache`, None for the usual one.
 
     Raises:
         ConfigError: it is no folder, nor a repository that this host has.
@@ -139,10 +136,7 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that count, as for engines: those of the index, or all.
-
-    Beside them may lie the same weights in another form (`consolidated.safetensors`).
-    """
+    """The files that count: those of the index, beside which others may hold the same (`consolidated`), or all."""
     index = folder / INDEX
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
@@ -216,18 +210,9 @@ class Codes:
     Attributes:
         index: of every tensor in `specs`, by its name.
         dtypes: torch's, of the tensors.
-
-    Raises:
-        UnsupportedLayout: a type that does not hold the digits exactly.
     """
 
     def __init__(self, specs: Sequence[CheckpointSpec], device: torch.device | str = "cpu") -> None:
-        for spec in specs:
-            if spec.dtype not in _EXACT:
-                raise UnsupportedLayout(
-                    f"checkpoint: tensor {spec.name!r}: dtype must be one of "
-                    f"{[str(d) for d in _EXACT]} to be followed through the loader, got {spec.dtype}"
-                )
         self.specs = tuple(specs)
         self.device = torch.device(device)
         sizes = np.array([spec.numel for spec in specs], np.int64)
@@ -288,16 +273,10 @@ class Codes:
     def expected(
         self, numbers: torch.Tensor, seed: int, dtype: torch.dtype, *, loud: bool = False
     ) -> torch.Tensor:
-        """Return what a copy of `random(seed)` leaves where the elements `numbers` lie.
+        """Return what a copy of `random(seed)` leaves in the engine's `dtype` where the elements `numbers` lie.
 
-        Args:
-            numbers: (n,) int64, on any device.
-            seed: of the load.
-            dtype: of the engine's tensor.
-            loud: the load was `some` or `mixed`, of these elements.
-
-        Returns:
-            (n,) of `dtype`: each value in its tensor's type, then cast.
+        `numbers`, (n,) int64, may be on any device. `loud`: the load was `some` or `mixed`, of these elements.
+        Each of the (n,) values is made in its tensor's type, then cast.
         """
         make = _loud if loud else _ordinary
 
@@ -345,10 +324,7 @@ class Codes:
         values: Callable[[int, int, DType, bool], torch.Tensor],
         batches: Iterable[_Batch] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of `values(first, last, dtype, is_chosen)`, called for numbers that share their high 32 bits.
-
-        A model has thousands of tensors (experts), so that values are made for many at once.
-        """
+        """Tensors of `values(first, last, dtype, is_chosen)`, called for numbers that share their high 32 bits."""
         most = chunk_on(self.device)
         for batch in self._all if batches is None else batches:
             stored, first, last = batch.specs[0].dtype, batch.first, batch.last
@@ -367,10 +343,7 @@ class Codes:
     def _batches(
         self, specs: Iterable[int], chosen: frozenset[str] = frozenset()
     ) -> Iterator[_Batch]:
-        """Tensors that follow each other and are made alike, of `chunk_on` elements in all.
-
-        The numbers of several share their high 32 bits.
-        """
+        """Tensors, of which models have thousands, that are made at once: neighbours, alike, and few enough (`chunk_on`)."""
         batch: list[CheckpointSpec] = []
         first = last = 0
         most = chunk_on(self.device)
@@ -403,12 +376,8 @@ def _signed(number: int) -> int:
 
 
 def _digits(first: int, last: int, bits: int, position: int, device: torch.device) -> torch.Tensor:
-    """Make the digit at `position` of the numbers [first, last), plus 1, in float32.
-
-    A row of the table has the numbers that differ in their last digit alone: higher digits are the
-    same along a row, and the last one is the same in every row.
-    """
-    # By float32, from which every type of a checkpoint has a conversion.
+    """Make the digit at `position` of the numbers [first, last), plus 1, in float32, which converts to every type."""
+    # A row of the table has the numbers that differ in their last digit alone.
     if position:
         rows = torch.arange(first >> bits, (last - 1 >> bits) + 1, device=device)
         rows = rows.bitwise_right_shift_(bits * (position - 1)).bitwise_and_((1 << bits) - 1)
@@ -431,10 +400,7 @@ def _loud(low: torch.Tensor, high: _HighHalf, seed: int, dtype: DType) -> torch.
 
 
 def _ordinary(low: torch.Tensor, high: _HighHalf, seed: int, dtype: DType) -> torch.Tensor:
-    """Make a value of `dtype` for each number, the same on every device: 24 bits of a hash.
-
-    `low`, (n,) int32, is written over.
-    """
+    """Make a value of `dtype` for each number, the same on every device: 24 bits of a hash; overwrite `low`, (n,) int32."""
     bits = _bits24(low, high, hash_seed(seed))
     if dtype is DType.FLOAT8_E4M3:
         pattern = bits.remainder_(254)

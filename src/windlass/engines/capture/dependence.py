@@ -17,33 +17,20 @@ from windlass.engines.capture.memory import refuse
 from windlass.layout.naming.patterns import NUMBER, patterns_of
 
 _SEED = 2
-ElementIds = tuple[int, ...]
-
-
-def sources_of(
-    codes: Codes, load: Load, prints: Callable[[], Mapping[str, int]], base: Mapping[str, int]
-) -> frozenset[str]:
-    """Return the checkpoint tensors that change one of the computed tensors.
-
-    Takes about 2 log2 of the number of kinds of names per kind that matters, and 2 log2 of the
-    number of layers (or layers times experts), in loads.
-
-    Args:
-        codes: of the checkpoint.
-        load: see `capture`.
-        prints: fingerprints of the computed tensors, now.
-        base: after a load of `codes.random(0)`.
-
-    Raises:
-        UnsupportedLayout: tensors whose sources cannot be told; names them.
-    """
-    return _Search(codes, load, prints, base).sources()
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Search:
-    """See `sources_of`."""
+class Search:
+    """A search for the sources of what is computed.
+
+    Takes about 2 log2 of the number of kinds of names per kind that matters, and 2 log2 of the
+    number of layers (or layers times experts), in loads.
+
+    Attributes:
+        prints: fingerprints of the computed tensors, now.
+        base: the same after a load of `codes.random(0)`.
+    """
 
     codes: Codes
     load: Load
@@ -51,6 +38,11 @@ class _Search:
     base: Mapping[str, int]
 
     def sources(self) -> frozenset[str]:
+        """Return the checkpoint tensors that change one of the computed tensors.
+
+        Raises:
+            UnsupportedLayout: tensors whose sources cannot be told; names them.
+        """
         every = frozenset(spec.name for spec in self.codes.specs)
         deaf = sorted(self.base.keys() - self._changed(every))
         refuse(deaf, "tensors that the engine computes, and not from the checkpoint alone")
@@ -107,5 +99,5 @@ class _Search:
         return frozenset(name for name in members if index[_numbers(name)] in mattering)
 
 
-def _numbers(name: str) -> ElementIds:
+def _numbers(name: str) -> tuple[int, ...]:
     return tuple(int(number) for number in NUMBER.findall(name))

@@ -32,7 +32,6 @@ class Repack:
     Its element order is no set of boxes, or the engine multiplies its elements while it loads.
 
     Attributes:
-        name: of the parameter.
         target: the parameter's memory, (reach,).
         buffer: (n,) what updates write instead, in checkpoint order; of the type of `target`, or of
             the checkpoint if that has values which `target` cannot hold.
@@ -62,7 +61,6 @@ class Rounding:
     cast to the engine's type, as its loader would.
 
     Attributes:
-        name: of the parameter.
         dtype: of the checkpoint's tensors.
         received: views of the memory that updates write.
         targets: of the parameter, as many of the same shapes; the same views where the parameter's
@@ -85,11 +83,7 @@ _ROUNDED_AT_ONCE = 64 << 20
 
 
 def _round(roundings: Sequence[Rounding]) -> None:
-    """Round what updates have written. Idempotent.
-
-    Raises:
-        TransferFailed: a finite value is too large for the checkpoint's type.
-    """
+    """Round what updates have written; raise TransferFailed for a finite value too large for its checkpoint's type."""
     nbytes = 0
     waiting: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for rounding in roundings:
@@ -233,15 +227,8 @@ def describe(
 ) -> Captured:
     """Return what was captured, none of which has to be read place by place.
 
-    What `recompute` fills has no place of its own in the manifest: its buffers have.
-
-    Args:
-        seen: by loads of `codes`.
-        codes: of the checkpoint.
-        worker: identity of the rank.
-        recompute: what the loader has to do after every update.
-        placed: see `Seen.placed`.
-        read: of the other checkpoint tensors those at whose elements the loader looks.
+    What `recompute` fills has no place of its own in the manifest: its buffers have. `placed`: see `Seen.placed`;
+    `read`: of the other checkpoint tensors those at whose elements the loader looks.
     """
     builder = ManifestBuilder(worker, Role.ENGINE)
     addresses: list[int] = []
@@ -291,11 +278,7 @@ _HALVES = (DType.BFLOAT16, DType.FLOAT16)
 
 
 def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
-    """Return the type in which updates bring a tensor: its own, unless that cannot hold the checkpoint's.
-
-    Raises:
-        UnsupportedLayout: it cannot, and the checkpoint has several types for it.
-    """
+    """Return the type in which updates bring a tensor: its own, unless that cannot hold the checkpoint's one type."""
     own, stored = dtype_of(name, holding.tensor), {spec.dtype for spec, _ in parts}
     if own not in _HALVES or not stored & {*_HALVES} - {own}:
         return own

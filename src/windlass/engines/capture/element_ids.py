@@ -125,11 +125,8 @@ class ElementIds:
     """Element numbers of one tensor, gathered digit by digit.
 
     Of a grid of groups, rows and places in a row these are the first elements of all rows, and three whole
-    rows per group. In a grid of one place per row every place is read: 8 bytes for each.
-
-    Args:
-        holding: the tensor.
-        by_place: whether every place is read; tensors with gaps are in any case.
+    rows per group. In a grid of one place per row every place is read, 8 bytes for each: if it is asked for
+    (`by_place`), and of tensors with gaps.
     """
 
     def __init__(self, holding: Holding, *, by_place: bool) -> None:
@@ -170,13 +167,7 @@ class ElementIds:
         return int(self._heads.max())
 
     def moved(self, codes: Codes, tensors: range, by: int) -> ElementIds:
-        """Return these as they are where the same elements of other tensors lie.
-
-        Args:
-            codes: of the checkpoint.
-            tensors: indices of those whose elements are replaced, by equally large ones.
-            by: how many tensors further these are.
-        """
+        """Return these with the elements of `tensors` (indices) replaced, by those of equally large ones, `by` further on."""
         first, last = int(codes.starts[tensors.start]), int(codes.starts[tensors.stop])
         step = int(codes.starts[tensors.start + by]) - first
 

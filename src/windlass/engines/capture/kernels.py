@@ -25,9 +25,6 @@ _BLOCKS_PER_MULTIPROCESSOR = 8
 class Kernels:
     """Compiled for one GPU; each is queued on torch's current stream.
 
-    Args:
-        device: of CUDA.
-
     Raises:
         TransportUnavailable: NVRTC is missing.
     """
@@ -59,12 +56,8 @@ class Kernels:
     ) -> tuple[int, int, int]:
         """Return what `Check` says: how many places are wrong, a fingerprint of padding, how many are no padding.
 
-        Args:
-            memory: (groups * rows * width,), fewer than 2^32.
-            heads: (groups, rows) int64, contiguous.
-            patterns: (groups, width) int64, contiguous.
-            end: elements of the checkpoint.
-            seed: as the hash takes it.
+        `memory`: (groups * rows * width,), fewer than 2^32; `heads`, (groups, rows), and `patterns`, (groups,
+        width), are int64 and contiguous. `end`: elements of the checkpoint. `seed`: as the hash takes it.
 
         Raises:
             TransferFailed: the GPU did not look at every place.

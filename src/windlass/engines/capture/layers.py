@@ -23,12 +23,7 @@ _LAYER = re.compile(r"((?:[^.]+\.)*?)(\d+)(\..+)")
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Checkpoint tensors whose names begin alike, up to and with the first number.
-
-    Attributes:
-        indices: of the tensors.
-        tensors: what follows in their names, their shapes and types.
-    """
+    """Checkpoint tensors whose names begin alike, to the first number; `tensors`: the names' rest, shapes, types."""
 
     indices: range
     tensors: tuple[object, ...]
@@ -50,10 +45,7 @@ class Layers:
     def alike(cls, codes: Codes, held: Mapping[str, Holding]) -> Layers | None:
         """Return the layers of a checkpoint; None where most of its tensors would have to be loaded all the same.
 
-        Args:
-            codes: of the checkpoint.
-            held: what the engine has, whose layers have the same numbers: of each kind one is loaded that
-                it has, where it has any.
+        Of each kind one is loaded that the engine has (`held`, whose layers have the same numbers), if it has any.
         """
         here = {int(found[2]) for name in held if (found := _LAYER.fullmatch(name))}
         members = defaultdict[tuple[str, int], list[int]](list)
@@ -84,13 +76,7 @@ class Layers:
     def all_of(
         self, read: Mapping[str, ElementIds], held: Mapping[str, Holding], codes: Codes
     ) -> dict[str, ElementIds]:
-        """Return the numbers of the engine's tensors in all layers; of those that nothing is known of, none.
-
-        Args:
-            read: of those that the load of `loaded` has changed.
-            held: all that the engine has.
-            codes: of the checkpoint.
-        """
+        """Return what is known of all that the engine holds, from what was `read`: of what a load of `loaded` changed."""
         found = dict(read)
         sources = defaultdict[tuple[str, str], list[tuple[int, str, tuple[str, int]]]](list)
         for name, numbers in read.items():

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import torch
 
-from windlass.engines.capture.codes import bits_of
+from windlass.engines.capture.codes import bits_of, chunk_on
 from windlass.engines.capture.kernels import kernels_on
 from windlass.errors import UnsupportedLayout
 from windlass.layout.naming.patterns import said
@@ -64,9 +64,7 @@ Held = Callable[[], Mapping[str, Holding]]
 def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Mapping[str, Holding]:
     """Return what a model holds by name, parameters first; tensors that lie inside another (tied, views) appear once.
 
-    Args:
-        model: of this rank.
-        ignored: addresses of storages that hold no weights (key-value caches).
+    `ignored`: addresses of storages that hold no weights (key-value caches).
     """
     return distinct(tensors_of(model), ignored)
 
@@ -111,17 +109,11 @@ _STEP = 0x94D049BB133111EB - (1 << 64)
 
 
 def fingerprint(memory: torch.Tensor) -> int:
-    """Return 64 bits of a tensor's bytes, sensitive to their order; on its device, in one pass.
-
-    Args:
-        memory: (n,) contiguous.
-    """
+    """Return 64 bits of the bytes of a contiguous (n,) tensor, sensitive to their order; on its device, in one pass."""
     words = _words_of(memory)
     if words.dtype is torch.int64 and (kernels := kernels_on(words.device)) is not None:
         return kernels.fingerprint(words)
-    chunk = (
-        1 << 15 if words.device.type == "cpu" else 1 << 24
-    )  # fits a core's cache; keeps a GPU busy
+    chunk = chunk_on(words.device) // 2
     steps = torch.arange(min(chunk, len(words)), device=words.device).mul_(_STEP)
     total = 0
     for begin in range(0, len(words), chunk):

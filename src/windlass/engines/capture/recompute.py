@@ -18,7 +18,7 @@ from typing import final
 import torch
 
 from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
-from windlass.engines.capture.dependence import sources_of
+from windlass.engines.capture.dependence import Search
 from windlass.engines.capture.element_ids import ElementIds
 from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, prints_of, refuse
 from windlass.errors import UnsupportedLayout, WindlassError
@@ -41,11 +41,7 @@ PREFIX = "loader/"
 
 
 def surroundings(model: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Return what enters, in any thread, what torch keeps per thread as it is in this one.
-
-    Args:
-        model: where the weights are.
-    """
+    """Return what enters, in any thread, what torch keeps per thread as it is in this one; `model`: where weights are."""
     inference, default = torch.is_inference_mode_enabled(), torch.get_default_device()
     cuda = torch.cuda.current_device() if model.type == "cuda" else None
 
@@ -196,13 +192,6 @@ def plan_recompute(
     given theirs too: first of the tensors themselves, then of everything in their modules, then in
     the modules around these.
 
-    Args:
-        computed: names of tensors that are no copies.
-        numbers: of the copies.
-        codes: of the checkpoint.
-        load: see `capture`.
-        held: what the model holds now.
-
     Raises:
         UnsupportedLayout: tensors whose sources cannot be told, or that no load of a part fills
             right, or that the same load fills otherwise; names them.
@@ -217,7 +206,7 @@ def plan_recompute(
     unsteady = sorted(name for name, value in prints().items() if base.get(name) != value)
     refuse(unsteady, "tensors that the engine computes, and otherwise each time")
     part = _Part(computed, numbers, codes, load, held)
-    sources = sources_of(codes, load, prints, base)
+    sources = Search(codes, load, prints, base).sources()
     bad = part.disturbed(sources)
     for level in range(part.depth + 1):
         wider = sources | part.sources_near(bad, level)
@@ -359,9 +348,7 @@ def _places(
 class _Marks:
     """Floating-point tensors filled with a NaN that no weight is, to see what a load writes.
 
-    Args:
-        held: what the model holds now.
-        left: by name, how many elements a load leaves unwritten, -1 where that is not known.
+    `left`: by name, how many elements a load leaves unwritten, -1 where that is not known.
     """
 
     def __init__(self, held: Mapping[str, Holding], left: Mapping[str, int]) -> None:
@@ -375,10 +362,7 @@ class _Marks:
                 memory.fill_(_MARKS[held[name].tensor.dtype])
 
     def clear(self, held: Mapping[str, Holding]) -> dict[str, int]:
-        """Return how many elements were not written, by name; these get their old values back.
-
-        -1 for a tensor that is not there any more.
-        """
+        """Return how many elements were not written, by name, -1 of a tensor that is gone; put old values back there."""
         found = dict.fromkeys(self._names, -1)
         with torch.inference_mode():
             memories = {n: bits_of(held[n].memory()) for n in found.keys() & held.keys()}

@@ -94,19 +94,16 @@ class Snapshot:
 
     def _keep(self, item: object, kind: _Kind) -> None:
         if kind.has_dict:
-            self._kept.append((_restore_mapping, vars(item), vars(item).copy()))
+            self._kept.append((_refill, vars(item), vars(item).copy()))
         if kind.members:
             self._kept.append((_restore_slots, item, _slots(item, kind)))
         if not kind.exempt:
             return
         if isinstance(item, torch.Tensor):
             self._tensors.append(_KeptTensor.of(item))
-        elif isinstance(item, dict):
-            self._kept.append((_restore_mapping, item, dict(item)))
-        elif isinstance(item, list | deque):
-            self._kept.append((_restore_sequence, item, list(item)))
-        elif isinstance(item, set):
-            self._kept.append((_restore_set, item, set(item)))
+        for container in (dict, list, set, deque):
+            if isinstance(item, container):
+                self._kept.append((_refill, item, container(item)))
 
     @property
     def prints(self) -> Mapping[str, int]:
@@ -124,22 +121,16 @@ class Snapshot:
         self._bytes.restore()
 
 
-def _restore_mapping(mapping: dict[str, object], pairs: dict[str, object]) -> None:
-    if list(mapping) != list(pairs) or not _same(mapping.values(), pairs.values()):
-        mapping.clear()
-        mapping.update(pairs)
+def _refill(container: Any, kept: Any) -> None:
+    """Put back what a container held, in its order, if it holds anything else."""
+    is_set = isinstance(kept, set)  # which has no order to be told
+    if container != kept if is_set else not _same(_members(container), _members(kept)):
+        container.clear()
+        (container.update if isinstance(kept, dict | set) else container.extend)(kept)
 
 
-def _restore_sequence(sequence: list[object] | deque[object], items: list[object]) -> None:
-    if not _same(sequence, items):
-        sequence.clear()
-        sequence.extend(items)
-
-
-def _restore_set(members: set[object], kept: set[object]) -> None:
-    if members != kept:
-        members.clear()
-        members.update(kept)
+def _members(container: Any) -> tuple[object, ...]:
+    return (*container, *container.values()) if isinstance(container, dict) else (*container,)
 
 
 def _restore_slots(item: object, values: dict[MemberDescriptorType, object]) -> None:

@@ -50,7 +50,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from windlass.envs import environment_value
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable
@@ -88,15 +88,6 @@ Span = dict[str, int]
 """`version` over output tokens [`start`, `end`)."""
 
 
-class Salted(Protocol):
-    """The part of vLLM's `Request` that decides which blocks of the prefix cache are its own."""
-
-    cache_salt: str | None
-    block_hashes: list[bytes]
-
-    def update_block_hashes(self) -> None: ...
-
-
 @final
 class Namespace:
     """What salts begin with: one per version of the weights, unlike any other of any process.
@@ -118,13 +109,10 @@ class Namespace:
         self._has_salted = True
         return self._name + (own or "")
 
-    def enter(self, request: Salted) -> None:
-        """Hash the request's blocks anew if they are of an older namespace.
+    def enter(self, request: Any) -> None:
+        """Hash the blocks of vLLM's `Request`, which holds none, anew if they are of an older namespace.
 
         Nothing where no request has been salted: Windlass does not update this engine.
-
-        Args:
-            request: holds no blocks; its salt is one of `salt`.
         """
         salt = request.cache_salt or ""
         if not self._has_salted or salt.startswith(self._name):
@@ -148,10 +136,7 @@ class CoreCalls:
     def call(self, method: str, args: list[object], deadline_s: float | None) -> None:
         """Run a method of the worker in the core's loop, and return when it has. Called in another thread.
 
-        Args:
-            method: of the worker.
-            args: for it.
-            deadline_s: None only for a call that lasts as long as a pause does.
+        `deadline_s` is None only for a call that lasts as long as a pause does.
 
         Raises:
             PeerTimeout: it had not within `deadline_s`; it may yet.
@@ -162,8 +147,7 @@ class CoreCalls:
     def hold(self, blocked: Callable[[], int]) -> None:
         """Hold the core between two steps while `blocked` runs in its loop. Called in another thread.
 
-        Args:
-            blocked: returns the version that is served after it; < 0 for none.
+        `blocked` returns the version that is served after it; < 0 for none.
 
         Raises:
             PeerUnreachable: it raised.
