@@ -103,13 +103,9 @@ def adapter_of(text: str) -> Adapter | None:
 
 @contextmanager
 def saved(weights: Iterator[tuple[str, torch.Tensor]], like: Path) -> Iterator[Path]:
-    """Save an adapter with other values as PEFT does; yield the folder, which is gone afterwards.
+    """Save an adapter with other values as PEFT does; yield the folder, from which engines load it; it goes afterwards.
 
-    Engines read adapters from folders: this is their own way from tensors to what they serve.
-
-    Args:
-        weights: the adapter's tensors.
-        like: folder of an adapter of this configuration.
+    `like`: folder of an adapter of this configuration.
     """
     from safetensors.torch import save_file
 

@@ -50,10 +50,8 @@ class EngineClient(Closing):
         weights: of this rank.
         transport: they are registered with it. Closed with this client.
         hooks: stop, resume and stamp this rank.
-        controller: address of the controller.
-        token: its secret.
-        world_size: ranks of the engine.
-        url: where the engine serves requests; given by rank 0.
+        controller: address. token: secret.
+        world_size: ranks of the engine. url: where it serves requests; given by rank 0.
         can_send: whether other engines may be brought up, or relayed to, from this one.
         serves_own_weights: whether the engine answers before the first version, with weights that it
             came with; if not, it stays paused until one is published.

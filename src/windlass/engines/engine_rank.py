@@ -68,9 +68,8 @@ class EngineApi(Protocol):
 class RankHooks:
     """`EngineHooks` of one rank.
 
-    Args:
-        finalise: brings what is derived from weights up to date. gate: of the main loop.
-        api: on rank 0; None elsewhere, and where the trainer pauses, resumes and stamps the engine.
+    `finalise` brings what is derived from weights up to date. `api` is None on other ranks than the first, and where
+    the trainer pauses, resumes and stamps the engine.
     """
 
     def __init__(
@@ -152,9 +151,6 @@ class EngineRank:
     The layout is captured once, while the engine still has the weights of its start. Later joins, after
     the controller of the fleet before has ended, use it again: with another controller, transport or
     mode of updates, the engine neither starts nor captures anew.
-
-    Attributes:
-        gate: where the engine's main loop and the agent meet.
     """
 
     def __init__(self) -> None:
@@ -165,11 +161,7 @@ class EngineRank:
 
     @property
     def captured(self) -> Captured:
-        """Return what `capture` found.
-
-        Raises:
-            UnsupportedLayout: it has not been called.
-        """
+        """Return what `capture` found; raise UnsupportedLayout if it has not been called."""
         return self._required()[1]
 
     @property
@@ -192,8 +184,7 @@ class EngineRank:
         """Return what this rank holds of the checkpoint. Called in the engine's main loop.
 
         Args:
-            settings: `name`, `url`, `checkpoint` and `world_size` are those of the first time that
-                this rank has joined a fleet with.
+            settings: `name`, `url`, `checkpoint` and `world_size` stay those of the first join.
             rank: of this process.
             capture: captures the layout; called once for these.
             api: makes what pauses the engine; called on rank 0, as often. None where the trainer holds the
@@ -233,11 +224,6 @@ class EngineRank:
 
         The captured memory is registered; the rank's GPU, if it has one, is the current device.
 
-        Args:
-            settings: as `capture` was given them.
-            rank: of this process.
-            token: of the controller.
-
         Raises:
             UnsupportedLayout: nothing has been captured.
             ConfigError: settings that must not change did.
@@ -254,12 +240,8 @@ class EngineRank:
             memory_at=captured.addresses[0] if captured.addresses else 0,
         )
         begun = time.perf_counter()
-        spans = (
-            (address, parameter.nbytes)
-            for address, parameter in zip(
-                captured.addresses, captured.manifest.parameters, strict=True
-            )
-        )
+        sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
+        spans = zip(captured.addresses, sizes, strict=True)
         regions = transport.register_all(stretches(spans, allocation_of))
         # Repacked parameters are read from their buffers, which hold what was last received.
         self._client = EngineClient(
@@ -318,10 +300,8 @@ class EngineRank:
 def _freeze_heap() -> None:
     """Keep the garbage collector from walking what lives as long as the engine.
 
-    The modules that vLLM or SGLang import are 650 000 objects; a full collection takes 0.4 s
-    (`benchmarks/bench_heap.py`, 2-core EPYC, idle, 2026-11-21), holds the interpreter lock, and
-    would fall due soon after a capture: in the middle of an update as likely as not. vLLM's own
-    core does so at its start (`vllm/utils/gc_utils.py`, `freeze_gc_heap`), its workers do not.
+    The modules that vLLM or SGLang import are 650 000 objects. A full collection, in the middle of an update as likely
+    as not, takes 0.4 s (`benchmarks/bench_heap.py`, 2-core EPYC, idle, 2026-11-21) and holds the interpreter lock.
     """
     gc.collect()
     gc.freeze()

@@ -64,9 +64,6 @@ _RUN_CODE = frozenset(
 def new_key(port: int) -> Iterator[str]:
     """Make the key of a server of this host, which `saved_key` finds for as long as the block lasts.
 
-    Args:
-        port: of the server.
-
     Raises:
         ConfigError: the folder of keys is not this user's own.
     """
@@ -86,11 +83,7 @@ def new_key(port: int) -> Iterator[str]:
 
 
 def saved_key(url: str) -> str:
-    """Return the key of a running server of this host; empty where none was made for it.
-
-    Raises:
-        ConfigError: see `new_key`.
-    """
+    """Return the key of a running server of this host; empty where none was made for it. Raises as `new_key` does."""
     file = _folder() / str(urlsplit(url).port)
     if not file.exists():
         return ""
@@ -144,9 +137,7 @@ def _hash(key: bytes) -> str:
 class PrivateRoutes:
     """ASGI middleware in front of an engine's server.
 
-    Args:
-        app: the engine's.
-        key: opens them; None for the one whose hash a launcher has left in the environment.
+    `key` opens them; None for the one whose hash a launcher has left in the environment.
 
     Raises:
         ConfigError: see `opened_routes`.

@@ -52,14 +52,11 @@ class _Modelopt(msgspec.Struct, frozen=True):
 
 
 def require_followed(folder: Path, rest: Sequence[str]) -> bool:
-    """Check that the weights of a checkpoint reach the engine as copies.
+    """Check that the weights of a checkpoint reach the engine as copies; return whether they are in block float8.
 
     Args:
         folder: of the checkpoint; without a config.json it counts as not quantised.
         rest: of the command line, meant for the engine.
-
-    Returns:
-        Whether the checkpoint is in block float8.
 
     Raises:
         ConfigError: an option that has the engine quantise by itself, or a scheme of the checkpoint

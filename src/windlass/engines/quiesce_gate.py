@@ -21,7 +21,7 @@ class QuiesceGate:
         self._reached = self._asked = self._ended = ""
         self._blocked = False
         self._num_asked = 0
-        self._failed: tuple[str, WindlassError] | None = None
+        self._failed: dict[str, WindlassError] = {}
 
     def quiesced(self, pause_id: str) -> None:
         """Called by the engine's main loop, which is paused already, after its last step."""
@@ -81,7 +81,7 @@ class QuiesceGate:
     def fail(self, pause_id: str, error: WindlassError) -> None:
         """Give up a pause: the main loop will not be quiesced for it; `wait` raises why."""
         with self._changed:
-            self._failed = pause_id, error
+            self._failed = {pause_id: error}
             self._changed.notify_all()
 
     def wait(self, pause_id: str, deadline_s: float) -> None:
@@ -91,15 +91,10 @@ class QuiesceGate:
             PeerTimeout: it was not within `deadline_s`.
             WindlassError: that of `fail`.
         """
-
-        def failure() -> WindlassError | None:
-            failed = self._failed
-            return failed[1] if failed is not None and failed[0] == pause_id else None
-
         with self._changed:
-            self._changed.wait_for(lambda: self._reached == pause_id or failure(), deadline_s)
+            self._changed.wait_for(lambda: pause_id in (self._reached, *self._failed), deadline_s)
             if self._reached == pause_id:
                 return
-            raise failure() or PeerTimeout(
+            raise self._failed.get(pause_id) or PeerTimeout(
                 f"pause {pause_id}: the engine's loop is not quiesced after {deadline_s} s"
             )

@@ -120,14 +120,9 @@ def carry_out(
 ) -> None:
     """Called by a rank: do what it was told, and report what `order` returns, or why it could not.
 
-    Nothing is raised, which would end SGLang's loop; nor is anybody waited for who listens no more.
-
-    Args:
-        folder: where the report is waited for.
-        rank: of this process.
-        order: does it.
-        server_url: of the engine, on the host of that folder; empty where it is the rank's own host. If it is not, the
-            token is the one of the rank's environment (`control_token`), and the only secret that it has.
+    Nothing is raised, which would end SGLang's loop; nor is anybody waited for who listens no more. The report is
+    waited for in `folder`, on the host of the engine's server: `server_url` where that is not the rank's own. Then
+    the token is the one of the rank's environment (`control_token`), and the only secret that it has.
     """
     token = ""
     try:
@@ -168,12 +163,7 @@ def _secrets_in(folder: str) -> Secrets:
 
 @final
 class RankReports(ExitStack):
-    """A folder for the reports of every rank; left when they have been read.
-
-    Args:
-        world_size: ranks that will report.
-        secrets: that they need.
-    """
+    """A folder for the reports of `world_size` ranks, and for the secrets that they need; left when they were read."""
 
     def __init__(self, world_size: int, secrets: Secrets = Secrets()) -> None:  # noqa: B008 - frozen
         super().__init__()
@@ -266,10 +256,6 @@ def check_layouts(engine: str, ranks: Sequence[CapturedLayout]) -> None:
     It lies where capture cannot see it (a kernel's private copy), and updates would silently miss it. What
     the loaders of all ranks pass by, the engine does not serve: it is said on stderr, and so is what updates
     cost that go through buffers, if any do, and how long the stages of capture took the slowest rank.
-
-    Args:
-        engine: its name.
-        ranks: what each has captured.
 
     Raises:
         ConfigError: names what is nowhere.

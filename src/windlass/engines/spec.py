@@ -58,11 +58,7 @@ class Rule:
 
 
 def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the options of a command line, spelt with dashes, and what follows each: its value, if it has one.
-
-    Args:
-        words: options as `--a_b`, `--a-b`, `--a=1` or `--a 1`.
-    """
+    """Yield the options of a command line, spelt with dashes, and what follows each: its value, if it has one."""
     for word, following in pairwise([*words, ""]):
         option, equals, value = word.partition("=")
         if option.startswith("-"):
@@ -71,10 +67,6 @@ def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def refuse_options(words: Sequence[str], rules: Iterable[Rule]) -> None:
     """Check the words of a command line that are meant for an engine.
-
-    Args:
-        words: see `options_of`.
-        rules: of the engine.
 
     Raises:
         ConfigError: names an option with which an update would be wrong, and why.
@@ -89,10 +81,7 @@ def refuse_options(words: Sequence[str], rules: Iterable[Rule]) -> None:
 def refuse_settings(engine: str, rules: Iterable[Rule], setting: Callable[[str], object]) -> None:
     """Check what a running engine is set to, however that was written: in a file, shortened, by default.
 
-    Args:
-        engine: named in the error.
-        rules: of the engine.
-        setting: value at a place of the configuration; raises LookupError where this release has none.
+    `setting` returns the value at a place of the configuration, and raises LookupError where this release has none.
 
     Raises:
         ConfigError: names a setting with which an update would be wrong, and why.
@@ -219,9 +208,7 @@ class EngineServer(Protocol):
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         """Return how to start the server.
 
-        Args:
-            args: options that every engine has, see `windlass.engines.launch.arguments`.
-            rest: what is the server's own.
+        `args`: options that every engine has, see `windlass.engines.launch.arguments`; `rest`: the server's own.
 
         Raises:
             ConfigError: options that do not go together, or that this release cannot do.
@@ -233,12 +220,8 @@ class EngineServer(Protocol):
     ) -> None:
         """Have every rank capture its layout, or join the fleet after leaving the one before.
 
-        Args:
-            server: that runs.
-            step: the one or the other; no rank is in a fleet because of the first.
-            settings: for every rank.
-            folder: where each reports, see `windlass.engines.rank_reports.carry_out`: what it has
-                captured as a `CapturedLayout` in JSON, or nothing.
+        No rank is in a fleet because of the first. Each reports in `folder`, see
+        `windlass.engines.rank_reports.carry_out`: what it has captured as a `CapturedLayout` in JSON, or nothing.
 
         Raises:
             ConfigError: a setting that an update does not survive.
@@ -252,11 +235,8 @@ class EngineOptions:
     """What a job says of one of its engines.
 
     Attributes:
-        name: identity in the fleet.
         model: configuration or checkpoint folder.
-        tensor_parallel_size: ranks.
         transport: of the weights: a name, or a configuration as JSON.
-        controller: address.
         port: of its server; 0 lets the system choose, for an engine that can.
         arguments: the engine's own.
         python: interpreter; this one when empty.

@@ -24,7 +24,6 @@ class Feature:
     """Something of an engine that updates or rollouts use.
 
     Attributes:
-        name: what it is called there.
         since: the oldest release in which it was found.
         missing_in: the newest release in which it was looked for and not found; empty for none.
         without: what a release without it cannot do; empty if nothing is lost.
@@ -43,7 +42,6 @@ class EngineReleases:
     """What is known of an engine.
 
     Attributes:
-        name: for people.
         package: its import name. distributions: under which it is installed.
         read: releases whose source was looked at.
         run: releases that were updated while they served -> where.
@@ -66,10 +64,8 @@ class EngineReleases:
 def warnings_of(engine: EngineReleases, version: str, device: str = "") -> tuple[str, ...]:
     """Return what the table says of a release, a line each.
 
-    Args:
-        engine: of the table.
-        version: as its package tells it.
-        device: where it is to run, as `EngineReleases.run` says it; empty if that is not known.
+    `version`: as its package tells it. `device`: where it is to run, as `EngineReleases.run` says it; empty if that
+    is not known.
 
     Raises:
         ConfigError: it lacks what updates need, or is older than all that were looked at.
@@ -109,12 +105,7 @@ def warnings_of(engine: EngineReleases, version: str, device: str = "") -> tuple
 
 
 def has(feature: Feature, version: str) -> bool:
-    """Whether a release has it, or is not known not to.
-
-    Args:
-        feature: of the engine's table.
-        version: as its package tells it.
-    """
+    """Whether a release has it, or is not known not to."""
     release = _parsed(version)
     # Nobody looked at what is newer than the newest that is known not to have it.
     unseen = release[: len(feature.missing_in)] > feature.missing_in
@@ -143,10 +134,7 @@ def installed_version(engine: EngineReleases) -> str:
 
 
 def check_installed(engine: EngineReleases) -> tuple[str, ...]:
-    """Check what is installed, for a launcher, before anything starts.
-
-    Returns:
-        What the one who starts it should know, a line each.
+    """Check what is installed, for a launcher, before anything starts; return what its user should know, a line each.
 
     Raises:
         ConfigError: it is not installed, or too old.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, cast, final
+from typing import Any, final
 
 import torch
 
@@ -22,25 +22,9 @@ from windlass.engines.spec import AgentSettings
 from windlass.errors import UnsupportedLayout
 
 
-class LoraWorker(Protocol):
-    """The part of vLLM's worker that is about adapters."""
-
-    def add_lora(self, lora_request: object) -> bool: ...
-
-    def remove_lora(self, lora_id: int) -> bool: ...
-
-    def pin_lora(self, lora_id: int) -> bool: ...
-
-    def list_loras(self) -> set[int]: ...
-
-
 @final
 class Slot(torch.nn.Module):
-    """A view of a model's slots: buffers that share the memory of the wrapped layers.
-
-    Args:
-        model: that vLLM has wrapped; with another one the slot is empty.
-    """
+    """A view of a model's slots: buffers that share the memory of the layers that vLLM has wrapped, if it has."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         from vllm.lora.layers import BaseLayerWithLoRA
@@ -61,9 +45,9 @@ class Slot(torch.nn.Module):
 
 
 def capture_adapter(
-    worker: LoraWorker, model: torch.nn.Module, settings: AgentSettings, rank: int
+    worker: Any, model: torch.nn.Module, settings: AgentSettings, rank: int
 ) -> Captured:
-    """Capture where the tensors of the one served adapter lie. Called in the worker's main loop.
+    """Capture where the tensors of the one adapter lie that vLLM's worker serves. Called in its main loop.
 
     vLLM's own copy of the adapter in host memory is that of its folder afterwards, or, if the layout
     is refused, the one that it was.
@@ -82,7 +66,7 @@ def capture_adapter(
             worker.add_lora(LoRARequest(settings.adapter, number, str(place)))
 
     # vLLM's `LoRAModelManager`: what this worker has of the adapters that it knows (0.24, 0.32).
-    adapters = vars(cast("Any", worker).model_runner.lora_manager)["_adapter_manager"]
+    adapters = vars(worker.model_runner.lora_manager)["_adapter_manager"]
     served, before = adapters.get_adapter(number), Snapshot(Slot(model), copies=True)
     try:
         captured = capture(
@@ -105,7 +89,7 @@ def capture_adapter(
     return captured
 
 
-def keep_adapter(worker: LoraWorker) -> None:
+def keep_adapter(worker: Any) -> None:
     """Have the adapter stay in its slot: what is written there must not be replaced by vLLM's copy.
 
     Called before every update. Should vLLM have put its own copy into the slot meanwhile, the
@@ -117,8 +101,8 @@ def keep_adapter(worker: LoraWorker) -> None:
     worker.pin_lora(_the_only(worker))
 
 
-def _the_only(worker: LoraWorker) -> int:
-    numbers = worker.list_loras()
+def _the_only(worker: Any) -> int:
+    numbers: set[int] = worker.list_loras()
     if len(numbers) != 1:
         raise UnsupportedLayout(
             f"adapter: the engine must serve one, from its start on, got {sorted(numbers)}"

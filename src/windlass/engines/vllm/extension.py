@@ -7,7 +7,7 @@ vLLM makes this a base class of its worker, so `self` is the worker. The methods
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import cast
 
 import msgspec
@@ -19,7 +19,7 @@ from windlass.engines.engine_rank import EngineRank
 from windlass.engines.http import EngineHttp
 from windlass.engines.rank_reports import Secrets, carry_out
 from windlass.engines.spec import AgentSettings
-from windlass.engines.vllm.adapter import LoraWorker, Slot, keep_adapter
+from windlass.engines.vllm.adapter import Slot, keep_adapter
 from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
 from windlass.engines.vllm.engine_core import CoreCalls, core_calls, stamps_tokens
 from windlass.engines.vllm.rank import (
@@ -117,14 +117,13 @@ class WindlassExtension:
         worker = cast("Worker", self)
 
         def capture(secrets: Secrets) -> bytes:
-            def api() -> VllmApi:
-                return VllmApi(
-                    secrets.server(settings.url),
-                    can_block=_can_block(worker.parallel_config),
-                    stamps=stamps_tokens(),
-                    core=core_calls() if settings.world_size == 1 else None,
-                )
-
+            api = partial(
+                VllmApi,
+                secrets.server(settings.url),
+                can_block=_can_block(worker.parallel_config),
+                stamps=stamps_tokens(),
+                core=core_calls() if settings.world_size == 1 else None,
+            )
             found = capture_rank(worker, self.windlass_engine_rank, settings, api, is_launched=True)
             return msgspec.json.encode(found)
 
@@ -149,13 +148,8 @@ class WindlassExtension:
     ) -> int | None:
         """Called in the main loop, which is paused, or between two steps and stays until the pause ends.
 
-        Args:
-            pause_id: of the pause that an agent has asked for, or is about to.
-            blocked_s: see `deadline_s` of `QuiesceGate.block`; empty where the loop is paused.
-            namespace: that the EngineCore has begun for its caches; see `windlass.engines.vllm.engine_core`.
-
-        Returns:
-            The version that this rank serves after it was blocked; None for none of any fleet.
+        `blocked_s`: see `QuiesceGate.block`; empty where the loop is paused. `namespace`: that the EngineCore has
+        begun for its caches. Return the version that is served after a block; None for none of any fleet.
 
         Raises:
             ConfigError: the core has begun no namespace.
@@ -168,7 +162,7 @@ class WindlassExtension:
         if blocked_s and torch.cuda.is_available():
             torch.cuda.synchronize()
         if rank.settings.adapter:
-            keep_adapter(cast("LoraWorker", self))
+            keep_adapter(self)
         if not blocked_s:
             rank.gate.quiesced(pause_id)
             return None

@@ -60,11 +60,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class GenerateRoute:
-    """ASGI middleware: `POST /generate` by `/inference/v1/generate`; everything else passes through.
-
-    Args:
-        app: vLLM's.
-    """
+    """ASGI middleware in front of vLLM's app: `POST /generate` by `/inference/v1/generate`; all else passes through."""
 
     path: ClassVar[str] = "/inference/v1/generate"
     """The route of vLLM that answers."""
@@ -99,12 +95,16 @@ class GenerateRoute:
         headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
         inner = {**scope, "path": self.path, "raw_path": self.path.encode(), "headers": headers}
-        collected = _Collected()
-        await self._app(inner, _replay(body, receive), collected.send)
-        if collected.status == OK:
-            await answer(send, OK, msgspec.json.encode(self.to_outer(collected.body)))
-        else:
-            await answer(send, collected.status, collected.body)
+        status, found = 500, b""
+
+        async def collect(message: Message) -> None:
+            nonlocal status, found
+            status, found = message.get("status", status), found + message.get("body", b"")
+
+        await self._app(inner, _replay(body, receive), collect)
+        if status == OK:
+            found = msgspec.json.encode(self.to_outer(found))
+        await answer(send, status, found)
 
 
 @final
@@ -130,20 +130,6 @@ class CompletionsRoute(GenerateRoute):
         tokens = choice.token_ids or []
         logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
         return _outer(choice, tokens, [*zip(logprobs, tokens, strict=False)], versions)
-
-
-class _Collected:
-    """What the inner application sent."""
-
-    def __init__(self) -> None:
-        self.status = 500
-        self.body = b""
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        elif message["type"] == "http.response.body":
-            self.body += message.get("body", b"")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

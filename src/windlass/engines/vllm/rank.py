@@ -22,7 +22,7 @@ from windlass.engines.capture.codes import CheckpointSpec, checkpoint_specs
 from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import EngineApi, EngineRank
 from windlass.engines.spec import AgentSettings, CapturedLayout
-from windlass.engines.vllm.adapter import LoraWorker, capture_adapter
+from windlass.engines.vllm.adapter import capture_adapter
 from windlass.engines.vllm.spec import refuse_unsafe_config
 
 
@@ -78,14 +78,7 @@ def capture_rank(
 ) -> CapturedLayout:
     """Capture what a rank holds of the checkpoint; in its main loop, on every rank of the server.
 
-    A layout that is refused changes nothing.
-
-    Args:
-        worker: vLLM's own, of this process.
-        engine_rank: keeps what was captured.
-        settings: of the engine.
-        api: see `EngineRank.capture`.
-        is_launched: see `refuse_unsafe_config`.
+    A layout that is refused changes nothing. `engine_rank` keeps what was captured.
 
     Raises:
         RefusedByOtherRank: another rank could not, and has the reason.
@@ -110,7 +103,7 @@ def capture_rank(
 
     def own() -> Captured:
         if settings.adapter:
-            return capture_adapter(cast("LoraWorker", worker), model, settings, rank)
+            return capture_adapter(worker, model, settings, rank)
         return capture(
             model,
             _specs_of(worker, Path(settings.checkpoint)),
@@ -164,11 +157,7 @@ def _set_aside(
 def _reload_draft(
     worker: Worker, draft: torch.nn.Module, weights: list[tuple[str, torch.Tensor]]
 ) -> None:
-    """Load the model that drafts, as vLLM's `reload_weights` does the target (0.24, 0.32).
-
-    Modules that it shares with the target (embedding, output matrix) are the target's alone: their copies that
-    checkpoints keep beside it are passed by.
-    """
+    """Load the model that drafts as vLLM's `reload_weights` does the target (0.24, 0.32), but what the two share."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.layerwise import (
         finalize_layerwise_reload,
@@ -204,11 +193,9 @@ _HEAD = "lm_head.weight"
 
 
 def _specs_of(worker: Worker, checkpoint: Path) -> tuple[CheckpointSpec, ...]:
-    """Return what the checkpoint holds and vLLM keeps.
+    """Return what the checkpoint holds and vLLM keeps: not the head of a tied model, which is its embedding twice.
 
-    Where a model is tied and its checkpoint has a head all the same, vLLM (0.32,
-    `model_loader/weight_tying.py`) loads both, and ties them again if they are equal: the head's name is then a
-    second one of the embedding, which loads write twice.
+    vLLM (0.32, `model_loader/weight_tying.py`) loads both, and ties them again if they are equal.
     """
     specs = checkpoint_specs(checkpoint)
     settings = vars(worker.vllm_config.model_config)
@@ -243,10 +230,7 @@ class _DirectCopies(TorchFunctionMode):
 
     @contextmanager
     def where_needed(self) -> Iterator[None]:
-        """Enter for a load, and not again once one has copied nothing past its loaders.
-
-        All that torch is called with passes here: seconds, with the 20,000 tensors of a large model.
-        """
+        """Enter for a load, and not again once one has copied nothing past its loaders: it takes seconds."""
         if not self._is_needed:
             yield
             return

@@ -49,11 +49,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Body of `/init_weight_transfer_engine`.
 
     Attributes:
-        name: of this server in the fleet.
         controller: address that the trainer's rank 0 gives. token: of an engine's role.
-        transport: name of the transport that receives weights.
         url: of this server, as the trainer calls it.
-        world_size: ranks of this server.
     """
 
     name: str
@@ -207,9 +204,6 @@ class _CoreApi:
     """`EngineApi` of a server of one rank, whose core is in this process: it is held there, by no route.
 
     A pause in which requests do not stay where they are is its trainer's: it asks the server for it, and holds it then.
-
-    Args:
-        core: of this process. rank: that lives in it.
     """
 
     def __init__(self, core: CoreCalls, rank: EngineRank) -> None:
