@@ -39,11 +39,7 @@ MARGIN_S = 5.0
 
 
 def version_number(version: int, what: str) -> int:
-    """A plain integer, also of a counter that is a numpy or torch scalar.
-
-    Raises:
-        ConfigError: no integer in [0, 2^53).
-    """
+    """A plain integer, also of a counter that is a numpy or torch scalar; raise ConfigError for none in [0, 2^53)."""
     try:
         number = operator.index(version)
     except TypeError:
@@ -299,14 +295,8 @@ class TrainerClient(Closing):
     ) -> Callable[[], UpdateReport]:
         """Every way to publish begins here, and ends with a call of what is returned.
 
-        Args:
-            what: the method that was called, for errors.
-            version: to publish.
-            deadline_s: of the announcement; None where the controller begins the round by itself.
-            copied: set once the replica has what is sent; None where the weights stand still.
-
-        Raises:
-            ConfigError: see `publish`. ProtocolError, PeerUnreachable: there is no controller any more.
+        `deadline_s`: of the announcement; None where the controller begins the round by itself. `copied`: set once the
+        replica has what is sent; None where the weights stand still.
         """
         number = version_number(version, what)
         if not self._publishing.acquire(blocking=False):

@@ -26,8 +26,7 @@ from windlass.updates.messages import JOB_VARIABLE
 class DescribedTrainer:
     """One rank: what it holds, where it lies, and which rank it is.
 
-    Its parameters are asked for anew for every update, because offloading rebinds storage. `make_whole`:
-    see `TrainerClient.make_whole`.
+    Its parameters are asked for anew for every update, because offloading rebinds storage.
     """
 
     manifest: ShardManifest
@@ -44,14 +43,9 @@ class DescribedTrainer:
         """
         return self.tensors.locate()
 
-    @property
-    def memory_at(self) -> int:
-        """Where the first parameter that has bytes here lies now; 0 for a rank that holds none."""
-        return next((memory.address for memory in self.parameters() if memory.nbytes), 0)
-
     def connect(
         self,
-        transport: TransportConfig,
+        transport: str | TransportConfig,
         controller: str,
         token: str,
         *,
@@ -60,7 +54,8 @@ class DescribedTrainer:
         connect_deadline_s: float,
     ) -> TrainerClient:
         """Connect this rank; arguments and errors are `connect_trainer`'s."""
-        memory_at = self.memory_at
+        config = parse_transport(transport)
+        memory_at = next((memory.address for memory in self.parameters() if memory.nbytes), 0)
         weights = TrainerWeights(
             manifest=self.manifest,
             parameters=self.parameters,
@@ -70,7 +65,7 @@ class DescribedTrainer:
         )
         return TrainerClient(
             weights,
-            transport=create_transport(transport, towards=controller, memory_at=memory_at),
+            transport=create_transport(config, towards=controller, memory_at=memory_at),
             controller=controller,
             token=token,
             job=environment_value(JOB_VARIABLE) or shared_job(),
@@ -156,6 +151,7 @@ def connect_trainer(
         module: the model being trained; its DTensor parameters are described where they lie.
         controller: address of the controller.
         token: its secret.
+        group: name of the trainer job.
         transport: name or configuration; `auto` offers every one that starts here and moves memory of the
             weights' kind, and each link takes the fastest that both its ends have.
         arena_nbytes: memory for packed bytes; 0 for as much as one update packs.
@@ -163,7 +159,6 @@ def connect_trainer(
             omitted. `adapter_names()` keeps a LoRA adapter and nothing else.
         stacked: experts that the framework stacks; `TRANSFORMERS_EXPERTS` when omitted. A model of transformers
             with neither is published as `save_pretrained` writes it: names, and what is fused or taken apart.
-        group: name of the trainer job.
         replica: keep a copy of what is sent as it lies, as large as that, so that `begin_publish` need
             not wait for the fleet, and parameters are never registered. HOST: in host memory, pinned
             where weights are on a GPU (`cuda_ipc`). DEVICE: on the weights' GPU. AUTO: the one of the
@@ -176,10 +171,9 @@ def connect_trainer(
         UnsupportedLayout: a parameter whose placement or dtype cannot be described.
         TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see there.
     """
-    config = parse_transport(transport)
     described = describe_trainer(module, group=group, name_map=name_map, stacked=stacked)
     return described.connect(
-        config,
+        transport,
         controller,
         token,
         arena_nbytes=arena_nbytes,

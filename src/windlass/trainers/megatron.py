@@ -31,7 +31,7 @@ from windlass.memory.torch_dtypes import dtype_of
 from windlass.trainers.client import TrainerClient
 from windlass.trainers.fsdp import DescribedTrainer
 from windlass.transfer.dtensor import HeldTensor, LiveTensors, check_memory, refuse_freed
-from windlass.transports.registry import TransportConfig, parse_transport
+from windlass.transports.registry import TransportConfig
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BUFFERS = ("mlp.router.expert_bias",)
@@ -81,7 +81,6 @@ def connect_megatron_trainer(
         ConfigError: `controller` is no URL, `transport` no transport, or `arena_nbytes` too small.
         TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see there.
     """
-    config = parse_transport(transport)
     described = describe_megatron_trainer(
         model,
         family=family,
@@ -91,7 +90,7 @@ def connect_megatron_trainer(
         ignore=ignore,
     )
     return described.connect(
-        config,
+        transport,
         controller,
         token,
         arena_nbytes=arena_nbytes,

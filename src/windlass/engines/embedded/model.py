@@ -67,12 +67,8 @@ def load_model(
 ) -> ModelShard:
     """Build this rank's shard. Collective over the engine's ranks when there are several.
 
-    Args:
-        source: a transformers configuration (JSON) for random weights, or a checkpoint folder.
-        worker: identity of this rank in its manifest.
-        dtype: of the parameters.
-        seed: of random weights; the same on every rank.
-        transport: registers (and, for shared memory, allocates) the parameters' memory.
+    `source`: a transformers configuration (JSON) for random weights, of `seed`, or a checkpoint folder.
+    `transport` registers (and, for shared memory, allocates) the parameters' memory.
 
     Raises:
         ConfigError: no such model, or one whose sizes the ranks cannot share evenly.
@@ -165,24 +161,20 @@ def _move_into_arena(module: torch.nn.Module, transport: OneSidedTransport) -> A
 
 @final
 class _SlotCache:
-    """Keys and values (slots, heads, positions, head dim) per layer, written where a step says.
+    """Keys and values (slots, positions, heads, head dim) per layer: what a decoder calls of transformers' `Cache`.
 
-    The part of transformers' `Cache` that a decoder calls: `update` and `get_seq_length`.
+    Attributes:
+        slots, positions, span: the rows (B,) and positions (B, T) that the next pass writes; it reads up to `span`.
     """
 
     is_compileable = False
+    slots: torch.Tensor
+    positions: torch.Tensor
+    span: int
 
     def __init__(self, num_slots: int, max_positions: int) -> None:
         self._num_slots, self._max_positions = num_slots, max_positions
-        self._keys: dict[int, torch.Tensor] = {}
-        self._values: dict[int, torch.Tensor] = {}
-        self._slots = torch.zeros(0, dtype=torch.int64)
-        self._positions = torch.zeros(0, 0, dtype=torch.int64)
-        self._span = 0
-
-    def aim(self, slots: torch.Tensor, positions: torch.Tensor, span: int) -> None:
-        """Say which rows (B,) and positions (B, T) the next pass writes, and reads up to `span`."""
-        self._slots, self._positions, self._span = slots, positions, span
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         """Unused by a pass that is given its positions and its mask."""
@@ -198,20 +190,15 @@ class _SlotCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store (B, heads, T, D) and return (B, heads, span, D); transformers passes `kwargs` from 5.24 on."""
         del kwargs
-        if layer_idx not in self._keys:
+        if layer_idx not in self._layers:
             _, heads, _, dim = key_states.shape
             shape = (self._num_slots, self._max_positions, heads, dim)
-            self._keys[layer_idx] = key_states.new_zeros(shape)
-            self._values[layer_idx] = value_states.new_zeros(shape)
-        rows = self._slots[:, None]
-        outputs = []
-        for store, new in (
-            (self._keys[layer_idx], key_states),
-            (self._values[layer_idx], value_states),
-        ):
-            store[rows, self._positions] = new.transpose(1, 2)
-            outputs.append(store[self._slots, : self._span].transpose(1, 2))
-        return outputs[0], outputs[1]
+            self._layers[layer_idx] = key_states.new_zeros(shape), value_states.new_zeros(shape)
+        keys, values = self._layers[layer_idx]
+        keys[self.slots[:, None], self.positions] = key_states.transpose(1, 2)
+        values[self.slots[:, None], self.positions] = value_states.transpose(1, 2)
+        found = (store[self.slots, : self.span].transpose(1, 2) for store in (keys, values))
+        return next(found), next(found)
 
 
 @final
@@ -231,19 +218,14 @@ class ForwardRunner:
         lengths = torch.tensor(step.lengths)
         steps = torch.arange(tokens.shape[1])[None, :]
         positions = (start + steps).clamp(max=self._max_positions - 1)
-        span = int((start[:, 0] + lengths).max())
-        self._cache.aim(torch.tensor(step.slots), positions, max(span, int(positions.max()) + 1))
-        reach = torch.arange(max(span, int(positions.max()) + 1))[None, None, None, :]
-        visible = reach <= positions[:, None, :, None]
+        span = int(positions.max()) + 1
+        cache = self._cache
+        cache.slots, cache.positions, cache.span = torch.tensor(step.slots), positions, span
+        hidden = torch.arange(span)[None, None, None, :] > positions[:, None, :, None]
+        dtype = next(self._module.parameters()).dtype
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
         # By position: transformers 5.24 gave the cache another name.
-        hidden = self._module.model(
-            tokens, self._additive(visible), positions, self._cache, use_cache=True
-        ).last_hidden_state
-        last = hidden[torch.arange(len(lengths)), lengths - 1]
+        states = self._module.model(tokens, mask, positions, cache, use_cache=True)
+        last = states.last_hidden_state[torch.arange(len(lengths)), lengths - 1]
         logits: torch.Tensor = self._module.lm_head(last)
         return logits.float()
-
-    def _additive(self, visible: torch.Tensor) -> torch.Tensor:
-        dtype = next(self._module.parameters()).dtype
-        lowest = torch.finfo(dtype).min
-        return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, lowest)

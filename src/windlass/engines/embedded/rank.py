@@ -63,7 +63,7 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
 
     if rank:
         gate = QuiesceGate()
-        join_fleet(RankHooks(_nothing, gate, None))
+        join_fleet(RankHooks(lambda: None, gate, None))  # nothing is derived from weights
         while True:
             step = _broadcast(None)
             if step.pause_id:
@@ -103,17 +103,9 @@ def _broadcast(step: Step | None) -> Step:
     data = bytearray() if step is None else bytearray(msgspec.msgpack.encode(step))
     length = torch.tensor([len(data)])
     dist.broadcast(length, src=0)
-    body = (
-        torch.frombuffer(data, dtype=torch.uint8)
-        if data
-        else torch.empty(int(length), dtype=torch.uint8)
-    )
+    body = torch.frombuffer(data or bytearray(int(length)), dtype=torch.uint8)
     dist.broadcast(body, src=0)
     return step or msgspec.msgpack.decode(body.numpy().data, type=Step)
-
-
-def _nothing() -> None:
-    """Nothing is derived from weights."""
 
 
 def _eos_token_ids(configured: Any) -> frozenset[int]:

@@ -137,11 +137,7 @@ class Scheduler:
         return bool(found)
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-        """Return once every step that was begun is over and none will begin.
-
-        Raises:
-            PeerTimeout: a step did not end within `deadline_s`.
-        """
+        """Return once every step that was begun is over and none will begin; PeerTimeout after `deadline_s`."""
         with self._changed:
             self._pause_wanted = (pause_id, mode)
             self._paused = True

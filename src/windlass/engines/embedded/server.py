@@ -57,12 +57,8 @@ class _Version(msgspec.Struct, frozen=True):
 class EngineServer:
     """Serves until the process ends.
 
-    Args:
-        settings: of the engine. token: opens every route; what it gives rollout clients opens those
-            of `CLIENT_ROUTES`, and so does `engine_token` unless it is empty.
-        scheduler: runs the requests.
-        vocab_size: token ids must be below it. eos_token_ids: end a generation unless ignored.
-        read_weight: (name) -> nested list, for `/get_weights_by_name`.
+    `token` opens every route; what it gives rollout clients opens those of `CLIENT_ROUTES`, and so does
+    `engine_token` unless it is empty. `eos_token_ids` end a generation unless ignored.
     """
 
     def __init__(

@@ -17,8 +17,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: identity in the fleet; ranks are called `name/rank`.
         model: path of a transformers configuration (random weights) or of a checkpoint folder.
-        tensor_parallel_size: processes that share the model.
-        dtype: of the parameters.
         controller: address; empty serves the initial weights without a controller.
         transport: what receives weights; see `parse_transport`.
         host: address to bind. port: 0 lets the system choose.

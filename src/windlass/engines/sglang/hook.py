@@ -42,11 +42,9 @@ class _Rank:
     """This process; one model lives in it.
 
     Attributes:
-        can_block: the loop may be blocked: what SGLang does around an order leaves the weights of every rank alone, so that
-            they may be written meanwhile, and there are no stages, of which later ones would not hear
-            of an order that this one is blocked in, and no replicas (not shown).
-        namespace: of the prefix caches of the weights that are held now, the same on every rank;
-            empty before the first update.
+        can_block: the loop may be blocked: what SGLang does around an order leaves the weights of every rank alone;
+            there are no stages, of which later ones would not hear of it, and no replicas (not shown).
+        namespace: of the prefix caches of the weights that are held now, on every rank; empty before the first update.
     """
 
     engine_rank: EngineRank = field(default_factory=EngineRank)
@@ -83,10 +81,7 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
 
 
 def own_rank() -> int:
-    """Return this process's number among all of the server's: replicas, stages, tensor-parallel ranks.
-
-    A replica is a world of its own.
-    """
+    """Return this process's number among all of the server's: replicas, each a world, stages, tensor-parallel ranks."""
     return _own_replica() * dist.get_world_size() + dist.get_rank()
 
 
@@ -161,11 +156,7 @@ def _has_sessions() -> bool:
 
 
 def _orders_change_nothing(model: torch.nn.Module) -> bool:
-    """Whether what SGLang does before and after an order changes no tensor and moves none.
-
-    Releases with sessions undo in-place packing before it and pack anew after it. Called in an order,
-    and leaves the model as it is in one.
-    """
+    """Whether what SGLang does around an order (sessions unpack and pack anew) changes no tensor. Called in an order."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     if not _has_sessions():

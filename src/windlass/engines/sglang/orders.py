@@ -84,11 +84,7 @@ class _Answer(msgspec.Struct, frozen=True):
 def order_ranks(server: EngineHttp, order: Order, world_size: int, deadline_s: float) -> None:
     """Have every rank carry out an order in its main loop; return once those of the first stage have.
 
-    Args:
-        server: in front of the ranks.
-        order: what they are to do.
-        world_size: ranks.
-        deadline_s: of every request.
+    `deadline_s`: of every request.
 
     Raises:
         PeerUnreachable: the server refused, or a rank failed. PeerTimeout: no answer in time.
@@ -152,12 +148,7 @@ class SglangApi:
     Caches of old weights are outdated by the order that quiesces the loop, in whichever mode,
     before anything is written: `/flush_cache` refuses while requests are kept, and leaves embeddings.
 
-    Args:
-        server: in front of the ranks.
-        world_size: ranks.
-        gate: of rank 0.
-        blocks: whether weights may be written while an order keeps the loops blocked.
-        num_stages: of the pipeline.
+    `gate`: of rank 0. `blocks`: whether weights may be written while an order keeps the loops blocked.
     """
 
     def __init__(
@@ -169,9 +160,8 @@ class SglangApi:
         blocks: bool,
         num_stages: int = 1,
     ) -> None:
-        self._server, self._world_size = server, world_size
+        self._server, self._world_size, self._num_stages = server, world_size, num_stages
         self._gate, self._blocks = gate, blocks
-        self._num_stages = num_stages
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         """SGLang's own modes.

@@ -99,12 +99,7 @@ def _first(step: str) -> bool:
 
 
 def _prepare(server_args: Any) -> None:
-    """Make a server ready whose settings are known and whose ranks have not been started.
-
-    Raises:
-        ConfigError: see this module; nothing was started.
-        PeerUnreachable: no address of this host leads to the controller.
-    """
+    """Make a server ready whose settings are known and whose ranks have not been started; see this module."""
     settings = _resolved(server_args)
     for warning in check_installed(RELEASES):
         _log.warning("%s", warning)
@@ -143,11 +138,7 @@ def _prepare(server_args: Any) -> None:
 
 
 def _have_ranks_know_the_token() -> None:
-    """Called on a host whose ranks report to a server on another host.
-
-    Raises:
-        ConfigError: they could not prove there who they are.
-    """
+    """Called on a host whose ranks report to a server on another; raise ConfigError if they could prove nothing there."""
     control_token()  # takes it out of the environment
     if not environment_value(TOKEN_FILE_VARIABLE):
         raise ConfigError(
@@ -184,11 +175,9 @@ def _require_followed(settings: Any, checkpoint: Path) -> None:
 def reach_replicas(mixin: Any) -> None:
     """Have orders reach every data-parallel replica, by the methods of SGLang's tokenizer manager.
 
-    SGLang (0.5.23) sends what its control plane is asked to the schedulers of all replicas and waits for all of
-    them, but refuses tensors beforehand, because a payload has one entry per tensor-parallel rank. Orders are the
-    same for every rank: only what is, and is for a custom weight loader, passes the refusal by, in the way in
-    which SGLang handles the sessions around it. Of the replicas' answers to a flush it passes on one; here a
-    refusal of any replica counts, since stages of that one are still at work.
+    SGLang (0.5.23) asks the schedulers of all replicas and waits for them, but refuses tensors beforehand, because a
+    payload has one entry per tensor-parallel rank. Orders, which are the same for every rank, pass the refusal by. Of
+    the replicas' answers to a flush it passes on one; here a refusal of any counts: stages of it are still at work.
     """
     update: Callable[..., Awaitable[Any]] = mixin.update_weights_from_tensor
     flush: Callable[..., Awaitable[Any]] = mixin.flush_cache
@@ -255,10 +244,7 @@ def _call_when_warm(action: Callable[[], None]) -> None:
 
 @final
 class _Member:
-    """The server of this process, as a member of fleets.
-
-    Args:
-        settings: SGLang's, resolved.
+    """The server of this process, with SGLang's resolved settings, as a member of fleets.
 
     Raises:
         ConfigError: there is no token; or the controller is no address; or see `_url`.
