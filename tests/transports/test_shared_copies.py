@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
@@ -92,12 +93,12 @@ def test_a_cma_write_without_threads_is_whole_and_nothing_lands_later(
 def test_nothing_is_begun_after_a_failure_and_all_that_began_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    begun, noted = threading.Event(), threading.Event()
-    note_end, ended = sharing._Work._note_end, list[str]()
+    begun, noted, ended = threading.Event(), threading.Event(), list[str]()
 
-    def note(work: sharing._Work, error: BaseException | None) -> None:
-        note_end(work, error)
-        noted.set()
+    class Jobs(deque[Callable[[], object]]):
+        def clear(self) -> None:
+            super().clear()
+            noted.set()
 
     def fail() -> None:
         assert begun.wait(SECONDS)
@@ -108,7 +109,7 @@ def test_nothing_is_begun_after_a_failure_and_all_that_began_is_waited_for(
         assert noted.wait(SECONDS)
         ended.append("begun before")
 
-    monkeypatch.setattr(sharing._Work, "_note_end", note)
+    monkeypatch.setattr(sharing, "deque", Jobs)
     with ThreadPoolExecutor(1) as threads:
         with pytest.raises(TransferFailed, match="the first"):
             share([fail, go_on, lambda: ended.append("never")], threads, 1)

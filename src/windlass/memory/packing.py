@@ -7,6 +7,7 @@ pass. Addresses are of host memory. Torch is imported when the first view is mad
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -210,19 +211,11 @@ def row_major_blocks(
         yield (0,) * len(sizes), tuple(sizes)
         return
     # Dims before `dim - 1` are walked one index at a time, `dim - 1` in chunks, the rest whole.
-    chunk = max(max_numel // inner, 1)
-    start = [0] * len(sizes)
-    while True:
-        count = min(chunk, sizes[dim - 1] - start[dim - 1])
-        yield tuple(start), (*(1,) * (dim - 1), count, *sizes[dim:])
-        start[dim - 1] += count
-        for carry in range(dim - 1, -1, -1):
-            if start[carry] < sizes[carry]:
-                break
-            if carry == 0:
-                return
-            start[carry] = 0
-            start[carry - 1] += 1
+    chunk, size, rest = max(max_numel // inner, 1), sizes[dim - 1], sizes[dim:]
+    for outer in itertools.product(*map(range, sizes[: dim - 1])):
+        for first in range(0, size, chunk):
+            count = min(chunk, size - first)
+            yield (*outer, first, *(0,) * len(rest)), (*(1,) * (dim - 1), count, *rest)
 
 
 def copy_cast(target: torch.Tensor, source: torch.Tensor, tensor: str) -> None:

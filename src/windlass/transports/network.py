@@ -404,16 +404,23 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
             RegionError: refused, with the first range for a name; none is registered.
         """
 
-    def _register(self, address: int, nbytes: int) -> str:
-        (key,) = self._register_together([(address, nbytes)])
-        return key
-
     def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
         """See `RegionTransport`; what is refused together is tried one by one, which names it."""
         if len(spans) > 1:
             with contextlib.suppress(RegionError):
                 return self._register_together(spans)
-        return super()._register_all(spans)
+        keys: list[str] = []
+        with contextlib.ExitStack() as undo:
+            for span in spans:
+                keys += self._register_together([span])
+                undo.callback(self._take_back, self._region(span, keys[-1]))
+            undo.pop_all()
+        return keys
+
+    def _take_back(self, region: MemoryRegion) -> None:
+        """Take a registration back that no write was ever given."""
+        if (later := self._unregister(region)) is not None:
+            later()
 
     @abstractmethod
     def _close_library(self, spans: Sequence[tuple[int, int]]) -> None:

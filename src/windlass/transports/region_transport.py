@@ -30,8 +30,8 @@ class RegionTransport(OneSidedTransport):
 
     Derived classes say what they are (`traits`, `report`), write (`_write`), and call `close` of this
     class in theirs. Where the calling process copies and a write ends with it, that is all. A library
-    that must know memory is told by `_register` (or `_register_all`) and `_unregister`, and `_is_touched` says which memory
-    its writes still use. Everything private is guarded by `_lock`.
+    that must know memory is told by `_register_all` and `_unregister`, and `_is_touched` says which memory its writes
+    still use. Everything private is guarded by `_lock`.
 
     Args:
         endpoint: of this process.
@@ -121,32 +121,20 @@ class RegionTransport(OneSidedTransport):
         """
 
     def _register(self, address: int, nbytes: int) -> str:  # noqa: ARG002 - for overrides
-        """Make memory known to a library; return what peers need beside the address. Holds the lock.
+        """Return what peers need beside the address, where no library must know memory. Holds the lock.
 
         Raises:
-            RegionError: it is refused; nothing is registered.
+            RegionError: it is refused.
         """
         return ""
 
     def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """Make several ranges known at once; the key of each. Holds the lock.
-
-        For libraries that take many in one call; here one by one, so that an error names the range.
+        """Make ranges known to a library; the key of each. Holds the lock.
 
         Raises:
             RegionError: one is refused; none is registered.
         """
-        keys: list[str] = []
-        try:
-            for span in spans:
-                keys.append(self._register(*span))  # noqa: PERF401 - what came before is taken back
-        except BaseException:  # whatever it is: nobody would ever take back what came before it
-            for region in map(self._region, spans, keys):
-                later = self._unregister(region)
-                if later is not None:  # no write was ever given it
-                    later()
-            raise
-        return keys
+        return [self._register(*span) for span in spans]
 
     def _unregister(self, region: MemoryRegion) -> Callable[[], None] | None:  # noqa: ARG002
         """Take a registration back; or return what does, to be called once nothing touches the memory.
