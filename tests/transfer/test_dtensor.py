@@ -73,7 +73,7 @@ def check_parameter(parameter: torch.Tensor, full: torch.Tensor, *, by_fsdp: boo
         slice(offset, offset + size)
         for offset, size in zip(shard.box.offsets, shard.box.sizes, strict=True)
     )
-    assert shard.global_shape == tuple(full.shape)
+    assert shard.shape == tuple(full.shape)
     assert torch.equal(full[box], local_tensor(parameter))
     if isinstance(parameter, DTensor):
         assert torch.equal(parameter.full_tensor(), full)

@@ -195,8 +195,8 @@ def add_one(model: Model) -> None:
 
 
 REFUSED: dict[Callable[[Model], None], str] = {
-    turn_channels_last: r"parameter 'image.weight': strides must be \(64, 16, 8, 4\).*connect again",
-    store_transposed: r"parameter 'square.weight': strides must be \(24, 4\).*connect again",
+    turn_channels_last: r"parameter 'image.weight': strides must be \(16, 4, 2, 1\).*connect again",
+    store_transposed: r"parameter 'square.weight': strides must be \(6, 1\).*connect again",
     halve: r"parameter 'gate.weight': dtype must be torch.bfloat16.*got torch.float16: connect again",
     reshape: r"parameter 'gate.weight': shape must be \(6, 8\).*got \(8, 6\): connect again",
     rename: r"got 1 fewer \['gate.weight'\] and 1 more \['gate_of_old.weight'\]: connect again",

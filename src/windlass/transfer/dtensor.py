@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import final
 
 import numpy as np
@@ -43,33 +43,16 @@ _WRAPPER_MARKS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Of torch.compile and activation checkpointing."""
 
 
-@dataclass(frozen=True, slots=True)
-class LocalShard:
-    """What this rank holds of a parameter.
-
-    Attributes:
-        global_shape: of the whole tensor.
-        box: the elements held here; empty when this rank holds none.
-        strides_bytes: byte strides of the local memory.
-        nbytes: bytes from the first to the last element held.
-    """
-
-    global_shape: tuple[int, ...]
-    box: Box
-    strides_bytes: tuple[int, ...]
-    nbytes: int
-
-
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """The memory this rank holds: the local part of a DTensor, or the tensor itself."""
     return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) -> LocalShard:
-    """Describe this rank's part of `parameter`. Not collective.
+def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) -> HeldPart:
+    """Describe this rank's part of `parameter`, under `name`. Not collective.
 
     Args:
-        name: for messages.
+        name: of the part, and for messages.
         parameter: plain, or a DTensor; on a mesh without this rank it holds nothing here.
         by_fsdp: whether FSDP2 cut it, which cuts uneven strided shards as no other part of torch does.
 
@@ -83,7 +66,7 @@ def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) ->
     if not isinstance(parameter, DTensor):
         box = Box.full(shape)
     elif _is_off_mesh(parameter):
-        return LocalShard(shape, Box((0,) * len(shape), (0,) * len(shape)), (0,) * len(shape), 0)
+        box = Box((0,) * len(shape), (0,) * len(shape))
     else:
         box = _box_of(name, parameter, by_fsdp=by_fsdp)
     # An empty part has no elements to misplace, and torch does not shape it as the box.
@@ -92,10 +75,9 @@ def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) ->
             f"parameter {name!r}: the local shard must be {box} of {shape}, got shape "
             f"{tuple(local.shape)}"
         )
-    itemsize = local.element_size()
     # Torch drops the dims of an empty part.
-    strides = tuple(step * itemsize for step in local.stride()) if box.numel else (0,) * len(shape)
-    return LocalShard(shape, box, strides, _reach(local))
+    strides = local.stride() if box.numel else (0,) * len(shape)
+    return HeldPart(name, shape, parameter.dtype, box, strides)
 
 
 def _is_off_mesh(tensor: torch.Tensor) -> bool:
@@ -343,7 +325,10 @@ def describe_module(
     """
     builder = ManifestBuilder(worker, role)
     held_here = held_tensors(module, name_map)
-    parts = [_part_of(held) for held in held_here]
+    parts = [
+        replace(local_shard(held.name, held.tensor, by_fsdp=held.by_fsdp), name=held.tensor_name)
+        for held in held_here
+    ]
     first: dict[int, int] = {}
     owner = [first.setdefault(id(held.tensor), index) for index, held in enumerate(held_here)]
     if name_map is None and stacked is None and is_of_transformers(module):
@@ -380,12 +365,6 @@ def describe_module(
     return builder.build()
 
 
-def _part_of(held: HeldTensor) -> HeldPart:
-    shard, tensor = local_shard(held.name, held.tensor, by_fsdp=held.by_fsdp), held.tensor
-    strides = tuple(step // tensor.element_size() for step in shard.strides_bytes)
-    return HeldPart(held.tensor_name, shard.global_shape, tensor.dtype, shard.box, strides)
-
-
 def parameter_addresses(
     module: torch.nn.Module, name_map: NameMap | None = None
 ) -> tuple[int, ...]:
@@ -399,21 +378,6 @@ def own_tensors(module: torch.nn.Module, name_map: NameMap | None = None) -> lis
     for held in held_tensors(module, name_map):
         own.setdefault(id(held.tensor), held)
     return list(own.values())
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """What a tensor is described as; fields are named as messages name them."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    part: Box
-    strides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, held: HeldTensor) -> _Layout:
-        shard = local_shard(held.name, held.tensor, by_fsdp=held.by_fsdp)
-        return cls(held.tensor.dtype, shard.global_shape, shard.box, shard.strides_bytes)
 
 
 @final
@@ -437,8 +401,10 @@ class LiveTensors:
     ) -> None:
         self._modules, self._walk = tuple(modules), walk
         held = walk()
-        self._layouts = {one.name: _Layout.of(one) for one in held}
-        self._names = tuple(self._layouts)
+        self._parts = {
+            one.name: local_shard(one.name, one.tensor, by_fsdp=one.by_fsdp) for one in held
+        }
+        self._names = tuple(self._parts)
         self._nbytes = [_reach(local_tensor(one.tensor)) for one in held]
         self._signatures = [_signature(one.tensor) for one in held]
         self._by_fsdp = [one.by_fsdp for one in held]
@@ -478,9 +444,7 @@ class LiveTensors:
         Torch counts what its operators change in place. It does not count what is written through
         `Tensor.data`, by numpy or by kernels of others.
         """
-        for name, (reference, address, num_writes) in zip(
-            self._layouts, self._watched, strict=False
-        ):
+        for name, (reference, address, num_writes) in zip(self._parts, self._watched, strict=False):
             tensor = reference()
             if tensor is not None and (
                 _num_writes(tensor) != num_writes or _local(tensor).data_ptr() != address
@@ -495,14 +459,14 @@ class LiveTensors:
         if self._positions and self._registered == (keys, identities):
             return [tensors[position] for position in self._positions]
         held = {one.name: one.tensor for one in self._walk()}
-        gone = [name for name in self._layouts if name not in held]
-        if gone or len(held) != len(self._layouts):
-            new = [name for name in held if name not in self._layouts]
+        gone = [name for name in self._parts if name not in held]
+        if gone or len(held) != len(self._parts):
+            new = [name for name in held if name not in self._parts]
             raise PlanError(
                 f"parameters must be those of when this rank connected, got {len(gone)} fewer "
                 f"{gone[:3]} and {len(new)} more {new[:3]}: connect again"
             )
-        ordered = [held[name] for name in self._layouts]
+        ordered = [held[name] for name in self._parts]
         keys, tensors = _registered(self._modules)
         identities = [id(tensor) for tensor in tensors]
         at = {identity: position for position, identity in enumerate(identities)}
@@ -513,11 +477,8 @@ class LiveTensors:
 
     def _compare(self, index: int, tensor: torch.Tensor) -> None:
         name = self._names[index]
-        then, now = (
-            self._layouts[name],
-            _Layout.of(HeldTensor(name, name, tensor, self._by_fsdp[index])),
-        )
-        for field in fields(_Layout):
+        then, now = self._parts[name], local_shard(name, tensor, by_fsdp=self._by_fsdp[index])
+        for field in fields(HeldPart):
             was, has = getattr(then, field.name), getattr(now, field.name)
             if was != has:
                 raise PlanError(

@@ -7,17 +7,15 @@ where they begin and end follows from the plan alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from windlass.layout.columns import BoolArray, Int64Array, UInt64Array, column
 from windlass.memory.ops import ChunkDigests, MemoryOps
-from windlass.net.clock import Deadline
 from windlass.planning.intersect import counted
 from windlass.planning.program import DirectRuns, LinkProgram
-from windlass.transfer.bindings import DestinationBinding
-from windlass.transports.base import OneSidedTransport, WriteBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +42,6 @@ class Payload(DirectRuns):
         start, stop = np.searchsorted(self.chunk, (chunk, chunk + 1)).tolist()
         return slice(start, stop)
 
-    def chunk_nbytes(self, chunk: int) -> int:
-        """Bytes of a chunk."""
-        return int(self.nbytes[self.pieces_of(chunk)].sum())
-
     def digests(self, memory: MemoryOps, addresses: UInt64Array) -> ChunkDigests:
         """Of its chunks, where the pieces lie at (n,) `addresses` of `memory`.
 
@@ -57,40 +51,9 @@ class Payload(DirectRuns):
         start = np.searchsorted(self.chunk, np.arange(self.num_chunks + 1))
         return memory.chunk_digests(addresses, self.nbytes, start)
 
-    def write(
-        self,
-        transport: OneSidedTransport,
-        binding: DestinationBinding,
-        chunk: int,
-        local: UInt64Array,
-        remote: UInt64Array,
-        deadline: Deadline,
-    ) -> None:
-        """Write one chunk from (n,) `local` to (n,) `remote`; return once it is visible to the peer.
-
-        Raises:
-            TransferError: see `OneSidedTransport.write`.
-        """
-        deadline.check_before_more()
-        pieces = self.pieces_of(chunk)
-        transport.write(
-            WriteBatch(
-                endpoint=binding.endpoint,
-                local_addresses=local[pieces],
-                remote_addresses=remote[pieces],
-                nbytes=self.nbytes[pieces].astype(np.uint64),
-                regions=binding.regions,
-            ),
-            deadline_s=max(deadline.remaining_s, 0.001),
-        )
-
-    def at(self, binding: DestinationBinding) -> UInt64Array:
-        """(n,) addresses at a peer."""
-        targets = np.array(binding.parameter_addresses, np.uint64)
-        return self.at_destination(targets, binding.staging_address)
-
-    def at_destination(self, targets: UInt64Array, staging_address: int) -> UInt64Array:
-        """(n,) addresses, given where parameters and staging memory begin."""
+    def at(self, parameter_addresses: Sequence[int], staging_address: int) -> UInt64Array:
+        """(n,) addresses at the destination, given where parameters and staging memory begin."""
+        targets = np.array(parameter_addresses, np.uint64)
         base = np.where(self.lands, np.uint64(staging_address), targets[self.dst_parameter])
         return base + self.dst_offset.astype(np.uint64)
 

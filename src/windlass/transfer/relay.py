@@ -219,13 +219,16 @@ class RelayReceiver:
 
     Args:
         worker: this rank. host: address to bind; the port is chosen by the system.
+
+    Attributes:
+        address: what writers need.
     """
 
     def __init__(self, worker: str, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self._listener.setblocking(False)
-        self._address = RelayAddress(
+        self.address = RelayAddress(
             worker, host, int(self._listener.getsockname()[1]), secrets.token_hex(16)
         )
         self._lock = threading.Lock()
@@ -235,11 +238,6 @@ class RelayReceiver:
         self._serving = self._loop.create_task(self._serve())
         self._thread = threading.Thread(target=self._run, name="windlass-relay", daemon=True)
         self._thread.start()
-
-    @property
-    def address(self) -> RelayAddress:
-        """What writers need."""
-        return self._address
 
     def begin(self, round_id: RoundId) -> RelayEvents:
         """Return the events of a round, also of those who came before this call; older rounds are over."""
@@ -333,7 +331,7 @@ class RelayReceiver:
             events.put((upstream, frame))
 
     def _let_in(self, frame: Open) -> RelayEvents | None:
-        if not hmac.compare_digest(frame.token.encode(), self._address.token.encode()):
+        if not hmac.compare_digest(frame.token.encode(), self.address.token.encode()):
             return None
         round_id = RoundId(frame.epoch, frame.round)
         with self._lock:
@@ -400,13 +398,16 @@ class ChunkWriter:
         """Have a chunk written from (n,) `local` to (n,) `remote`."""
 
         def write(sender: RelaySender) -> None:
-            chunk, deadline = landed.chunk, self._deadline
+            pieces, deadline = payload.pieces_of(landed.chunk), self._deadline
+            nbytes = payload.nbytes[pieces].astype(np.uint64)
             self.first_s = self.first_s or time.perf_counter()
-            payload.write(self._transport, self._binding, chunk, local, remote, deadline)
+            for batch in batches_to(self._binding, local[pieces], remote[pieces], nbytes):
+                deadline.check_before_more()
+                self._transport.write(batch, deadline_s=max(deadline.remaining_s, 0.001))
             sender.send(landed)
             self.last_s = time.perf_counter()
             with self._lock:
-                self._nbytes += payload.chunk_nbytes(chunk)
+                self._nbytes += int(nbytes.sum())
 
         self._submit(write)
 
@@ -460,6 +461,10 @@ class ChunkWriter:
         except TransferError as error:
             self.errors.append(error)
             self.unreached = True
+
+
+def _at(payload: Payload, binding: DestinationBinding) -> UInt64Array:
+    return payload.at(binding.parameter_addresses, binding.staging_address)
 
 
 @final
@@ -549,7 +554,7 @@ class GroupWrite:
         if not self.digest:
             return None
         binding = self._bindings[member]
-        remote, nbytes = self._payload.at(binding), self._payload.nbytes.astype(np.uint64)
+        remote, nbytes = _at(self._payload, binding), self._payload.nbytes.astype(np.uint64)
         return PackedLink(tuple(batches_to(binding, self._local, remote, nbytes)), self.digest)
 
     def write_root(
@@ -577,7 +582,7 @@ class GroupWrite:
         """
         digests, roots = self._chunks if self.digest else (), self._group.roots()
         binding = self._bindings[root]
-        address, remote = self._addresses[root], self._payload.at(binding)
+        address, remote = self._addresses[root], _at(self._payload, binding)
         writer = ChunkWriter(transport, worker, binding, address, round_id, deadline)
         for chunk, digest in enumerate(digests):
             if roots[chunk % len(roots)] == root:
@@ -596,23 +601,14 @@ class RelayedLinks:
 
     Args:
         transport: writes. worker: this rank. threads: write the roots.
+
+    Attributes:
+        groups: destination -> the group that it is a member of.
     """
 
     def __init__(self, transport: OneSidedTransport, worker: str, threads: Executor) -> None:
         self._transport, self._worker, self._threads = transport, worker, threads
-        self._groups: dict[str, GroupWrite] = {}
-
-    def __len__(self) -> int:
-        """Members of all groups."""
-        return len(self._groups)
-
-    def __contains__(self, name: object) -> bool:
-        """Whether a destination is a member of a group."""
-        return name in self._groups
-
-    def __getitem__(self, name: str) -> GroupWrite:
-        """The group that a destination is a member of."""
-        return self._groups[name]
+        self.groups: dict[str, GroupWrite] = {}
 
     def bind(
         self,
@@ -640,23 +636,23 @@ class RelayedLinks:
                 continue  # this rank holds nothing that the group wants
             relayed = GroupWrite(group, program, bindings, roots)
             copies |= relayed.copies()
-            self._groups |= dict.fromkeys(group.members, relayed)
+            self.groups |= dict.fromkeys(group.members, relayed)
         return copies
 
     def planned_for(self, name: str) -> str:
         """The link of the plan that delivers what `name` gets: all members get what the first does."""
-        return self._groups[name].leader if name in self._groups else name
+        return self.groups[name].leader if name in self.groups else name
 
     def forget(self) -> None:
         """What was packed is there no more."""
-        for relayed in self._groups.values():
+        for relayed in self.groups.values():
             relayed.forget()
 
     def close(self) -> None:
         """Free what was prepared, and relay nothing. Idempotent."""
-        for relayed in self._groups.values():
+        for relayed in self.groups.values():
             relayed.close()
-        self._groups = {}
+        self.groups = {}
 
     def write(
         self,
@@ -680,7 +676,7 @@ class RelayedLinks:
             TransferOutcomeUnknown: bytes may still land, and the outcomes cannot be told one by one.
         """
         began = time.perf_counter()
-        digests = {n: self._groups[n].digest for n in destinations if n in self._groups}
+        digests = {n: self.groups[n].digest for n in destinations if n in self.groups}
         roots = {
             name: submit(
                 self._threads,
@@ -691,7 +687,7 @@ class RelayedLinks:
                 round_id,
                 deadline,
             )
-            for name, relayed in self._groups.items()
+            for name, relayed in self.groups.items()
             if name in relayed.roots
         }
         try:
@@ -934,9 +930,10 @@ class RelayNode:
         payloads = {
             source: payload_of(program, group.chunk_nbytes) for source, program in programs.items()
         }
-        targets = np.array(destination.addresses, np.uint64)
-        staging = destination.staging_address
-        local = {s: p.at_destination(targets, staging) for s, p in payloads.items()}
+        local = {
+            source: payload.at(destination.addresses, destination.staging_address)
+            for source, payload in payloads.items()
+        }
         index = group.members.index(worker)
         self._unbind()
         self._bound = BoundGroup(
@@ -951,7 +948,7 @@ class RelayNode:
             ),
             bindings=bound,
             addresses=known,
-            remote={n: {s: p.at(bound[n]) for s, p in payloads.items()} for n in names},
+            remote={n: {s: _at(p, bound[n]) for s, p in payloads.items()} for n in names},
         )
 
     def run(self, round_id: RoundId, deadline_s: float) -> tuple[Relayed, frozenset[str]]:

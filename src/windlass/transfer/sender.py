@@ -189,7 +189,7 @@ class Sender:
             PlanError, RegionError: as `connect`, which must follow then.
         """
         with self._lock:
-            if self._relays:
+            if self._relays.groups:
                 raise ProtocolError("change_links: relays are bound; connect anew")
             self._bind(plan, bindings, gone)
 
@@ -344,7 +344,7 @@ class Sender:
             check_destinations(self._links.programs, destinations)
             deadline = Deadline.after(deadline_s, "write")
             arena = self._packer.slot.arena
-            self._sent.update(name for name in destinations if name in self._relays)
+            self._sent.update(name for name in destinations if name in self._relays.groups)
             return self._relays.write(
                 destinations,
                 round_id,
@@ -378,8 +378,8 @@ class Sender:
         lost = self._pack_again(name for name in order if name in self._sent)
         self._sent.update(order)
         ready = {
-            name: self._relays[name].packed_link(name)
-            if name in self._relays
+            name: self._relays.groups[name].packed_link(name)
+            if name in self._relays.groups
             else self._ready.get(name)
             for name in order
             if name not in lost
@@ -418,8 +418,8 @@ class Sender:
         """Pack and hash a link at `offset`; its digest, and where the next one may begin."""
         peer = program.peer
         pack, digest, after = self._packer.pack(program, offset)
-        if peer in self._relays:
-            self._relays[peer].keep(self._packer.memory, self._packer.sources, pack, digest)
+        if relayed := self._relays.groups.get(peer):
+            relayed.keep(self._packer.memory, self._packer.sources, pack, digest)
         else:
             self._ready[peer] = self._packer.link_to(self._links.peers[peer], program, pack, digest)
         return digest, after
