@@ -215,7 +215,7 @@ def test_nothing_is_bound_where_there_is_no_memory_for_a_replica(
 
     pair.weights.refill(0)
     with monkeypatch.context() as patch:
-        patch.setattr(pair.replica._memory, "fit", refuse)
+        patch.setattr(pair.replica, "_fit", refuse)
         with pytest.raises(RegionError, match="no memory"):
             pair.connect()
     pair.begin(0)

@@ -13,8 +13,10 @@ import pytest
 from memory_transport import MemoryFabric, MemoryTransport
 
 from windlass.errors import TransferFailed
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.transfer.arena import Arena
-from windlass.transfer.replica import ReplicaMemory
+from windlass.transfer.replica import Replica
 from windlass.transports import cma, sharing
 from windlass.transports.base import WriteBatch
 from windlass.transports.cma import CmaTransport
@@ -43,13 +45,14 @@ class NoThreads(Executor):
 
 def test_a_replica_is_not_written_by_a_thread_that_comes_late() -> None:
     transport, threads = MemoryTransport(MemoryFabric()), NoThreads()
-    copies = ReplicaMemory(lambda nbytes: Arena(transport, nbytes), threads)
     sources = [np.arange(1, 4097, dtype="<u4") * n for n in (1, 2, 3)]
-    sizes = np.array([s.nbytes for s in sources], np.uint64)
-    copies.fit(int(sizes.sum()))
-    targets = np.uint64(copies.address) + np.cumsum(sizes) - sizes
-    copies.copy(np.array([s.ctypes.data for s in sources], np.uint64), targets, sizes)
-    arena = copies._slot.arena
+    builder = ManifestBuilder("trainer/0", Role.TRAINER)
+    for index, source in enumerate(sources):
+        builder.add_parameter(str(index), nbytes=source.nbytes, dtype=DType.FLOAT32)
+    replica = Replica(builder.build(), lambda nbytes: Arena(transport, nbytes), threads)
+    replica.fit(range(3))
+    replica.take(np.array([source.ctypes.data for source in sources], np.uint64))
+    arena = replica._slot.arena
     assert isinstance(arena, Arena)
     wanted = b"".join(s.tobytes() for s in sources)
     assert arena.bytes.tobytes() == wanted
@@ -58,7 +61,7 @@ def test_a_replica_is_not_written_by_a_thread_that_comes_late() -> None:
     assert threads.queued
     threads.come_late()
     assert arena.bytes.tobytes() == wanted
-    copies.close()
+    replica.close()
 
 
 @pytest.mark.parametrize("after", [0, 1])

@@ -56,12 +56,13 @@ class CopyTimes:
     copy_s: float = 0.0
 
 
-def replica_memory(
-    asked: ReplicaPlace, transport: OneSidedTransport, threads: Executor
-) -> ReplicaMemory | None:
+def replica_of(
+    manifest: ShardManifest, asked: ReplicaPlace, transport: OneSidedTransport, threads: Executor
+) -> Replica | None:
     """What `replica` of `connect_trainer` asks for, where `transport` can send from it.
 
     Args:
+        manifest: of the rank.
         asked: a place or its name. AUTO for where the transport takes weights from: GPU memory where
             that is a GPU's.
         transport: writes.
@@ -85,8 +86,8 @@ def replica_memory(
     if transport.mapper is not None:  # kernels store out of it themselves: nothing is registered
         gpu = transport.mapper.gpu
         if place is ReplicaPlace.DEVICE:
-            return ReplicaMemory(CudaMemory(gpu).allocate, gpu, COPY_ENGINE_NBYTES)
-        return ReplicaMemory(partial(PinnedArena, gpu.device), gpu, PCIE_ENGINE_NBYTES)
+            return Replica(manifest, CudaMemory(gpu).allocate, gpu, COPY_ENGINE_NBYTES)
+        return Replica(manifest, partial(PinnedArena, gpu.device), gpu, PCIE_ENGINE_NBYTES)
     if on_gpu and place is ReplicaPlace.HOST:
         raise ConfigError(
             f"replica: must be 'device' with {name} and weights on a GPU, out of whose "
@@ -97,140 +98,43 @@ def replica_memory(
             f"replica: must be 'host' with {name}, which writes out of host memory, got 'device'"
         )
     if not on_gpu:
-        return ReplicaMemory(lambda nbytes: Arena(transport, nbytes), threads)
+        return Replica(manifest, lambda nbytes: Arena(transport, nbytes), threads)
     gpu = shared_gpu(traits.gpu)
     memory = CudaMemory(gpu)
-    return ReplicaMemory(lambda n: Arena(transport, n, memory), gpu, COPY_ENGINE_NBYTES)
-
-
-@final
-class ReplicaMemory:
-    """Where a replica lies, and who copies into it: a GPU, or threads of this process.
-
-    What a GPU copies is cut once and kept until a parameter or the memory moves.
-
-    Args:
-        make: allocates so many bytes.
-        copier: a GPU, for its own memory and pinned host memory; or threads, for host memory.
-        engine_nbytes: from this size on a parameter is left to a copy engine of the GPU.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[int], Buffer],
-        copier: Gpu | Executor,
-        engine_nbytes: int = 0,
-    ) -> None:
-        self._copier, self._engine_nbytes = copier, engine_nbytes
-        self._gpu = None if isinstance(copier, Executor) else copier
-        self._slot = ArenaSlot(make, 0)
-        self._step: Event | None = None
-        self._ranges: tuple[bytes, bytes] = (b"", b"")
-        self._copy: RangeCopy | None = None
-
-    @property
-    def address(self) -> int:
-        """Of its first byte, as writes read it; 0 without one."""
-        return self._slot.address
-
-    @property
-    def nbytes(self) -> int:
-        """Capacity."""
-        return self._slot.nbytes
-
-    def mark(self, stream: int | None) -> None:
-        """Have the next copy wait for what is queued in this stream of the GPU so far, and for no more.
-
-        None: for whatever this process has queued. Without a GPU nothing.
-        """
-        if self._gpu is not None:
-            self._drop_step()
-            self._step = None if stream is None else self._gpu.device.record(stream)
-
-    def fit(self, nbytes: int) -> None:
-        """Have room; what was copied before is gone.
-
-        Raises:
-            RegionError: memory cannot be registered.
-            TransferFailed: a GPU has no room, or a host refuses to lock so much.
-            TransferOutcomeUnknown: kernels may still read it.
-        """
-        if self._gpu is not None:
-            self._gpu.refuse_late()
-        self._drop_copy()
-        self._slot.fit(nbytes)
-
-    def copy(self, sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array) -> float:
-        """Copy ranges; complete on return. Seconds that the owner's own work was waited for.
-
-        Raises:
-            TransferFailed: that work is not over in time, or failed; nothing was copied.
-            TransferOutcomeUnknown: a copy goes on and may read the sources for ever.
-        """
-        gpu = self._copier
-        if isinstance(gpu, Executor):
-            _copy_by_threads(gpu, sources, targets, nbytes)
-            return 0.0
-        began = time.perf_counter()
-        step, self._step = self._step, None
-        gpu.settle(OWN_WORK_S, step)
-        step_s = time.perf_counter() - began
-        ranges = sources.tobytes(), targets.tobytes()
-        if self._copy is None or ranges != self._ranges:
-            self._drop_copy()
-            self._copy = RangeCopy(gpu, sources, targets, nbytes, self._engine_nbytes)
-            self._ranges = ranges
-        try:
-            self._copy.queue()
-        finally:  # also of a part: nobody may change what it reads
-            gpu.finish(OWN_WORK_S)
-        return step_s
-
-    def abandon(self, *, renew: bool) -> None:
-        """Leave the memory mapped and untouched until the process ends; `renew`: have other."""
-        if not self._is_late:
-            self._drop_copy()
-        self._slot.abandon(renew=renew and not self._is_late)
-
-    def close(self) -> None:
-        """Free it, unless a late kernel may still read it. Idempotent."""
-        if self._is_late:  # copies, stores and their tables may still be read
-            self._slot.abandon(renew=False)
-            return
-        self._drop_step()
-        self._drop_copy()
-        self._slot.close()
-
-    @property
-    def _is_late(self) -> bool:
-        return self._gpu is not None and self._gpu.is_late
-
-    def _drop_step(self) -> None:
-        step, self._step = self._step, None
-        if step is not None:
-            step.close()
-
-    def _drop_copy(self) -> None:
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            copy.close()
+    return Replica(manifest, lambda n: Arena(transport, n, memory), gpu, COPY_ENGINE_NBYTES)
 
 
 @final
 class Replica:
     """See the module. Not thread-safe.
 
+    What a GPU copies is cut once and kept until a parameter or the memory moves.
+
     Args:
-        manifest: of the rank. memory: owned from here on.
+        manifest: of the rank.
+        make: allocates so many bytes.
+        copier: a GPU, for its own memory and pinned host memory; or threads, for host memory.
+        engine_nbytes: from this size on a parameter is left to a copy engine of the GPU.
 
     Attributes:
         times: of the last copy.
     """
 
-    def __init__(self, manifest: ShardManifest, memory: ReplicaMemory) -> None:
+    def __init__(
+        self,
+        manifest: ShardManifest,
+        make: Callable[[int], Buffer],
+        copier: Gpu | Executor,
+        engine_nbytes: int = 0,
+    ) -> None:
         self.times = CopyTimes()
-        self._memory = memory
         self._sizes = [parameter.nbytes for parameter in manifest.parameters]
+        self._copier, self._engine_nbytes = copier, engine_nbytes
+        self._gpu = None if isinstance(copier, Executor) else copier
+        self._slot = ArenaSlot(make, 0)
+        self._step: Event | None = None
+        self._ranges: tuple[bytes, bytes] = (b"", b"")
+        self._copy: RangeCopy | None = None
         self._indices = np.zeros(0, np.int64)
         self._offsets = np.zeros(0, np.uint64)
         self._used = 0
@@ -245,7 +149,7 @@ class Replica:
     @property
     def nbytes(self) -> int:
         """Bytes of the copy."""
-        return self._memory.nbytes
+        return self._slot.nbytes
 
     def begin(
         self,
@@ -260,9 +164,12 @@ class Replica:
                 stand still until the round has ended, and may be copied more than once.
             version: which; a round of another one, which its owner has given up, gets nothing. None
                 for any.
-            stream: see `ReplicaMemory.mark`.
+            stream: have the copy wait for what is queued in this stream of the GPU so far, and for no more;
+                None for whatever this process has queued.
         """
-        self._memory.mark(stream)
+        self._drop_step()
+        if self._gpu is not None and stream is not None:
+            self._step = self._gpu.device.record(stream)
         self._version = version
         self._only_once, self._on_taken = on_taken is not None, on_taken
         self._taken = self._whole = False
@@ -297,15 +204,23 @@ class Replica:
         """Have room for these parameters; what was copied before is gone.
 
         Raises:
-            RegionError, TransferFailed, TransferOutcomeUnknown: see `ReplicaMemory.fit`.
+            RegionError: memory cannot be registered.
+            TransferFailed: a GPU has no room, or a host refuses to lock so much.
+            TransferOutcomeUnknown: kernels may still read it.
         """
         self._whole, self._holds = False, None
         offsets, used = aligned_offsets(self._sizes[index] for index in parameters)
         self._indices, self._offsets = np.zeros(0, np.int64), np.zeros(0, np.uint64)
-        self._memory.fit(used)
+        self._fit(used)
         self._used = used
         self._indices = np.array(parameters, np.int64)
         self._offsets = np.array(offsets, np.uint64)
+
+    def _fit(self, nbytes: int) -> None:
+        if self._gpu is not None:
+            self._gpu.refuse_late()
+        self._drop_copy()
+        self._slot.fit(nbytes)
 
     def take(self, sources: UInt64Array) -> UInt64Array:
         """Copy; returns where each parameter is to be read, in manifest order.
@@ -314,23 +229,48 @@ class Replica:
             sources: where the parameters lie.
 
         Raises:
-            RegionError, TransferFailed, TransferOutcomeUnknown: see `ReplicaMemory.copy` and `fit`.
+            RegionError: see `fit`.
+            TransferFailed: the owner's own work is not over in time, or failed, and nothing was copied; or
+                see `fit`.
+            TransferOutcomeUnknown: a copy goes on and may read the sources for ever.
         """
         self._whole, self._holds = False, None
         read = sources.copy()
         if not len(self._indices):
             return read
-        if not self._memory.address:  # it was parted with, and there was no room for another
-            self._memory.fit(self._used)
-            if not self._memory.address:
+        if not self._slot.address:  # it was parted with, and there was no room for another
+            self._fit(self._used)
+            if not self._slot.address:
                 return read  # of parameters without bytes
-        targets = self._offsets + np.uint64(self._memory.address)
+        targets = self._offsets + np.uint64(self._slot.address)
         sizes = np.array([self._sizes[index] for index in self._indices], np.uint64)
-        began = time.perf_counter()
-        step_s = self._memory.copy(sources[self._indices], targets, sizes)
+        began, step_s, gpu = time.perf_counter(), 0.0, self._copier
+        if isinstance(gpu, Executor):
+            _copy_by_threads(gpu, sources[self._indices], targets, sizes)
+        else:
+            step_s = self._copy_by(gpu, sources[self._indices], targets, sizes)
         self.times = CopyTimes(int(sizes.sum()), step_s, time.perf_counter() - began - step_s)
         read[self._indices] = targets
         return read
+
+    def _copy_by(
+        self, gpu: Gpu, sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array
+    ) -> float:
+        """Copy ranges; complete on return. Seconds that the owner's own work was waited for."""
+        began = time.perf_counter()
+        step, self._step = self._step, None
+        gpu.settle(OWN_WORK_S, step)
+        step_s = time.perf_counter() - began
+        ranges = sources.tobytes(), targets.tobytes()
+        if self._copy is None or ranges != self._ranges:
+            self._drop_copy()
+            self._copy = RangeCopy(gpu, sources, targets, nbytes, self._engine_nbytes)
+            self._ranges = ranges
+        try:
+            self._copy.queue()
+        finally:  # also of a part: nobody may change what it reads
+            gpu.finish(OWN_WORK_S)
+        return step_s
 
     def taken(self, version: int | None = None) -> None:
         """Everything is copied or packed: the weights may change."""
@@ -353,13 +293,34 @@ class Replica:
         doubted, self._in_doubt = self._in_doubt, False
         if doubted:
             self._holds = None
-            self._memory.abandon(renew=renew)
+            if not self._is_late:
+                self._drop_copy()
+            self._slot.abandon(renew=renew and not self._is_late)
 
     def close(self) -> None:
-        """Free the copy. Idempotent."""
+        """Free the copy, unless a late kernel may still read it. Idempotent."""
         self._holds = None
         self.settle(renew=False)
-        self._memory.close()
+        if self._is_late:  # copies, stores and their tables may still be read
+            self._slot.abandon(renew=False)
+            return
+        self._drop_step()
+        self._drop_copy()
+        self._slot.close()
+
+    @property
+    def _is_late(self) -> bool:
+        return self._gpu is not None and self._gpu.is_late
+
+    def _drop_step(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step.close()
+
+    def _drop_copy(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.close()
 
 
 def _copy_by_threads(

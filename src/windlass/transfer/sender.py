@@ -56,7 +56,7 @@ from windlass.transfer.bindings import (
 from windlass.transfer.packer import PackedLink, Packer, packed_capacity
 from windlass.transfer.registration import RegisteredMemory
 from windlass.transfer.relay import RelayedLinks
-from windlass.transfer.replica import CopyTimes, Replica, replica_memory
+from windlass.transfer.replica import CopyTimes, replica_of
 from windlass.transfer.source import LocatedParameters, addresses_of
 from windlass.transfer.stored_links import StoredLinks
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
@@ -107,11 +107,10 @@ class Sender:
         self.transport, self.manifest = transport, manifest
         self.parameters = LocatedParameters(manifest, parameters)
         self._pool = ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-writer")
-        memory = replica_memory(replica, transport, self._pool)
+        self.replica = replica_of(manifest, replica, transport, self._pool)
         own = memory_of(transport)
         self._registered = RegisteredMemory(manifest.worker, transport, own, registered)
         self._packer = Packer(transport, own, arena_nbytes)
-        self.replica = None if memory is None else Replica(manifest, memory)
         self._lock = threading.Lock()
         mapper, self._writes = transport.mapper, not transport.traits.strided_stores
         self._stores = None if mapper is None else StoredLinks(mapper, manifest.worker)
