@@ -52,7 +52,7 @@ def run_trainer(pipe: Connection, url: str, count: int, device: str, rank: int) 
     manifests = [manifest(f"trainer/{r}", Role.TRAINER, count) for r in range(NUM_TRAINERS)]
     found = find_replicated(manifests)
     digests = ReplicatedDigests(manifests[rank], lambda: memory)
-    digests.bind(found.parts[f"trainer/{rank}"].encode())
+    digests.bind(found.parts[f"trainer/{rank}"].tobytes())
     period = found.period(found.nbytes // NUM_TRAINERS)
     with TrainerClient(
         TrainerWeights(

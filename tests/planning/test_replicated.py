@@ -24,7 +24,7 @@ from windlass.planning import replicated
 from windlass.planning.replicated import (
     HELD,
     Replicated,
-    ReplicatedPart,
+    decode_held,
     due_pieces,
     find_replicated,
 )
@@ -54,7 +54,7 @@ class Ranks:
         for worker, part in self.found.parts.items():
             buffers = self.memory[worker]
             digests = ReplicatedDigests(self.manifests[worker], lambda at=buffers: located(at))  # type: ignore[misc]
-            digests.bind(part.encode())
+            digests.bind(part.tobytes())
             self.digests[worker] = digests
 
     def compare(self, turn: int = 0, period: int = 1) -> str:
@@ -328,10 +328,10 @@ def test_ranks_that_hold_another_dtype_are_compared_among_themselves() -> None:
     ]
     found = find_replicated(manifests)
     assert found.num_holders.tolist() == [2, 2]
-    box_of = {worker: part.held["box"].tolist() for worker, part in found.parts.items()}
+    box_of = {worker: part["box"].tolist() for worker, part in found.parts.items()}
     assert box_of["trainer/0"] == box_of["trainer/2"] != box_of["trainer/1"] == box_of["trainer/3"]
     for worker, part in found.parts.items():
-        assert part.held["row_nbytes"][0] == 900 * (4 if worker[-1] in "02" else 8)
+        assert part["row_nbytes"][0] == 900 * (4 if worker[-1] in "02" else 8)
     assert sorted(find_replicated(manifests[:3]).parts) == ["trainer/0", "trainer/2"]
     assert find_replicated(manifests[:2]).parts == {}
 
@@ -354,14 +354,14 @@ def test_what_cannot_be_compared_is_a_disagreement() -> None:
 def test_a_part_that_leaves_the_parameters_is_refused() -> None:
     manifest = hold("trainer/0", WHOLE, PLAIN)
     part = find_replicated([manifest, hold("trainer/1", WHOLE, PLAIN)]).parts["trainer/0"]
-    assert len(ReplicatedPart.decode(part.encode(), manifest)) == 1
+    assert len(decode_held(part.tobytes(), manifest)) == 1
     for column, value in (("parameter", 1), ("parameter", -1), ("offset", 4), ("offset", -4)):
-        held = part.held.copy()
+        held = part.copy()
         held[column] = value
         with pytest.raises(PlanError, match="must lie in its parameters"):
-            ReplicatedPart.decode(held.tobytes(), manifest)
+            decode_held(held.tobytes(), manifest)
     with pytest.raises(ProtocolError, match="replicated boxes of trainer/0"):
-        ReplicatedPart.decode(part.encode()[:-1], manifest)
+        decode_held(part.tobytes()[:-1], manifest)
 
 
 def test_a_sample_is_a_small_part_of_what_is_sent_and_never_empty() -> None:
@@ -371,7 +371,7 @@ def test_a_sample_is_a_small_part_of_what_is_sent_and_never_empty() -> None:
     for sent in (1 << 30, 64 * nbytes + 64, 16 * nbytes, 4 * nbytes, 0):
         period = ranks.found.period(sent)
         sizes = [
-            int(due_pieces(ranks.found.parts["trainer/0"].held, t, period)[2].sum())
+            int(due_pieces(ranks.found.parts["trainer/0"], t, period)[2].sum())
             for t in range(period)
         ]
         assert sum(sizes) == nbytes

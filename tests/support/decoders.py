@@ -24,7 +24,7 @@ from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, encode
 from windlass.net.sockets import PartJoiner
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
-from windlass.planning.replicated import HELD, ReplicatedPart, decode_digested
+from windlass.planning.replicated import HELD, decode_digested, decode_held
 from windlass.rollout import generate
 from windlass.rollout import messages as rollout
 from windlass.rollout.journal import Entry as RolloutEntry
@@ -166,14 +166,14 @@ def _use_answer(data: bytes) -> object:
 
 def _use_replicated(data: bytes) -> object:
     """Whatever is let through lies in the rank's parameters, by exact arithmetic."""
-    part = ReplicatedPart.decode(data, TRAINERS[0])
-    for row in part.held:
+    held = decode_held(data, TRAINERS[0])
+    for row in held:
         spec = TRAINERS[0].parameters[int(row["parameter"])]
         steps = zip(row["sizes"].tolist(), row["strides"].tolist(), strict=True)
         reach = int(row["offset"]) + sum((size - 1) * stride for size, stride in steps)
         assert 0 <= reach <= spec.nbytes - int(row["row_nbytes"]), row
         assert math.prod(row["sizes"].tolist()) * int(row["row_nbytes"]) <= spec.nbytes, row
-    return part
+    return held
 
 
 def _one_box() -> bytes:

@@ -275,7 +275,7 @@ class Holders:
                 for p in manifest.parameters
             ]
             digests = ReplicatedDigests(manifest, lambda at=at: at)  # type: ignore[misc]
-            digests.bind(self.found.parts[manifest.worker].encode())
+            digests.bind(self.found.parts[manifest.worker].tobytes())
             self._digests[manifest.worker] = digests
 
     def compare(self, turn: int = 0, period: int = 1) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -83,3 +83,14 @@ def _cut(pieces: Pieces, addresses: UInt64Array, edges: UInt64Array) -> Pieces:
     stop[earlier] = edges[(first[row] + nth)[earlier]]
     offset = start - addresses[row]
     return local[row] + offset, remote[row] + offset, stop - start
+
+
+def joined_ranges(rows: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Return (owner, start, stop), such as of parameters, sorted, joined where they meet."""
+    joined: list[tuple[int, int, int]] = []
+    for owner, start, stop in sorted(rows):
+        if joined and joined[-1][0] == owner and start <= joined[-1][2]:
+            joined[-1] = (owner, joined[-1][1], max(stop, joined[-1][2]))
+        else:
+            joined.append((owner, start, stop))
+    return joined

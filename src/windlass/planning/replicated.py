@@ -1,7 +1,7 @@
 """Boxes that several sources hold: they must hold the same bytes of them, or there is no right version.
 
 The controller finds these boxes once per fleet of trainers (`find_replicated`) and tells each rank which
-are its own (`ReplicatedPart`). Before a round writes anything, ranks digest blocks of them and the
+are its own (`HELD`). Before a round writes anything, ranks digest blocks of them and the
 controller compares: all blocks the first time, every `period`-th run of them later, others each time.
 Boxes that overlap in part are cut into pieces with the same holders first, as the planner does.
 """
@@ -59,46 +59,28 @@ DIGESTED = np.dtype([("box", "<i4"), ("kind", "u1"), ("a", "<u8"), ("b", "<u8")]
 """What a rank found in a box; digests of one `kind` (of algorithm) can be compared."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicatedPart:
-    """The boxes of one rank that others hold too.
+def decode_held(data: bytes, manifest: ShardManifest) -> StructuredArray:
+    """Return (n,) `HELD`, ascending by box, from its bytes, for the rank of `manifest`.
 
-    Attributes:
-        held: (n,) `HELD`, ascending by box.
+    Raises:
+        ProtocolError: no such table. PlanError: it leaves the rank's parameters.
     """
-
-    held: StructuredArray
-
-    def __len__(self) -> int:
-        return len(self.held)
-
-    def encode(self) -> bytes:
-        """The wire form."""
-        return self.held.tobytes()
-
-    @classmethod
-    def decode(cls, data: bytes, manifest: ShardManifest) -> ReplicatedPart:
-        """The inverse of `encode`, for the rank of `manifest`.
-
-        Raises:
-            ProtocolError: no such table. PlanError: it leaves the rank's parameters.
-        """
-        try:
-            held = np.frombuffer(data, HELD)
-        except ValueError as error:
-            raise ProtocolError(f"replicated boxes of {manifest.worker}: {error}") from error
-        sizes, strides, row_nbytes = held["sizes"], held["strides"], held["row_nbytes"]
-        extents = np.array([*(spec.nbytes for spec in manifest.parameters), 0], np.int64)
-        known = (held["parameter"] >= 0) & (held["parameter"] < len(extents) - 1)
-        extent = extents[np.where(known, held["parameter"], -1)]
-        inside = known & (held["offset"] >= 0) & (held["first"] >= 0) & (held["run"] > 0)
-        inside &= (row_nbytes > 0) & (sizes > 0).all(axis=1) & (strides >= 0).all(axis=1)
-        # In floating point, which does not wrap around; what lies in a parameter is exact in it.
-        inside &= held["offset"] + ((sizes - 1.0) * strides).sum(axis=1) + row_nbytes <= extent
-        inside &= sizes.prod(axis=1, dtype=np.float64) * row_nbytes <= extent
-        if not inside.all():
-            raise PlanError(f"replicated boxes of {manifest.worker} must lie in its parameters")
-        return cls(held)
+    try:
+        held = np.frombuffer(data, HELD)
+    except ValueError as error:
+        raise ProtocolError(f"replicated boxes of {manifest.worker}: {error}") from error
+    sizes, strides, row_nbytes = held["sizes"], held["strides"], held["row_nbytes"]
+    extents = np.array([*(spec.nbytes for spec in manifest.parameters), 0], np.int64)
+    known = (held["parameter"] >= 0) & (held["parameter"] < len(extents) - 1)
+    extent = extents[np.where(known, held["parameter"], -1)]
+    inside = known & (held["offset"] >= 0) & (held["first"] >= 0) & (held["run"] > 0)
+    inside &= (row_nbytes > 0) & (sizes > 0).all(axis=1) & (strides >= 0).all(axis=1)
+    # In floating point, which does not wrap around; what lies in a parameter is exact in it.
+    inside &= held["offset"] + ((sizes - 1.0) * strides).sum(axis=1) + row_nbytes <= extent
+    inside &= sizes.prod(axis=1, dtype=np.float64) * row_nbytes <= extent
+    if not inside.all():
+        raise PlanError(f"replicated boxes of {manifest.worker} must lie in its parameters")
+    return held
 
 
 def num_pieces(held: StructuredArray) -> Int64Array:
@@ -155,14 +137,14 @@ class Replicated:
     """All boxes that several ranks hold, each with one dtype.
 
     Attributes:
-        parts: by worker, of those that hold any.
+        parts: by worker, of those that hold any: (n,) `HELD`, ascending by box.
         names: (n,) checkpoint tensor of each box. boxes: (n,) which elements.
         num_holders: (n,).
         nbytes: that the rank with most of them holds.
         num_runs: of blocks, of all boxes together.
     """
 
-    parts: Mapping[str, ReplicatedPart]
+    parts: Mapping[str, StructuredArray]
     names: Sequence[str]
     boxes: Sequence[Box]
     num_holders: Int64Array
@@ -286,10 +268,7 @@ def find_replicated(sources: Sequence[ShardManifest]) -> Replicated:
     tensors = [names.names[int(name)] for name in table.tensor[rows[first]]]
     lead = [MAX_DIMS - len(names.shapes[int(name)]) for name in table.tensor[rows[first]]]
     return Replicated(
-        parts={
-            sources[index].worker: ReplicatedPart(held[rank == index])
-            for index in np.unique(rank).tolist()
-        },
+        parts={sources[i].worker: held[rank == i] for i in np.unique(rank).tolist()},
         names=tensors,
         boxes=[
             Box(tuple(offsets[a, n:].tolist()), tuple(sizes[a, n:].tolist()))

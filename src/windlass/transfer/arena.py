@@ -59,6 +59,9 @@ class Arena(Closing):
         nbytes: capacity, >= 1.
         memory: where it lies; in host memory by default.
 
+    Attributes:
+        bytes: host memory as a uint8 array, valid until `close`; empty on a GPU.
+
     Raises:
         ConfigError: `nbytes` < 1.
         TransferFailed: the GPU has not so much memory.
@@ -71,28 +74,23 @@ class Arena(Closing):
         if nbytes < 1:
             raise ConfigError(f"Arena: nbytes must be >= 1, got {nbytes}")
         self._transport, self.nbytes = transport, nbytes
-        self._bytes: UInt8Array = np.empty(0, np.uint8)
+        self.bytes: UInt8Array = np.empty(0, np.uint8)
         buffer: Buffer
         if memory is not None and memory.ordinal >= 0:
             buffer = memory.allocate(nbytes)
         else:
             allocator = transport.allocator
             buffer = HostBuffer(nbytes) if allocator is None else _Allocated(allocator, nbytes)
-            self._bytes = buffer.bytes
-            self._bytes[:: mmap.PAGESIZE] = 0  # first touch costs up to 3 s per GiB: pay it here
+            self.bytes = buffer.bytes
+            self.bytes[:: mmap.PAGESIZE] = 0  # first touch costs up to 3 s per GiB: pay it here
         self._buffer: Buffer | None = buffer
         self.address = buffer.address
         try:
             self.region: MemoryRegion = transport.register(self.address, nbytes)
         except BaseException:  # whatever it is: the memory must not outlive the attempt
-            self._bytes = np.empty(0, np.uint8)
+            self.bytes = np.empty(0, np.uint8)
             buffer.close()
             raise
-
-    @property
-    def bytes(self) -> UInt8Array:
-        """Host memory as a uint8 array, valid until `close`; empty on a GPU."""
-        return self._bytes
 
     def close(self) -> None:
         """Unregister and free; before its transport is closed. Idempotent.
@@ -103,7 +101,7 @@ class Arena(Closing):
         """
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            self._bytes, self.nbytes = np.empty(0, np.uint8), 0
+            self.bytes, self.nbytes = np.empty(0, np.uint8), 0
             self._transport.unregister(self.region, buffer.close)
 
 

@@ -34,6 +34,7 @@ from windlass.errors import (
 )
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.packing import PreparedCopies, StridedCopy, aligned
+from windlass.memory.ranges import joined_ranges
 from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import BoundOp, LinkProgram
@@ -46,7 +47,7 @@ from windlass.transfer.bindings import (
     Written,
 )
 from windlass.transfer.collective_group import Rendezvous, TorchBroadcastGroup, join_group
-from windlass.transfer.destination import Destination, joined_ranges
+from windlass.transfer.destination import Destination
 from windlass.transfer.source import SourceMemory, refuse_transforms
 from windlass.transports.base import PeerEndpoint
 

@@ -45,12 +45,12 @@ class Rendezvous:
 
         # By itself the store listens on every address of the host.
         listener = listen(host, 0, "rendezvous")
-        port = int(listener.getsockname()[1])
+        self.port = int(listener.getsockname()[1])
         try:
             listener.listen(BACKLOG)
             self.store = TCPStore(
                 host,
-                port,
+                self.port,
                 is_master=True,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=deadline_s),
@@ -58,12 +58,6 @@ class Rendezvous:
             )
         except (RuntimeError, OSError) as error:
             raise TransferFailed(f"rendezvous: does not start: {error}") from error
-
-    @property
-    def port(self) -> int:
-        """The bound port."""
-        port: int = self.store.port
-        return port
 
 
 def join_group(
@@ -208,6 +202,9 @@ class TorchBroadcastGroup:
     copied to and from pinned ones; where a GPU's kernels do so, NCCL sends from and receives into the
     buffers themselves, and gloo's are pinned memory that kernels reach. Kernels and broadcasts follow each
     other in the stream of `gpu`, and nobody waits for them but `drain`. Used by one thread.
+
+    Attributes:
+        broken: the group has failed: it never works again, another one must be formed.
     """
 
     def __init__(
@@ -244,17 +241,12 @@ class TorchBroadcastGroup:
         )
         self._is_mirrored = is_mirrored
         self._works: list[tuple[Any, int] | None] = [None] * num_buffers
-        self._broken = False
+        self.broken = False
 
     @property
     def num_buffers(self) -> int:
         """How many broadcasts may be under way."""
         return len(self._wire)
-
-    @property
-    def broken(self) -> bool:
-        """Whether the group has failed: it never works again, another one must be formed."""
-        return self._broken
 
     def buffer(self, slot: int) -> int:
         """Address of a buffer. Not to be touched between `start` and `finish`."""
@@ -275,7 +267,7 @@ class TorchBroadcastGroup:
         """
         import torch.distributed as dist
 
-        if self._broken:
+        if self.broken:
             raise TransferFailed(f"group {self._name}: is broken")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
@@ -336,9 +328,9 @@ class TorchBroadcastGroup:
 
         A communicator of NCCL that does not end in time takes its GPU along: nothing here uses that again.
         """
-        if self._broken:
+        if self.broken:
             return
-        self._broken = True
+        self.broken = True
         self._works = [None] * len(self._works)
         held = (self._process_group, self._store, self._wire, self._buffers)
         # The last references: sockets close, and the other members notice.

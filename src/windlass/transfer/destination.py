@@ -17,6 +17,7 @@ from windlass.layout.manifest import ShardManifest
 from windlass.memory.ops import OWN_WORK_S, Buffer, LinkDigests, MemoryOps
 from windlass.memory.packing import ALIGNMENT, PreparedCopies, StridedCopy
 from windlass.memory.place import memory_at
+from windlass.memory.ranges import joined_ranges
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import BoundOp, DigestKind, LinkProgram, bind_links
 from windlass.transfer.arena import Arena, aligned_offsets
@@ -300,14 +301,3 @@ class Destination:
         delivered = replace(op, src_strides=strides, src_dtype=op.dst_dtype)
         live = self._live[op.dst_parameter] + op.dst_offset
         return StridedCopy.of_op(delivered, address, live)
-
-
-def joined_ranges(rows: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Return (parameter, start, stop), sorted, joined where they meet."""
-    joined: list[tuple[int, int, int]] = []
-    for parameter, start, stop in sorted(rows):
-        if joined and joined[-1][0] == parameter and start <= joined[-1][2]:
-            joined[-1] = (parameter, joined[-1][1], max(stop, joined[-1][2]))
-        else:
-            joined.append((parameter, start, stop))
-    return joined

@@ -118,6 +118,7 @@ class Replica:
 
     Attributes:
         times: of the last copy.
+        in_doubt: a write of unknown outcome may still read the copy: it is not written to again.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Replica:
         self._indices = np.zeros(0, np.int64)
         self._offsets = np.zeros(0, np.uint64)
         self._used = 0
-        self._in_doubt = False
+        self.in_doubt = False
         self._only_once = False
         self._taken = False
         self._whole = False
@@ -279,18 +280,9 @@ class Replica:
         if self._on_taken is not None:
             self._on_taken()
 
-    def doubt(self) -> None:
-        """A write of unknown outcome may still read the copy: it is not written to again."""
-        self._in_doubt = True
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether a write of unknown outcome may still read the copy."""
-        return self._in_doubt
-
     def settle(self, *, renew: bool = True) -> None:
         """Part with memory that is in doubt, if it is."""
-        doubted, self._in_doubt = self._in_doubt, False
+        doubted, self.in_doubt = self.in_doubt, False
         if doubted:
             self._holds = None
             if not self._is_late:

@@ -21,7 +21,7 @@ from windlass.memory.cuda.driver import gpu_of
 from windlass.memory.ops import OWN_WORK_S, ChunkDigests, MemoryOps
 from windlass.memory.place import memory_on
 from windlass.planning.program import DigestKind
-from windlass.planning.replicated import DIGESTED, HELD, ReplicatedPart, due_pieces, num_pieces
+from windlass.planning.replicated import DIGESTED, HELD, decode_held, due_pieces, num_pieces
 from windlass.transfer.base import ParameterMemory
 
 _KINDS = tuple(DigestKind)
@@ -55,24 +55,24 @@ class ReplicatedDigests:
         self, manifest: ShardManifest, parameters: Callable[[], Sequence[ParameterMemory]]
     ) -> None:
         self._manifest, self._parameters = manifest, parameters
-        self._part = ReplicatedPart(np.zeros(0, HELD))
+        self._held: StructuredArray = np.zeros(0, HELD)
         self._lock = threading.Lock()
         self._last: tuple[int, int, Sequence[ParameterMemory]] | None = None
         self._ahead: tuple[tuple[int, int] | None, list[_Cut]] = None, []
         self.compare_s = self._waited_s = 0.0
 
     def bind(self, part: bytes) -> None:
-        """Take `ReplicatedPart.encode()`; empty for none.
+        """Take the bytes of (n,) `HELD`; empty for none.
 
         Raises:
-            ProtocolError, PlanError: see `ReplicatedPart.decode`.
+            ProtocolError, PlanError: see `decode_held`.
         """
         with self._lock:
-            self._part = ReplicatedPart.decode(part, self._manifest)
+            self._held = decode_held(part, self._manifest)
             self._drop()  # under the same lock: what was cut ahead was of the boxes before
 
     def __len__(self) -> int:
-        return len(self._part)
+        return len(self._held)
 
     def take(self, turn: int, period: int) -> StructuredArray:
         """Digest the blocks whose turn it is; reads the parameters, which must stand still.
@@ -152,7 +152,7 @@ class ReplicatedDigests:
 
     def _cut(self, turn: int, period: int, located: Sequence[ParameterMemory]) -> Iterator[_Cut]:
         """Yield what is due, some boxes at a time."""
-        held = self._part.held
+        held = self._held
         batch = np.cumsum(num_pieces(held)) // BATCH_PIECES
         for rows in np.split(held, np.flatnonzero(np.diff(batch)) + 1):
             row, offset, nbytes = due_pieces(rows, turn, period)

@@ -530,7 +530,7 @@ class Sender:
     def _abandon(self, arena: Buffer | None) -> None:
         if self.replica is not None:
             # It may be read again in this round, since nothing writes to it before the next.
-            self.replica.doubt()
+            self.replica.in_doubt = True
             return
         if arena is not None and arena is self._packer.slot.arena:
             self._forget_packed()

@@ -479,7 +479,7 @@ class FleetBinder:
                 digest,
                 (),
                 self._backend,
-                held[w].encode() if w in held else b"",
+                held[w].tobytes() if w in held else b"",
             )
             for w in self._trainers
         }

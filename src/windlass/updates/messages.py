@@ -207,7 +207,7 @@ class ConnectRelay(msgspec.Struct, frozen=True, tag="connect_relay"):
 class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
     """Bind the plan to these addresses; answer `Done`, or `Offered` where a group must form.
 
-    `plan` is the rank's own part; `replicated` the `ReplicatedPart` of boxes that others hold too.
+    `plan` is the rank's own part; `replicated` the `HELD` of boxes that others hold too.
     """
 
     plan: bytes

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
 from windlass.errors import RegionError
 from windlass.memory.cuda.driver import Device, MemoryKind, memory_kind, pointer_device
 from windlass.memory.host import HostBuffer
+from windlass.memory.ranges import joined_ranges
 
 _NUM_TOUCHING = 8
 _TOUCHED_NBYTES = 256 << 20
@@ -81,20 +82,11 @@ class SourceMemory:
         self._pinned = []
 
 
-def covering_pages(memory: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield whole pages around pieces of memory, each page once: start and stop, ascending."""
+def covering_pages(memory: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return whole pages around pieces of memory, each page once: start and stop, ascending."""
     page = mmap.PAGESIZE
-    pending: tuple[int, int] | None = None
-    for address, nbytes in sorted(memory):
-        start, stop = address // page * page, -(-(address + nbytes) // page) * page
-        if pending is not None and start <= pending[1]:
-            pending = pending[0], max(pending[1], stop)
-            continue
-        if pending is not None:
-            yield pending
-        pending = start, stop
-    if pending is not None:
-        yield pending
+    pages = ((0, at // page * page, -(-(at + nbytes) // page) * page) for at, nbytes in memory)
+    return [(start, stop) for _, start, stop in joined_ranges(pages)]
 
 
 @final

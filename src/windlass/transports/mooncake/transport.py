@@ -105,12 +105,12 @@ class MooncakeConfig(NetworkConfig, frozen=True, tag="mooncake"):
 
 @final
 class _Engine:
-    """A native engine, and which peer it has talked to at each address."""
+    """A native engine, which peer it has talked to at each address, and pages that were given back."""
 
     def __init__(self, started: Started) -> None:
         self.started = started
         self.contacted: dict[str, PeerEndpoint] = {}
-        self._pages: deque[UInt8Array] = deque()
+        self.pages: deque[UInt8Array] = deque()
 
     def acquire_page(self) -> UInt8Array:
         """Registered memory for a peer's token, and for nobody else: bytes of a read that has failed may still come.
@@ -118,17 +118,13 @@ class _Engine:
         Raises:
             PeerUnreachable: no memory can be registered.
         """
-        if len(self._pages) > KEPT_PAGES:
-            return self._pages.popleft()
+        if len(self.pages) > KEPT_PAGES:
+            return self.pages.popleft()
         page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         code = self.started.engine.register_memory(int(page.ctypes.data), page.nbytes)
         if code != 0:
             raise PeerUnreachable(f"mooncake: no memory can be registered (code {code})")
         return page
-
-    def give_back(self, page: UInt8Array) -> None:
-        """For another peer, much later."""
-        self._pages.append(page)
 
     def pin(self, steps: Sequence[tuple[int, int]]) -> int:
         """Register steps (start, stop), over verbs by several threads; all or none, and then the code is not 0."""
@@ -259,7 +255,7 @@ class MooncakePeer(NetworkPeer):
             self._calls.put(None)
             if not stuck:
                 thread.join(JOIN_S)
-        self._engine.give_back(self._page)
+        self._engine.pages.append(self._page)
 
     def _begin(self, pieces: Pieces) -> NativeCall:
         engine, address = self._engine.started.engine, self.endpoint.address
