@@ -187,13 +187,7 @@ def _row_of_blocks(op: BoundOp) -> int:
 
 
 def pack_op(op: BoundOp, src_parameter: int, address: int) -> None:
-    """Gather, cast or quantise an op's payload.
-
-    Args:
-        op: a whole op or a part from `split_op`.
-        src_parameter: where the source parameter lies.
-        address: of the payload, `op.nbytes` of host memory.
-    """
+    """Gather, cast or quantise the payload of an op, or of a part from `split_op`, to `op.nbytes` at `address`."""
     if op.transform is not Transform.NONE:
         pack_quantized(
             transform=op.transform,
@@ -230,10 +224,7 @@ def _hash_source(
 ) -> str:
     """Digest a link; each part is hashed as soon as it is packed, while it is in the cache.
 
-    Args:
-        program: of the link.
-        sources: where the parameters lie, in manifest order.
-        parts: of an op and its index, and the address at which to pack each; none to hash it as it lies.
+    `parts`: of an op and its index, and the address at which to pack each; none to hash it as it lies.
     """
     digest = new_digest()
     for index, op in enumerate(program.ops):
@@ -337,17 +328,9 @@ def pack_quantized(
 ) -> None:
     """Quantise a matrix of whole blocks, by rows of blocks, so that scratch memory is some 128 rows of float32.
 
-    The values are those of `per_block_cast_to_fp8` (DeepGEMM) on the whole matrix on a GPU, bit for bit.
+    `dst_address`: of the payload, row-major: float8 of `sizes`, or float32 of `scale_shape(sizes)`.
 
-    Args:
-        transform: values or scales.
-        sizes: rows and columns of the source.
-        src_address: of the first element, in host memory.
-        src_strides: bytes per dim.
-        src_dtype: element type.
-        dst_address: of the payload: float8 of `sizes`, or float32 of `scale_shape(sizes)`,
-            row-major.
-        tensor: its name, for errors.
+    The values are those of `per_block_cast_to_fp8` (DeepGEMM) on the whole matrix on a GPU, bit for bit.
 
     Raises:
         TransferFailed: a finite weight is too large for bfloat16.

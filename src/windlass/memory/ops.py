@@ -58,11 +58,6 @@ class Digests(Protocol[Key]):
     ) -> dict[Key, str]:
         """Read these links or chunks as they are now, and wait for the result.
 
-        Args:
-            keys: which.
-            deadline_s: of all of them.
-            threads: run what can run side by side.
-
         Returns:
             key -> digest, hex, in the order of `keys`.
 

@@ -52,9 +52,6 @@ class PackedPart(NamedTuple):
 class Turns(Generic[Work]):
     """Parts of a payload, placed one behind the other in memory that is packed again and again.
 
-    Args:
-        places: see `MemoryOps.pack_link`.
-
     Attributes:
         parts: by turn, in the order of the payload.
         work: what packs each of them.
@@ -196,10 +193,6 @@ def row_major_blocks(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cut an array into blocks that follow each other in row-major order.
 
-    Args:
-        sizes: elements per dim, each >= 1.
-        max_numel: of one block, >= 1.
-
     Yields:
         (index of the block's first element, sizes of the block), both with all dims.
     """
@@ -270,13 +263,6 @@ def hash_strided(
 
     The digest of a link runs over its ops in plan order and over each op's elements so, in the
     destination's dtype, however the bytes are laid out and whichever way they travelled.
-
-    Args:
-        digest: from `new_digest`.
-        address: of the first element, in host memory.
-        sizes: elements per dim.
-        strides_bytes: bytes per dim.
-        dtype: element type.
     """
     outer, run_nbytes = split_inner(sizes, strides_bytes, dtype.itemsize)
     if outer == 0:

@@ -11,11 +11,7 @@ from windlass.memory.ops import MemoryOps
 
 
 def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:
-    """Return the memory that all of a rank's parameters are in.
-
-    Args:
-        addresses: of its parameters; 0 for those that have no bytes.
-        worker: whose, for the error.
+    """Return the memory that all of a rank's parameters are in; the address of one without bytes is 0.
 
     Raises:
         PlanError: they are in host memory and on a GPU, or on several GPUs.

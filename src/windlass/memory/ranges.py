@@ -57,10 +57,7 @@ def edges_of(address: int, nbytes: int, step_nbytes: int) -> list[int]:
 def cut_at_edges(pieces: Pieces, *, local: list[int], remote: list[int]) -> Pieces:
     """Cut pieces that cross a seam between two registrations, on either side.
 
-    Args:
-        pieces: to cut.
-        local: addresses at which a registration begins here, in any order, any number of times.
-        remote: the same at the peer.
+    `local`, `remote`: addresses at which a registration begins, in any order, any number of times.
     """
     if local:
         pieces = _cut(pieces, pieces[0], np.unique(np.array(local, np.uint64)))

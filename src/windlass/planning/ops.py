@@ -219,12 +219,7 @@ class Strided(Columns):
 
 
 def collapse(given: Strided, kept: BoolArray) -> Strided:
-    """Order dims by destination stride and join those that are one dim on both sides.
-
-    Args:
-        given: n ops, not collapsed.
-        kept: (n,) which of them stay as they are.
-    """
+    """Order dims by destination stride and join those that are one dim on both sides; ops `kept` stay as they are."""
     sizes, src_strides, dst_strides = given.sizes, given.src_strides, given.dst_strides
     unit = sizes == 1
     key = np.where(unit, np.iinfo(np.int64).max, np.abs(dst_strides))
@@ -277,14 +272,6 @@ def choose_modes(
     direct_min_run_bytes: int,
 ) -> tuple[UInt8Array, UInt8Array, Int64Array]:
     """Pick a mode per op.
-
-    Args:
-        geometry: of what travels.
-        src_itemsize: (n,) bytes.
-        dst_itemsize: (n,) bytes.
-        casts: dtypes differ.
-        quantizes: the source computes values or scales; counts as a cast.
-        direct_min_run_bytes: see `PlanPolicy`.
 
     Returns:
         (mode, reason, run_nbytes), each (n,).

@@ -130,11 +130,7 @@ class LinkProgram:
 
 
 def bind_links(plan: TransferPlan, *, sending: bool) -> tuple[LinkProgram, ...]:
-    """The links of a plan part, as programs.
-
-    Args:
-        plan: `TransferPlan.for_source` or `for_destination` of this rank.
-        sending: whether this rank is the source of the links.
+    """The links of a plan part, as programs. `sending`: whether this rank is their source.
 
     Raises:
         UnsupportedLayout: a stride that is no multiple of the item size.

@@ -152,20 +152,12 @@ class Replicated:
     num_runs: int
 
     def period(self, sent_nbytes: int) -> int:
-        """In how many turns every block is compared once.
-
-        Args:
-            sent_nbytes: what the busiest rank sends in an update.
-        """
+        """In how many turns every block is compared once, where the busiest rank sends `sent_nbytes` in an update."""
         wanted = int(self.nbytes // max(sent_nbytes * SAMPLE_SHARE, 1)) + 1
         return max(min(wanted, self.num_runs), 1)  # so that no turn is empty
 
     def disagreement(self, found: Mapping[str, StructuredArray]) -> str:
-        """Why ranks do not hold the same bytes; empty where they do.
-
-        Args:
-            found: worker -> (n,) `DIGESTED`, of all that have a part.
-        """
+        """Why ranks do not hold the same bytes; empty where they do. `found`: (n,) `DIGESTED` of all that have a part."""
         workers = sorted(found)
         table = np.concatenate([np.zeros(0, DIGESTED), *(found[w] for w in workers)])
         rank = np.repeat(np.arange(len(workers)), [len(found[w]) for w in workers])

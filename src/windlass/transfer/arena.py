@@ -129,11 +129,7 @@ BufferT = TypeVar("BufferT", bound=Buffer)
 
 
 def keep_mapped(held: object) -> None:
-    """Keep memory that a write or a kernel of unknown outcome may still use until the process ends.
-
-    Args:
-        held: owns the memory.
-    """
+    """Keep memory that a write or a kernel of unknown outcome may still use until the process ends."""
     _ABANDONED.append(held)
 
 

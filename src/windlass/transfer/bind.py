@@ -78,11 +78,7 @@ def check_binding(
 ) -> None:
     """Check every address that the link will write, before anything is paused.
 
-    Args:
-        program: of the link.
-        binding: what the destination offers.
-        staged: whether SCATTER ops go to staging memory; kernels that store
-            strided need none.
+    `staged`: SCATTER ops go to staging memory, which kernels that store strided do not need.
 
     Raises:
         PlanError: a parameter or staging memory that the destination did not offer.
@@ -127,13 +123,7 @@ def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NewLinks:
-    """Links that a rank is bound to anew.
-
-    Attributes:
-        programs: by destination.
-        bindings: of their destinations, checked.
-        stored: those whose bytes kernels of this rank store.
-    """
+    """Links that a rank is bound to anew, by destination. `stored`: those whose bytes its kernels store."""
 
     programs: Mapping[str, LinkProgram]
     bindings: Mapping[str, DestinationBinding]

@@ -56,13 +56,7 @@ STORE_DEADLINE_S = 60.0
 
 @final
 class CollectiveSender:
-    """`SenderBackend` and `GroupMember` of `xccl`.
-
-    Args:
-        config: buckets and fabric.
-        manifest, parameters: see `SourceMemory`.
-        host: own address, that engines can reach.
-    """
+    """`SenderBackend` and `GroupMember` of `xccl`. `host`: own address, that engines can reach."""
 
     def __init__(
         self,
@@ -209,13 +203,7 @@ class CollectiveSender:
 
 @final
 class CollectiveReceiver:
-    """`ReceiverBackend` and `GroupReceiver` of `xccl`.
-
-    Args:
-        config: as the sender's.
-        manifest, addresses: see `Destination`.
-        host: own address, that the other members can reach.
-    """
+    """`ReceiverBackend` and `GroupReceiver` of `xccl`. `host`: own address, that other members can reach."""
 
     def __init__(
         self, config: XcclBackend, manifest: ShardManifest, addresses: Sequence[int], host: str
@@ -356,13 +344,7 @@ class Load:
 def cut_buckets(
     manifest: ShardManifest, programs: Iterable[LinkProgram], capacity_nbytes: int
 ) -> tuple[tuple[BucketPart, ...], tuple[int, ...]]:
-    """The parts in order, and the bytes of every bucket.
-
-    Args:
-        manifest: of the source.
-        programs: its links.
-        capacity_nbytes: of one bucket, a multiple of `ALIGNMENT`.
-    """
+    """The parts in order, and the bytes of every bucket; its capacity is a multiple of `ALIGNMENT`."""
     parts: list[BucketPart] = []
     sizes: list[int] = []
     used = capacity_nbytes

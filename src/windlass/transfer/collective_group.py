@@ -74,17 +74,9 @@ def join_group(
 ) -> TorchBroadcastGroup:
     """Enter a group: agree on what it carries, then connect. All members call it.
 
-    Args:
-        offer: the group.
-        worker: this member.
-        fabric: what carries the bytes.
-        num_buffers: broadcasts that may be under way.
-        signature: what this member means to send or receive; see `signature_of_offer`.
-        host: own address, that the other members can reach.
-        deadline: for all of it.
-        hosted: the store, at the source.
-        gpu: whose kernels fill and empty this member's buffers, in its stream; None where that is done
-            in host memory.
+    `signature`: what this member means to send or receive; see `signature_of_offer`. `hosted`: the store, at
+    the source. `gpu`: whose kernels fill and empty this member's buffers, in its stream; None where that is
+    done in host memory.
 
     Raises:
         ConfigError: the fabric needs a GPU, and there is none.

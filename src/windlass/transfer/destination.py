@@ -30,12 +30,6 @@ from windlass.transports.base import MemoryRegion, OneSidedTransport, PeerEndpoi
 class ShadowCopy:
     """Memory of the layout of a rank's parameters, that nobody reads. Owned by this object.
 
-    Args:
-        memory: that the parameters are in.
-        manifest: of the rank.
-        live: addresses of the live parameters, in manifest order.
-        allocate: allocates so many bytes; by default from `memory`.
-
     Attributes:
         buffer: all of it.
         addresses: of the copies, in manifest order; they hold nothing yet.
@@ -207,9 +201,7 @@ class Destination:
     ) -> tuple[str, ...]:
         """Sources whose bytes do not have the expected digest, or that send nothing here.
 
-        Args:
-            expected: source -> digest.
-            hashed: digests taken already; one that differs is taken again.
+        `hashed`: digests taken already; one that differs is taken again.
 
         Raises:
             TransferOutcomeUnknown: kernels do not end.

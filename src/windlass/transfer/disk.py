@@ -37,12 +37,7 @@ _log = logging.getLogger(__name__)
 
 @final
 class DiskSender:
-    """`SenderBackend` of `disk`.
-
-    Args:
-        config: folder and retention.
-        manifest, parameters: see `SourceMemory`.
-    """
+    """`SenderBackend` of `disk`."""
 
     def __init__(
         self,
@@ -103,12 +98,7 @@ class DiskSender:
 
 @final
 class DiskReceiver:
-    """`ReceiverBackend` of `disk`.
-
-    Args:
-        config: as the sender's.
-        manifest, addresses: see `Destination`.
-    """
+    """`ReceiverBackend` of `disk`."""
 
     def __init__(
         self, config: DiskBackend, manifest: ShardManifest, addresses: Sequence[int]

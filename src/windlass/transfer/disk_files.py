@@ -76,13 +76,6 @@ def write_shards(
 ) -> DiskIndex:
     """Write one rank's shards of one version; visible only when complete and on the device.
 
-    Args:
-        folder: the root.
-        version: names the subfolder.
-        manifest: of the rank.
-        addresses: of its parameters.
-        memory: that these are in.
-
     Raises:
         TransferFailed: the file system refused something; nothing became visible.
     """
@@ -250,14 +243,7 @@ def read_boxes(
     addresses: Sequence[int],
     memory: MemoryOps,
 ) -> list[str]:
-    """Fill a rank's parameters from files; a box that several files hold is read once.
-
-    Args:
-        home: folder of the files.
-        indices: what they hold.
-        manifest: of the rank.
-        addresses: where its parameters are to be filled.
-        memory: that these are in; all is there on return.
+    """Fill a rank's parameters from files, and wait; a box that several files hold is read once.
 
     Raises:
         TransferFailed: a cast overflowed, nothing casts a file's dtype to the parameter's, or what was

@@ -81,12 +81,9 @@ class Packer:
     What is prepared for a link is kept until a parameter or the arena moves.
 
     Args:
-        transport: registers the arena.
-        memory: that the parameters are in.
         limit_nbytes: capacity of the arena; 0 for as much as one update needs.
 
     Attributes:
-        memory: as given.
         slot: the arena, if there is one; what is in it changes by calls of the packer only.
     """
 
@@ -142,10 +139,7 @@ class Packer:
         self.slot.fit(capacity)
 
     def abandon(self, *, renew: bool = True) -> None:
-        """Never reuse or unmap the arena: bytes may still leave it.
-
-        Args:
-            renew: have a new one, for what follows.
+        """Never reuse or unmap the arena: bytes may still leave it. `renew`: have a new one, for what follows.
 
         Raises:
             RegionError, TransferFailed: there is no memory for it.
@@ -163,10 +157,6 @@ class Packer:
 
     def hash_links(self, programs: Sequence[LinkProgram], threads: Executor) -> dict[str, str]:
         """Digests of what links are to deliver, by peer, from the parameters as they are; nothing is packed.
-
-        Args:
-            programs: of the links.
-            threads: run what can run side by side.
 
         Raises:
             TransferFailed: a cast overflows, or the owner's work does not end.

@@ -59,12 +59,7 @@ class Payload(DirectRuns):
 
 
 def payload_of(program: LinkProgram, chunk_nbytes: int) -> Payload:
-    """Cut the payload of a link.
-
-    Args:
-        program: of the link, at either end.
-        chunk_nbytes: chunks begin at the first piece at or after each multiple of this.
-    """
+    """Cut the payload of a link; chunks begin at the first piece at or after each multiple of `chunk_nbytes`."""
     ops = program.ops
     packed = np.array([not op.is_direct for op in ops], np.bool_)
     lands = np.array([op.lands for op in ops], np.bool_)

@@ -33,13 +33,10 @@ class Receiver:
 
     Args:
         transport: the live parameters are registered with it. Stays open; the caller closes it.
-        manifest: of this rank.
         addresses: of the live parameters, in manifest order; they never move.
         regions: registered regions that contain every live parameter.
 
     Attributes:
-        transport, manifest, regions: as given.
-        live_addresses: of the live parameters, in manifest order.
         late_nbytes: what the last `verify` still had to hash; the rest was hashed as it was written.
     """
 

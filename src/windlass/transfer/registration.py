@@ -57,8 +57,6 @@ class RegisteredMemory:
     parameters may move within it.
 
     Args:
-        worker: whose memory, for the log.
-        transport: registers.
         memory: knows the allocations of GPU memory; those of host memory, parameters say.
         by_owner: regions that the owner has registered already; what lies in them is not again.
     """

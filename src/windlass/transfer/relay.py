@@ -219,9 +219,6 @@ class RelayReceiver:
 
     Args:
         worker: this rank. host: address to bind; the port is chosen by the system.
-
-    Attributes:
-        address: what writers need.
     """
 
     def __init__(self, worker: str, host: str) -> None:
@@ -356,13 +353,6 @@ class ChunkWriter:
 
     It has threads of its own, and connects in one of them. After the first error it writes no more.
 
-    Args:
-        transport: writes.
-        worker: this rank.
-        binding: of the engine. address: where it listens.
-        round_id: of the relay.
-        deadline: for all of it.
-
     Attributes:
         errors: what went wrong, in the order of time.
         unreached: the engine did not let this rank in; nothing was written to it.
@@ -471,11 +461,6 @@ def _at(payload: Payload, binding: DestinationBinding) -> UInt64Array:
 class GroupWrite:
     """One group whose roots a trainer rank writes; every member can be written directly as well.
 
-    Args:
-        group: who is in it.
-        program: of the link to its first member.
-        bindings: of every member. addresses: of every root.
-
     Attributes:
         leader: the first member, for which the plan was made.
         roots: members that trainers write.
@@ -515,12 +500,6 @@ class GroupWrite:
 
     def keep(self, memory: MemoryOps, sources: UInt64Array, pack: LinkPack, digest: str) -> None:
         """Hash the chunks of a link that has been packed.
-
-        Args:
-            memory: that the parameters are in, and what is packed.
-            sources: where the parameters lie.
-            pack: what of the link is packed, and where.
-            digest: of the link.
 
         Raises:
             TransferFailed: a GPU without room for its tables.
@@ -569,13 +548,6 @@ class GroupWrite:
 
         What is not packed is not written: the root is told that nothing comes.
 
-        Args:
-            transport: writes.
-            worker: this rank.
-            root: which.
-            round_id: of the relay.
-            deadline: for all of it.
-
         Raises:
             TransferError: the root was not reached, or a write failed.
             TransferOutcomeUnknown: bytes may still land.
@@ -599,9 +571,6 @@ class GroupWrite:
 class RelayedLinks:
     """The links of a trainer rank to members of relay groups. Not thread-safe.
 
-    Args:
-        transport: writes. worker: this rank. threads: write the roots.
-
     Attributes:
         groups: destination -> the group that it is a member of.
     """
@@ -618,12 +587,6 @@ class RelayedLinks:
         addresses: Sequence[RelayAddress],
     ) -> dict[str, LinkProgram]:
         """Relay groups from here on; returns the links to all members but the first ones.
-
-        Args:
-            groups: in whole.
-            programs: of the links of the plan.
-            bindings: of every member.
-            addresses: of every root.
 
         Raises:
             PlanError, RegionError: see `GroupWrite`.
@@ -663,14 +626,9 @@ class RelayedLinks:
         write: Callable[[Sequence[str]], Written],
         failed: Callable[[str, BaseException], LinkOutcome],
     ) -> Written:
-        """Write the roots of all groups, and beside them the links that are not relayed.
+        """Write the roots of all groups, and beside them, by `write`, the links that are not relayed.
 
-        Args:
-            destinations: of both kinds of links.
-            round_id: of the relay.
-            deadline: for all of it.
-            write: writes the links that are not relayed.
-            failed: makes the outcome of a root whose write raised an error.
+        `failed`: makes the outcome of a root whose write raised an error.
 
         Raises:
             TransferOutcomeUnknown: bytes may still land, and the outcomes cannot be told one by one.

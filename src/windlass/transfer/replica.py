@@ -61,12 +61,7 @@ def replica_of(
 ) -> Replica | None:
     """What `replica` of `connect_trainer` asks for, where `transport` can send from it.
 
-    Args:
-        manifest: of the rank.
-        asked: a place or its name. AUTO for where the transport takes weights from: GPU memory where
-            that is a GPU's.
-        transport: writes.
-        threads: copy host memory.
+    AUTO is for where the transport takes weights from: GPU memory where that is a GPU's.
 
     Raises:
         ConfigError: no such place, or the transport cannot write out of it.
@@ -111,13 +106,10 @@ class Replica:
     What a GPU copies is cut once and kept until a parameter or the memory moves.
 
     Args:
-        manifest: of the rank.
-        make: allocates so many bytes.
         copier: a GPU, for its own memory and pinned host memory; or threads, for host memory.
         engine_nbytes: from this size on a parameter is left to a copy engine of the GPU.
 
     Attributes:
-        times: of the last copy.
         in_doubt: a write of unknown outcome may still read the copy: it is not written to again.
     """
 
@@ -225,9 +217,6 @@ class Replica:
 
     def take(self, sources: UInt64Array) -> UInt64Array:
         """Copy; returns where each parameter is to be read, in manifest order.
-
-        Args:
-            sources: where the parameters lie.
 
         Raises:
             RegionError: see `fit`.

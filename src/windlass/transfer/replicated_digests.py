@@ -43,7 +43,6 @@ class ReplicatedDigests:
     """Of one rank. Calls from several threads run one at a time.
 
     Args:
-        manifest: of the rank.
         parameters: where the parameters lie now, as `LocatedParameters` says; asked at every `take`.
 
     Attributes:
@@ -75,13 +74,9 @@ class ReplicatedDigests:
         return len(self._held)
 
     def take(self, turn: int, period: int) -> StructuredArray:
-        """Digest the blocks whose turn it is; reads the parameters, which must stand still.
+        """Digest the blocks whose turn it is; reads the parameters, which must stand still. See `due_pieces`.
 
         On a GPU it waits first for all that this process has queued there.
-
-        Args:
-            turn: see `due_pieces`.
-            period: see there.
 
         Returns:
             (n,) `DIGESTED`, one for every box of which a block was due.

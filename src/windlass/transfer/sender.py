@@ -73,7 +73,6 @@ class Sender:
 
     Args:
         transport: writes, or maps memory for kernels that store. Stays open; the caller closes it.
-        manifest: of this rank.
         parameters: where the parameters lie now, in manifest order; asked at every `prepare` and
             at no other time, because a trainer that is bound in mid-step may have gathered them.
         arena_nbytes: capacity for packed bytes; 0 for as much as one update needs.
@@ -82,8 +81,6 @@ class Sender:
             see `connect_trainer`.
 
     Attributes:
-        transport, manifest: as given.
-        parameters: where they lie now, in manifest order.
         replica: what is sent instead of the parameters, if anything is.
 
     Raises:
@@ -152,9 +149,6 @@ class Sender:
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
         """Bind a plan part (`TransferPlan.for_source`); allocates and registers the arena.
-
-        Returns:
-            None: nobody joins a group.
 
         Raises:
             PlanError: the plan was made for another layout, a destination has no binding, or a

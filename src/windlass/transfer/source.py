@@ -46,7 +46,6 @@ class LocatedParameters:
     Locating thousands of tensors takes tens of milliseconds. One thread at a time.
 
     Args:
-        manifest: of the rank.
         locate: returns (num_parameters,) in manifest order.
     """
 
@@ -104,7 +103,6 @@ class SourceMemory:
     """Parameters of one rank, in host memory or on a GPU, and the links of the plan that carry them.
 
     Args:
-        manifest: of this rank.
         parameters: where the parameters lie now, in manifest order; asked at every `locate`.
 
     Attributes:

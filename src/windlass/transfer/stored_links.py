@@ -40,7 +40,6 @@ class StoredLinks:
 
     Args:
         mapper: of the GPU that holds the parameters or reads them; its transport is closed by the caller.
-        worker: this rank.
 
     Attributes:
         gpu: whose kernels store.

@@ -57,7 +57,6 @@ class LivenessListener:
     """Listens on `host` at a port that the kernel picks, until `close`.
 
     Args:
-        host: the address to listen on.
         incarnation: 16 ASCII characters that tell this transport from any other.
         transport: registry name, for messages.
 

@@ -106,10 +106,6 @@ class Outcome(Enum):
 class NativeCall(ABC):
     """Something that a library has been given to do for a peer, guarded by the lock of that peer.
 
-    Args:
-        local: addresses of registered memory that it reads.
-        nbytes: sizes of these pieces.
-
     Attributes:
         error: what the library said of it when it failed.
         wake: a descriptor that can be read from when it is over; -1 where only looking tells.
@@ -139,7 +135,6 @@ class NetworkPeer(ABC):
     """Calls to one incarnation of one peer. Thread-safe.
 
     Args:
-        endpoint: the peer.
         liveness: of its process; closed with this object.
         lock: of this peer; of the transport where the library's calls are not thread-safe.
 
@@ -360,10 +355,8 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
     Derived classes start the library, then call `__init__` of this class.
 
     Args:
-        endpoint: of this process.
         liveness: what its peers watch; closed with the transport.
         step_nbytes: larger regions are registered in steps of this; 0 for at once.
-        limits: of a native call.
     """
 
     def __init__(
@@ -493,12 +486,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         ]
 
     def _calls(self, batch: WriteBatch, remote_steps: Sequence[int]) -> Iterator[Pieces]:
-        """Yield what goes into one native call each; no piece crosses a seam between two registrations.
-
-        Args:
-            batch: what is to be written.
-            remote_steps: of every published region; step 0 for at once.
-        """
+        """Yield what goes into one native call each; no piece crosses a seam between two registrations."""
         pieces = cut_at_edges(
             merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
             local=[edge for span in self._table.spans() for edge in self._starts(*span)],
@@ -523,10 +511,6 @@ def check_lockable(nbytes: int, purpose: str) -> None:
     """Refuse what the kernel would refuse: pinned memory above RLIMIT_MEMLOCK.
 
     UCX tries again without end when the kernel refuses to pin, so the kernel is not left to refuse.
-
-    Args:
-        nbytes: bytes to be pinned beside those that are.
-        purpose: what for, at the head of the message.
 
     Raises:
         RegionError: the limit is too small, and this process has no CAP_IPC_LOCK.

@@ -32,9 +32,6 @@ class RegionTransport(OneSidedTransport):
     class in theirs. Where the calling process copies and a write ends with it, that is all. A library
     that must know memory is told by `_register_all` and `_unregister`, and `_is_touched` says which memory its writes
     still use. Everything private is guarded by `_lock`.
-
-    Args:
-        endpoint: of this process.
     """
 
     def __init__(self, endpoint: PeerEndpoint) -> None:

@@ -26,10 +26,7 @@ class RegionTable:
         self._regions: list[MemoryRegion] = []
 
     def check_free(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Refuse what cannot be registered.
-
-        Args:
-            spans: (address, nbytes) of each.
+        """Refuse what cannot be registered, (address, nbytes) of each.
 
         Raises:
             RegionError: one is empty, or overlaps a registered region or another one of them.

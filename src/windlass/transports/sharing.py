@@ -9,15 +9,10 @@ from concurrent.futures import Executor
 
 
 def share(jobs: Iterable[Callable[[], object]], threads: Executor, num_helpers: int) -> None:
-    """Carry out all jobs, by this thread and as many others as there are.
+    """Carry out all jobs, by this thread and as many others as there are, at most `num_helpers`.
 
     Returns or raises once every job that began is over. After one has raised no other begins. An
     executor that gets no thread has queued its call all the same: what comes late finds nothing to do.
-
-    Args:
-        jobs: in any order, side by side.
-        threads: of the helpers.
-        num_helpers: at most so many beside this thread.
 
     Raises:
         BaseException: what the first job raised that did.

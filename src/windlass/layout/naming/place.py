@@ -65,14 +65,7 @@ class Placed:
 
 
 def place(family: Family, name: str, shape: _Shape, geometry: Geometry, coords: Coords) -> Placed:
-    """What lies in a contiguous local parameter.
-
-    Args:
-        family: naming table.
-        name: the framework's name with the global layer number and the local expert number.
-        shape: local shape.
-        geometry: sizes of the model.
-        coords: of this rank.
+    """What lies in a contiguous local parameter; `name` has the global layer number and the local expert number.
 
     Raises:
         UnsupportedLayout: the family has no rule for the name.

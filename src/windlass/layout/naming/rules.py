@@ -77,10 +77,7 @@ class Family:
     rules: tuple[Rule, ...]
 
     def match(self, name: str) -> Match:
-        """The rule for a parameter.
-
-        Args:
-            name: the framework's name with the global layer number.
+        """The rule for a parameter; `name` has the global layer number.
 
         Raises:
             UnsupportedLayout: no rule; says how to add one.

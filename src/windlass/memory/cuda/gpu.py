@@ -21,7 +21,6 @@ class Gpu:
     """See the module.
 
     Args:
-        ordinal: which.
         num_multiprocessors: that kernels may occupy; 0 for all.
 
     Raises:

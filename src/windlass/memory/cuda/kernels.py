@@ -58,7 +58,6 @@ class PieceTable:
     """Pieces on the device, all of one source and one destination dtype.
 
     Args:
-        device: where.
         pieces: (n,) `PIECE`.
         kernel: for them, without the suffix of a hashing one.
         dst_itemsize: of their elements where they are stored.
@@ -123,7 +122,6 @@ class Kernels:
     """Compiled for one device.
 
     Args:
-        device: runs them.
         num_multiprocessors: to keep busy at most, which leaves the others to the engine; 0 for all.
 
     Raises:

@@ -84,7 +84,6 @@ class DeviceLink(GpuTables):
     """A link on the device.
 
     Attributes:
-        program: of the link.
         tables: one per kind of piece, in the same order and with the same pieces at both ends.
         digest: address of its words.
     """

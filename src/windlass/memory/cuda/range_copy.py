@@ -20,7 +20,6 @@ class RangeCopy:
     Memory: a piece table on the GPU, from construction to `close`.
 
     Args:
-        gpu: copies.
         sources, targets: (num_ranges,) addresses as its kernels reach them.
         nbytes: (num_ranges,), of each.
         engine_nbytes: from this size on a range is left to a copy engine.

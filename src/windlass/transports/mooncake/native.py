@@ -85,7 +85,6 @@ class Started:
     """A running engine.
 
     Attributes:
-        engine: the native object.
         wire: `tcp` or `rdma`, looked up.
         ordered: one TCP connection per peer, so that writes are handled in order.
         detail: distribution, version, NICs.
@@ -207,13 +206,10 @@ def _installed_version() -> str:
 
 
 def _open_devices(*, mark: bool) -> set[str]:
-    """RDMA devices that this process has opened and that bear no mark yet.
+    """RDMA devices that this process has opened and that bear no mark yet. `mark`: have them bear one from now on.
 
     The mark is a signal that is never sent, of the open file: a number is no identity. An engine that
     another thread is destroying closes its device at any moment, and the next one gets its number.
-
-    Args:
-        mark: have them bear one from now on.
     """
     found = set()
     for entry in Path("/proc/self/fd").iterdir():

@@ -142,12 +142,7 @@ class _Engine:
 
 @final
 class _Call(NativeCall):
-    """A native call on its way through the peer's thread.
-
-    Args:
-        run: the call; returns its code.
-        local, nbytes: see `NativeCall`; a peer's page is not named.
-    """
+    """A native call on its way through the peer's thread. `run`: makes it, and returns its code."""
 
     def __init__(self, run: Callable[[], int], local: UInt64Array, nbytes: UInt64Array) -> None:
         super().__init__(local, nbytes)
@@ -184,8 +179,6 @@ class MooncakePeer(NetworkPeer):
     Args:
         engine: must not have talked to an earlier process at this address, because it remembers that
             one's data port for good.
-        endpoint: the peer.
-        liveness: of it.
     """
 
     outlives_process = False

@@ -133,7 +133,6 @@ class WireLog:
 
     Args:
         name: the agent's name, which heads each table.
-        path: the log.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -290,14 +289,7 @@ def memory_kind(gpu: int) -> str:
 def new_write(
     agent: NativeAgent, peer: str, pieces: Sequence[UInt64Array], gpus: tuple[int, int]
 ) -> NativeHandle:
-    """Return a transfer to be begun.
-
-    Args:
-        agent: writes.
-        peer: name of an agent that it knows.
-        pieces: local addresses, remote addresses, sizes; (n,) each.
-        gpus: here and there, -1 for host memory.
-    """
+    """Return a transfer to be begun. `gpus`: here and there, -1 for host memory."""
     local, remote, nbytes = pieces
     here, there = (
         agent.get_xfer_descs(
