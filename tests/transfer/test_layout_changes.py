@@ -152,7 +152,7 @@ def connect(
         TrainerWeights(
             manifest=described.manifest,
             parameters=described.parameters,
-            changed=described.tensors.changed,
+            changed=described.changed,
         ),
         transport=create_transport(CmaConfig()),
         controller=url,

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol, final
 
+import msgspec
+
 from windlass.config import PauseMode
 from windlass.engines.capture.description import Captured
 from windlass.engines.client import EngineClient, EngineWeights
@@ -210,14 +212,8 @@ class EngineRank:
             _freeze_heap()
             seconds = {**captured.seconds, "all": time.perf_counter() - begun}
         self._require_same(settings)
-        captured = self.captured
-        return CapturedLayout(
-            unplaced=captured.unplaced,
-            unread=captured.unread,
-            recomputed=captured.recomputed,
-            buffer_nbytes=captured.buffer_nbytes,
-            seconds=seconds,
-        )
+        found = msgspec.convert(self.captured, CapturedLayout, from_attributes=True)
+        return msgspec.structs.replace(found, seconds=seconds)
 
     def join(self, settings: AgentSettings, rank: int, token: str) -> None:
         """Join a fleet, after leaving the one before. Called in the engine's main loop.

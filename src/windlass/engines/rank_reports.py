@@ -74,13 +74,6 @@ class Secrets(msgspec.Struct, frozen=True):
         return "Secrets(...)"
 
 
-class _Sent(msgspec.Struct, frozen=True):
-    """What is sent is less than a socket holds that nobody reads; `failed`: the reason is in the folder."""
-
-    rank: int
-    failed: bool = False
-
-
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank has to say, on its way to the host where it is waited for.
 
@@ -112,7 +105,8 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         (folder / str(self.rank)).write_bytes(self.body)
         with socket.socket(socket.AF_UNIX) as line:
             line.connect(str(folder / _SOCKET))
-            line.sendall(msgspec.json.encode(_Sent(self.rank, self.failed)))
+            # Less than a socket holds that nobody reads.
+            line.sendall(msgspec.json.encode(msgspec.structs.replace(self, body=b"")))
 
 
 def carry_out(
@@ -201,12 +195,12 @@ class RankReports(ExitStack):
             missing.discard(sent.rank)
         return [(Path(self.folder) / str(rank)).read_bytes() for rank in range(self._world_size)]
 
-    def _next(self, end_s: float) -> _Sent:
+    def _next(self, end_s: float) -> Report:
         self._listening.settimeout(max(end_s - time.monotonic(), 0.001))
         line, _ = self._listening.accept()
         with line, line.makefile("rb") as sent:
             line.settimeout(max(end_s - time.monotonic(), 0.001))
-            return msgspec.json.decode(sent.read(), type=_Sent)
+            return msgspec.json.decode(sent.read(), type=Report)
 
 
 def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,68 +12,43 @@ import torch.distributed as dist
 from windlass.config import ReplicaPlace
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
-from windlass.layout.manifest import Role, ShardManifest
+from windlass.layout.manifest import Role
 from windlass.layout.naming.stacked import StackedRule
 from windlass.memory.cuda.driver import gpu_of
 from windlass.trainers.client import TrainerClient, TrainerWeights
-from windlass.transfer.base import ParameterMemory
 from windlass.transfer.dtensor import LiveTensors, NameMap, describe_module, own_tensors
 from windlass.transports.registry import TransportConfig, create_transport, parse_transport
 from windlass.updates.messages import JOB_VARIABLE
 
 
-@dataclass(frozen=True, slots=True)
-class DescribedTrainer:
-    """One rank: what it holds, where it lies, and which rank it is.
+def connect_described(
+    weights: TrainerWeights,
+    transport: str | TransportConfig,
+    controller: str,
+    token: str,
+    *,
+    arena_nbytes: int,
+    replica: ReplicaPlace,
+    connect_deadline_s: float,
+) -> TrainerClient:
+    """Connect this rank with what was described; arguments and errors are `connect_trainer`'s."""
+    config = parse_transport(transport)
+    memory_at = next((memory.address for memory in weights.parameters() if memory.nbytes), 0)
+    return TrainerClient(
+        replace(weights, step_stream=step_stream(memory_at)),
+        transport=create_transport(config, towards=controller, memory_at=memory_at),
+        controller=controller,
+        token=token,
+        job=environment_value(JOB_VARIABLE) or shared_job(),
+        world_size=dist.get_world_size() if _is_distributed() else 1,
+        arena_nbytes=arena_nbytes,
+        replica=replica,
+        connect_deadline_s=connect_deadline_s,
+    )
 
-    Its parameters are asked for anew for every update, because offloading rebinds storage.
-    """
 
-    manifest: ShardManifest
-    tensors: LiveTensors
-    rank: int
-    world_size: int
-    make_whole: Callable[[], None] | None = None
-
-    def parameters(self) -> tuple[ParameterMemory, ...]:
-        """Where they lie now, in manifest order.
-
-        Raises:
-            PlanError: they have another layout than when they were described.
-        """
-        return self.tensors.locate()
-
-    def connect(
-        self,
-        transport: str | TransportConfig,
-        controller: str,
-        token: str,
-        *,
-        arena_nbytes: int,
-        replica: ReplicaPlace,
-        connect_deadline_s: float,
-    ) -> TrainerClient:
-        """Connect this rank; arguments and errors are `connect_trainer`'s."""
-        config = parse_transport(transport)
-        memory_at = next((memory.address for memory in self.parameters() if memory.nbytes), 0)
-        weights = TrainerWeights(
-            manifest=self.manifest,
-            parameters=self.parameters,
-            changed=self.tensors.changed,
-            make_whole=self.make_whole,
-            step_stream=step_stream(memory_at),
-        )
-        return TrainerClient(
-            weights,
-            transport=create_transport(config, towards=controller, memory_at=memory_at),
-            controller=controller,
-            token=token,
-            job=environment_value(JOB_VARIABLE) or shared_job(),
-            world_size=self.world_size,
-            arena_nbytes=arena_nbytes,
-            replica=replica,
-            connect_deadline_s=connect_deadline_s,
-        )
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def step_stream(memory_at: int) -> Callable[[], int] | None:
@@ -91,7 +66,7 @@ def shared_job() -> str:
     Raises:
         ConfigError: the store cannot be asked.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _is_distributed():
         return ""
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -111,21 +86,19 @@ def describe_trainer(
     group: str,
     name_map: NameMap | None,
     stacked: Sequence[StackedRule] | None = None,
-) -> DescribedTrainer:
+) -> TrainerWeights:
     """Describe this rank's part of `module`. Not collective. See `describe_module`.
 
     Raises:
         UnsupportedLayout: a placement that cannot be described.
     """
-    distributed = dist.is_available() and dist.is_initialized()
-    rank = dist.get_rank() if distributed else 0
-    world_size = dist.get_world_size() if distributed else 1
-    manifest = describe_module(
-        module, f"{group}/{rank}", Role.TRAINER, name_map=name_map, stacked=stacked
-    )
-
+    worker = f"{group}/{dist.get_rank() if _is_distributed() else 0}"
     tensors = LiveTensors((module,), lambda: own_tensors(module, name_map))
-    return DescribedTrainer(manifest, tensors, rank, world_size)
+    return TrainerWeights(
+        manifest=describe_module(module, worker, Role.TRAINER, name_map=name_map, stacked=stacked),
+        parameters=tensors.locate,
+        changed=tensors.changed,
+    )
 
 
 def connect_trainer(
@@ -172,7 +145,8 @@ def connect_trainer(
         TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see there.
     """
     described = describe_trainer(module, group=group, name_map=name_map, stacked=stacked)
-    return described.connect(
+    return connect_described(
+        described,
         transport,
         controller,
         token,

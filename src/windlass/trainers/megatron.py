@@ -28,8 +28,8 @@ from windlass.layout.naming.place import Coords, Geometry, place
 from windlass.layout.naming.rules import Family
 from windlass.layout.naming.tables import FAMILIES
 from windlass.memory.torch_dtypes import dtype_of
-from windlass.trainers.client import TrainerClient
-from windlass.trainers.fsdp import DescribedTrainer
+from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.trainers.fsdp import connect_described
 from windlass.transfer.dtensor import HeldTensor, LiveTensors, check_memory, refuse_freed
 from windlass.transports.registry import TransportConfig
 
@@ -89,7 +89,8 @@ def connect_megatron_trainer(
         use_main_params=use_main_params,
         ignore=ignore,
     )
-    return described.connect(
+    return connect_described(
+        described,
         transport,
         controller,
         token,
@@ -107,7 +108,7 @@ def describe_megatron_trainer(
     group: str = "trainer",
     use_main_params: bool = False,
     ignore: Sequence[str] = (),
-) -> DescribedTrainer:
+) -> TrainerWeights:
     """Describe this rank's part of the model. Not collective.
 
     Raises:
@@ -123,8 +124,7 @@ def describe_megatron_trainer(
     geometry = _geometry(config, vocab_size)
     coords = megatron_coords()
     tied = bool(_unwrap(chunks[0]).share_embeddings_and_output_weights)
-    rank = dist.get_rank()
-    builder = ManifestBuilder(f"{group}/{rank}", Role.TRAINER)
+    builder = ManifestBuilder(f"{group}/{dist.get_rank()}", Role.TRAINER)
     holds_embedding = False
 
     def walk() -> list[HeldTensor]:
@@ -167,8 +167,11 @@ def describe_megatron_trainer(
     if tied and holds_embedding:
         builder.add_alias(_HEAD, _EMBEDDING)
     tensors = LiveTensors(chunks, walk)
-    return DescribedTrainer(
-        builder.build(), tensors, rank, dist.get_world_size(), lambda: make_whole(chunks)
+    return TrainerWeights(
+        manifest=builder.build(),
+        parameters=tensors.locate,
+        changed=tensors.changed,
+        make_whole=lambda: make_whole(chunks),
     )
 
 

@@ -367,26 +367,18 @@ class _Marks:
         with torch.inference_mode():
             memories = {n: bits_of(held[n].memory()) for n in found.keys() & held.keys()}
             marks = {n: _MARKS[held[n].tensor.dtype] for n in memories}
-            counts = {n: (memory == marks[n]).sum() for n, memory in memories.items()}
-            found |= _values_of(counts)
+            counts = [(memory == marks[n]).sum() for n, memory in memories.items()]
+            if counts:  # read as one: a GPU is waited for once, in every pause
+                on = counts[0].device
+                found |= zip(
+                    memories, torch.stack([c.to(on) for c in counts]).tolist(), strict=True
+                )
             for name, before in self._before.items():
                 memory = memories.get(name, before[:0])
                 if found[name] and len(before) == len(memory):
                     left = memory == marks[name]
                     memory[left] = before[left]
         return found
-
-
-def _values_of(scalars: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Read whole numbers, and wait for a GPU once: this is done in every pause."""
-    places: dict[torch.device, list[str]] = {}
-    for name, scalar in scalars.items():
-        places.setdefault(scalar.device, []).append(name)
-    values: dict[str, int] = {}
-    for names in places.values():
-        read = torch.stack([scalars[name] for name in names]).tolist()
-        values |= zip(names, read, strict=True)
-    return values
 
 
 def _module(name: str, level: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property, partial
-from typing import cast
+from typing import Any
 
 import msgspec
 import torch
@@ -23,7 +23,6 @@ from windlass.engines.vllm.adapter import Slot, keep_adapter
 from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
 from windlass.engines.vllm.engine_core import CoreCalls, core_calls, stamps_tokens
 from windlass.engines.vllm.rank import (
-    ParallelConfig,
     Worker,
     cache_storages,
     capture_rank,
@@ -114,7 +113,7 @@ class WindlassExtension:
             folder: of the launcher, where the rank reports a `CapturedLayout`, see `carry_out`.
         """
         settings = msgspec.json.decode(encoded, type=AgentSettings)
-        worker = cast("Worker", self)
+        worker: Worker = self
 
         def capture(secrets: Secrets) -> bytes:
             api = partial(
@@ -141,7 +140,7 @@ class WindlassExtension:
 
     def windlass_rank(self) -> int:
         """Return this process's number among all of the server's: replicas, stages, tensor-parallel ranks."""
-        return number_of(cast("Worker", self))
+        return number_of(self)
 
     def windlass_quiesce(
         self, pause_id: str, blocked_s: str = "", namespace: str = ""
@@ -175,17 +174,17 @@ class WindlassExtension:
 
     def windlass_digests(self) -> dict[str, str]:
         """Return a fingerprint of every tensor that this rank serves: of its model, of one that drafts, of an adapter."""
-        worker = cast("Worker", self)
+        worker: Worker = self
         held = held_by(served_by(worker), cache_storages(worker))
         return fingerprints(held) | fingerprints(held_by(Slot(worker.model_runner.get_model())))
 
 
-def _can_block(parallel: ParallelConfig) -> bool:
+def _can_block(parallel: Any) -> bool:
     """Whether the loop of a rank may be blocked between two steps while weights change.
 
-    Not where a step is spread over stages, or is one of several replicas (experts): another rank
-    may be in mid-step then, and waits for this one. Not where vLLM stamps tokens (0.32): it sets the
-    version in the core's loop, which is waiting for the ranks that are blocked.
+    Not where a step is spread over stages, or is one of several replicas of experts (of dense models vLLM says
+    one): another rank may be in mid-step then, and waits for this one. Not where vLLM stamps tokens (0.32): it sets
+    the version in the core's loop, which is waiting for the ranks that are blocked.
     """
     shared = parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1
     return not shared and stamps_tokens()

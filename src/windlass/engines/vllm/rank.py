@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, cast, final
+from typing import Any, cast, final
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -25,47 +25,14 @@ from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.engines.vllm.adapter import capture_adapter
 from windlass.engines.vllm.spec import refuse_unsafe_config
 
-
-class _Runner(Protocol):
-    kv_caches: list[torch.Tensor | list[torch.Tensor]]
-    """Recurrent layers have several."""
-
-    def get_model(self) -> torch.nn.Module: ...
-
-
-class ParallelConfig(Protocol):
-    """The part of vLLM's that is used."""
-
-    pipeline_parallel_size: int
-    data_parallel_size: int
-    """1 for dense models: their replicas know nothing of each other."""
-
-    data_parallel_index: int
-    """Of the replica, dense or not."""
-
-    world_size: int
-    """Ranks of a replica."""
-
-
-class Worker(Protocol):
-    """The part of vLLM's worker that is used."""
-
-    rank: int
-    model_runner: _Runner
-    parallel_config: ParallelConfig
-    vllm_config: Any
-
-    def reload_weights(
-        self, *, weights_iterator: Iterable[tuple[str, torch.Tensor]], is_checkpoint_format: bool
-    ) -> None: ...
-
-    def finish_weight_update(self) -> None: ...
+Worker = Any
+"""The one that vLLM made in this process."""
 
 
 def number_of(worker: Worker) -> int:
     """Return a process's number among all of the server's: replicas, stages, tensor-parallel ranks."""
-    parallel = worker.parallel_config
-    return parallel.data_parallel_index * parallel.world_size + worker.rank
+    parallel = worker.parallel_config  # of one replica, but for its index
+    return int(parallel.data_parallel_index * parallel.world_size + worker.rank)
 
 
 def capture_rank(
