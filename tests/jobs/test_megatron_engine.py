@@ -120,20 +120,7 @@ async def test_steps_and_what_is_served_are_those_of_transformers(
                     )
                 )
                 await trainers.start(controller.url, deadline_s=DEADLINE_S)
-                for step in range(3):
-                    if step == 1:
-                        await trainers.save(str(tmp_path / "saved"), deadline_s=DEADLINE_S)
-                    result = await trainers.train_step(step, groups_of(step), deadline_s=DEADLINE_S)
-                    check_step(
-                        result.ranks, alone.step(step, LR * (1 - step / 10)), LR * (1 - step / 10)
-                    )
-                # What follows a load is what followed the save: momentum and learning rate go on.
-                if is_restarted:
-                    await trainers.start(controller.url, deadline_s=DEADLINE_S)
-                await trainers.load(str(tmp_path / "saved"), deadline_s=DEADLINE_S)
-                for step in (1, 2):
-                    result = await trainers.train_step(step, groups_of(step), deadline_s=DEADLINE_S)
-                    assert result.ranks[0]["lr"] == pytest.approx(LR * (1 - step / 10))
+                await check_steps(trainers, alone, tmp_path, controller.url if is_restarted else "")
                 await trainers.publish(1, deadline_s=DEADLINE_S)
                 assert engine.stdout is not None
                 url = json.loads(await asyncio.to_thread(engine.stdout.readline))["url"]
@@ -142,6 +129,60 @@ async def test_steps_and_what_is_served_are_those_of_transformers(
                         served = torch.tensor((await response.json())["parameter"])
                     assert torch.allclose(served, expected, atol=2e-4), name
                 await trainers.close(grace_s=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (SPARSE, {"ep": 2, "distributed": True}),
+        (DENSE, {"tp": 2, "distributed": True}),
+        (DENSE, {"pp": 2}),
+    ],
+    ids=["ep2_distributed_optimizer", "tp2_distributed_optimizer", "pp2"],
+)
+async def test_steps_over_nccl_are_those_of_transformers(
+    tmp_path: Path, config: Mapping[str, Any], layout: dict[str, Any]
+) -> None:
+    alone = Alone(config, tmp_path)
+    (tmp_path / "sequence.json").write_text(json.dumps([0] * NUM_TOKENS))
+    controller = windlass.Controller(token=TOKEN)
+    async with LocalScheduler(tmp_path / "logs") as scheduler:
+        trainers = TrainController(
+            scheduler,
+            command=(sys.executable, RANK, str(tmp_path), json.dumps(layout | {"device": "cuda"})),
+            world_size=2,
+            num_gpus=1,
+            token=TOKEN,
+        )
+        trainers.mount(controller.server)
+        async with controller:
+            await trainers.start(controller.url, deadline_s=DEADLINE_S)
+            await check_steps(trainers, alone, tmp_path, "")
+            await trainers.close(grace_s=5)
+
+
+async def check_steps(
+    trainers: TrainController, alone: Alone, folder: Path, restart_at: str
+) -> None:
+    """Three steps, and two of them again from what was saved before, by new processes if they have a controller to start at."""
+    losses: dict[int, list[float]] = {}
+    for step in range(3):
+        if step == 1:
+            await trainers.save(str(folder / "saved"), deadline_s=DEADLINE_S)
+        result = await trainers.train_step(step, groups_of(step), deadline_s=DEADLINE_S)
+        lr = LR * (1 - step / 10)
+        check_step(result.ranks, alone.step(step, lr), lr)
+        losses[step] = [rank["loss"] for rank in result.ranks]
+    if restart_at:
+        await trainers.start(restart_at, deadline_s=DEADLINE_S)
+    # What follows a load is what followed the save: momentum and learning rate go on.
+    await trainers.load(str(folder / "saved"), deadline_s=DEADLINE_S)
+    for step in (1, 2):
+        result = await trainers.train_step(step, groups_of(step), deadline_s=DEADLINE_S)
+        assert result.ranks[0]["lr"] == pytest.approx(LR * (1 - step / 10))
+        assert [rank["loss"] for rank in result.ranks] == pytest.approx(losses[step], rel=1e-4)
 
 
 def check_step(ranks: Any, expected: tuple[float, float], lr: float) -> None:

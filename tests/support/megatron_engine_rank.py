@@ -1,7 +1,8 @@
-"""A rank of `test_megatron_engine.py`: a `MegatronEngine` on gloo, filled from a checkpoint of transformers."""
+"""A rank of `test_megatron_engine.py`: a `MegatronEngine` on gloo or on a GPU, filled from a checkpoint of transformers."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ LR, NORM = 0.02, 0.5
 
 def main(folder: Path, layout: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    install()
+    device = layout.pop("device", "cpu")
+    if device == "cpu":
+        install()
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -38,9 +41,10 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
         return made
 
     def forward(model: torch.nn.Module, groups: Any) -> Any:
-        ids = torch.tensor([s.prompt_ids + s.output_ids for group in groups for s in group])
-        place = torch.arange(ids.shape[1]).expand_as(ids)
-        mask = torch.triu(torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool), 1)
+        tokens = [s.prompt_ids + s.output_ids for group in groups for s in group]
+        ids = torch.tensor(tokens, device=device)
+        place = torch.arange(ids.shape[1], device=device).expand_as(ids)
+        mask = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool, device=device).triu(1)
         return model(ids, place, mask, labels=ids.roll(-1, 1)), lambda losses: losses[:, :-1].mean()
 
     engine = MegatronEngine(
@@ -61,10 +65,11 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
         num_groups=1,
         seq_length=len(json.loads((folder / "sequence.json").read_text())),
         micro_batch_size=2,
-        backend="gloo",
-        device="cpu",
+        backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+        device=device,
+        publish_to_fleet=device == "cpu",  # the test's engine is in host memory
     )  # fmt: skip
-    with without_cuda_tensors():
+    with without_cuda_tensors() if device == "cpu" else contextlib.nullcontext():
         run_train_worker(engine)
 
 
