@@ -264,7 +264,7 @@ def test_a_server_that_cannot_serve_says_why_and_is_not_waited_for() -> None:
         eos_token_ids=frozenset(),
         read_weight=lambda _name: [],
     )
-    bound = server._server._bind()
+    bound = server._server.bind()
     bound.close()
     with pytest.raises((OSError, ValueError)):
         server.start()

@@ -17,7 +17,7 @@ from typing import Any
 from windlass.net import rpc_server, server
 from windlass.net.access import AccessGate
 from windlass.net.listener import Listener
-from windlass.net.reply_store import ReplyStore
+from windlass.net.rpc import ReplyStore
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.pool import WorkerPool
@@ -86,7 +86,7 @@ BUGS = (
         "a repeated command is carried out again",
         ReplyStore,
         "lookup",
-        "if key in self._replies:",
+        "if call_id in self._replies:",
         "if False:",
         7,
     ),
@@ -463,7 +463,7 @@ RARE_BUGS = (
         "a command of a past round is carried out",
         ReplyStore,
         "lookup",
-        "if round_id < self._newest or",
+        "if round_id < self.newest or",
         "if False or",
         5,
     ),

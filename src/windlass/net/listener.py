@@ -48,15 +48,15 @@ class RateLimit(logging.Filter):
     What a peer sends that is not even HTTP is one line, and no traceback of ours.
     """
 
-    def __init__(self, max_records: int = MAX_LOGS, period_s: float = LOG_PERIOD_S) -> None:
+    def __init__(self, max_records: int = MAX_LOGS) -> None:
         super().__init__()
-        self._max_records, self._period_s = max_records, period_s
+        self._max_records = max_records
         self._began_s, self._num_seen = -math.inf, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         now_s = time.monotonic()
         left_out = 0
-        if now_s - self._began_s >= self._period_s:
+        if now_s - self._began_s >= LOG_PERIOD_S:
             left_out = max(self._num_seen - self._max_records, 0)
             self._began_s, self._num_seen = now_s, 0
         self._num_seen += 1

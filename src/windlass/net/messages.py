@@ -63,41 +63,33 @@ class RoundId(NamedTuple):
     epoch: int
     round: int
 
-    def next_round(self) -> RoundId:
-        """Of the next attempt with the same binding."""
-        return RoundId(self.epoch, self.round + 1)
 
-    def next_epoch(self) -> RoundId:
-        """Of the next binding."""
-        return RoundId(self.epoch + 1, self.round + 1)
+class _OfCall(msgspec.Struct, frozen=True):
+    epoch: int
+    round: int
+    seq: int
+
+    @property
+    def call_id(self) -> CallId:
+        """Of the call."""
+        return self.epoch, self.round, self.seq
+
+    @property
+    def round_id(self) -> RoundId:
+        """The round that the call belongs to."""
+        return RoundId(self.epoch, self.round)
 
 
-class Envelope(msgspec.Struct, Generic[T_co], frozen=True, tag="envelope"):
+class Envelope(_OfCall, Generic[T_co], frozen=True, tag="envelope"):
     """A command and the id of its call."""
 
-    epoch: int
-    round: int
-    seq: int
     command: T_co
 
-    @property
-    def round_id(self) -> RoundId:
-        """The round that the command belongs to."""
-        return RoundId(self.epoch, self.round)
 
-
-class Reply(msgspec.Struct, Generic[T_co], frozen=True, tag="reply"):
+class Reply(_OfCall, Generic[T_co], frozen=True, tag="reply"):
     """The one answer to the envelope with the same (epoch, round, seq)."""
 
-    epoch: int
-    round: int
-    seq: int
     result: T_co
-
-    @property
-    def round_id(self) -> RoundId:
-        """The round that the reply belongs to."""
-        return RoundId(self.epoch, self.round)
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", omit_defaults=True):

@@ -174,8 +174,12 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
 
     def flush(self, deadline_s: float) -> None:
         """Return once the results of all calls that were carried out have been sent, or the deadline has passed."""
+
+        async def sent() -> None:
+            await asyncio.gather(*self._answers, return_exceptions=True)
+
         with contextlib.suppress(RuntimeError, concurrent.futures.TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._flush(), self._loop).result(deadline_s)
+            asyncio.run_coroutine_threadsafe(sent(), self._loop).result(deadline_s)
 
     def close(self) -> None:
         """Close the connection and end both threads. Idempotent."""
@@ -307,7 +311,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
                 raise ProtocolError(f"the controller refused this agent: {frame.message}")
             raise PeerUnreachable(f"the controller refused this connection: {frame.message}")
         if isinstance(frame, Envelope):
-            self._store.received(frame.epoch, frame.round)
+            self._store.received(frame.round_id)
             self.on_call(frame)
             # Handed on at once, so that pings are answered meanwhile.
             task = self._loop.create_task(self._answer(frame))
@@ -347,8 +351,5 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             reply = await self._loop.run_in_executor(self._executor, self.carry_out, call)
         # Of the executor itself: without an answer the server would wait for its deadline.
         except Exception as error:  # noqa: BLE001
-            reply = Reply(call.epoch, call.round, call.seq, self.failed(error, call.command))
+            reply = Reply(*call.call_id, self.failed(error, call.command))
         await self.send(reply)  # the next connection begins with all that are stored
-
-    async def _flush(self) -> None:
-        await asyncio.gather(*self._answers, return_exceptions=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, MutableSequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from typing import final
 from weakref import WeakSet
@@ -106,25 +106,17 @@ class ControlServer:
         self._mounted.update(keys)
         self._app.add_routes(added)
 
-    @property
-    def on_shutdown(self) -> MutableSequence[Callable[[web.Application], Awaitable[object]]]:
-        """Called when the server begins to close; for routes that hold connections open."""
-        return self._app.on_shutdown
-
     def add_public_route(self, path: str, handler: Handler) -> None:
         """Mount a GET route that needs no token, for what holds no secret; before `start`."""
         self._public.add(path)
         self._app.add_routes([web.get(path, handler)])
 
-    def bind(self) -> None:
+    def bind(self) -> socket.socket:
         """Bind the address, so that `url` is known; nobody is answered before `start`. Idempotent.
 
         Raises:
             ConfigError: the address cannot be bound.
         """
-        self._bind()
-
-    def _bind(self) -> socket.socket:
         if self._bound is None:
             self._bound = listen(self._host, self._port, self._what)
             self._port = self._bound.getsockname()[1]
@@ -136,7 +128,7 @@ class ControlServer:
         Raises:
             ConfigError: the address cannot be bound.
         """
-        bound = self._bind()
+        bound = self.bind()
         self._runner = web.AppRunner(
             self._app, access_log=None, shutdown_timeout=2.0, logger=request_log
         )

@@ -223,12 +223,11 @@ async def close_socket(
     websocket: WebSocket,
     *,
     code: int = WSCloseCode.OK,
-    message: bytes = b"",
     deadline_s: float = CLOSE_DEADLINE_S,
 ) -> None:
     """Close; the connection is cut if that takes longer than `deadline_s`. Idempotent."""
     with _Cutter(websocket, deadline_s):
-        await websocket.close(code=code, message=message)
+        await websocket.close(code=code)
 
 
 @final

@@ -275,7 +275,7 @@ class Members:
                 raise Garbled(f"{session.peer}: Hello may be sent only once")
 
     def _on_reply(self, session: AgentSession, reply: Reply[Result]) -> None:
-        session.on_reply((reply.epoch, reply.round, reply.seq), reply.result)
+        session.on_reply(reply.call_id, reply.result)
         self._coordinator.replied(session, reply)
         if reply.seq == PROBE_SEQ and session.agent.silent:
             session.agent.silent = ""

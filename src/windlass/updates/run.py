@@ -48,12 +48,12 @@ class Run:
 
     def new_round(self) -> RoundId:
         """Of the next attempt with the same binding."""
-        self.round_id = self.round_id.next_round()
+        self.round_id = RoundId(self.round_id.epoch, self.round_id.round + 1)
         return self.round_id
 
     def new_epoch(self) -> RoundId:
         """A round id above all that were used, of another binding than all before."""
-        self.round_id = self.round_id.next_epoch()
+        self.round_id = RoundId(self.round_id.epoch + 1, self.round_id.round + 1)
         return self.round_id
 
     def refusal(self, version: int) -> str:
