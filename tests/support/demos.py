@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -33,8 +32,6 @@ def run_demo(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     measured: dict[str, object] = json.loads(json_path.read_text())
-    if importlib.util.find_spec("matplotlib") is not None:
-        assert (tmp_path / "out" / "demo.png").stat().st_size > 0
     return measured
 
 

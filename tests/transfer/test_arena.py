@@ -70,8 +70,6 @@ def test_memory_is_released_when_registration_fails(monkeypatch: pytest.MonkeyPa
 
 def test_the_memcpy_ceiling_is_a_plausible_rate() -> None:
     assert 0.1 < measure_memcpy_gbps(1 << 20, 3) < 1000
-    with pytest.raises(ConfigError):
-        measure_memcpy_gbps(0)
 
 
 SIZES = np.array([10, 20, 30, 40], np.uint64)

@@ -8,7 +8,6 @@ from dataclasses import astuple, dataclass, fields, replace
 from enum import StrEnum
 from typing import final
 
-from windlass.errors import ConfigError
 from windlass.updates.fleet import EngineState
 
 GONE = "its connections are gone"
@@ -53,16 +52,9 @@ class History:
     Args:
         interval_s: between two points at first; it doubles whenever points go.
         max_points: even, so that the newest point stays.
-
-    Raises:
-        ConfigError: an interval that is not positive, or a number of points that is odd or below 4.
     """
 
     def __init__(self, *, interval_s: float = 1.0, max_points: int = MAX_POINTS) -> None:
-        if not interval_s > 0:
-            raise ConfigError(f"History: interval_s must be > 0, got {interval_s}")
-        if max_points < 4 or max_points % 2:
-            raise ConfigError(f"History: max_points must be even and >= 4, got {max_points}")
         self.interval_s = interval_s
         self._max_points = max_points
         self._points = [Point()]

@@ -158,6 +158,7 @@ class Fleet:
         published: the version that the fleet serves; -1 before the first.
         lineage: of the run that it belongs to: what an engine has from another one is no version here,
             whatever its number.
+        job: of the trainer ranks that are connected, or were last; None before the first.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class Fleet:
         self._holds: dict[Identity, _Hold] = {}
         self._num_trainers = 0
         self._trainer_group = ""
-        self._job: str | None = None
+        self.job: str | None = None
         self._past_jobs: dict[str, None] = {}
 
     def find(self, worker: str) -> Agent | None:
@@ -248,26 +249,21 @@ class Fleet:
                 )
         return manifest
 
-    @property
-    def job(self) -> str | None:
-        """Of the trainer ranks that are connected, or were last; None before the first."""
-        return self._job
-
     def replace_job(self, job: str) -> str:
         """Make `job` the trainers' job. Ranks of the one before are refused from now on; returns the reason."""
-        reason = f"job {self._job!r} was replaced by job {job!r}"
-        if self._job is not None:
-            self._past_jobs[self._job] = None
+        reason = f"job {self.job!r} was replaced by job {job!r}"
+        if self.job is not None:
+            self._past_jobs[self.job] = None
             if len(self._past_jobs) > KEPT_JOBS:
                 del self._past_jobs[next(iter(self._past_jobs))]
-        self._job = job
+        self.job = job
         return reason
 
     def _check_job(self, hello: Hello) -> None:
         """All trainer ranks are of one start: others have weights of another past."""
         if hello.job in self._past_jobs:
             raise ProtocolError(
-                f"{hello.worker}: job {hello.job!r} was replaced by job {self._job!r}"
+                f"{hello.worker}: job {hello.job!r} was replaced by job {self.job!r}"
             )
         group = self.trainers()
         # Of a job that was just replaced, too: its ranks are sent away one after the other.
@@ -298,10 +294,10 @@ class Fleet:
             self._trainer_group = hello.group
             self._num_of_job[hello.job] += 1
             self._note_mesh(hello)
-            if hello.job != self._job and not hello.lineage:
+            if hello.job != self.job and not hello.lineage:
                 self.replace_job(hello.job)
             # Who has been connected before is not new: it takes a place that is free, and replaces nobody.
-            self._job = hello.job
+            self.job = hello.job
         for past in [k for k in self._quarantined if k[0] == hello.worker and k != agent.identity]:
             del self._quarantined[past]
         group.agents[hello.rank] = self._agents[hello.worker] = agent

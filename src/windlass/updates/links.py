@@ -16,22 +16,20 @@ class LinkLedger:
     Args:
         links: of the plan.
         destinations: that verify although no link of a plan leads to them.
+
+    Attributes:
+        in_flight: sources that were asked to write and did not answer -> destinations.
     """
 
-    def __init__(self, links: Iterable[Link], destinations: Iterable[str] = ()) -> None:
+    def __init__(self, links: Iterable[Link], destinations: Iterable[str]) -> None:
         self._links = tuple(sorted(links))
         self._links_to: dict[str, list[Link]] = {name: [] for name in destinations}
         for link in self._links:
             self._links_to.setdefault(link[1], []).append(link)
         self._written: dict[Link, str] = {}
         self._verified: set[str] = set()
-        self._in_flight: dict[str, tuple[str, ...]] = {}
+        self.in_flight: dict[str, tuple[str, ...]] = {}
         self._errors: dict[Link, str] = {}
-
-    @property
-    def in_flight(self) -> dict[str, tuple[str, ...]]:
-        """Sources that were asked to write and did not answer: source -> destinations."""
-        return dict(self._in_flight)
 
     def unwritten(self, destinations: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Links to `destinations` that are to be written: source -> destinations."""
@@ -51,14 +49,14 @@ class LinkLedger:
 
     def ask(self, source: str, destinations: tuple[str, ...]) -> None:
         """`source` is told to write these links: what was known about them no longer holds."""
-        self._in_flight[source] = destinations
+        self.in_flight[source] = destinations
         for destination in destinations:
             self._written.pop((source, destination), None)
             self._verified.discard(destination)
 
     def answered(self, source: str) -> tuple[str, ...]:
         """`source` has answered its last request; returns what it was asked for."""
-        return self._in_flight.pop(source, ())
+        return self.in_flight.pop(source, ())
 
     def written(self, link: Link, digest: str) -> None:
         """The source says that the link is complete."""
@@ -118,7 +116,7 @@ class RelayPass:
     """
 
     def __init__(self, children: Mapping[str, tuple[str, ...]]) -> None:
-        self._children = children
+        self.children = children
         self._was_tried = not children
         self._running: set[str] = set()
         self._missed: set[Link] = set()
@@ -129,15 +127,10 @@ class RelayPass:
         if self._was_tried:
             return False
         self._was_tried = True
-        if not set(self._children) <= set(active):
+        if not set(self.children) <= set(active):
             return False
-        self._running, self._is_unseen = set(self._children), True
+        self._running, self._is_unseen = set(self.children), True
         return True
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Everybody who passes on or receives."""
-        return tuple(self._children)
 
     def is_running(self, worker: str) -> bool:
         """Whether it takes part and has not answered."""
@@ -157,7 +150,7 @@ class RelayPass:
             return ()
         if lost:
             self._running.discard(worker)
-        return self._children[worker]
+        return self.children[worker]
 
     def pop_missed(self) -> tuple[bool, frozenset[Link]]:
         """Whether the pass has just ended, and the links that it did not complete."""
@@ -167,4 +160,4 @@ class RelayPass:
 
     def unsettled(self) -> dict[str, tuple[str, ...]]:
         """Members that may still be writing -> to whom."""
-        return {worker: self._children[worker] for worker in sorted(self._running)}
+        return {worker: self.children[worker] for worker in sorted(self._running)}

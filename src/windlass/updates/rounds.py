@@ -250,14 +250,20 @@ class _Engine:
 
 
 class RoundMachine:
-    """One round. Call `start` once, then `handle` for every event until `Finish` comes out."""
+    """One round. Call `start` once, then `handle` for every event until `Finish` comes out.
+
+    Attributes:
+        phase: where the round is.
+    """
 
     def __init__(self, spec: RoundSpec) -> None:
         self._spec, self._config = spec, spec.config
         self._version = spec.version
         self._engines = {name: _Engine(workers) for name, workers in spec.engines.items()}
         self._engine_of = {w: name for name, workers in spec.engines.items() for w in workers}
-        self._phase = self._phase_before = Phase.PREPARE
+        self.phase = self._phase_before = Phase.PREPARE
+        # An engine that hangs must be able to say by the deadline that it does not go on.
+        self._go_on_s = reply_budget_s(spec.config.deadlines.publish_s)
         self._entry = 0
         self._seq = 0
         self._pending: dict[int, tuple[str, Command]] = {}
@@ -277,11 +283,6 @@ class RoundMachine:
         self._out: list[Instruction] = []
 
     @property
-    def phase(self) -> Phase:
-        """Where the round is."""
-        return self._phase
-
-    @property
     def waiting_for(self) -> tuple[str, ...]:
         """Workers whose replies are outstanding."""
         return tuple(worker for worker, _ in self._pending.values())
@@ -293,12 +294,7 @@ class RoundMachine:
 
     @property
     def _waits_for_trainer(self) -> bool:
-        return self._phase is Phase.WRITE and not self._all_sent
-
-    @property
-    def _go_on_s(self) -> float:
-        """An engine that hangs must be able to say by the deadline that it does not go on."""
-        return reply_budget_s(self._config.deadlines.publish_s)
+        return self.phase is Phase.WRITE and not self._all_sent
 
     def start(self) -> list[Instruction]:
         """Begin."""
@@ -315,7 +311,7 @@ class RoundMachine:
 
     def handle(self, event: Event) -> list[Instruction]:
         """Digest one event; returns what has to be done now."""
-        if self._phase is Phase.DONE:
+        if self.phase is Phase.DONE:
             return []
         match event:
             case Replied():
@@ -334,7 +330,7 @@ class RoundMachine:
                     self._on_deadline()
             case GiveUp():
                 if event.is_blocked:
-                    self._phase = self._phase_before
+                    self.phase = self._phase_before
                 self._give_up(event.reason)
             case Sent():
                 if self._waits_for_trainer:
@@ -370,7 +366,7 @@ class RoundMachine:
 
     def _on_failure(self, worker: str, failure: Failure) -> None:
         unknown = failure.kind is FailureKind.UNKNOWN
-        is_early = self._phase in {Phase.PREPARE, Phase.VERIFY}
+        is_early = self.phase in {Phase.PREPARE, Phase.VERIFY}
         if worker in self._engine_of and self._spec.traits.driven_by_trainer and is_early:
             self._give_up(f"{worker}: {failure.message}")
         elif worker in self._engine_of:
@@ -444,7 +440,7 @@ class RoundMachine:
         elif worker in self._spec.trainers:
             self._lost_trainers.add(worker)
             # Once it has written, it is needed again only if a link must be written again.
-            if self._phase is Phase.PREPARE or worker in self._links.in_flight:
+            if self.phase is Phase.PREPARE or worker in self._links.in_flight:
                 self._give_up(f"{worker}: {reason}")
 
     def _on_deadline(self) -> None:
@@ -452,7 +448,7 @@ class RoundMachine:
         if self._waits_for_trainer:
             self._give_up("the leaders did not continue within the session's deadline")
             return
-        reason = f"no answer in phase {self._phase} by its deadline"
+        reason = f"no answer in phase {self.phase} by its deadline"
         trainers = [worker for worker in late if worker not in self._engine_of]
         if trainers:
             self._give_up(f"{', '.join(trainers)}: {reason}")
@@ -465,8 +461,8 @@ class RoundMachine:
 
     def _advance(self) -> None:
         """Enter phases for as long as nothing is outstanding."""
-        while not self._pending and self._phase is not Phase.DONE:
-            if not self._active() and self._phase is not Phase.PUBLISH:
+        while not self._pending and self.phase is not Phase.DONE:
+            if not self._active() and self.phase is not Phase.PUBLISH:
                 self._finish_without_engines()
                 return
             if self._waits_for_trainer:
@@ -474,7 +470,7 @@ class RoundMachine:
             self._next_phase()
 
     def _next_phase(self) -> None:
-        match self._phase:
+        match self.phase:
             case Phase.PREPARE:
                 replicated = self._spec.replicated
                 if replicated is not None and (why := replicated.disagreement(self._digested)):
@@ -494,7 +490,7 @@ class RoundMachine:
             case Phase.DONE:
                 return
             case _:
-                assert_never(self._phase)
+                assert_never(self.phase)
 
     def _after_delivery(self) -> None:
         """Write again what is missing, have checked what is unchecked, or go on."""
@@ -527,7 +523,7 @@ class RoundMachine:
         # Less than the phase has: one link that is stuck must not cost the answer about the others.
         within_s = reply_budget_s(self._config.deadlines.write_s)
         if relayed:
-            for worker in self._relay.members:
+            for worker in self._relay.children:
                 self._send(worker, Relay(self._version, reply_budget_s(within_s)))
                 self._relay_seqs[worker] = self._seq
         for trainer, destinations in links.items():
@@ -601,7 +597,7 @@ class RoundMachine:
         """Whether an engine that leaves now may hold bytes of two versions in live memory."""
         if self._config.mode is UpdateMode.IN_PLACE and self._spec.traits.lands_live:
             return self._wrote
-        return self._phase in {Phase.APPLY, Phase.PUBLISH}
+        return self.phase in {Phase.APPLY, Phase.PUBLISH}
 
     def _give_up(self, reason: str, quarantined: Collection[str] = ()) -> None:
         """End the round for everybody; nothing has been published."""
@@ -629,7 +625,7 @@ class RoundMachine:
     def _finish(self, outcome: RoundOutcome, reason: str) -> None:
         for trainer in () if outcome is RoundOutcome.PUBLISHED else self._spec.trainers:
             self._send(trainer, Abort(ABORT_NOTICE), expects_reply=False)
-        self._phase = Phase.DONE
+        self.phase = Phase.DONE
         engines = self._engines.items()
         writing = {s: d for s, d in self._relay.unsettled().items() if d} | self._links.in_flight
         report = UpdateReport(
@@ -680,7 +676,7 @@ class RoundMachine:
         self._out.append(Send(worker, self._seq, command, expects_reply))
 
     def _enter(self, phase: Phase) -> None:
-        self._phase_before, self._phase = self._phase, phase
+        self._phase_before, self.phase = self.phase, phase
         self._entry += 1
         self._out.append(EnterPhase(phase, self._entry))
 

@@ -1,1 +1,1 @@
-"""`windlass demo`: a launched job that trains for real, its recipe, its checker and its picture."""
+"""`windlass demo`: a launched job that trains for real, its recipe and its checker."""

@@ -1,9 +1,8 @@
-"""A demo's run: launches the job, checks every answer, draws the picture, and judges."""
+"""A demo's run: launches the job, checks every answer, and judges."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import shutil
 import sys
@@ -29,7 +28,6 @@ from windlass.jobs.demo.recipe import RepeatOperand
 from windlass.jobs.demo.trainer import build_model
 from windlass.jobs.launch import JobSummary, run_job
 from windlass.observability.ceilings import measure_memcpy_gbps
-from windlass.observability.plots import drawn_to
 from windlass.observability.progress import Progress
 from windlass.observability.terminal import status_of
 from windlass.updates.report import RoundOutcome
@@ -147,22 +145,6 @@ class DemoView:
         return lines
 
 
-def save_plot(recipe: RepeatOperand, path: Path) -> None:
-    """Write a PNG: the reward over steps, and below it the three times of the updates."""
-    rewards, updates = recipe.rewards_by_step, recipe.updates
-    with drawn_to(path, 2) as (upper, lower):
-        upper.plot(range(1, len(rewards) + 1), rewards, color="tab:green")
-        upper.set(ylabel="mean reward", xlabel="step", ylim=(0, 1), title="Asynchronous GRPO")
-        versions = [row.version for row in updates]
-        for label, seconds in (
-            ("update", [row.update_s for row in updates]),
-            ("pause", [row.pause_s for row in updates]),
-            ("wire", [row.wire_s for row in updates]),
-        ):
-            lower.plot(versions, [1e3 * value for value in seconds], marker=".", label=label)
-        lower.set(ylabel="milliseconds", xlabel="version", yscale="log", title="Weight updates")
-
-
 async def run_demo(
     config: LaunchConfig, recipe: RepeatOperand, *, json_path: Path | None, plain: bool
 ) -> int:
@@ -206,8 +188,6 @@ async def run_demo(
         device=config.trainer.arguments[3],
     )
     problems, wall_s = find_problems(config, recipe, job, torn), time.perf_counter() - began_s
-    if importlib.util.find_spec("matplotlib") is not None:
-        save_plot(recipe, folder / "demo.png")
     pace = recipe.clock.pace()
     content = {
         "pace": pace,
