@@ -49,7 +49,7 @@ class LineFile(Generic[EntryT]):
 
     def __init__(self, path: Path, kind: type[EntryT], *, first_line: bytes = b"") -> None:
         self.path = path = Path(path)
-        self._kind, self._first_line = kind, first_line
+        self._kind = kind
         self._encoder = msgspec.json.Encoder()
         self._descriptor = -1
         self._torn = False

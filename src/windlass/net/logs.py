@@ -62,18 +62,14 @@ def log_fields(
         For `with`: its end takes the fields away again.
     """
     before = _fields.get(_NO_FIELDS)
-    fields = dict(before)
-    if task is not None:
-        fields["task"] = task
-    if attempt is not None:
-        fields["attempt"] = attempt
-    if round_number is not None:
-        fields["round"] = round_number
-    if version is not None:
-        fields["version"] = version
-    if engine is not None:
-        fields["engine"] = engine
-    _fields.set(fields)
+    given = {
+        "task": task,
+        "attempt": attempt,
+        "round": round_number,
+        "version": version,
+        "engine": engine,
+    }
+    _fields.set({**before, **{name: value for name, value in given.items() if value is not None}})
     return _Undo(before)
 
 

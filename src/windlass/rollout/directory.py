@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
 from windlass.rollout.messages import EngineTarget
+from windlass.updates.changes import Changes
 from windlass.updates.fleet import EngineInfo
 
 REMEMBERED_PREFIXES = 1 << 16
@@ -33,7 +34,7 @@ class StaticEngines:
 
     def __init__(self, engines: Iterable[tuple[str, str, int]] = ()) -> None:
         self._engines = tuple(EngineInfo(*engine) for engine in engines)
-        self._callbacks: list[Callable[[], None]] = []
+        self._changes = Changes()
 
     def routable(self) -> Sequence[tuple[str, str, int]]:
         """As set."""
@@ -41,13 +42,12 @@ class StaticEngines:
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """Call `callback` after every `set`."""
-        self._callbacks.append(callback)
+        self._changes.subscribe(callback)
 
     def set(self, engines: Iterable[tuple[str, str, int]]) -> None:
         """Replace the fleet; call in the event loop."""
         self._engines = tuple(EngineInfo(*engine) for engine in engines)
-        for callback in self._callbacks:
-            callback()
+        self._changes.notify()
 
 
 class EngineChoice:

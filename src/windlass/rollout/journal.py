@@ -210,6 +210,9 @@ class RolloutJournal:
         config: names the file, whose folder is made. A power cut loses at most what is younger than
             `journal_sync_s`, if the disk keeps up. A file above `journal_compact_nbytes` is written anew once
             it has also doubled since the last time.
+
+    Attributes:
+        broken: why writing has failed, and nothing may be started until it succeeds; else empty.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -219,7 +222,7 @@ class RolloutJournal:
         self._file: LineFile[Entry] | None = None
         self._added: list[bytes] = []
         self._flush_scheduled = False
-        self._broken = ""
+        self.broken = ""
         self._check_path_at = 0.0
         self._changes = Changes()
         self._unacknowledged: dict[str, tuple[str, ...]] = {}
@@ -255,11 +258,6 @@ class RolloutJournal:
         self._compact_at = max(self._config.journal_compact_nbytes, 2 * file.nbytes)
         return persisted or fresh
 
-    @property
-    def broken(self) -> bool:
-        """Whether writing has failed, and nothing may be started until it succeeds."""
-        return bool(self._broken)
-
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` in the loop when writing has failed, and when it succeeds again."""
         self._changes.subscribe(listener)
@@ -270,8 +268,8 @@ class RolloutJournal:
         Raises:
             RolloutError: writing fails, or it is not open.
         """
-        if self._broken:
-            raise RolloutError(f"journal {self._path}: {self._broken}")
+        if self.broken:
+            raise RolloutError(f"journal {self._path}: {self.broken}")
         if self.on and self._file is None:
             raise RolloutError(f"journal {self._path}: must be open, the controller is not")
 
@@ -355,17 +353,17 @@ class RolloutJournal:
                 self._check_path_at = now + CHECK_PATH_EVERY_S
             self._file.write(self._added)
         except OSError as error:
-            was_broken, self._broken = self._broken, f"cannot be written: {error}"
+            was_broken, self.broken = self.broken, f"cannot be written: {error}"
             if not was_broken:
-                logger.critical("journal %s: %s", self._path, self._broken)
+                logger.critical("journal %s: %s", self._path, self.broken)
                 self._changes.notify()
             if not self._flush_scheduled:
                 self._flush_scheduled = True
                 asyncio.get_running_loop().call_later(WRITE_AGAIN_S, self._flush_later)
-            raise RolloutError(f"journal {self._path}: {self._broken}") from error
+            raise RolloutError(f"journal {self._path}: {self.broken}") from error
         self._added.clear()
-        if self._broken:
-            self._broken = ""
+        if self.broken:
+            self.broken = ""
             logger.warning("journal %s: is written again", self._path)
             self._changes.notify()
         if self._timer is None and self._upkeep is None:

@@ -65,17 +65,18 @@ class Worker(ABC):
     Attributes:
         hello: how it introduced itself.
         assigned: task_id -> attempt that it is responsible for.
+        takes_no_more: it ends.
     """
 
     def __init__(self, hello: WorkerHello) -> None:
         self.hello = hello
         self.assigned: dict[str, int] = {}
-        self._takes_no_more = False
+        self.takes_no_more = False
 
     @property
     def free_slots(self) -> int:
         """How many more attempts the worker takes."""
-        return 0 if self._takes_no_more else self.hello.max_concurrent - len(self.assigned)
+        return 0 if self.takes_no_more else self.hello.max_concurrent - len(self.assigned)
 
     def can_run(self, workflow: str) -> bool:
         """Whether it has a slot now and knows the workflow; "" is a plain prompt."""
@@ -130,24 +131,21 @@ class LocalWorker(Worker):
         self._attempts = Attempts(self._session, workflows, hello, self._ended)
 
     def enqueue(self, task: RolloutTask) -> None:
-        """Start the attempt."""
         self.assigned[task.task_id] = task.attempt
         self._attempts.start(task)
 
     def withdraw(self, task_id: str, attempt: int) -> None:
-        """Cancel an attempt, if it is assigned here."""
         if self.release(task_id, attempt):
             self._attempts.cancel(task_id, attempt)
 
     async def stop(self) -> None:
-        """Cancel what runs; return when it has ended."""
-        self._takes_no_more = True
+        self.takes_no_more = True
         await self._attempts.stop(STOP_DEADLINE_S)
         await self._session.close()
 
     def deliver(self) -> None:
         """Hand over what has ended and was not taken yet."""
-        if self._takes_no_more or not self._kept:
+        if self.takes_no_more or not self._kept:
             return
         with contextlib.suppress(RolloutError):
             self._on_outcomes(tuple(self._kept))
@@ -194,17 +192,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
         """How many more attempts the worker takes: none while it has no connection."""
         return 0 if self._socket is None else super().free_slots
 
-    @property
-    def has_left(self) -> bool:
-        """Whether the process ends, and has handed over all that it had."""
-        return self._takes_no_more and not self.assigned
-
-    def leave(self) -> None:
-        """Take no more: the process ends."""
-        self._takes_no_more = True
-
     def enqueue(self, task: RolloutTask) -> None:
-        """Send a task with the next batch."""
         self.assigned[task.task_id] = task.attempt
         self._outbox[task.task_id] = task
         self._work.set()
@@ -254,13 +242,11 @@ class RemoteWorker(Worker, Session[Never, Never]):
             self._socket = None
 
     async def close(self) -> None:
-        """Close the connection."""
         if self._socket is not None:
             await close_socket(self._socket, deadline_s=CLOSE_DEADLINE_S)
 
     async def stop(self) -> None:
-        """End the connection; return when it has ended."""
-        self._takes_no_more = True
+        self.takes_no_more = True
         if self.lost_timer is not None:
             self.lost_timer.cancel()
         self._sender.cancel()
@@ -385,7 +371,7 @@ class WorkerPool:
             self._absent[name].pop(task_id, None)
 
     async def serve(self, request: web.Request) -> web.WebSocketResponse:
-        """Serve one connection of a worker."""
+        """Answer `/v1/workers`."""
         return await serve(
             request,
             self,
@@ -424,14 +410,14 @@ class WorkerPool:
                     return  # the worker sends them again
                 session.acknowledge(frame.last)
             case WorkerLeaving():
-                session.leave()
+                session.takes_no_more = True
             case WorkerHello():
                 raise Garbled(f"{session.peer}: Hello may be sent only once")
 
     async def lost(self, session: RemoteWorker, reason: str, *, ended: bool) -> None:
         if session.is_connected or self.workers.get(session.hello.name) is not session:
             return
-        if session.has_left:
+        if session.takes_no_more and not session.assigned:  # it has handed over all that it had
             self._remove(session)
             return
         wait_s = RECONNECT_S if ended else self._config.worker_grace_s
