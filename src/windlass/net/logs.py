@@ -51,13 +51,6 @@ def log_fields(
 ) -> _Undo:
     """Add fields to every later line of the running asyncio task, and of tasks that it creates.
 
-    Args:
-        task: id of a rollout.
-        attempt: of the rollout.
-        round_number: of a weight update.
-        version: of the weights.
-        engine: name.
-
     Returns:
         For `with`: its end takes the fields away again.
     """
@@ -75,11 +68,7 @@ def log_fields(
 
 @final
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (UTC), level, logger, process, message, fields, exception.
-
-    Args:
-        process: name of this process.
-    """
+    """One JSON object per line: time (UTC), level, logger, process, message, fields, exception."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -124,10 +113,8 @@ def _escaped(character: str) -> str:
 def configure_logging(process: str) -> None:
     """Log to stderr as WINDLASS_LOG (`text`, `json`) and WINDLASS_LOG_LEVEL (`INFO`) say.
 
-    Called by the entry points of processes; a handler that is there already is left alone.
-
-    Args:
-        process: name in every line.
+    Called by the entry points of processes; a handler that is there already is left alone. The name of
+    the process is in every line.
 
     Raises:
         ConfigError: a value that is neither.

@@ -127,11 +127,7 @@ def _parts_of(data: bytes) -> Iterator[bytes]:
 
 @final
 class PartJoiner:
-    """The receiving end of `send_frame`, for one connection.
-
-    Args:
-        max_nbytes: of a frame.
-    """
+    """The receiving end of `send_frame`, for one connection."""
 
     __slots__ = ("_max_nbytes", "_parts")
 

@@ -42,12 +42,7 @@ class Progress:
         self._detail, self._ended = "", threading.Event()
 
     def begin(self, what: str, at_most_s: float) -> None:
-        """Begin a part; the one before it has been done.
-
-        Args:
-            what: one line for a person.
-            at_most_s: after which the start is given up.
-        """
+        """Begin a part, after whose `at_most_s` the start is given up; the one before it has been done."""
         self.end()
         last_s = _last_times().get(f"{self._of}: {what}", 0.0) if self._of else 0.0
         limits = f"at most {at_most_s:.0f} s"

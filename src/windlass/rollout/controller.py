@@ -591,13 +591,7 @@ def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
 def mount_rollout_routes(
     server: ControlServer, controller: RolloutController, batches: BatchQueue
 ) -> None:
-    """Add the rollout routes; before the server starts.
-
-    Args:
-        server: authenticates.
-        controller: gets workers and their completions.
-        batches: answers trainer ranks.
-    """
+    """Add the rollout routes; before the server starts."""
 
     async def serve_status(_: web.Request) -> web.Response:
         body = msgspec.json.encode(controller.stats())

@@ -128,20 +128,11 @@ class Lifecycle:
         return recovered
 
     def submit(self, work: Work, *, metadata: object = None) -> RolloutHandle:
-        """One rollout, as `RolloutController.submit`; prompt and arguments are believed.
-
-        Raises:
-            ConfigError: sampling of wrong types, metadata that a journal cannot keep.
-            RolloutError: the journal cannot be written now.
-        """
+        """One rollout, as `RolloutController.submit`; prompt and arguments are believed."""
         return self._single_handle(self._submit(work, 1, -1, metadata))
 
     def submit_group(self, work: Work, n: int, *, metadata: object = None) -> GroupHandle:
-        """As `submit`, `n` of them that are handed out together.
-
-        Raises:
-            ConfigError, RolloutError: as `submit`; n < 1.
-        """
+        """As `RolloutController.submit_group`; prompt and arguments are believed."""
         if n < 1:
             raise ConfigError(f"rollout: n must be >= 1, got {n}")
         group = self._submit(work, n, self._next_group, metadata)

@@ -158,11 +158,7 @@ class LocalWorker(Worker):
 
 @final
 class RemoteWorker(Worker, Session[Never, Never]):
-    """A worker process, over all its connections.
-
-    Args:
-        hello: how it introduced itself.
-        running: attempts that an earlier controller process had sent.
+    """A worker process, over all its connections; `running` are attempts that an earlier controller process had sent.
 
     Attributes:
         next_outcome: number of the first outcome that was not taken.

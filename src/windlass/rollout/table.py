@@ -234,13 +234,7 @@ class RolloutTable:
         self.counts = Counts()
 
     def move(self, record: Record, state: State, *, front: bool = False) -> None:
-        """Take a record out of the queue where it is and put it into another.
-
-        Args:
-            record: must be one of `records`.
-            state: where it goes.
-            front: at the head of WAITING or QUEUED.
-        """
+        """Take a record out of the queue where it is and put it into another; `front`: at its head."""
         if record.timer is not None:
             record.timer.cancel()
             record.timer = None

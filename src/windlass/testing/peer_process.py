@@ -52,13 +52,7 @@ class Child(Protocol):
 
 
 def start_child(config: TransportConfig, nbytes: int, environment: Mapping[str, str]) -> Child:
-    """Start an interpreter that runs `serve` on its standard input and output.
-
-    Args:
-        config: transport of the child.
-        nbytes: size of its arena.
-        environment: all variables of the child.
-    """
+    """Start an interpreter, with this environment alone, that runs `serve` on its standard input and output."""
     return subprocess.Popen(
         [
             sys.executable,

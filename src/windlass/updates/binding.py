@@ -460,22 +460,12 @@ class FleetBinder:
             for w, part in parts.items()
         }
         own = plan.parts(sending=True, all_names=all_names)
-        if self._kept is None:
-            return binding, to_engines, self._connect_trainers(own, digest, binding.replicated)
-        return binding, to_engines, self._change_trainers(self._kept, links, own)
-
-    def _find_replicated(self) -> Replicated | None:
-        """Engines verify what they serve: they may hold copies of a tensor that they use differently."""
-        of_trainers = all(manifest.role is Role.TRAINER for manifest in self._sources)
-        return find_replicated(self._sources) if of_trainers else None
-
-    def _connect_trainers(
-        self, parts: Mapping[str, TransferPlan], digest: str, replicated: Replicated | None
-    ) -> dict[str, ConnectTrainer]:
-        held = {} if replicated is None else replicated.parts
-        return {
+        if self._kept is not None:
+            return binding, to_engines, self._change_trainers(self._kept, links, own)
+        held = {} if binding.replicated is None else binding.replicated.parts
+        to_trainers = {
             w: ConnectTrainer(
-                parts[w].encode(),
+                own[w].encode(),
                 digest,
                 (),
                 self._backend,
@@ -483,6 +473,12 @@ class FleetBinder:
             )
             for w in self._trainers
         }
+        return binding, to_engines, to_trainers
+
+    def _find_replicated(self) -> Replicated | None:
+        """Engines verify what they serve: they may hold copies of a tensor that they use differently."""
+        of_trainers = all(manifest.role is Role.TRAINER for manifest in self._sources)
+        return find_replicated(self._sources) if of_trainers else None
 
     def _change_trainers(
         self, kept: Binding, links: Iterable[Link], parts: Mapping[str, TransferPlan]

@@ -26,10 +26,6 @@ MAX_LATE = 2
 class Connector:
     """Keeps one `Binding` of the fleet. In the coordinator's loop, while no round runs.
 
-    Args:
-        coordinator: whose members are bound.
-        config: mode, backend, deadlines. planner: compiles plans.
-
     Attributes:
         binding: what is bound now; None makes the next one begin anew.
         binds: engines that are bound just now.

@@ -506,12 +506,7 @@ class Fleet:
     ) -> None:
         """Note who serves what now, who may hold two versions, and whose bytes are still under way.
 
-        Args:
-            finish: how the round ended.
-            binding: that it wrote by.
-            round_id: of its commands.
-            lineage: of the run that its version belongs to.
-            late: replies that the round has not seen.
+        `lineage` is of the run that the version belongs to; the round has not seen `late` replies.
         """
         for name, outcome in finish.engines.items():
             bound = binding.identities_of(binding.engines[name])

@@ -61,10 +61,6 @@ KEPT_REFUSALS = 1024
 class Members:
     """The agents that are connected, and the engines that will not be. In the coordinator's loop.
 
-    Args:
-        coordinator: is told of every reply and every loss.
-        config: of connections.
-
     Attributes:
         sessions: by worker.
         published_by: the trainers' processes that published the newest version.
@@ -85,11 +81,7 @@ class Members:
     async def wait_for_fleet(
         self, *, num_trainers: int, engines: Sequence[str], deadline_s: float
     ) -> None:
-        """Return once the trainers and these engines are connected with all ranks.
-
-        Raises:
-            EngineRefused: one of them will not come. PeerTimeout: not there within `deadline_s`.
-        """
+        """See `Controller.wait_for_fleet`."""
         missing = partial(self._fleet.missing, num_trainers, engines)
 
         def there() -> bool:
@@ -105,12 +97,7 @@ class Members:
     async def wait_for_version(
         self, version: int, *, engines: Sequence[str] = (), deadline_s: float
     ) -> None:
-        """Return once at least `version` is published, and served by these engines.
-
-        Raises:
-            EngineRefused: one of them will not come, or no engine can be bound.
-            PeerTimeout: not served within `deadline_s`.
-        """
+        """See `Controller.wait_for_version`; an engine is refused here, too, where none can be bound."""
         fleet = self._fleet
 
         def behind() -> list[str]:
@@ -134,11 +121,7 @@ class Members:
         )
 
     def _check_none_refused(self, call: str, engines: Iterable[str]) -> None:
-        """Of engines that are not there.
-
-        Raises:
-            EngineRefused: one of them will not come: whoever waits is told why.
-        """
+        """Whoever waits for engines that are not there is told why one of them will not come."""
         for engine, reason in self.refused():
             if engine in engines:
                 raise EngineRefused(f"{call}: engine {engine} was refused: {reason}")
@@ -347,13 +330,7 @@ class Members:
         silent: Iterable[str],
         reasons: Mapping[str, str],
     ) -> None:
-        """Set those aside that did not answer in a round, unless another process has their name by now.
-
-        Args:
-            sessions: of the round.
-            silent: engine ranks.
-            reasons: by engine.
-        """
+        """Set engine ranks aside that did not answer in a round, unless another process has their name by now."""
         for worker in sorted(silent):
             session = sessions[worker]
             if self.sessions.get(worker) is session:

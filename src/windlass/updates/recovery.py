@@ -76,11 +76,8 @@ class CatchUps:
     """Newcomers, and the engines that bring them up. In the coordinator's loop.
 
     An attempt that failed is made again after `backoff_s`, from the donor that has failed least, at
-    most `MAX_ATTEMPTS` times for a version. A process that connects anew begins anew.
-
-    Args:
-        coordinator: its lock is held while a round runs, and while engines are brought up.
-        config, planner: of the coordinator.
+    most `MAX_ATTEMPTS` times for a version. A process that connects anew begins anew. The coordinator's
+    lock is held while engines are brought up.
     """
 
     def __init__(self, coordinator: Coordinator, config: ControlConfig, planner: Planner) -> None:
