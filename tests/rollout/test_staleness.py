@@ -83,9 +83,9 @@ def test_jumping_versions_does_not_open_room_that_nobody_consumed() -> None:
 
 def test_age_is_that_of_the_oldest_token() -> None:
     policy = StalenessPolicy(1, 4, 10, start_version=5)
-    assert not policy.is_stale([4, 5, 5])
-    assert policy.is_stale([5, 5, 3])
-    assert not policy.is_stale([])
+    assert not policy.throws_away([4, 5, 5])
+    assert policy.throws_away([5, 5, 3])
+    assert not policy.throws_away([])
 
 
 @pytest.mark.parametrize("bad", [(-1, 1, 1), (0, 0, 1), (0, 1, 0)])
@@ -197,10 +197,10 @@ class Bench:
         assert all(record.resubmits <= limit for record in table.records.values())
         for record in table.buffered.values():
             assert record.outcome is not None
-            assert not policy.is_stale(record.outcome.versions())
+            assert not policy.throws_away(record.outcome.versions())
         for running in table.by_engine.values():
             assert not any(
-                policy.is_stale([record.oldest_version or 0]) for record in running.values()
+                policy.throws_away([record.oldest_version or 0]) for record in running.values()
             )
         for group in self.groups:
             ended = [record.state is State.ENDED for record in group.records]

@@ -60,17 +60,14 @@ class LineFile(Generic[EntryT]):
             self.found, self.nbytes = read_lines(path, kind, first_line=first_line)
             os.ftruncate(self._descriptor, self.nbytes)  # the next line must not grow on a torn one
             _sync_directory(path.parent)
-        except BlockingIOError as error:
+        except (OSError, ConfigError) as error:
             self.close()
-            raise ConfigError(
-                f"journal {path}: another process has it open: {error.strerror}"
-            ) from error
-        except OSError as error:
-            self.close()
-            raise ConfigError(f"journal {path}: cannot be used: {error}") from error
-        except ConfigError:
-            self.close()
-            raise
+            if isinstance(error, ConfigError):
+                raise
+            why = f"cannot be used: {error}"
+            if isinstance(error, BlockingIOError):
+                why = f"another process has it open: {error.strerror}"
+            raise ConfigError(f"journal {path}: {why}") from error
 
     @property
     def _replacement(self) -> Path:

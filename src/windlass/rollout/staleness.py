@@ -11,11 +11,11 @@ recovered controller does not find capacity that was used up before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from windlass.config import check_numbers, take_name
-from windlass.errors import ConfigError, RolloutError
+from windlass.errors import RolloutError
 
 _UNBOUNDED = 1 << 40
 
@@ -53,9 +53,9 @@ class StalenessPolicy:
     max_concurrent: int
     start_version: int = 0
     version: int = -1
-    running: int = 0
-    accepted: int = 0
-    consumed: int = 0
+    running: int = field(default=0, init=False)
+    accepted: int = field(default=0, init=False)
+    consumed: int = field(default=0, init=False)
     on_stale: OnStale = OnStale.RESUBMIT
     max_resubmits: int = 3
 
@@ -63,11 +63,6 @@ class StalenessPolicy:
         least = {"max_staleness": 0, "batch_size": 1, "max_concurrent": 1, "max_resubmits": 0}
         check_numbers(self, least)
         self.on_stale = take_name("StalenessPolicy: on_stale", self.on_stale, OnStale)
-        if self.running or self.accepted or self.consumed:
-            raise ConfigError(
-                "staleness: running, accepted and consumed must start at 0 (recover with "
-                f"start_version), got {self.running}, {self.accepted} and {self.consumed}"
-            )
         self.version = max(self.version, self.start_version)
 
     def restore(
@@ -110,13 +105,11 @@ class StalenessPolicy:
             ),
         )
 
-    def is_stale(self, versions: Sequence[int]) -> bool:
-        """Whether a sample with these token versions is older than the bound now."""
-        return bool(versions) and self.version - min(versions) > self.max_staleness
-
     def throws_away(self, versions: Sequence[int]) -> bool:
         """Whether a sample with these token versions may not be consumed any more."""
-        return self.on_stale is not OnStale.TRAIN and self.is_stale(versions)
+        if self.on_stale is OnStale.TRAIN or not versions:
+            return False
+        return self.version - min(versions) > self.max_staleness
 
     def makes_again(self, num_resubmits: int) -> bool:
         """Whether a sample that is too old is made once more after so many times."""

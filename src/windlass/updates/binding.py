@@ -116,11 +116,6 @@ class Binding:
             sent[source] += nbytes
         return sent
 
-    @property
-    def links_by_transport(self) -> dict[str, int]:
-        """Name of a transport -> links that take it."""
-        return dict(Counter(self.transport_of.values()))
-
     @cached_property
     def transport_of(self) -> dict[Link, str]:
         """Of each link."""

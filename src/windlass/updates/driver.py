@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import assert_never, final
@@ -121,7 +121,7 @@ class RoundDriver:
             finish.report,
             measures=finish.report.measures | seen,
             phase_s=dict(self._phase_s),
-            transports=self.binding.links_by_transport,
+            transports=dict(Counter(self.binding.transport_of.values())),
             wire=wire_by_transport(finish.carried, self.binding.transport_of),
         )
         return replace(finish, report=report)

@@ -111,29 +111,14 @@ class JournalSummary:
 
     def entries(self) -> Iterator[JournalEntry]:
         """Return as few entries as say the same."""
-        yield JournalEntry(
-            JournalKind.STARTED,
-            self.epoch,
-            self.round,
-            self.published,
-            detail="compacted",
-            lineage=self.lineage,
-        )
-        for kind, version in (
-            (JournalKind.PUBLISHED, self.published),
-            (JournalKind.PUBLISHING, self.reserved),
-        ):
-            if version >= 0:
-                yield JournalEntry(kind, self.epoch, self.round, version, (), "compacted")
+        at, said = (self.epoch, self.round), ((), "compacted")
+        yield JournalEntry(JournalKind.STARTED, *at, self.published, *said, self.lineage)
+        if self.published >= 0:
+            yield JournalEntry(JournalKind.PUBLISHED, *at, self.published, *said)
+        if self.reserved >= 0:
+            yield JournalEntry(JournalKind.PUBLISHING, *at, self.reserved, *said)
         for worker, incarnation in self.quarantined:
-            yield JournalEntry(
-                JournalKind.QUARANTINED,
-                self.epoch,
-                self.round,
-                self.reserved,
-                (worker,),
-                incarnation,
-            )
+            yield JournalEntry(JournalKind.QUARANTINED, *at, self.reserved, (worker,), incarnation)
 
 
 @final
@@ -180,15 +165,10 @@ class Journal:
         if epoch > MAX_COUNT:
             self.close()
             raise ConfigError(f"journal: epoch must be < 2^53, got {epoch}")
-        started = JournalEntry(
-            JournalKind.STARTED,
-            epoch,
-            self.summary.round,
-            self.summary.published,
-            lineage=self.summary.lineage or secrets.token_hex(8),
-        )
+        summary, lineage = self.summary, self.summary.lineage or secrets.token_hex(8)
+        kind, last = JournalKind.STARTED, (summary.round, summary.published)
         try:
-            self.append(started)
+            self.append(JournalEntry(kind, epoch, *last, lineage=lineage))
         except OSError as error:
             self.close()
             raise ConfigError(f"journal: STARTED cannot be written: {error}") from error
