@@ -41,7 +41,6 @@ async def one_run(path: Path | None, *, sync_each: bool) -> tuple[float, float, 
     for _ in range(NUM_ROLLOUTS // GROUP_SIZE):
         life.submit_group(WORK, GROUP_SIZE)
     for record in list(life.table.waiting.values()):
-        life.admit(record)
         life.start_attempt(record, "engine", "worker")
     journal.flush()
     running = list(life.table.by_engine["engine"].values())

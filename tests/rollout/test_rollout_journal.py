@@ -98,9 +98,8 @@ class Process:
 
     def dispatch(self) -> None:
         table = self.table
-        if not table.queued and table.waiting and self.policy.capacity() > 0:
-            self.life.admit(next(iter(table.waiting.values())))
-        for record in list(table.queued.values())[:1]:
+        line = table.queued or (table.waiting if self.policy.capacity() > 0 else {})
+        for record in list(line.values())[:1]:
             self.life.start_attempt(record, "engine", "worker")
             self.journal.flush()
             key = (record.task_id, record.attempt)
@@ -393,7 +392,6 @@ async def test_handing_out_ends_a_rollout_unless_the_owner_acknowledges_itself(
     life.open()
     handle = life.submit(prompt((1,)))
     record = life.table.records[handle.task_id]
-    life.admit(record)
     life.start_attempt(record, "engine", "worker")
     life.end_attempt(record, outcome(handle.task_id, 1, OutcomeStatus.ACCEPTED, 0))
     assert (await handle).attempts == 1

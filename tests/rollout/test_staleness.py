@@ -143,9 +143,8 @@ class Bench:
 
     def dispatch(self) -> None:
         table = self.life.table
-        if not table.queued and table.waiting and self.policy.capacity() > 0:
-            self.life.admit(next(iter(table.waiting.values())))
-        for record in list(table.queued.values())[:1]:
+        line = table.queued or (table.waiting if self.policy.capacity() > 0 else {})
+        for record in list(line.values())[:1]:
             self.life.start_attempt(record, "engine", "worker")
             self.at_worker[record.task_id] = record.attempt
 

@@ -1,9 +1,10 @@
 """What happens to a rollout, transition by transition; all synchronous, no I/O.
 
-WAITING -> QUEUED (admitted) -> RUNNING (at a worker) -> ENDED, or BUFFERED until its group is
-complete and handed out. An error leads from RUNNING over BACKOFF to QUEUED; an answer that is
-too old, or that cannot be young enough any more, leads from RUNNING or BUFFERED to the head of WAITING,
-or to the end of its whole group, as `OnStale` says.
+WAITING -> RUNNING (admitted, at a worker) -> ENDED, or BUFFERED until its group is complete and
+handed out. Where no worker knows its workflow and has room it is PARKED, then QUEUED. An error
+leads from RUNNING over BACKOFF to QUEUED; an answer that is too old, or that cannot be young enough
+any more, leads from RUNNING or BUFFERED to the head of WAITING, or to the end of its whole group, as
+`OnStale` says.
 """
 
 from __future__ import annotations
@@ -215,22 +216,13 @@ class Lifecycle:
             self.table.move(record, State.WAITING, front=True)
         return groups
 
-    def admit(self, record: Record) -> None:
-        """The staleness bound lets it run.
-
-        Raises:
-            RolloutError: there is no capacity.
-        """
-        self._admit(record)
-        self.table.move(record, State.QUEUED)
-
     def _admit(self, record: Record) -> None:
         if not record.admitted:
             self._policy.admit()
             record.admitted = True
 
     def park(self, record: Record) -> None:
-        """As `admit`, if it is not admitted yet; it waits for a worker that knows its workflow."""
+        """It waits for a worker that knows its workflow, and is admitted."""
         self._admit(record)
         self.table.move(record, State.PARKED)
 
