@@ -41,7 +41,7 @@ from windlass.envs import (
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 from windlass.net.addresses import check_url, own_address, published_host, url_of
 from windlass.observability.progress import Progress
-from windlass.updates.engine_channel import report_cannot_join
+from windlass.updates.client import report_cannot_join
 
 REACH_DEADLINE_S = 30.0
 JOIN_S, JOIN_BYTES_PER_S = 600.0, 100_000_000
