@@ -112,7 +112,6 @@ class EngineClient(Closing):
             )
 
             def hello() -> Hello:
-                epoch, round_number = agent.round_id
                 return Hello(
                     protocol_version=PROTOCOL_VERSION,
                     worker=manifest.worker,
@@ -126,8 +125,6 @@ class EngineClient(Closing):
                     url=url,
                     served_version=agent.served_version,
                     lineage=agent.lineage,
-                    epoch=epoch,
-                    round=round_number,
                     mixed_weights=agent.mixed_weights,
                     can_send=can_send,
                     comes_to_rest=comes_to_rest,

@@ -111,7 +111,6 @@ class EngineAgent:
     Attributes:
         served_version: that this rank serves; -1 for none.
         lineage: of the run that `served_version` belongs to; empty for none.
-        round_id: of the last command.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class EngineAgent:
         self._mixed_weights = False
         self._open_to_writes = False
         self._may_be_written = self._fence_is_due = False
-        self.round_id = RoundId(0, 0)
+        self._round_id = RoundId(0, 0)
         self._not_resumed = ""
 
     @property
@@ -162,8 +161,8 @@ class EngineAgent:
         with self._lock:
             round_id = RoundId(epoch, round_number)
             # How the last one ended was not told, and this one's end says nothing about it.
-            self._mixed_weights |= self._open_to_writes and round_id > self.round_id
-            self.round_id = round_id
+            self._mixed_weights |= self._open_to_writes and round_id > self._round_id
+            self._round_id = round_id
             return self._carry_out(command)
 
     def _carry_out(self, command: EngineCommand) -> Result:
@@ -172,7 +171,7 @@ class EngineAgent:
                 return self._connect(command)
             case Pause():
                 self._not_resumed = ""  # it is this round that has it go on now
-                pause_id = f"{self.round_id.epoch}.{self.round_id.round}"
+                pause_id = f"{self._round_id.epoch}.{self._round_id.round}"
                 self._hooks.pause(pause_id, command.mode, command.deadline_s)
                 self._open_to_writes |= self._mode is UpdateMode.IN_PLACE
             case JoinGroups():
@@ -233,7 +232,7 @@ class EngineAgent:
             case ConnectRelay():
                 self._relay.connect(command.groups[0], command.bindings, command.addresses)
             case Relay():
-                relayed, disconnected = self._relay.run(self.round_id, command.deadline_s)
+                relayed, disconnected = self._relay.run(self._round_id, command.deadline_s)
                 self._fence_is_due |= bool(disconnected)
                 self._may_be_written |= self._fence_is_due
                 return relayed
@@ -258,7 +257,7 @@ class EngineAgent:
         if not isinstance(command, ConnectTrainer):
             self._check_serves(command.version)
         result = self._source.handle(
-            command, epoch=self.round_id.epoch, round_number=self.round_id.round
+            command, epoch=self._round_id.epoch, round_number=self._round_id.round
         )
         return Done(self._not_resumed) if isinstance(result, Done) else result
 
