@@ -21,7 +21,7 @@ from pages import PAGES, ROOT, Block, all_blocks, commands_of
 
 from windlass import envs
 from windlass.cli.main import full_parser
-from windlass.engines.launch import num_engine_ranks
+from windlass.engines.launch import checked_arguments
 from windlass.engines.spec import ENGINES
 
 SHOWN = list(shown())
@@ -70,7 +70,8 @@ def test_every_option_on_a_page_is_one_of_its_command(capsys: pytest.CaptureFixt
         elif words[:2] == ["python", "-m"] and words[2].startswith("windlass.engines."):
             engine = ENGINES.find(words[2].rpartition(".")[2])
             if engine.server is not None:
-                assert num_engine_ranks(engine, words[3:]) in (1, 2), names(each)
+                args = checked_arguments(engine, words[3:])
+                assert args.tp * args.pp * args.dp in (1, 2, 16), names(each)
         elif words[:1] == ["make"]:
             made = subprocess.run(("make", "-n", *words[1:]), cwd=ROOT, capture_output=True)
             assert made.returncode == 0, made.stderr

@@ -17,17 +17,20 @@ from windlass.engines.http import EngineHttp
 from windlass.engines.launch import (
     arguments,
     attach_running,
+    checked_arguments,
     launch,
     serve,
 )
 from windlass.engines.rank_reports import Secrets, check_layouts
 from windlass.engines.spec import (
+    ENGINES,
     AgentSettings,
     CapturedLayout,
     EngineSpec,
     RankStep,
     Rule,
     ServerCommand,
+    options_of,
     refuse_expandable_segments,
     refuse_options,
 )
@@ -111,7 +114,11 @@ class Refusing:
         ([*WORDS, "--dp", "2"], "--data-parallel-size must not be given: no replicas"),
         ([*WORDS, "-pp", "2"], "--pipeline-parallel-size must not be given: no stages"),
         ([*WORDS, "--pp", "0"], "--pp must be 1 or more, got 0"),
-        (WORDS[:-2], "nothing here must be installed in the environment of"),
+        (WORDS[:-2], "--port must be given, or --attach"),
+        ([*WORDS[:-2], "--port", "1"], "nothing here must be installed in the environment of"),
+        ([*WORDS, "--nnodes", "0"], "--nnodes must be 1 or more, got 0"),
+        ([*WORDS, "--nnodes", "2"], "--nnodes must be 1 for nothing here, got 2"),
+        ([*WORDS, "--node-rank", "1"], "--node-rank must be in [0, 1), got 1"),
     ],
 )
 def test_a_launcher_says_in_one_line_why_it_ends(
@@ -152,15 +159,6 @@ def test_expandable_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(ConfigError, match="expandable segments"):
         refuse_expandable_segments()
-
-
-def test_a_server_needs_a_port(capsys: pytest.CaptureFixture[str]) -> None:
-    args = arguments("program", None).parse_args(["--name", "a", "--model", "/m"])
-    status = serve(
-        args, ServerCommand(("false",)), ready_line="", join=lambda _: None, secrets=Secrets()
-    )
-    assert status == 2
-    assert "--port must be given" in capsys.readouterr().err
 
 
 def layout(buffer_nbytes: int, *recomputed: str) -> CapturedLayout:
@@ -246,3 +244,87 @@ def test_the_end_of_a_log_is_not_taken_for_a_server_that_serves(
     part = "its server starts and loads its model"
     assert began == f"engine a: {part} (at most 3600 s)"
     assert ended.startswith(f"engine a: gave up: {part}: ")
+
+
+SGLANG = ENGINES.find("sglang")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--tp", "3", "--nnodes", "2"], "--nnodes must divide .* 2 for --tp 3 --pp 1"),
+        (["--tp", "2", "--pp", "3", "--nnodes", "2"], "--nnodes must divide the stages, or"),
+        (["--tp", "2", "--pp", "2", "--nnodes", "3"], "--nnodes must divide the stages, or"),
+        (["--dp", "2", "--nnodes", "2"], "--dp must be 1 with --nnodes 2, got 2: replicas"),
+        (["--tp", "2", "--nnodes", "2", "--node-rank", "2"], r"must be in \[0, 2\), got 2"),
+    ],
+)
+def test_nodes_that_an_engine_cannot_be_spread_over_are_refused(
+    words: list[str], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        checked_arguments(SGLANG, ["--name", "a", "--model", "/m", *words])
+
+
+@pytest.mark.parametrize(("tp", "pp", "nodes"), [(16, 1, 2), (2, 2, 4), (1, 4, 2), (8, 3, 3)])
+def test_nodes_have_whole_stages_or_stages_have_whole_nodes(tp: int, pp: int, nodes: int) -> None:
+    words = ["--tp", str(tp), "--pp", str(pp), "--nnodes", str(nodes)]
+    assert checked_arguments(SGLANG, ["--name", "a", "--model", "/m", *words]).nnodes == nodes
+
+
+def started(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[list[str], dict[str, str]]:
+    """The command of a part of an SGLang server, and what it finds of the token."""
+    found: list[tuple[list[str], dict[str, str]]] = []
+
+    def serve(args: argparse.Namespace, command: ServerCommand, **_: object) -> int:
+        file = Path(command.environment["WINDLASS_TOKEN_FILE"])
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert file.parent.stat().st_mode & 0o077 == 0
+        found.append(([*command.argv], {"token": file.read_text(), "host": args.advertise_host}))
+        return 0
+
+    monkeypatch.setattr("windlass.engines.launch.serve", serve)
+    monkeypatch.setattr("windlass.engines.launch.check_installed", lambda _: [])
+    monkeypatch.setenv("WINDLASS_TOKEN", "secret of the test")
+    common = ["--name", "a", "--model", "/m", "--port", "8000", "--tp", "4", "--nnodes", "2"]
+    monkeypatch.setattr("sys.argv", ["program", *common, *words])
+    assert launch(SGLANG, None) == (0 if found else 2)
+    return found[0] if found else ([], {})
+
+
+def test_parts_of_a_server_meet_at_the_first_node_and_each_has_the_token_in_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WINDLASS_FIRST_NODE", "10.0.0.7")
+    for node in ("0", "1"):
+        argv, told = started(monkeypatch, "--host", "10.0.0.7", "--node-rank", node)
+        options = dict(options_of(argv))
+        assert (options["--nnodes"], options["--node-rank"]) == ("2", node)
+        assert (options["--dist-init-addr"], options["--tp-size"]) == ("10.0.0.7:8001", "4")
+        assert (options["--port"] == "8000") is (node == "0")
+        assert told["token"] == "secret of the test"
+    argv, _ = started(monkeypatch, "--host", "10.0.0.7", "--dist-init-addr", "10.0.0.7:5000")
+    assert dict(options_of(argv))["--dist-init-addr"] == "10.0.0.7:5000"
+
+
+@pytest.mark.parametrize(
+    ("first", "words", "says"),
+    [
+        ("", (), "--dist-init-addr must be HOST:PORT of the first node, got none"),
+        (
+            "10.0.0.7",
+            ("--host", "127.0.0.1"),
+            "--host must be an address that the other nodes reach, got '127.0.0.1'",
+        ),
+    ],
+)
+def test_a_part_of_a_server_that_the_others_cannot_meet_is_not_started(
+    first: str,
+    words: tuple[str, ...],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WINDLASS_FIRST_NODE", first)
+    assert started(monkeypatch, *words) == ([], {})
+    assert says in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 from http_answers import answering
 
 from windlass.engines.http import EngineHttp
-from windlass.engines.sglang.spec import RULES, RULES_OF_PLUGIN, check_server
+from windlass.engines.sglang.spec import RULES, check_server
 from windlass.errors import ConfigError, PeerUnreachable
 
 PLAIN = {
@@ -61,8 +61,6 @@ def test_a_server_without_any_of_them_and_one_that_tells_less_are_taken() -> Non
         ("elastic_ep_backend", "mooncake", "--elastic-ep-backend"),
         ("disaggregation_mode", "decode", "--disaggregation-mode"),
         ("tokenizer_worker_num", 2, "--tokenizer-worker-num"),
-        ("nnodes", 2, "--nnodes"),
-        ("attn_dp_size", 2, "--attn-dp-size"),
         ("enable_dp_attention", True, "--enable-dp-attention"),
         (
             "enable_dp_attention_local_control_broadcast",
@@ -97,13 +95,9 @@ def test_a_setting_that_an_update_does_not_survive_is_found_where_no_option_name
 
 
 def test_data_parallel_attention_is_taken_however_a_release_with_its_own_word_tells_it() -> None:
-    told = {**PLAIN, "attn_dp_size": 2, "enable_dp_attention": True}
+    told = {**PLAIN, "nnodes": 2, "attn_dp_size": 2, "enable_dp_attention": True}
     with server(json.dumps(told).encode()) as url:
-        check_server(EngineHttp(url), 2, RULES_OF_PLUGIN)
-        with pytest.raises(
-            ConfigError, match="attn_dp_size must be 1, got 2: it has been shown with"
-        ):
-            check_server(EngineHttp(url), 2)
+        assert check_server(EngineHttp(url), 2) == 1
 
 
 def test_a_server_with_other_ranks_than_were_announced_is_refused() -> None:

@@ -6,13 +6,15 @@ import argparse
 import contextlib
 import io
 import os
+import secrets as random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -32,6 +34,8 @@ from windlass.engines.spec import (
 )
 from windlass.engines.versions import check_installed
 from windlass.envs import (
+    FIRST_NODE_VARIABLE,
+    TOKEN_FILE_VARIABLE,
     TOKEN_VARIABLE,
     control_token,
     environment_value,
@@ -39,7 +43,15 @@ from windlass.envs import (
     secret_value,
 )
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
-from windlass.net.addresses import check_url, own_address, published_host, url_of
+from windlass.net.addresses import (
+    check_url,
+    is_loopback,
+    join_host_port,
+    own_address,
+    published_host,
+    split_host_port,
+    url_of,
+)
 from windlass.observability.progress import Progress
 from windlass.updates.client import report_cannot_join
 
@@ -91,7 +103,7 @@ def launch(engine: EngineSpec, description: str | None) -> int:
             raise ConfigError(
                 f"engine {engine.name!r} must have a server and releases, it has none"
             )
-        refuse_options([*rest, *_own_words(args)], engine.rules)
+        _check(engine, args, rest)
         refuse_expandable_segments()
         args.host = args.host or own_address(args.controller)
         what = f"engine {args.name}"
@@ -101,14 +113,24 @@ def launch(engine: EngineSpec, description: str | None) -> int:
             secrets = _secrets(args.controller, rest, saved_key(args.attach))
             join = partial(join_fleet, engine.server, secrets=secrets)
             return attach_running(args, join, secrets.token)
+        if not args.port:
+            raise ConfigError("--port must be given, or --attach")
         for warning in check_installed(engine.releases):
             sys.stderr.write(f"engine {args.name}: {warning}\n")
+        if args.nnodes > 1:
+            _meet(args)
         command = engine.server.command(args, rest)
-        with new_key(args.port) as key:
+        # On the other nodes nothing is served that a key could open.
+        key_of = (
+            contextlib.nullcontext(random.token_hex(32)) if args.node_rank else new_key(args.port)
+        )
+        with key_of as key:
             secrets = _secrets(args.controller, rest, key)
             join = partial(join_fleet, engine.server, secrets=secrets)
             ready_line = engine.server.ready_line
-            return serve(args, command, ready_line=ready_line, join=join, secrets=secrets)
+            with _told_token(args, secrets.token) as told:
+                command = ServerCommand(command.argv, {**command.environment, **told})
+                return serve(args, command, ready_line=ready_line, join=join, secrets=secrets)
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         return 2
@@ -126,13 +148,80 @@ def _secrets(controller: str, rest: Sequence[str], key: str) -> Secrets:
     return Secrets(token, key, api_key, options.get("--admin-api-key", ""))
 
 
+def _meet(args: argparse.Namespace) -> None:
+    """Find where the nodes of a server meet, as `dist_init_addr`, and check that the others reach the first.
+
+    Raises:
+        ConfigError: no place is known, or it is on another host than what others are told of the server.
+    """
+    if not args.dist_init_addr:
+        if not (first := environment_value(FIRST_NODE_VARIABLE)):
+            raise ConfigError("--dist-init-addr must be HOST:PORT of the first node, got none")
+        args.dist_init_addr = join_host_port(first, args.port + 1)
+    first, _ = split_host_port(args.dist_init_addr)
+    if is_loopback(args.advertise_host) and not is_loopback(first):
+        raise ConfigError(
+            f"--host must be an address that the other nodes reach, got {args.advertise_host!r}"
+        )
+
+
+@contextlib.contextmanager
+def _told_token(args: argparse.Namespace, token: str) -> Iterator[dict[str, str]]:
+    """Have a part of a server over several nodes find the token, in a file of this user's alone.
+
+    Ranks on other nodes than the first join by it, and prove to the server by it who they are.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if args.nnodes == 1:
+        yield {}
+        return
+    if not token:
+        raise ConfigError(
+            f"--nnodes must be 1 without a token, by which ranks on other nodes prove who they are, "
+            f"got {args.nnodes}"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "token"
+        file.touch(0o600)
+        file.write_text(token)
+        yield {TOKEN_FILE_VARIABLE: str(file)}
+
+
+def _check(engine: EngineSpec, args: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Raise unless a server can be started so, and updated.
+
+    Raises:
+        ConfigError: numbers of ranks or of nodes that do not go together, or what the engine's rules refuse.
+    """
+    refuse_options([*rest, *_own_words(args)], engine.rules)
+    if not 0 <= args.node_rank < args.nnodes:
+        raise ConfigError(f"--node-rank must be in [0, {args.nnodes}), got {args.node_rank}")
+    if args.nnodes == 1:
+        return
+    if not engine.spans_nodes:
+        raise ConfigError(f"--nnodes must be 1 for {engine.title}, got {args.nnodes}")
+    if args.dp > 1:
+        raise ConfigError(
+            f"--dp must be 1 with --nnodes {args.nnodes}, got {args.dp}: replicas of one server lie on one host"
+        )
+    # Whole stages on each node, or each stage on as many nodes.
+    per_stage = args.nnodes // args.pp
+    if args.pp % args.nnodes and (args.nnodes % args.pp or args.tp % per_stage):
+        raise ConfigError(
+            f"--nnodes must divide the stages, or the ranks of each stage between its own nodes, "
+            f"got --nnodes {args.nnodes} for --tp {args.tp} --pp {args.pp}"
+        )
+
+
 def _own_words(args: argparse.Namespace) -> list[str]:
     """Return options that every engine has here, but that not every engine can be given.
 
     Raises:
-        ConfigError: a number of ranks is none.
+        ConfigError: a number of ranks or nodes is none.
     """
-    for name in ("tp", "pp", "dp"):
+    for name in ("tp", "pp", "dp", "nnodes"):
         if vars(args)[name] < 1:
             raise ConfigError(f"--{name} must be 1 or more, got {vars(args)[name]}")
     if args.join_deadline_s is not None and not 0 < args.join_deadline_s < float("inf"):
@@ -143,6 +232,7 @@ def _own_words(args: argparse.Namespace) -> list[str]:
         *(["--adapter"] if args.adapter else []),
         *(["--pipeline-parallel-size"] if args.pp > 1 else []),
         *(["--data-parallel-size"] if args.dp > 1 else []),
+        *(["--nnodes", str(args.nnodes)] if args.nnodes > 1 else []),
     ]
 
 
@@ -165,6 +255,15 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
         theirs = (f"--{name}-parallel-size", f"--{name}_parallel_size")  # the engines' own
         help_ = f"{name}-parallel size"
         parser.add_argument(*spelt, *theirs, type=int, default=1, help=help_)
+    parser.add_argument("--nnodes", type=int, default=1, help="that the ranks are spread over")
+    parser.add_argument("--node-rank", type=int, default=0, help="of this node; 0 serves")
+    parser.add_argument(
+        "--dist-init-addr",
+        default="",
+        metavar="HOST:PORT",
+        help="of the first node, where all nodes meet; by default the address that the scheduler says "
+        "and the port after --port",
+    )
     parser.add_argument("--host", default="", help="to bind; see docs/hosts.md")
     parser.add_argument("--advertise-host", default="", help="what others connect to")
     parser.add_argument("--port", type=int, default=0, help="of the engine's server")
@@ -190,8 +289,8 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def num_engine_ranks(engine: EngineSpec, words: Sequence[str]) -> int:
-    """Return the ranks of an engine that is started with a command line, which is checked as `launch` does.
+def checked_arguments(engine: EngineSpec, words: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command line that an engine is started with, which is checked as `launch` does.
 
     Args:
         engine: with a server of its own.
@@ -206,8 +305,8 @@ def num_engine_ranks(engine: EngineSpec, words: Sequence[str]) -> int:
             args, rest = arguments(engine.module, None).parse_known_args(words)
     except SystemExit:
         raise ConfigError(said.getvalue().strip().rpartition("error: ")[2]) from None
-    refuse_options([*rest, *_own_words(args)], engine.rules)
-    return int(args.tp * args.pp * args.dp)
+    _check(engine, args, rest)
+    return args
 
 
 def attach_running(args: argparse.Namespace, join: Join, token: str) -> int:
@@ -261,7 +360,7 @@ def serve(
     join: Join,
     secrets: Secrets,
 ) -> int:
-    """Run `command` until it ends; print one JSON line once its ranks have joined.
+    """Run `command` until it ends; print one JSON line once its ranks have joined, on the first node.
 
     Args:
         args: of `arguments`, with all addresses; `port` is that of the command.
@@ -273,9 +372,6 @@ def serve(
     Returns:
         The exit status of the server, or 2 when its ranks could not join.
     """
-    if not args.port:
-        sys.stderr.write(f"engine {args.name}: --port must be given, or --attach\n")
-        return 2
     signals = _end_signals()
     server = subprocess.Popen(
         list(command.argv),
@@ -312,13 +408,16 @@ def serve(
         " ".join((args.model, str(args.tp * args.pp * args.dp), ready_line)),
         lambda line: sys.stderr.write(f"engine {args.name}: {line}\n"),
     )
-    progress.begin("its server starts and loads its model", args.start_deadline_s)
+    if not args.node_rank:
+        progress.begin("its server starts and loads its model", args.start_deadline_s)
     try:
-        if not ready.wait(args.start_deadline_s):
+        if args.node_rank:
+            server.wait()  # the first node serves, and has all ranks join
+        elif not ready.wait(args.start_deadline_s):
             raise PeerTimeout(
                 f"its server has not logged {ready_line!r} after {args.start_deadline_s} s"
             )
-        if server.poll() is None:
+        elif server.poll() is None:
             _reach(args.host, args.port)
             progress.end()
             url = url_of(args.advertise_host, args.port)

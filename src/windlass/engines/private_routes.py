@@ -69,7 +69,7 @@ def new_key(port: int) -> Iterator[str]:
     """
     folder = _folder()
     folder.mkdir(mode=0o700, exist_ok=True)
-    _require_own(folder)
+    require_own(folder)
     key, file = secrets.token_hex(32), folder / str(port)
     file.unlink(missing_ok=True)  # of a launcher that was killed
     with open(
@@ -87,7 +87,7 @@ def saved_key(url: str) -> str:
     file = _folder() / str(urlsplit(url).port)
     if not file.exists():
         return ""
-    _require_own(file.parent)
+    require_own(file.parent)
     return file.read_text()
 
 
@@ -95,7 +95,12 @@ def _folder() -> Path:
     return Path(tempfile.gettempdir()) / f"windlass-{os.getuid()}"
 
 
-def _require_own(folder: Path) -> None:
+def require_own(folder: Path) -> None:
+    """Raise unless a folder is this user's, and nobody else can read it.
+
+    Raises:
+        ConfigError: it is another's, or open to others. OSError: there is none.
+    """
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"{folder} must be a folder that this user alone can read")

@@ -27,6 +27,7 @@ from typing import final
 import msgspec
 
 from windlass.engines.http import EngineHttp
+from windlass.engines.private_routes import require_own
 from windlass.engines.spec import AgentSettings, CapturedLayout, EngineServer, RankStep
 from windlass.envs import control_token
 from windlass.errors import (
@@ -45,8 +46,7 @@ _SECRETS = "secrets"
 REPORT_PATH = "/windlass/report"
 REPORTED_S = 2.0
 """For what ranks have reported already."""
-_listening: set[str] = set()
-"""Folders of this process in which reports are waited for."""
+_PREFIX = "windlass-reports-"
 
 
 class RefusedByOtherRank(UnsupportedLayout):
@@ -137,8 +137,14 @@ def carry_out(
 
 
 def is_waited_for(report: Report) -> bool:
-    """Whether this process waits for the report, in the folder that it names."""
-    return report.folder in _listening
+    """Whether a process of this user waits for the report, in the folder that it names."""
+    folder = Path(report.folder)
+    try:
+        require_own(folder)
+    except (ConfigError, OSError):
+        return False
+    is_ours = folder.name.startswith(_PREFIX) and folder.parent == Path(tempfile.gettempdir())
+    return is_ours and (folder / _SOCKET).is_socket()
 
 
 def reason_of(error: Exception) -> str:
@@ -164,13 +170,11 @@ class RankReports(ExitStack):
         self._world_size = world_size
         with ExitStack() as undo:  # the secrets are not left lying there if this fails
             undo.push(self)
-            self.folder = self.enter_context(tempfile.TemporaryDirectory())
+            self.folder = self.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX))
             (Path(self.folder) / _SECRETS).write_bytes(msgspec.json.encode(secrets))
             self._listening = self.enter_context(socket.socket(socket.AF_UNIX))
             self._listening.bind(str(Path(self.folder) / _SOCKET))
             self._listening.listen(world_size)
-            self.callback(_listening.discard, self.folder)
-            _listening.add(self.folder)
             undo.pop_all()
 
     def gather(self, deadline_s: float) -> list[bytes]:

@@ -238,6 +238,7 @@ class EngineOptions:
         model: configuration or checkpoint folder.
         transport: of the weights: a name, or a configuration as JSON.
         port: of its server; 0 lets the system choose, for an engine that can.
+        num_nodes: that its ranks are spread over. node: the one that the command is for.
         arguments: the engine's own.
         python: interpreter; this one when empty.
     """
@@ -248,6 +249,8 @@ class EngineOptions:
     transport: str = "cma"
     controller: str = ""
     port: int = 0
+    num_nodes: int = 1
+    node: int = 0
     arguments: tuple[str, ...] = ()
     python: str = ""
 
@@ -265,6 +268,7 @@ class EngineSpec:
         server: of somebody else's, which a launcher starts and whose ranks are told to join; None for
             an engine whose ranks join by themselves.
         needs_port: whether its server cannot choose a port by itself.
+        spans_nodes: whether its server may be started in parts, one on each of several nodes.
         cpu_arguments: options with which it serves a small model on a machine without a GPU.
         cpu_environment: variables for the same.
         gpu_arguments: options with which it serves a small model on a GPU that it shares with others.
@@ -277,6 +281,7 @@ class EngineSpec:
     rules: tuple[Rule, ...] = ()
     server: EngineServer | None = None
     needs_port: bool = False
+    spans_nodes: bool = False
     cpu_arguments: tuple[str, ...] = ()
     cpu_environment: Mapping[str, str] = field(default_factory=dict)
     gpu_arguments: tuple[str, ...] = ()
@@ -289,12 +294,14 @@ class EngineSpec:
         """
         if self.needs_port and not options.port:
             raise ConfigError(f"engine {options.name!r}: port must be > 0 for {self.name}, got 0")
+        nodes = options.num_nodes
         return (
             *(options.python or sys.executable, "-m", self.module, "--name", options.name),
             *("--model", options.model, "--tp", str(options.tensor_parallel_size)),
             *("--transport", options.transport),
             *(("--controller", options.controller) if options.controller else ()),
             *(("--port", str(options.port)) if options.port else ()),
+            *(("--nnodes", str(nodes), "--node-rank", str(options.node)) if nodes > 1 else ()),
             *options.arguments,
         )
 

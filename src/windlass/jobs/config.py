@@ -126,10 +126,13 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
         name: identity in the fleet.
         kind: name in `windlass.engines.spec.ENGINES`. model: configuration or checkpoint folder.
         tensor_parallel_size: ranks.
-        port: of its server; 0, where the system chooses, only for a kind that can.
+        port: of its server; 0, where the system chooses, only for a kind that can. An engine on several
+            nodes also takes the ports after it, at most ten, on the first.
+        num_nodes: that its ranks are spread over, a part of its server on each; granted together.
         arguments: passed on. python: interpreter; this one when empty.
-        environment: added to its own. num_cpus: reserved.
-        num_gpus: reserved; when it is not given, one per rank if the trainers have GPUs, else none.
+        environment: added to its own. num_cpus: reserved on each node.
+        num_gpus: reserved, the same number on each node; when it is not given, one per rank if the trainers
+            have GPUs, else none.
         colocate_with: a rank, `trainer-0` for example, whose node and cores this engine shares, and the
             GPUs from that rank's on, one per rank of its own; it reserves nothing then.
         max_restarts: how often it is started again after a death; the job fails after that.
@@ -140,6 +143,7 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = "embedded"
     tensor_parallel_size: int = 1
     port: int = 0
+    num_nodes: int = 1
     arguments: tuple[str, ...] = ()
     python: str = ""
     environment: Mapping[str, str] = {}
@@ -150,7 +154,8 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         where = f"engines {self.name!r}"
-        check_numbers(self, {"tensor_parallel_size": 1, "max_restarts": 0}, where=f"{where}: ")
+        least = {"tensor_parallel_size": 1, "num_nodes": 1, "max_restarts": 0}
+        check_numbers(self, least, where=f"{where}: ")
         if not self.name or "/" in self.name:
             raise ConfigError(f"engines: name must not be empty or contain '/', got {self.name!r}")
         if ENGINES.find(self.kind).needs_port and not self.port:

@@ -9,7 +9,7 @@ import logging
 import secrets
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -18,8 +18,8 @@ import msgspec
 
 from windlass.config import ReplicaPlace
 from windlass.controller import Controller
-from windlass.engines.launch import num_engine_ranks
-from windlass.engines.spec import ENGINES, EngineOptions
+from windlass.engines.launch import checked_arguments
+from windlass.engines.spec import ENGINES, EngineOptions, options_of
 from windlass.envs import TLS_VARIABLES, TOKEN_VARIABLE, environment_value, secret_value
 from windlass.errors import ConfigError, PeerTimeout, TrainerError, WindlassError
 from windlass.jobs.config import (
@@ -270,20 +270,30 @@ class _Job:
             ended.cancel()
             insisted.cancel()
 
-    async def _guard(self, spec: ProcessSpec, role: Access, max_restarts: int) -> None:
-        """Keep a process running; a fleet goes on without a member that comes back."""
-        environment = {**spec.environment, **role_environment(self._token, role)}
-        spec = msgspec.structs.replace(spec, environment=environment)
+    async def _guard(self, parts: Sequence[ProcessSpec], role: Access, max_restarts: int) -> None:
+        """Keep the parts of a process running; a fleet goes on without a member that comes back.
+
+        When one of them ends, all are ended and started again, in another reservation.
+        """
         for restarts in itertools.count():
-            if spec.colocate_with:
+            if parts[0].colocate_with:
                 await self._trainers.ranks_started.wait()
-            await self._scheduler.start(spec)
-            status = await self._scheduler.wait(spec.name)
-            ended = f"{spec.name} ended with {status.returncode} after {restarts} restarts"
+            for spec in parts:
+                environment = {**spec.environment, **role_environment(self._token, role)}
+                await self._scheduler.start(msgspec.structs.replace(spec, environment=environment))
+            waits = [asyncio.create_task(self._scheduler.wait(spec.name)) for spec in parts]
+            try:
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+            status = next(iter(done)).result()
+            ended = f"{status.name} ended with {status.returncode} after {restarts} restarts"
             if restarts == max_restarts:
-                tail = await self._scheduler.log_tail(spec.name)
+                tail = await self._scheduler.log_tail(status.name)
                 raise WindlassError(f"{ended}; its log ends:\n{tail}")
             self._notify(f"{ended}; starting it again")
+            await asyncio.gather(*(self._scheduler.delete(spec.name) for spec in parts))
 
     # --- the work ----------------------------------------------------------------------------
 
@@ -501,14 +511,16 @@ def check_job(config: LaunchConfig) -> None:
             there is not; options of Slurm for processes that there are not.
     """
     scheduler = config.scheduler
-    specs = [*_ranks(config), *(spec for spec, _, _ in _processes(config, ""))]
+    specs = [*_ranks(config), *(spec for parts, _, _ in _processes(config, "") for spec in parts)]
     match scheduler:
         case LocalSchedulerConfig() | RaySchedulerConfig(address=""):
-            if config.trainer.num_nodes > 1:
-                raise ConfigError(
-                    "trainer.num_nodes must be 1 where the scheduler has this host alone, "
-                    f"got {config.trainer.num_nodes}"
-                )
+            engines = [(f"engines {each.name!r}: ", each.num_nodes) for each in config.engines]
+            for where, num_nodes in [("trainer.", config.trainer.num_nodes), *engines]:
+                if num_nodes > 1:
+                    raise ConfigError(
+                        f"{where}num_nodes must be 1 where the scheduler has this host alone, "
+                        f"got {num_nodes}"
+                    )
         case SlurmSchedulerConfig(host=host) | RaySchedulerConfig(address=host):
             if not is_loopback(host.rpartition(":")[0] or host):
                 _check_hosts(config)
@@ -538,6 +550,14 @@ def _check_hosts(config: LaunchConfig) -> None:
         raise ConfigError(
             f"controller.advertise_host must be an address that the nodes reach, got {reached!r}"
         )
+    for engine in config.engines:
+        told = dict(options_of(engine.arguments))
+        for option in ("--host", "--advertise-host"):
+            if is_loopback(host := told.get(option, "")):
+                raise ConfigError(
+                    f"engines {engine.name!r}: {option} must be an address that the nodes reach, "
+                    f"got {host!r}"
+                )
     transport = parse_transport(config.transport)
     if not transport.between_hosts:
         raise ConfigError(
@@ -564,8 +584,10 @@ def _ranks(config: LaunchConfig) -> list[ProcessSpec]:
     )
 
 
-def _processes(config: LaunchConfig, url: str) -> list[tuple[ProcessSpec, Access, int]]:
+def _processes(config: LaunchConfig, url: str) -> list[tuple[list[ProcessSpec], Access, int]]:
     """Engines and rollout workers of the controller at `url`, their roles, and how often each is started again.
+
+    Each is of one part or, on several nodes, one on each.
 
     Raises:
         ConfigError: see `_engine`.
@@ -575,7 +597,7 @@ def _processes(config: LaunchConfig, url: str) -> list[tuple[ProcessSpec, Access
     ]
     workers = range(config.rollout.num_workers)
     return engines + [
-        (_worker(config, n, url), Access.WORKER, MAX_WORKER_RESTARTS) for n in workers
+        ([_worker(config, n, url)], Access.WORKER, MAX_WORKER_RESTARTS) for n in workers
     ]
 
 
@@ -586,31 +608,41 @@ def _worker(config: LaunchConfig, number: int, url: str) -> ProcessSpec:
     return ProcessSpec(name=name, command=(*command, *config.rollout.worker_arguments))
 
 
-def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> ProcessSpec:
-    """Return what starts an engine: on GPUs of its own, or those from the rank's on that it is beside.
+def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> list[ProcessSpec]:
+    """Return what starts an engine on each of its nodes: on GPUs of its own, or those from the rank's on that it is beside.
 
     Raises:
-        ConfigError: an option that its launcher refuses, a place beside no rank, or GPUs that do not add up.
+        ConfigError: an option that its launcher refuses, a place beside no rank, or GPUs or nodes that do not add up.
     """
-    where, spec = f"engines {engine.name!r}", ENGINES.find(engine.kind)
-    options = EngineOptions(
-        name=engine.name,
-        model=engine.model,
-        tensor_parallel_size=engine.tensor_parallel_size,
-        transport=config.transport,
-        controller=url,
-        port=engine.port,
-        arguments=engine.arguments,
-        python=engine.python,
-    )
-    try:
-        command = spec.command(options)
-        if spec.server is None:
-            num_ranks = engine.tensor_parallel_size
-        else:
-            num_ranks = num_engine_ranks(spec, command[3:])
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+    where, spec, num_nodes = f"engines {engine.name!r}", ENGINES.find(engine.kind), engine.num_nodes
+    if num_nodes > 1 and not spec.spans_nodes:
+        raise ConfigError(f"{where}: num_nodes must be 1 for kind {engine.kind!r}, got {num_nodes}")
+    if num_nodes > 1 and engine.colocate_with:
+        raise ConfigError(f"{where}: num_nodes must be 1 with colocate_with, got {num_nodes}")
+    commands = [
+        spec.command(
+            EngineOptions(
+                name=engine.name,
+                model=engine.model,
+                tensor_parallel_size=engine.tensor_parallel_size,
+                transport=config.transport,
+                controller=url,
+                port=engine.port,
+                num_nodes=num_nodes,
+                node=node,
+                arguments=engine.arguments,
+                python=engine.python,
+            )
+        )
+        for node in range(num_nodes)
+    ]
+    num_ranks = engine.tensor_parallel_size
+    if spec.server is not None:
+        try:
+            args = checked_arguments(spec, commands[0][3:])
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        num_ranks = args.tp * args.pp * args.dp
     num_gpus, node, gpus = engine.num_gpus, 0, tuple[int, ...]()
     if engine.colocate_with:
         ranks = {rank.name: rank for rank in _ranks(config)}
@@ -637,13 +669,17 @@ def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> ProcessSpe
         raise ConfigError(
             f"{where}: num_gpus must be {num_ranks}, one for each of its ranks, got {num_gpus}"
         )
-    return ProcessSpec(
-        name=engine.name,
-        command=command,
-        environment=engine.environment,
-        num_cpus=engine.num_cpus,
-        num_gpus=num_gpus,
-        colocate_with=engine.colocate_with,
-        node=node,
-        gpus=gpus,
-    )
+    return [
+        ProcessSpec(
+            name=f"{engine.name}-node-{part}" if part else engine.name,
+            command=command,
+            environment=engine.environment,
+            num_nodes=num_nodes,
+            num_cpus=engine.num_cpus,
+            num_gpus=num_gpus // num_nodes,
+            colocate_with=engine.name if part else engine.colocate_with,
+            node=node + part,
+            gpus=gpus,
+        )
+        for part, command in enumerate(commands)
+    ]

@@ -33,7 +33,7 @@ from types import ModuleType
 from typing import Any, final
 
 from windlass.engines.join_route import JoinOrder, JoinRoute
-from windlass.engines.private_routes import PrivateRoutes, is_launched, new_key
+from windlass.engines.private_routes import App, PrivateRoutes, is_launched, new_key
 from windlass.engines.quantised import require_followed
 from windlass.engines.rank_reports import Secrets, join_fleet
 from windlass.engines.report_route import ReportRoute
@@ -42,7 +42,6 @@ from windlass.engines.sglang.spec import (
     HOOK,
     RELEASES,
     RULES,
-    RULES_OF_PLUGIN,
     SglangServer,
 )
 from windlass.engines.spec import AgentSettings, refuse_expandable_segments, refuse_settings
@@ -119,7 +118,7 @@ def _prepare(server_args: Any) -> None:
         except AttributeError as error:
             raise LookupError(name) from error
 
-    refuse_settings("SGLang", RULES if is_launched() else RULES_OF_PLUGIN, setting)
+    refuse_settings("SGLang", RULES, setting)
     if Path(settings.model_path).is_dir():
         _require_followed(settings, Path(settings.model_path))
     _set_loader(server_args, [*settings.custom_weight_loader])
@@ -132,7 +131,7 @@ def _prepare(server_args: Any) -> None:
 
     member = None if is_launched() else _Member(settings)
     reach_replicas(TokenizerControlMixin)
-    _stand_in_front(http_server, member)
+    _stand_in_front(http_server, member, control_token() if settings.nnodes > 1 else "")
     if member is not None and member.controller != WAIT:
         _call_when_warm(member.join_at_start)
 
@@ -211,16 +210,22 @@ def reach_replicas(mixin: Any) -> None:
     mixin.update_weights_from_tensor, mixin.flush_cache = update_weights_from_tensor, flush_cache
 
 
-def _stand_in_front(http_server: ModuleType, member: _Member | None) -> None:
-    """Have requests come past Windlass first, whatever else is put in front of the server later."""
+def _stand_in_front(http_server: ModuleType, member: _Member | None, token: str) -> None:
+    """Have requests come past Windlass first, whatever else is put in front of the server later.
+
+    Args:
+        http_server: SGLang's module.
+        member: None for a server that a launcher has started.
+        token: of ranks on other hosts, which report here; empty where there are none.
+    """
     app = vars(http_server)["app"]
     build: Callable[[], Any] = app.build_middleware_stack
 
     def build_behind() -> Any:
-        if member is None:
-            return PrivateRoutes(build())
-        behind = ReportRoute(PrivateRoutes(build(), member.key), member.token)
-        return JoinRoute(behind, member.token, member.join)
+        behind: App = PrivateRoutes(build(), None if member is None else member.key)
+        if token:
+            behind = ReportRoute(behind, token)
+        return behind if member is None else JoinRoute(behind, member.token, member.join)
 
     app.build_middleware_stack = build_behind
 
@@ -329,9 +334,8 @@ class _Member:
                 loaded=given.load_format != "dummy",
                 serves_own_weights=True,
             )
-            server = SglangServer(RULES_OF_PLUGIN)
             keys = self.key, given.api_key or "", given.admin_api_key or ""
-            join_fleet(server, settings, Secrets(order.token or self.token, *keys))
+            join_fleet(SglangServer(), settings, Secrets(order.token or self.token, *keys))
         finally:
             self._is_joining.release()
         _log.info("engine %s has joined the fleet of %s", settings.name, settings.controller)

@@ -23,6 +23,7 @@ from windlass.engines.spec import (
 )
 from windlass.engines.versions import EngineReleases, Feature, has, installed_version
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerUnreachable
+from windlass.net.addresses import free_port
 
 HOOK = "windlass.engines.sglang.hook.run"
 ELSEWHERE_VARIABLE = "WINDLASS_SGLANG_ELSEWHERE"
@@ -89,18 +90,11 @@ _ADAPTERS = (
     "allocate pinned memory, which torch refuses without an accelerator)"
 )
 _DRAFT = "the draft model's weights are not captured"
-_ATTENTION = (
-    "it has been shown with servers that you start yourself with WINDLASS_CONTROLLER, in a release that "
-    "has --attn-dp-size, alone"
-)
+_ATTENTION = "it has been shown in releases that have --attn-dp-size, alone"
 _APART_CONTROL = "orders reach ranks at different steps, in each of which they wait for each other"
 _EXPERTS = "experts move between ranks while it serves"
 _EXPERTS_LEAVE = "ranks come and go, and experts move with them"
 _OFFLOADED = "weights are copied to the GPU for every step"
-_HOSTS = (
-    "every rank must be on the launcher's host, where it writes what it has to say; a server that you "
-    "start yourself with WINDLASS_CONTROLLER may span several"
-)
 _APART = "prefill and decoding apart are paused in other ways, which have not been shown"
 _TOKENIZERS = (
     "an abort pause waits for the requests of one tokenizer: those of another reach the engine while "
@@ -120,7 +114,6 @@ def _rule(setting: str, allowed: tuple[object, ...], why: str) -> Rule:
     return Rule(f"--{setting.replace('_', '-')}", allowed, why, (setting,))
 
 
-_OF_LAUNCHER = (_rule("nnodes", (1,), _HOSTS), _rule("attn_dp_size", (1,), _ATTENTION))
 _CACHES = (
     _rule("hicache_storage_backend", (None,), _STORED),
     _rule("enable_lmcache", (False,), _STORED),
@@ -135,7 +128,6 @@ _CACHES = (
 """Caches of old weights that neither a namespace nor a flush reaches."""
 RULES = (
     *_CACHES,
-    *_OF_LAUNCHER,
     _rule(
         "enable_memory_saver",
         (False,),
@@ -159,24 +151,15 @@ RULES = (
     _rule("ssl_certfile", (None,), _CLEAR),
 )
 """Of a server whose ranks run an agent."""
-RULES_OF_PLUGIN = tuple(rule for rule in RULES if rule not in _OF_LAUNCHER)
-"""Of one that its user has started: its ranks on other hosts report to the server itself."""
 _SIZES = ("tp_size", "pp_size", "dp_size")
 
 
 @final
 class SglangServer:
-    """`EngineServer` of SGLang.
-
-    Args:
-        rules: that the settings of the server, once it runs, must keep to.
-    """
+    """`EngineServer` of SGLang."""
 
     ready_line = "The server is fired up"
     answers_for_all = False
-
-    def __init__(self, rules: Sequence[Rule] = RULES) -> None:
-        self._rules = rules
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         require_followed(Path(args.model), rest)
@@ -194,9 +177,13 @@ class SglangServer:
                     "--model-path",
                     args.model,
                 ),
-                *("--host", args.host, "--port", str(args.port), "--tp-size", str(args.tp)),
+                # On other nodes than the first SGLang answers its own health checks there, and nobody asks.
+                *("--host", args.host, "--port", str(free_port() if args.node_rank else args.port)),
+                *("--tp-size", str(args.tp)),
                 *(("--pp-size", str(args.pp)) if args.pp > 1 else ()),
                 *(("--dp-size", str(args.dp)) if args.dp > 1 else ()),
+                *(("--dist-init-addr", args.dist_init_addr) if args.dist_init_addr else ()),
+                *("--nnodes", str(args.nnodes), "--node-rank", str(args.node_rank)),
                 *rest,
             )
         )
@@ -208,18 +195,17 @@ class SglangServer:
 
         stages = 1
         if step is RankStep.CAPTURE:
-            stages = check_server(server, settings.world_size, self._rules)
+            stages = check_server(server, settings.world_size)
         order = Step(step, settings, folder, stages)
         order_ranks(server, order, settings.world_size, settings.join_deadline_s)
 
 
-def check_server(server: EngineHttp, world_size: int, rules: Sequence[Rule] = RULES) -> int:
+def check_server(server: EngineHttp, world_size: int) -> int:
     """Ask a server what it was set to. One that does not tell is taken as its command line said.
 
     Args:
         server: that runs.
         world_size: ranks that were announced.
-        rules: of its settings.
 
     Returns:
         Stages of its pipeline.
@@ -237,7 +223,7 @@ def check_server(server: EngineHttp, world_size: int, rules: Sequence[Rule] = RU
     if "attn_dp_size" in told:  # then the old word says no more than whether that is above 1
         told.pop("enable_dp_attention", None)
     # A setting that its release does not know is not checked.
-    refuse_settings(server.url, rules, told.__getitem__)
+    refuse_settings(server.url, RULES, told.__getitem__)
     sizes = [size if isinstance(size := told.get(name), int) else 1 for name in _SIZES]
     if told.keys() >= set(_SIZES) and math.prod(sizes) != world_size:
         raise ConfigError(
@@ -255,6 +241,7 @@ ENGINE = EngineSpec(
     rules=RULES,
     server=SglangServer(),
     needs_port=True,
+    spans_nodes=True,
     cpu_arguments=(
         *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"),
         *("--sampling-backend", "pytorch", "--disable-cuda-graph", "--skip-server-warmup"),

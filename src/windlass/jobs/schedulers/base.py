@@ -13,6 +13,7 @@ from typing import Protocol, Self
 import msgspec
 
 from windlass.config import check_numbers
+from windlass.envs import FIRST_NODE_VARIABLE
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 
 _log = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: unique within the scheduler; log file and messages carry it.
         command: argument list; never passed through a shell.
-        environment: variables added to the scheduler's own environment.
+        environment: variables added to the scheduler's own environment; where there are several nodes,
+            WINDLASS_FIRST_NODE, the address of the first of them, is added to both.
         num_nodes: nodes to reserve: all of them at once, or none.
         num_cpus: cores to reserve on each of them, where the scheduler reserves cores.
         num_gpus: GPUs to reserve on each of them.
@@ -69,6 +71,11 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
                 f"process {self.name!r}: gpus must be in [0, {reserved.num_gpus}), which are reserved "
                 f"on its node, got {missing[0]}"
             )
+
+
+def first_node(spec: ProcessSpec, address: str) -> dict[str, str]:
+    """Return the variable that tells a process of several nodes the address of the first of them."""
+    return {FIRST_NODE_VARIABLE: address} if spec.num_nodes > 1 else {}
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ import msgspec
 
 from windlass.envs import inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
-from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec
+from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, first_node
 from windlass.jobs.schedulers.local import LocalBackend
 
 MAX_CALLS = 1000
@@ -110,8 +110,18 @@ class RayBackend(ClusterBackend):
         launcher = self._launcher_of[spec.name] = self._launchers[reservation][spec.node]
         # How long it may queue is the caller's deadline on `wait_healthy`.
         await _answer(launcher.open.remote(), None)
+        told = {**spec.environment, **first_node(spec, self._address_of(reservation))}
+        spec = msgspec.structs.replace(spec, environment=told)
         pid: int = await _answer(launcher.launch.remote(reservation, spec))
         return pid
+
+    def _address_of(self, reservation: str) -> str:
+        """Of the first node of what was granted."""
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        first = placement_group_table(self._groups[reservation])["bundles_to_node_id"][0]
+        return next(str(n["NodeManagerAddress"]) for n in ray.nodes() if n["NodeID"] == first)
 
     async def wait(self, name: str) -> int:
         code: int = await _answer(self._launcher_of[name].wait.remote(name), None)

@@ -33,7 +33,7 @@ import msgspec
 from windlass.envs import inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
 from windlass.jobs.schedulers import parent_watchdog
-from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec
+from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, first_node
 from windlass.jobs.schedulers.local import LocalBackend
 
 COMMAND_DEADLINE_S = 30.0
@@ -109,11 +109,12 @@ class SlurmSchedulerConfig(
 
 @dataclass(slots=True)
 class _Job:
-    """`is_known`: the lease was taken, or the job ended before that."""
+    """`is_known`: the lease was taken, from the first node at `address`, or the job ended before that."""
 
     client: asyncio.subprocess.Process
     num_cpus: int
     lease: asyncio.StreamWriter | None = None
+    address: str = ""
     failure: str = ""
     is_known: asyncio.Event = field(default_factory=asyncio.Event)
     watch: asyncio.Task[None] | None = None
@@ -207,7 +208,7 @@ class SlurmBackend(ClusterBackend):
             writer.close()
             return
         parent_watchdog.keep_alive(writer.get_extra_info("socket"))
-        job.lease = writer
+        job.lease, job.address = writer, writer.get_extra_info("peername")[0]
         job.is_known.set()
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
@@ -230,7 +231,7 @@ class SlurmBackend(ClusterBackend):
                 f"--cpus-per-task={job.num_cpus}",
                 *(*options.srun_options, "--", *sees, *options.prefix, *spec.command),
             ),
-            environment=spec.environment,
+            environment={**spec.environment, **first_node(spec, job.address)},
         )
         return await self._clients.launch(reservation, client)
 
