@@ -148,6 +148,22 @@ async def test_ranks_over_two_nodes_find_each_other_and_have_gpus_of_their_own(
     assert shown[0] == f"{gpus[2]},{gpus[3]}"
 
 
+async def test_processes_of_several_nodes_are_told_the_address_of_the_first(
+    cluster: str, tmp_path: Path
+) -> None:
+    show = (sys.executable, "-c", "import os; print(os.environ.get('WINDLASS_FIRST_NODE'))")
+    first = ProcessSpec(name="first", command=show, num_nodes=2)
+    second = msgspec.structs.replace(first, name="second", colocate_with="first", node=1)
+    async with opened(cluster, tmp_path) as scheduler:
+        said = []
+        for spec in (first, second, ProcessSpec(name="alone", command=show)):
+            await scheduler.start(spec)
+            assert (await asyncio.wait_for(scheduler.wait(spec.name), 30)).returncode == 0
+            said.append((await scheduler.log_tail(spec.name)).strip())
+    address = cluster.rpartition(":")[0] or "127.0.0.1"
+    assert said == [address, address, "None"]
+
+
 async def test_a_gang_is_granted_whole_or_waits(cluster: str, tmp_path: Path) -> None:
     async with opened(cluster, tmp_path) as scheduler:
         await scheduler.start(gang("holds", 3, num_nodes=1))

@@ -11,7 +11,7 @@ from windlass.cli.main import main
 from windlass.config import DiskBackend, UpdateMode
 from windlass.errors import ConfigError
 from windlass.jobs import load_config
-from windlass.jobs.launch import check_job
+from windlass.jobs.launch import _processes, check_job
 from windlass.jobs.recipe import load_recipe
 from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 
@@ -37,7 +37,7 @@ def test_the_example_is_valid_and_here_is_its_folder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks", "num_engines"), [("slurm.toml", 4, 2), ("slurm-32-hosts.toml", 128, 16)]
+    ("name", "num_ranks", "num_engines"), [("slurm.toml", 4, 2), ("slurm-32-hosts.toml", 128, 8)]
 )
 def test_the_examples_of_several_nodes_are_valid(
     name: str, num_ranks: int, num_engines: int
@@ -293,3 +293,22 @@ def test_what_can_start_is_not_refused(
     tmp_path: Path, changes: tuple[tuple[str, str], ...]
 ) -> None:
     check_job(load_config(write(tmp_path, *changes)))
+
+
+def test_an_engine_of_two_nodes_is_one_reservation_with_a_part_of_its_server_on_each() -> None:
+    config = load_config(EXAMPLE.with_name("slurm-32-hosts.toml"))
+    parts, _, _ = _processes(config, "http://10.0.0.1:1")[0]
+    first, second = parts
+    assert (first.name, second.name) == ("engine-0", "engine-0-node-1")
+    assert (first.colocate_with, second.colocate_with) == ("", "engine-0")
+    assert [(part.num_nodes, part.node, part.num_gpus) for part in parts] == [(2, 0, 8), (2, 1, 8)]
+    for node, part in enumerate(parts):
+        assert part.command[-4:] == ("--nnodes", "2", "--node-rank", str(node))
+        assert part.gpus == ()
+
+
+def test_an_engine_that_has_no_parts_is_on_one_node(tmp_path: Path) -> None:
+    changes = SLURM, REACHED, ('name = "engine-a"', 'name = "engine-a"\nnum_nodes = 2')
+    config = load_config(write(tmp_path, *changes))
+    with pytest.raises(ConfigError, match=r"num_nodes must be 1 for kind 'embedded', got 2"):
+        check_job(config)

@@ -58,6 +58,7 @@ RUN: Mapping[str, str] = {
     r"python -m windlass.engines.vllm .* --dp 2 .*": LIVE,
     r"python -m windlass.engines.vllm .* --adapter .*": "tests/engines/test_live_adapters.py::test_an_updated_adapter_is_a_freshly_loaded_one",
     r"python -m windlass.engines.vllm --attach .*": "tests/engines/test_attach_killed.py::test_an_attach_that_died_is_made_again",
+    r"python -m windlass.engines.sglang .* --nnodes 2 .*": "tests/jobs/test_engine_nodes.py::test_an_engine_over_two_nodes_is_one_engine",
     r"python -m windlass.engines.(vllm|sglang) --name \w --model DIR .*": LIVE,
     r"python -m windlass.engines.embedded .* --controller URL": EXAMPLES,
     r"python -m windlass.engines.embedded .* --port 8100": "tests/engines/test_embedded_engine.py::test_the_version_is_on_every_token",

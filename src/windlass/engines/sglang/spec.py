@@ -90,7 +90,7 @@ _ADAPTERS = (
     "allocate pinned memory, which torch refuses without an accelerator)"
 )
 _DRAFT = "the draft model's weights are not captured"
-_ATTENTION = "it has been shown in releases that have --attn-dp-size, alone"
+_ATTENTION = "it has been shown as --attn-dp-size, in releases that have it, alone"
 _APART_CONTROL = "orders reach ranks at different steps, in each of which they wait for each other"
 _EXPERTS = "experts move between ranks while it serves"
 _EXPERTS_LEAVE = "ranks come and go, and experts move with them"

@@ -1,0 +1,166 @@
+"""A job whose engine is a real SGLang over two nodes of a real Slurm: updated, killed on one of them, started again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from servers import FLAGS, ROOT, VENVS, Layout, Server, save
+from slurm_cluster import missing_reason, slurm_cluster
+
+from windlass.controller import Controller
+from windlass.engines.sglang.spec import HOOK
+from windlass.jobs import Recipe, Task, load_config
+from windlass.jobs.config import LaunchConfig
+from windlass.jobs.launch import run_job
+from windlass.jobs.schedulers.base import Scheduler
+from windlass.net.addresses import free_port
+from windlass.rollout import RolloutGroup
+from windlass.rollout.messages import TrainingSample
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.engines,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(missing_reason()), reason=missing_reason()),
+    pytest.mark.skipif(
+        not (VENVS["sglang"] / "bin/python").exists(),
+        reason=f"SGLang is not installed: {VENVS['sglang']}",
+    ),
+]
+PARTS = ("engine", "engine-node-1")
+JOB = """
+steps = 3
+output_dir = "{folder}/out"
+transport = "auto"
+start_deadline_s = 400.0
+
+[environment]
+PYTHONPATH = "{root}/src:{root}/tests/support"
+HF_HUB_OFFLINE = "1"
+TOKENIZERS_PARALLELISM = "false"
+
+[scheduler]
+kind = "slurm"
+host = "127.0.0.1"
+
+[recipe]
+file = "{root}/examples/launch/recipe.py"
+
+[trainer]
+script = "{root}/tests/support/saving_rank.py"
+arguments = ["{folder}"]
+
+[[engines]]
+name = "engine"
+kind = "sglang"
+model = "{folder}/0.model"
+port = {port}
+tensor_parallel_size = 2
+num_nodes = 2
+python = "{python}"
+arguments = {arguments}
+environment = {{ SGLANG_USE_CPU_ENGINE = "1", SGLANG_HOST_IP = "127.0.0.1", SGLANG_CPU_OMP_THREADS_BIND = "0|1", GLOO_SOCKET_IFNAME = "lo" }}
+
+[rollout]
+groups_per_step = 1
+samples_per_group = 2
+num_workers = 0
+batch_deadline_s = 400.0
+sampling = {{ max_new_tokens = 8, ignore_eos = true }}
+
+[update]
+mode = "staged"
+"""
+
+
+class Watching(Recipe):
+    """Has the second node's part of the engine killed before the second step.
+
+    Attributes:
+        held: digests of both ranks before each step, and those of a fresh load of what was published last.
+        versions: of the tokens that each step trains on.
+    """
+
+    def __init__(self, folder: Path, server: Server) -> None:
+        self._folder, self._server = folder, server
+        self.held: list[tuple[list[dict[str, str]], list[dict[str, str]]]] = []
+        self.versions: list[set[int]] = []
+
+    def tasks(self) -> Iterator[Task]:
+        for number in itertools.count():
+            yield Task(prompt_ids=(1, 2, number % 60))
+
+    def rewards(self, group: RolloutGroup) -> Sequence[float]:
+        return [1.0] * len(group.rollouts)
+
+    def started(self, config: LaunchConfig, controller: Controller, scheduler: Scheduler) -> None:
+        self._scheduler, self._controller = scheduler, controller
+
+    async def before_step(self, step: int, samples: Sequence[TrainingSample]) -> None:
+        published = self._controller.coordinator.fleet.published
+        self.held.append(
+            (
+                await asyncio.to_thread(self._server.digests),
+                await asyncio.to_thread(
+                    self._server.digests_of_fresh_load, self._folder / str(published)
+                ),
+            )
+        )
+        self.versions.append({v for s in samples for v in s.versions})
+        if step == 1:
+            await self._kill_a_part()
+
+    async def _kill_a_part(self) -> None:
+        """Return once the engine, which has left the fleet, is in it again."""
+        coordinator = self._controller.coordinator
+        gone, back = asyncio.Event(), asyncio.Event()
+
+        def look() -> None:
+            if coordinator.fleet.missing(1, ["engine"]):
+                gone.set()
+            elif gone.is_set():
+                back.set()
+
+        coordinator.subscribe(look)
+        await self._scheduler.signal(PARTS[1], signal.SIGKILL)
+        await back.wait()
+
+
+async def test_an_engine_over_two_nodes_is_one_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every version that it serves is what a fresh load of it is, on both nodes, before and after it is started again."""
+    save("dense", 1, tmp_path / "0.model")
+    (tmp_path / "0.model" / "config.json").rename(tmp_path / "0.json")
+    (tmp_path / "0.model" / "config.json").write_text((tmp_path / "0.json").read_text())
+    port = free_port()
+    arguments = [*FLAGS["sglang"], "--custom-weight-loader", HOOK, "sglang_fresh.run"]
+    job = tmp_path / "job.toml"
+    job.write_text(
+        JOB.format(
+            folder=tmp_path, root=ROOT, port=port, arguments=arguments,
+            python=VENVS["sglang"] / "bin/python",
+        )
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    server = Server(SimpleNamespace(), url, "sglang", Layout(tp=2), tmp_path)  # type: ignore[arg-type]
+    recipe, said = Watching(tmp_path, server), list[str]()
+    (tmp_path / "slurm").mkdir()
+    with slurm_cluster(tmp_path / "slurm", num_nodes=2) as conf:
+        monkeypatch.setenv("SLURM_CONF", str(conf))
+        summary = await run_job(load_config(job), notify=said.append, recipe=recipe)
+    assert (summary.steps, summary.version) == (3, 3)
+    assert len(recipe.held) == 3
+    for held, afresh in recipe.held:
+        assert len(held) == 2
+        assert held == afresh
+    assert len({str(held) for held, _ in recipe.held}) == 3
+    restarts = [line for line in said if "starting it again" in line]
+    assert len(restarts) == 1
+    assert restarts[0].startswith(PARTS)
