@@ -300,10 +300,7 @@ class Scheduler:
         process = self._process(name)
         if process.is_running:
             for number in (signal.SIGTERM, signal.SIGCONT):  # a stopped one cannot end itself
-                try:
-                    await self._backend.signal(name, number)
-                except WindlassError as error:  # its reservation is released all the same
-                    _log.warning("%s: not signalled: %s", name, error)
+                await self._try_signal(name, number)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await process.ended.wait()
@@ -311,7 +308,7 @@ class Scheduler:
         if all(other.reservation != process.reservation for other in self._processes.values()):
             await self._backend.release(process.reservation)
         elif process.pid:
-            await self._backend.signal(name, signal.SIGKILL)
+            await self._try_signal(name, signal.SIGKILL)
         if not process.pid:
             process.task.cancel()  # still queued
         # One that hangs in the kernel (a file system that is gone) ends when that lets it.
@@ -320,6 +317,13 @@ class Scheduler:
             _log.error("%s was killed and has not ended within %s s", name, END_DEADLINE_S)
             process.task.cancel()
             await asyncio.wait(pending)
+
+    async def _try_signal(self, name: str, number: int) -> None:
+        """One whose node is gone, or whose reservation was released meanwhile, has ended with it."""
+        try:
+            await self._backend.signal(name, number)
+        except WindlassError as error:
+            _log.warning("%s: not signalled: %s", name, error)
 
     async def close(self, *, grace_s: float = 5.0) -> None:
         """End every process, side by side: terminate, wait `grace_s`, kill. Idempotent."""
