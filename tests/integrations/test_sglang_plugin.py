@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import TOKEN, Layout, Server, require_private, save, traffic
+from servers import TOKEN, Layout, Server, require_private, save, serving, traffic
 from sglang_servers import (
     ENGINE_TOKEN,
     JOIN_S,
@@ -168,6 +168,21 @@ async def test_a_server_whose_attention_is_data_parallel_is_updated_while_it_ans
                 assert (await asyncio.to_thread(ask_to_join, server, order))[0] == 200
                 await publish(server, ranks, controller, version, tmp_path, busy=(0, 1))
                 check_answer(server, tmp_path / str(version), version, replica=1)
+
+
+async def test_the_same_of_a_server_that_a_launcher_has_started(tmp_path: Path) -> None:
+    old, log = save("dense", 1, tmp_path / "old"), tmp_path / "server.log"
+    config = ControlConfig(mode=UpdateMode.STAGED, pause_mode=PauseMode.RETRACT)
+    started = serving(
+        "sglang", old, log, layout=Layout(tp=2, attn_dp=2), flags=("--attn-dp-size", "2")
+    )
+    with started as server, training(FSDP, "dense", old) as ranks:
+        assert server.digests() == server.digests_of_fresh_load(old)
+        async with windlass.Controller(token=TOKEN, config=config) as controller:
+            await asyncio.to_thread(server.join, controller.url, "cma")
+            await publish(server, ranks, controller, 1, tmp_path)
+            await publish(server, ranks, controller, 2, tmp_path, busy=(0, 1))
+            check_answer(server, tmp_path / "2", 2, replica=1)
 
 
 async def fail_the_first_version(server: Server, folder: Path) -> None:
