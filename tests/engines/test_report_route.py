@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +108,21 @@ async def test_a_report_without_proof_or_that_was_changed_is_refused() -> None:
 def test_a_report_is_left_nowhere_but_where_it_is_waited_for(tmp_path: Path) -> None:
     with RankReports(1) as reports:
         gone = reports.folder
-    for folder in (gone, str(tmp_path)):
+    (elsewhere := tmp_path / Path(gone).name).mkdir(0o700)
+    with RankReports(1) as open_to_all, socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(elsewhere / "sent"))
+        Path(open_to_all.folder).chmod(0o755)
+        refuse_all([gone, str(tmp_path), str(elsewhere), open_to_all.folder])
+    elsewhere.joinpath("sent").unlink()
+    elsewhere.rmdir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def refuse_all(folders: Sequence[str]) -> None:
+    for folder in folders:
         report = Report(folder, 3, failed=False, body=b"")
         status, answer = asyncio.run(tell(encoded(report, SECRET)))
         assert (status, answer) == (410, {"error": "rank 3: nobody waits for its report"})
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
