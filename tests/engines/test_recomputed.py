@@ -25,8 +25,8 @@ from windlass.engines.capture.codes import (
     checkpoint_specs,
     checkpoint_tensors,
 )
-from windlass.engines.capture.dependence import Search
 from windlass.engines.capture.description import Captured
+from windlass.engines.capture.recompute import Search
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.spec import AgentSettings
 from windlass.errors import PeerTimeout, UnsupportedLayout, WindlassError

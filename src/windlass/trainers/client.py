@@ -83,14 +83,9 @@ class PendingUpdate:
             RoundAborted: not published, with the reason; the old version goes on being served.
             PeerTimeout: no end within `deadline_s`; ask again, or that of `begin_publish` has passed.
         """
-        try:
-            return self._report.result(deadline_s)
-        except TimeoutError as error:
-            if isinstance(error, PeerTimeout):
-                raise
-            raise PeerTimeout(
-                f"version {self.version}: no end of the round within {deadline_s} s"
-            ) from None
+        if not wait([self._report], deadline_s).done:
+            raise PeerTimeout(f"version {self.version}: no end of the round within {deadline_s} s")
+        return self._report.result()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,10 +252,9 @@ class TrainerClient(Closing):
         until_over = self._begin("begin_publish", version, deadline_s, copied)
         pending = PendingUpdate(version, self._background.submit(until_over))
         pending.when_done(copied.set)
-        if not copied.wait(deadline_s + MARGIN_S):
+        if not (in_time := copied.wait(deadline_s + MARGIN_S)):
             self._sender.end_version()  # a copy that is under way still reads the weights
-            pending.result(deadline_s=MARGIN_S)
-        elif pending.done():
+        if not in_time or pending.done():
             pending.result(deadline_s=MARGIN_S)
         pending.stood_s, pending.copy = time.perf_counter() - began, self._sender.copy_times
         return pending

@@ -63,6 +63,9 @@ class Snapshot:
         copies: whether bytes are kept, too: a copy of every tensor that the model reaches, on its
             device where that has room, else on the host. What a GPU still holds is not written again.
         parameters: whether those of parameters are among them; scalars are in any case.
+
+    Attributes:
+        prints: fingerprints of what tensors held, by the names of `held_by`; none without copies.
     """
 
     def __init__(
@@ -90,7 +93,22 @@ class Snapshot:
                 for name, holding in distinct((*tensors_of(model), *others), ignored).items()
                 if parameters or holding.kind is not Kind.PARAMETER or not holding.tensor.dim()
             }
-        self._bytes = _KeptBytes(held)
+        self._keep_bytes(held)
+
+    def _keep_bytes(self, held: Mapping[str, Holding]) -> None:
+        """Keep copies; what a GPU has no room for goes to the host by way of pinned memory."""
+        self._memories = {name: holding.memory() for name, holding in held.items()}
+        self.prints = {name: fingerprint(memory) for name, memory in self._memories.items()}
+        on_gpu = {n: memory for n, memory in self._memories.items() if memory.is_cuda}
+        nbytes = sum(memory.nbytes for memory in on_gpu.values())
+        roomy = not nbytes or nbytes < torch.cuda.mem_get_info()[0] // 2
+        self._moved = [] if roomy else list(on_gpu)
+        self._copies = {
+            name: memory.clone()
+            for name, memory in self._memories.items()
+            if roomy or not memory.is_cuda
+        }
+        self._on_host = HostCopies([on_gpu[name] for name in self._moved]) if self._moved else None
 
     def _keep(self, item: object, kind: _Kind) -> None:
         if kind.has_dict:
@@ -105,11 +123,6 @@ class Snapshot:
             if isinstance(item, container):
                 self._kept.append((_refill, item, container(item)))
 
-    @property
-    def prints(self) -> Mapping[str, int]:
-        """Return fingerprints of what tensors held, by the names of `held_by`; none without copies."""
-        return self._bytes.prints
-
     def restore(self) -> None:
         """Put everything back. Idempotent."""
         for container in self._empty:
@@ -118,7 +131,15 @@ class Snapshot:
             restore(item, held)
         for tensor in self._tensors:
             tensor.restore()
-        self._bytes.restore()
+        # Tensors that were made in inference mode are written in it only; others may be.
+        with torch.inference_mode():
+            for name, copy in self._copies.items():
+                self._memories[name].copy_(copy)
+        if self._on_host is not None:
+            changed = (fingerprint(self._memories[n]) != self.prints[n] for n in self._moved)
+            self._on_host.restore([index for index, differs in enumerate(changed) if differs])
+        if any(memory.is_cuda for memory in self._memories.values()):
+            torch.cuda.synchronize()  # the engine's next step may run on another stream
 
 
 def _refill(container: Any, kept: Any) -> None:
@@ -151,48 +172,6 @@ def undone_if_it_fails(load: Load, model: torch.nn.Module) -> Load:
             raise
 
     return guarded
-
-
-@final
-class _KeptBytes:
-    """Copies of tensors' memory, and their fingerprints.
-
-    Large memory of a GPU that has no room for copies goes to the host by way of pinned memory.
-    """
-
-    def __init__(self, held: Mapping[str, Holding]) -> None:
-        self._memories = {name: holding.memory() for name, holding in held.items()}
-        self.prints = {name: fingerprint(memory) for name, memory in self._memories.items()}
-        on_gpus = [memory for memory in self._memories.values() if memory.is_cuda]
-        nbytes = sum(memory.nbytes for memory in on_gpus)
-        roomy = not nbytes or nbytes < torch.cuda.mem_get_info()[0] // 2
-        self._moved: dict[torch.device, list[str]] = {}
-        self._copies: dict[str, torch.Tensor] = {}
-        for name, memory in self._memories.items():
-            if roomy or not memory.is_cuda:
-                self._copies[name] = memory.clone()
-            else:
-                self._moved.setdefault(memory.device, []).append(name)
-        self._on_host = {
-            device: HostCopies([self._memories[name] for name in names])
-            for device, names in self._moved.items()
-        }
-
-    def restore(self) -> None:
-        """Write what has another fingerprint, and wait for it."""
-        # Tensors that were made in inference mode are written in it only; others may be.
-        with torch.inference_mode():
-            for name, copy in self._copies.items():
-                self._memories[name].copy_(copy)
-        for device, names in self._moved.items():
-            changed = [
-                index
-                for index, name in enumerate(names)
-                if fingerprint(self._memories[name]) != self.prints[name]
-            ]
-            self._on_host[device].restore(changed)
-        if any(memory.is_cuda for memory in self._memories.values()):
-            torch.cuda.synchronize()  # the engine's next step may run on another stream
 
 
 @final

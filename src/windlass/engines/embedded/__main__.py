@@ -39,16 +39,14 @@ def main() -> NoReturn:
     parser = argparse.ArgumentParser(prog="windlass.engines.embedded", description=__doc__)
     parser.add_argument("--name", required=True)
     parser.add_argument("--model", required=True, help="configuration JSON or checkpoint folder")
-    parser.add_argument("--tp", type=int, default=1, dest="tensor_parallel_size")
-    parser.add_argument("--dtype", type=DType, default=DType.FLOAT32, choices=DTYPES)
+    parser.add_argument("--tp", type=int, dest="tensor_parallel_size")
+    parser.add_argument("--dtype", type=DType, choices=DTYPES)
     parser.add_argument("--controller", default="", help="address of the controller")
-    parser.add_argument("--transport", default="auto")
-    parser.add_argument("--host", default="", help="to bind; see docs/hosts.md")
-    parser.add_argument("--advertise-host", default="", help="what others connect to")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-batch", type=int, default=64)
-    parser.add_argument("--max-positions", type=int, default=64)
+    parser.add_argument("--transport")
+    parser.add_argument("--host", help="to bind; see docs/hosts.md")
+    parser.add_argument("--advertise-host", help="what others connect to")
+    for name in ("--port", "--seed", "--max-batch", "--max-positions"):
+        parser.add_argument(name, type=int)
     parser.add_argument("--follow", nargs=3, metavar=("RANK", "STORE_PORT", "SETTINGS"),
                         help=argparse.SUPPRESS)  # fmt: skip
     args = parser.parse_args()
@@ -57,7 +55,7 @@ def main() -> NoReturn:
         if args.follow is not None:
             _follow(int(args.follow[0]), int(args.follow[1]), args.follow[2])
         args.host = args.host or own_address(args.controller)
-        given = {name: vars(args)[name] for name in EngineSettings.__struct_fields__}
+        given = {n: v for n, v in vars(args).items() if v is not None}  # the rest has defaults
         _lead(EngineSettings(**given))
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
