@@ -119,9 +119,11 @@ class Snapshot:
             return
         if isinstance(item, torch.Tensor):
             self._tensors.append(_KeptTensor.of(item))
+            return
         for container in (dict, list, set, deque):
             if isinstance(item, container):
                 self._kept.append((_refill, item, container(item)))
+                return
 
     def restore(self) -> None:
         """Put everything back. Idempotent."""
