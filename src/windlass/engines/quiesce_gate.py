@@ -37,11 +37,8 @@ class QuiesceGate:
         to run on would be to serve weights that may be torn. The agent ends the pause when it loses
         its controller, unless they may be, or none were ever published.
 
-        Args:
-            pause_id: that the loop is blocked for.
-            deadline_s: for the agent to ask.
-            longest_s: where the engine itself is paused, so that its loop runs no step after this
-                either: the loop leaves this long after it was asked, whatever happens.
+        `deadline_s`: for the agent to ask. `longest_s`: where the engine itself is paused, so that its loop runs no
+        step after this either: the loop leaves this long after it was asked, whatever happens.
         """
         with self._changed:
             self._blocked = True

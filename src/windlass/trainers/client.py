@@ -217,8 +217,7 @@ class TrainerClient(Closing):
     def publish_soon(self, version: int, *, deadline_s: float = 600.0) -> Future[UpdateReport]:
         """As `publish`, but return at once: the weights must not change until the future is done.
 
-        Collective: every trainer rank calls it with the same version. Weights are made whole in the
-        calling thread, before it returns.
+        Weights are made whole in the calling thread, before it returns.
 
         Raises:
             ConfigError: `version` is no integer >= 0, or a version is still being published.
@@ -229,15 +228,11 @@ class TrainerClient(Closing):
     def begin_publish(self, version: int, *, deadline_s: float = 600.0) -> PendingUpdate:
         """As `publish`, but return once the weights are copied: they may change, move or go away.
 
-        Collective: every trainer rank calls it with the same version. Ranks that go on earlier than
-        others are no harm. The next `begin_publish` or `publish` must wait for the result.
+        Ranks that go on earlier than others are no harm. The next `begin_publish` or `publish` must wait for the
+        result, whose round is to end within `deadline_s` from now.
         Blocking: until the fleet is there and this rank's part is copied and packed. On a GPU the copy
         comes after what this thread has queued in its current stream, and no other stream is waited for
         (packing, over a network, and comparing replicas with other ranks wait for all); whatever is queued after the return comes after the copy.
-
-        Args:
-            version: greater than every version published before.
-            deadline_s: how long to wait for the round to end, from now.
 
         Raises:
             ConfigError: no replica was asked for (`connect_trainer`), `version` is no integer >= 0,

@@ -7,9 +7,8 @@ come from the layers themselves, so any pipeline layout is understood.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -220,7 +219,7 @@ def _chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> tuple[torc
 
 
 def _lazily_gathered(chunks: Sequence[torch.nn.Module]) -> Iterator[DistributedDataParallel]:
-    for wrapper in itertools.chain.from_iterable(map(_wrappers, chunks)):
+    for wrapper in _wrappers(chunks):
         if isinstance(wrapper, DistributedDataParallel):
             options = wrapper.ddp_config
             if options.use_distributed_optimizer and options.overlap_param_gather:
@@ -229,7 +228,7 @@ def _lazily_gathered(chunks: Sequence[torch.nn.Module]) -> Iterator[DistributedD
 
 def _refuse_wrappers(chunks: Sequence[torch.nn.Module]) -> None:
     """Refuse what `make_whole` cannot make whole, or what no naming table describes."""
-    for wrapper in itertools.chain.from_iterable(map(_wrappers, chunks)):
+    for wrapper in _wrappers(chunks):
         if isinstance(wrapper, FullyShardedDataParallel | TorchFullyShardedDataParallel):
             raise UnsupportedLayout(
                 f"model must not be wrapped in {type(wrapper).__name__}: it cuts parameters over "
@@ -244,18 +243,13 @@ def _refuse_wrappers(chunks: Sequence[torch.nn.Module]) -> None:
 
 def megatron_coords() -> Coords:
     """This rank on the axes that cut parameters, from Megatron's own state."""
+    state = parallel_state
     return Coords(
-        tp=(
-            int(parallel_state.get_tensor_model_parallel_rank()),
-            int(parallel_state.get_tensor_model_parallel_world_size()),
-        ),
-        ep=(
-            int(parallel_state.get_expert_model_parallel_rank()),
-            int(parallel_state.get_expert_model_parallel_world_size()),
-        ),
+        tp=(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
+        ep=(state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()),
         etp=(
-            int(parallel_state.get_expert_tensor_parallel_rank()),
-            int(parallel_state.get_expert_tensor_parallel_world_size()),
+            state.get_expert_tensor_parallel_rank(),
+            state.get_expert_tensor_parallel_world_size(),
         ),
     )
 
@@ -294,16 +288,17 @@ def _held(
                 yield name, buffer
 
 
-def _wrappers(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Data-parallel, precision and compile wrappers from the outside in, and last the model."""
-    inner: torch.nn.Module | None = chunk
-    while inner is not None:
-        yield inner
-        inner = inner._modules.get("module", inner._modules.get("_orig_mod"))
+def _wrappers(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    """Of each chunk the data-parallel, precision and compile wrappers from the outside in, and last the model."""
+    for chunk in chunks:
+        inner: torch.nn.Module | None = chunk
+        while inner is not None:
+            yield inner
+            inner = inner._modules.get("module", inner._modules.get("_orig_mod"))
 
 
 def _unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
-    return list(_wrappers(chunk))[-1]
+    return list(_wrappers([chunk]))[-1]
 
 
 def _layer_numbers(chunk: torch.nn.Module) -> dict[str, int]:

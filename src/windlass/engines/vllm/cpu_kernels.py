@@ -9,25 +9,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from windlass.errors import UnsupportedLayout
 
 
-class _Layer(Protocol):
-    weight: torch.Tensor
-    cpu_linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-
 def multiply_by_parameters(applies: Callable[[], bool] = lambda: True) -> None:
     """Have this worker's linear layers read their parameters. Called before its model is loaded.
 
-    Outside a worker of vLLM on a CPU it does nothing.
-
-    Args:
-        applies: whether to, asked for every layer while the model is loaded; vLLM packs where not.
+    Outside a worker of vLLM on a CPU it does nothing. Where `applies`, asked for every layer while the model is
+    loaded, says no, vLLM packs.
 
     Raises:
         UnsupportedLayout: not now, but while the model is loaded: the weight of a convolution was packed
@@ -44,7 +37,7 @@ def multiply_by_parameters(applies: Callable[[], bool] = lambda: True) -> None:
 
     pack = utils.dispatch_cpu_unquantized_gemm
 
-    def dispatch(layer: _Layer, remove_weight: bool) -> None:
+    def dispatch(layer: Any, remove_weight: bool) -> None:
         if not applies():
             pack(layer, remove_weight)
             return
