@@ -95,12 +95,9 @@ _accept_errors = _AcceptErrors()
 
 @final
 class Listener:
-    """Accepts connections for an aiohttp application, with TLS where this process requires it.
+    """Accepts connections for an aiohttp application that is set up, with TLS where `tls` is given.
 
-    Args:
-        runner: of the application; set up.
-        bound: owned by the listener from here on.
-        tls: of the server; None for plain connections.
+    It owns `bound` from here on.
     """
 
     def __init__(

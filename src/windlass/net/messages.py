@@ -23,12 +23,9 @@ encode = msgspec.msgpack.Encoder().encode
 
 @final
 class Codec(Generic[T_co]):
-    """Reads messages of one type.
+    """Reads messages of one type, or of a union of tagged types, that errors call `name`.
 
-    Args:
-        kind: the type, or a union of tagged types.
-        name: of such a message, for errors.
-        max_nbytes: longer messages are refused before they are decoded.
+    Messages longer than `max_nbytes` are refused before they are decoded.
     """
 
     __slots__ = ("_decoder", "_name", "max_nbytes")

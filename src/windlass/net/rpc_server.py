@@ -68,12 +68,8 @@ async def serve(
 ) -> web.WebSocketResponse:
     """Serve one connection until it ends; what one peer does wrong touches no other.
 
-    Args:
-        request: of the connection.
-        owner: of the connections of this route.
-        codec: of what its peers send.
-        heartbeat_s: for the first frame to come, each part of it; and for a ping to be answered.
-        max_nbytes: of a frame.
+    Each part of the first frame has `heartbeat_s` to come, and so has the answer to a ping. No frame may
+    be of more than `max_nbytes`.
     """
     # Large frames come in parts; and compressed ones would be a thousandth of what they become.
     socket = web.WebSocketResponse(

@@ -182,10 +182,6 @@ class BatchQueue:
 class BatchClient(Closing):
     """Asks the controller for this rank's shard of a step's batch; used by one thread.
 
-    Args:
-        url: base URL of the controller.
-        token: shared secret.
-
     Raises:
         ConfigError: not an http(s) URL, or no header can carry the token.
     """

@@ -62,8 +62,6 @@ class Lifecycle:
     The only writer of records, groups, counts and of the staleness policy.
 
     Args:
-        policy: admission and consumption bounds.
-        config: limits.
         withdraw: takes a running attempt back from its worker.
         work_changed: called when something may be dispatched or admitted.
 

@@ -110,8 +110,6 @@ class LocalWorker(Worker):
     completions; a worker process keeps that apart.
 
     Args:
-        hello: identity and limit.
-        workflows: user code by name.
         on_outcomes: given the outcome of every attempt. Raises `RolloutError` if it cannot be used now;
             it is kept, and given again by `deliver`.
         token: the owner's secret; engines are shown the one that it gives rollout clients.

@@ -85,11 +85,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
     `MAX_IN_FLIGHT` batches are not acknowledged; those that end meanwhile form the next batch. So the
     batch grows with the load, and nobody waits for a timer.
 
-    Args:
-        settings: `controller`, name and times.
-        token: shown to the controller.
-        engine_session: carries the engines' token; no limit on connections.
-        workflows: user code by name.
+    `engine_session` carries the engines' token, and has no limit on connections.
 
     Raises:
         ConfigError, ProtocolError: an address, a token, a number or a name that is none.
@@ -330,11 +326,8 @@ async def run_worker(
 ) -> bool:
     """Work until SIGTERM or SIGINT, or until the controller has been gone too long.
 
-    Args:
-        settings: see there.
-        token: the owner's secret, or the token of role worker.
-        workflows: user code by name.
-        engine_token: shown to engines; derived from `token`, for role client, when empty.
+    `token` is the owner's secret, or that of role worker. Engines are shown `engine_token`; where that is
+    empty, what is derived from `token` for role client.
 
     Returns:
         True after a signal, False when the controller was gone.

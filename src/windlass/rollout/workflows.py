@@ -149,11 +149,8 @@ def encode_value(what: str, value: object) -> bytes:
 class Attempts:
     """Attempts of one worker, a process of its own or the controller's event loop.
 
-    Args:
-        session: towards engines; without a limit on connections.
-        workflows: user code by name.
-        hello: of the worker; at most `max_concurrent` attempts run at a time.
-        ended: called with the outcome of every attempt, however it ended.
+    `session` has no limit on connections; `ended` is called with the outcome of every attempt, however it
+    ended.
 
     Attributes:
         running: (task_id, attempt) -> the task that runs it.

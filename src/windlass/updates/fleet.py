@@ -151,9 +151,6 @@ class Group:
 class Fleet:
     """The registry. The coordinator is its only writer.
 
-    Args:
-        quarantined: processes that are not written again.
-
     Attributes:
         published: the version that the fleet serves; -1 before the first.
         lineage: of the run that it belongs to: what an engine has from another one is no version here,

@@ -383,9 +383,7 @@ def _check_role(who: str, role: Role) -> None:
 def check_published(hello: Hello, host: str) -> None:
     """Others send requests, with a token, where an engine says that it serves.
 
-    Args:
-        hello: of the engine.
-        host: that it has connected from; empty for this one.
+    `host` is where it has connected from; empty for this one.
 
     Raises:
         ProtocolError: its URL is no plain address of a server, or, on another host, of none there.

@@ -212,10 +212,7 @@ class CatchUps:
 class ResumeRetries:
     """Engine ranks that did not go on. In the coordinator's loop.
 
-    Args:
-        coordinator: its lock is held while a round runs.
-        deadlines: an engine has gone on within both that for going on and that for a pause, which
-            would wait behind it.
+    One has gone on within both the deadline for going on and that for a pause, which would wait behind it.
     """
 
     def __init__(self, coordinator: Coordinator, deadlines: PhaseDeadlines) -> None:
@@ -274,16 +271,10 @@ def find_donor(
     trainers: Sequence[ShardManifest],
     planner: Planner,
 ) -> tuple[Group, TransferPlan] | None:
-    """The first engine whose weights make the newcomer exactly what the trainers would.
+    """The first engine whose weights make the newcomer exactly what the trainers would, and its plan.
 
-    Args:
-        newcomer: wants weights.
-        candidates: engines that serve the published version.
-        trainers: manifests of the trainer ranks; empty when none is connected.
-        planner: compiles plans. May take seconds with a large model.
-
-    Returns:
-        The donor and the plan, or None when nobody can.
+    `candidates` serve the published version; `trainers` is empty when none is connected. May take seconds
+    with a large model.
     """
     for donor in candidates:
         if not all(agent.hello.can_send for agent in donor.agents.values()):

@@ -216,9 +216,7 @@ async def report_of(
 ) -> UpdateReport:
     """Return how a round ended, whatever went wrong: trainers must not wait for their deadline.
 
-    Args:
-        version: asked when it went wrong; a push names its own while it runs.
-        round_: the round.
+    `version` is asked when it went wrong; a push names its own while it runs.
     """
     try:
         return await round_

@@ -22,9 +22,6 @@ MAX_EPOCHS_AHEAD = 1 << 20
 class Run:
     """What must neither be forgotten nor given twice, from the journal and from what agents say.
 
-    Args:
-        journal_path: where it is recorded; None keeps it in memory.
-
     Attributes:
         journal: of this run.
         fleet: who is connected, and which version is published.

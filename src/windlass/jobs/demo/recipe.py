@@ -109,9 +109,7 @@ class PaceClock:
 class RepeatOperand(Recipe):
     """Asks, scores, keeps what was trained on and how updates went, and may kill an engine.
 
-    Args:
-        seed: of the prompts.
-        kill_engine_at: version in whose update the last engine is killed with SIGKILL; 0 for never.
+    In the update to version `kill_engine_at` the last engine is killed with SIGKILL; 0 for never.
 
     Attributes:
         served: what was trained on. rewards_by_step: their mean.

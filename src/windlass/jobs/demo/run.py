@@ -86,11 +86,7 @@ def prepare_server(config: LaunchConfig) -> None:
 
 @final
 class DemoView:
-    """Shows a recipe's record, live on a terminal and as lines elsewhere.
-
-    Args:
-        config: of the job. recipe: its record.
-        plain: lines on a terminal, too.
+    """Shows a recipe's record, live on a terminal and as lines elsewhere, or where `plain` asks for them.
 
     Attributes:
         shown: entered for as long as the job runs.
@@ -148,16 +144,12 @@ class DemoView:
 async def run_demo(
     config: LaunchConfig, recipe: RepeatOperand, *, json_path: Path | None, plain: bool
 ) -> int:
-    """Run the demo to its end; 1 when it showed something that it must not show.
+    """Run the demo to its end, with `recipe` in the place of the one that `config` names.
 
-    Args:
-        config: of the job.
-        recipe: of the job, in the place of the one that `config` names.
-        json_path: file for everything measured; `demo.json` in the output folder when None.
-        plain: lines in place of a live view.
+    What was measured is written to `json_path`; to `demo.json` in the output folder when that is None.
 
     Returns:
-        0, 1, or 128 and the number of the signal that ended it.
+        0, 1 when it showed something that it must not show, or 128 and the number of the signal that ended it.
 
     Raises:
         ConfigError: a folder that cannot be written, or holds something else than a demo's output.

@@ -170,11 +170,7 @@ class Scheduler:
     """Starts and watches processes; roles and ranks are the caller's business.
 
     Enter it as a context, or call `open` and `close`. Used from one asyncio loop. Every method that
-    takes a name raises ConfigError when no such process is known.
-
-    Args:
-        backend: owned by the scheduler from here on.
-        environment: variables for every process.
+    takes a name raises ConfigError when no such process is known. It owns its backend.
     """
 
     def __init__(

@@ -18,10 +18,7 @@ def create_scheduler(
 ) -> Scheduler:
     """The scheduler that `config` describes; enter it as a context.
 
-    Args:
-        config: which, and how.
-        log_dir: where `NAME.log` is written on this host; Ray keeps logs on the nodes.
-        environment: variables for every process.
+    `NAME.log` is written to `log_dir` on this host; Ray keeps logs on the nodes.
     """
     match config:
         case LocalSchedulerConfig(gpus=gpus):

@@ -304,11 +304,7 @@ async def _lines(process: asyncio.subprocess.Process) -> AsyncIterator[str]:
 
 
 async def _run(*command: str, tolerate: bool = False) -> str:
-    """Run one of Slurm's commands; its output.
-
-    Args:
-        command: argument list.
-        tolerate: the job or step may be gone already.
+    """Run one of Slurm's commands; its output. With `tolerate` the job or step may be gone already.
 
     Raises:
         ConfigError: it failed. PeerTimeout: no answer in time.
