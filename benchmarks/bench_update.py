@@ -212,11 +212,17 @@ class Fleet:
         )
         bindings = self.ask_each(
             "connect_engine",
-            {w: (plan.for_destination(w), UpdateMode.IN_PLACE) for w in self.engines},
+            {
+                w: (plan.parts(sending=False, all_names=True)[w], UpdateMode.IN_PLACE)
+                for w in self.engines
+            },
         )
         self.ask_each(
             "connect_trainer",
-            {w: (plan.for_source(w), tuple(bindings.values())) for w in self.trainers},
+            {
+                w: (plan.parts(sending=True, all_names=True)[w], tuple(bindings.values()))
+                for w in self.trainers
+            },
         )
         return plan.nbytes
 

@@ -184,9 +184,9 @@ def main() -> None:
     senders, offers = {}, {}
     for case in CASES:
         sender = CollectiveSender(setting.config(case), mine, lambda: places, "127.0.0.1")
-        parts = [plan.for_destination(e.worker).encode() for e in engines]
+        parts = [plan.parts(sending=False, all_names=True)[e.worker].encode() for e in engines]
         bindings = ask(pipes, "connect", case, list(parts))
-        offer = sender.connect(plan.for_source("trainer/0"), bindings)  # type: ignore[arg-type]
+        offer = sender.connect(plan.parts(sending=True, all_names=True)["trainer/0"], bindings)  # type: ignore[arg-type]
         assert offer is not None
         for pipe in pipes:
             pipe.send(("join", case, offer))

@@ -701,9 +701,15 @@ def bench_update(
     host.call(range(host.world_size), "lay_out", by_rank)
     host.call(range(host.world_size), "set_casting", casting)
     began = time.perf_counter()
-    parts = {r + host.half: plan.for_destination(m.worker).encode() for r, m in enumerate(targets)}
+    parts = {
+        r + host.half: plan.parts(sending=False, all_names=True)[m.worker].encode()
+        for r, m in enumerate(targets)
+    }
     bindings = host.call(host.engines, "connect_engine", parts)
-    parts = {r: plan.for_source(m.worker).encode() for r, m in enumerate(sources)}
+    parts = {
+        r: plan.parts(sending=True, all_names=True)[m.worker].encode()
+        for r, m in enumerate(sources)
+    }
     extra = host.call(host.trainers, "connect_trainer", parts, bindings)
     connect_s = time.perf_counter() - began
     host.call(host.trainers, "fill")

@@ -66,13 +66,15 @@ class Fleet:
         regions = [theirs.register(b.ctypes.data, b.nbytes) for b in self.served]
         addresses = [int(b.ctypes.data) for b in self.served]
         receiver = Receiver(theirs, ENGINE, addresses, regions)
-        binding = receiver.connect(PLAN.for_destination("engine/0"), UpdateMode.IN_PLACE)
+        binding = receiver.connect(
+            PLAN.parts(sending=False, all_names=True)["engine/0"], UpdateMode.IN_PLACE
+        )
         memory = [ParameterMemory(int(b.ctypes.data), b.nbytes) for b in self.trained]
         if way == "cuda_ipc":
             binding = msgspec.structs.replace(binding, endpoint=own_endpoint("cuda_ipc"))
         ours = KernelTransport() if way == "cuda_ipc" else kind(fabric)
         self.sender = Sender(ours, TRAINER, lambda: memory, arena_nbytes=arena_nbytes)
-        self.sender.connect(PLAN.for_source("trainer/0"), [binding])
+        self.sender.connect(PLAN.parts(sending=True, all_names=True)["trainer/0"], [binding])
         self.receiver = receiver
 
     def close(self) -> None:
@@ -120,7 +122,7 @@ def test_backends_that_cast_at_the_engine_find_it_at_the_trainer() -> None:
     fleet = Fleet("host")
     memory = [ParameterMemory(int(b.ctypes.data), b.nbytes) for b in fleet.trained]
     source = SourceMemory(TRAINER, lambda: memory)
-    part = PLAN.for_source("trainer/0")
+    part = PLAN.parts(sending=True, all_names=True)["trainer/0"]
     source.bind(part, [fleet.sender._links.peers["engine/0"].binding])
     source.locate()
     source.hash_links()

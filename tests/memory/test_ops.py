@@ -177,7 +177,9 @@ def link() -> Callable[[DType, DType], tuple[TransferPlan, TransferPlan]]:
                 builder.add_shard(name, shape, box, name)
             manifests.append(builder.build())
         found = plan_transfer([manifests[0]], [manifests[1]])
-        return found.for_source("trainer/0"), found.for_destination("engine/0")
+        return found.parts(sending=True, all_names=True)["trainer/0"], found.parts(
+            sending=False, all_names=True
+        )["engine/0"]
 
     return plan
 

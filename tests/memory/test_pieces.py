@@ -55,7 +55,9 @@ def test_pieces_move_exactly_the_plan_and_both_ends_hash_alike(
         }
         sent: dict[tuple[str, str], str] = {}
         for source, buffers in held.items():
-            for program in bind_links(plan.for_source(source), sending=True):
+            for program in bind_links(
+                plan.parts(sending=True, all_names=True)[source], sending=True
+            ):
                 digest = PositionDigest()
                 tables = block_tables(program, addresses(buffers), addresses(live[program.peer]))
                 for kind, pieces in tables.items():
@@ -65,7 +67,9 @@ def test_pieces_move_exactly_the_plan_and_both_ends_hash_alike(
             expected = fill(manifest, values, background=0xAA)
             for got, want in zip(live[manifest.worker], expected, strict=True):
                 assert (got == want).all()
-            for program in bind_links(plan.for_destination(manifest.worker), sending=False):
+            for program in bind_links(
+                plan.parts(sending=False, all_names=True)[manifest.worker], sending=False
+            ):
                 digest = PositionDigest()
                 tables = block_tables(program, None, addresses(live[manifest.worker]))
                 for kind, pieces in tables.items():

@@ -79,7 +79,9 @@ def test_the_parts_of_all_ranks_are_the_plan(fleet: Fleet) -> None:
     plan = plan_transfer(fleet.sources, fleet.destinations)
     assert TransferPlan.decode(plan.encode()).digest() == plan.digest()
     assert plan_transfer(fleet.sources, fleet.destinations).digest() == plan.digest()
-    assert sum(len(plan.for_source(worker).ops) for worker in plan.sources) == len(plan.ops)
+    assert sum(
+        len(plan.parts(sending=True, all_names=True)[worker].ops) for worker in plan.sources
+    ) == len(plan.ops)
     assert sum(link.stop - link.start for link in plan.links()) == len(plan.ops)
     assert plan.nbytes == sum(manifest.nbytes for manifest in fleet.destinations)
 

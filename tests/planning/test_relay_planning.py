@@ -110,7 +110,7 @@ def test_a_relayed_plan_brings_every_byte_once_and_the_right_one(
         members = [manifest, *(renamed(manifest, f"copy{i}/0") for i in range(1, num_members))]
         names = tuple(m.worker for m in members)
         group = RelayGroup(names, stripes_of(shape, num_members), chunk_nbytes)
-        leader = plan.for_destination(manifest.worker)
+        leader = plan.parts(sending=False, all_names=True)[manifest.worker]
         parts = {m.worker: leader.for_replica(manifest.worker, m) for m in members}
         landed = relay(group, parts, members, sources)
         for member in members:
@@ -206,7 +206,7 @@ def test_chunks_are_the_payload_in_order_and_have_its_digests(
     destinations = {m.worker: fill(m, values, 0) for m in fleet.destinations}
     execute(plan, sources, {w: [b.copy() for b in bs] for w, bs in destinations.items()})
     for manifest in fleet.destinations:
-        part = plan.for_destination(manifest.worker)
+        part = plan.parts(sending=False, all_names=True)[manifest.worker]
         for program in bind_links(part, sending=False):
             payload = payload_of(program, chunk_nbytes)
             if payload.lands.any():

@@ -146,7 +146,11 @@ def _use_plan(data: bytes) -> object:
     """As a rank does with its part."""
     plan = TransferPlan.decode(data)
     links = plan.links()
-    return links, [plan.for_source(name) for name in plan.sources], plan.digest()
+    return (
+        links,
+        [plan.parts(sending=True, all_names=True)[name] for name in plan.sources],
+        plan.digest(),
+    )
 
 
 def _join_parts(data: bytes) -> object:

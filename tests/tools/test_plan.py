@@ -134,7 +134,7 @@ def test_link_figures_add_up(small: Path) -> None:
     links = summarize_links(plan)
     assert links.num_links == 16
     assert links.min_nbytes <= links.median_nbytes <= links.max_nbytes == links.heaviest[0][2]
-    assert summarize_links(plan.for_source("trainer/0")).num_links == 4
+    assert summarize_links(plan.parts(sending=True, all_names=True)["trainer/0"]).num_links == 4
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ class Fleet:
 
     def plan_for(self, engine: Engine) -> tuple[TransferPlan, DestinationBinding]:
         plan = plan_transfer([sender.manifest for sender in self.senders], [engine.manifest])
-        part = plan.for_destination(engine.manifest.worker)
+        part = plan.parts(sending=False, all_names=True)[engine.manifest.worker]
         return plan, engine.receiver.connect(part, self.mode)
 
     def join(self, name: str, kind: str) -> None:
@@ -140,7 +140,7 @@ class Fleet:
         engine = self.start(name, kind)
         plan, binding = self.plan_for(engine)
         for sender in self.senders:
-            part = plan.for_source(sender.manifest.worker)
+            part = plan.parts(sending=True, all_names=True)[sender.manifest.worker]
             if not self.is_bound:
                 sender.connect(part, [binding])
             elif len(part.ops):
@@ -286,7 +286,11 @@ def test_what_cannot_be_written_changes_nothing() -> None:
         spoiled = type(binding)(binding.worker, binding.endpoint, (), binding.parameter_addresses)
         for sender in fleet.senders:
             with pytest.raises(BindingsRefused):
-                sender.change_links(plan.for_source(sender.manifest.worker), [spoiled], ["a/0"])
+                sender.change_links(
+                    plan.parts(sending=True, all_names=True)[sender.manifest.worker],
+                    [spoiled],
+                    ["a/0"],
+                )
         engine.close()
         fleet.publish()
         (sent,) = fleet.senders[0].write(fleet.version, ["a/0"], SECONDS).links

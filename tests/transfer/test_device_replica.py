@@ -139,7 +139,9 @@ class Pair:
             for a, b in zip(self.served.addresses(), self.served.buffers, strict=True)
         ]
         self.receiver = Receiver(self.memory, theirs, self.served.addresses(), regions)
-        binding = self.receiver.connect(self.plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
+        binding = self.receiver.connect(
+            self.plan.parts(sending=False, all_names=True)["engine/0"], UpdateMode.IN_PLACE
+        )
         transport = KernelTransport()
         self.gpu = transport.mapper.gpu
         self.sender = Sender(transport, ours, self.weights, replica=place)
@@ -150,7 +152,9 @@ class Pair:
         self.connect()
 
     def connect(self) -> None:
-        self.sender.connect(self.plan.for_source("trainer/0"), [self.binding])
+        self.sender.connect(
+            self.plan.parts(sending=True, all_names=True)["trainer/0"], [self.binding]
+        )
 
     def begin(self, version: int, told: list[int] | None = None) -> None:
         told = [] if told is None else told

@@ -92,7 +92,11 @@ class World:
                 transport, manifest, [b.ctypes.data for b in buffers],
                 [transport.register(b.ctypes.data, b.nbytes) for b in buffers if b.nbytes],
             )  # fmt: skip
-            bindings.append(receiver.connect(self.plan.for_destination(manifest.worker), mode))
+            bindings.append(
+                receiver.connect(
+                    self.plan.parts(sending=False, all_names=True)[manifest.worker], mode
+                )
+            )
             self.receivers[manifest.worker] = receiver
         self.senders = {
             m.worker: self.connect(fabric, m, arena_nbytes, bindings) for m in fleet.sources
@@ -109,7 +113,7 @@ class World:
         sender = Sender(
             GpuMemoryTransport(fabric), manifest, lambda: memory, arena_nbytes=arena_nbytes
         )
-        part = self.plan.for_source(manifest.worker)
+        part = self.plan.parts(sending=True, all_names=True)[manifest.worker]
         wanted = set(part.destinations)
         sender.connect(part, [b for b in bindings if b.worker in wanted])
         return sender
@@ -266,7 +270,9 @@ def test_weights_in_host_memory_and_weights_on_a_gpu_do_not_mix() -> None:
     buffers = world.live[manifest.worker]
     regions: list[MemoryRegion] = [transport.register(b.ctypes.data, b.nbytes) for b in buffers]
     host = Receiver(transport, manifest, [b.ctypes.data for b in buffers], regions)
-    binding = host.connect(world.plan.for_destination(manifest.worker), UpdateMode.IN_PLACE)
+    binding = host.connect(
+        world.plan.parts(sending=False, all_names=True)[manifest.worker], UpdateMode.IN_PLACE
+    )
     bindings = [structs.replace(binding, worker=m.worker) for m in world.fleet.destinations]
     with pytest.raises(PlanError, match="on GPUs at both ends or in host memory at both"):
         world.connect(MemoryFabric(), world.fleet.sources[0], 0, bindings)
@@ -292,7 +298,7 @@ def test_an_engine_passes_on_what_it_verified_in_the_memory_it_lies_in(
     for buffer in itertools.chain(*held.values(), wanted):
         buffer.view("<f4")[:] = buffer.view("<u4").astype("<f4")
     live, receivers, nodes, bindings = {}, {}, {}, []
-    part = plan.for_destination(leader.worker)
+    part = plan.parts(sending=False, all_names=True)[leader.worker]
     for name in ("a/0", "b/0"):
         manifest = replace(leader, worker=name)
         live[name] = [np.full(p.nbytes, 0xAA, np.uint8) for p in manifest.parameters]
@@ -312,7 +318,9 @@ def test_an_engine_passes_on_what_it_verified_in_the_memory_it_lies_in(
         memory = [ParameterMemory(b.ctypes.data, b.nbytes) for b in held[source.worker]]
         sender = Sender(kind(fabric), source, lambda memory=memory: memory)  # type: ignore[misc]
         first = replace(leader, worker="a/0")
-        sources = copy_of_destination(plan.for_source(source.worker), first)
+        sources = copy_of_destination(
+            plan.parts(sending=True, all_names=True)[source.worker], first
+        )
         sender.connect(sources, bindings[:1])
         sender.connect_relay([group], bindings, listening)
         sender.prepare(0)
@@ -449,10 +457,12 @@ def test_a_link_that_just_fits_is_written_again_after_an_unknown_outcome(
         ),
         "",
     )  # fmt: skip
-    binding = receiver.connect(plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
+    binding = receiver.connect(
+        plan.parts(sending=False, all_names=True)["engine/0"], UpdateMode.IN_PLACE
+    )
     memory = ParameterMemory(trained.ctypes.data, trained.nbytes)
     sender = Sender(kind(fabric), manifests[0], lambda: [memory])
-    sender.connect(plan.for_source("trainer/0"), [binding])
+    sender.connect(plan.parts(sending=True, all_names=True)["trainer/0"], [binding])
     sender.prepare()
     lose_one_write(sender)
     assert [x.status for x in sender.write(0, ["engine/0"], 20.0).links] == [LinkStatus.UNKNOWN]
@@ -514,7 +524,9 @@ def test_an_engine_that_leaves_frees_its_gpu_memory(monkeypatch: pytest.MonkeyPa
     agent = EngineAgent(
         Receiver(transport, manifest, [b.ctypes.data for b in live], regions), RestingEngine()
     )
-    plan = plan_transfer(fleet.sources, fleet.destinations).for_destination(manifest.worker)
+    plan = plan_transfer(fleet.sources, fleet.destinations).parts(sending=False, all_names=True)[
+        manifest.worker
+    ]
     agent.handle(
         ConnectEngine(plan=plan.encode(), plan_digest="", mode=UpdateMode.STAGED),
         epoch=1,

@@ -18,7 +18,7 @@ from windlass.transfer.bindings import DestinationBinding, LinkStatus
 from windlass.transfer.dtensor import describe_module, parameter_addresses
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.transfer.write_progress import PartWritten, ProgressNotifier
+from windlass.transfer.write_progress import PartWritten, notify
 from windlass.transports.cuda_ipc import CudaIpcTransport
 
 pytestmark = [
@@ -75,13 +75,15 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     ]
     plan = plan_transfer([manifests[0]], [manifests[1]])
     receiver = Receiver(theirs, manifests[1], addresses, regions)
-    binding = receiver.connect(plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
+    binding = receiver.connect(
+        plan.parts(sending=False, all_names=True)["engine/0"], UpdateMode.IN_PLACE
+    )
     located = [
         ParameterMemory(address, spec.nbytes)
         for address, spec in zip(parameter_addresses(trained), manifests[0].parameters, strict=True)
     ]
     sender = Sender(ours, manifests[0], lambda: located)
-    sender.connect(plan.for_source(SOURCE), [binding])
+    sender.connect(plan.parts(sending=True, all_names=True)[SOURCE], [binding])
     yield Pair(trained, served, sender, receiver, plan, binding)
     sender.close()
     receiver.close()
@@ -129,7 +131,6 @@ def test_a_digest_that_is_not_the_expected_one_is_reported(pair: Pair) -> None:
 
 
 def test_hints_that_lie_cost_time_only(pair: Pair) -> None:
-    notifier = ProgressNotifier()
     lies = [
         PartWritten(SOURCE, 0, "lie", 0, 0, 1),  # before anything was written
         PartWritten(SOURCE, 0, "lie", 9, 0, 1),  # no such table
@@ -138,11 +139,10 @@ def test_hints_that_lie_cost_time_only(pair: Pair) -> None:
         PartWritten(SOURCE, 0, "lie", 0, 0, 1),  # twice
     ]
     for lie in lies:
-        notifier.notify(pair.binding.listener, lie)
+        notify(pair.binding.listener, lie)
     expected = pair.write(0)
     for lie in lies:  # in the midst of it, as far as the receiver can tell
-        notifier.notify(pair.binding.listener, lie)
-    notifier.close()
+        notify(pair.binding.listener, lie)
     assert pair.receiver.verify(0, expected) == ()
     assert pair.receiver.late_nbytes == pair.plan.nbytes
     assert pair.is_equal()
@@ -150,5 +150,7 @@ def test_hints_that_lie_cost_time_only(pair: Pair) -> None:
 
 def test_a_rank_that_connects_again_forgets_what_had_landed(pair: Pair) -> None:
     expected = pair.write(0)
-    pair.receiver.connect(pair.plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
+    pair.receiver.connect(
+        pair.plan.parts(sending=False, all_names=True)["engine/0"], UpdateMode.IN_PLACE
+    )
     assert pair.receiver.verify(0, expected) == ()

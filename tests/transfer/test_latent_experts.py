@@ -68,7 +68,9 @@ def test_the_engine_computes_what_the_trainer_does(tmp_path: Path, mode: UpdateM
     sender = Sender(transports[1], trainer.manifest, trainer.parameters)
     try:
         plan = plan_transfer([trainer.manifest], [shard.manifest])
-        sender.connect(plan.for_source("trainer/0"), [receiver.connect(plan, mode)])
+        sender.connect(
+            plan.parts(sending=True, all_names=True)["trainer/0"], [receiver.connect(plan, mode)]
+        )
         sender.prepare()
         (outcome,) = sender.write(0, ["engine/0"], 10.0).links
         assert outcome.status is LinkStatus.OK, outcome.error

@@ -101,12 +101,14 @@ class Fleet:
             region = transport.register(memory.ctypes.data, memory.nbytes)
             receiver = Receiver(transport, target, [memory.ctypes.data], [region])
             self.receivers[name] = receiver
-            part = self.plan.for_destination(name)
+            part = self.plan.parts(sending=False, all_names=True)[name]
             self.bindings.append(receiver.connect(part, UpdateMode.IN_PLACE))
         self.transport = Scripted(kind(fabric, "trainer"))
         where = [ParameterMemory(self.trained.ctypes.data, self.trained.nbytes)]
         self.sender = Sender(self.transport, ours, lambda: where, arena_nbytes=arena_nbytes)
-        self.sender.connect(self.plan.for_source("trainer/0"), self.bindings)
+        self.sender.connect(
+            self.plan.parts(sending=True, all_names=True)["trainer/0"], self.bindings
+        )
         self.sender.prepare()
 
     @property

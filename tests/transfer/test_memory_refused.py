@@ -62,7 +62,7 @@ def test_weights_that_move_to_another_memory_after_they_were_bound_are_refused(
     )
     plan = plan_transfer(
         [manifest("trainer/0", Role.TRAINER)], [manifest("engine/0", Role.ENGINE)]
-    ).for_source("trainer/0")
+    ).parts(sending=True, all_names=True)["trainer/0"]
     source.bind(plan, [DestinationBinding("engine/0", PeerEndpoint("disk", "/w", ""), (), ())])
     lies[0] = ON_GPU
     monkeypatch.setattr(gpu, "shared_gpu", lambda _: numpy_gpu())
@@ -78,7 +78,7 @@ def test_an_engine_in_another_kind_of_memory_is_refused_before_anything_is_sent(
     )
     plan = plan_transfer(
         [manifest("trainer/0", Role.TRAINER)], [manifest("engine/0", Role.ENGINE)]
-    ).for_source("trainer/0")
+    ).parts(sending=True, all_names=True)["trainer/0"]
     offered = DestinationBinding(
         "engine/0", PeerEndpoint("xccl", "h", ""), (), (), digest_kind=DigestKind.POSITION
     )

@@ -24,7 +24,7 @@ from windlass.planning.planner import plan_transfer
 from windlass.planning.program import bind_links
 from windlass.transfer import write_progress as landings
 from windlass.transfer.receiver import Receiver
-from windlass.transfer.write_progress import PartWritten, ProgressListener, ProgressNotifier
+from windlass.transfer.write_progress import PartWritten, ProgressListener, notify
 
 ROWS, COLS = 64, 16
 SOURCE, ENGINE = "trainer/0", "engine/0"
@@ -61,16 +61,15 @@ class Pair:
             self.transport, theirs, [b.ctypes.data for b in self.served],
             [self.transport.register(b.ctypes.data, b.nbytes) for b in self.served],
         )  # fmt: skip
-        self.notifier = ProgressNotifier()
         self.connect()
 
     def connect(self) -> None:
-        part = self.plan.for_destination(ENGINE)
+        part = self.plan.parts(sending=False, all_names=True)[ENGINE]
         self.binding = self.receiver.connect(part, UpdateMode.IN_PLACE)
 
     def write(self, version: int, name: str) -> tuple[str, list[PartWritten]]:
         """Store everything; the digest, and what there is to tell of it."""
-        (program,) = bind_links(self.plan.for_source(SOURCE), sending=True)
+        (program,) = bind_links(self.plan.parts(sending=True, all_names=True)[SOURCE], sending=True)
         sources = np.array([b.ctypes.data for b in self.trained], np.uint64)
         targets = np.array(self.binding.parameter_addresses, np.uint64)
         link = DeviceLink(self.gpu, program, block_tables(program, sources, targets))
@@ -86,10 +85,9 @@ class Pair:
 
     def tell(self, told: list[PartWritten]) -> None:
         for landed in told:
-            self.notifier.notify(self.binding.listener, landed)
+            notify(self.binding.listener, landed)
 
     def close(self) -> None:
-        self.notifier.close()
         self.receiver.close()
         self.transport.close()
 
@@ -158,11 +156,9 @@ def test_hints_that_come_while_a_plan_is_bound_do_no_harm(pair: Pair) -> None:
     address = pair.binding.listener
 
     def go_on_telling() -> None:
-        notifier = ProgressNotifier()
         while not stop.is_set():
             for landed in told:
-                notifier.notify(address, landed)
-        notifier.close()
+                notify(address, landed)
 
     thread = threading.Thread(target=go_on_telling)
     thread.start()
@@ -189,21 +185,20 @@ def test_a_hint_in_no_known_encoding_does_not_end_an_update(pair: Pair) -> None:
 
 def test_somebody_who_tells_without_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landings, "MAX_AT_ONCE", 8)
-    notifier, heard = ProgressNotifier(), list[PartWritten]()
+    heard = list[PartWritten]()
     may_start = threading.Event()
 
     def deliver(landed: PartWritten) -> None:
         heard.append(landed)
-        notifier.notify(listener.address, landed)  # there is always one more
+        notify(listener.address, landed)  # there is always one more
 
     monkeypatch.setattr(ProgressListener, "_listen", lambda _: may_start.wait(20.0))
     listener = ProgressListener(deliver)
-    notifier.notify(listener.address, PartWritten(SOURCE, 0, "w", 0, 0, 1))
+    notify(listener.address, PartWritten(SOURCE, 0, "w", 0, 0, 1))
     listener.drain()
     assert len(heard) == 8
     may_start.set()
     listener.close()
-    notifier.close()
 
 
 def test_without_a_socket_for_hints_an_engine_hashes_in_the_end(
@@ -225,7 +220,9 @@ def test_a_gpu_without_room_keeps_nothing_and_frees_nothing_twice(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = pair.gpu.device
-    pair.receiver.connect(pair.plan.for_destination(ENGINE), UpdateMode.IN_PLACE)
+    pair.receiver.connect(
+        pair.plan.parts(sending=False, all_names=True)[ENGINE], UpdateMode.IN_PLACE
+    )
     held = len(device.allocated)  # type: ignore[attr-defined]
     allocate = device.allocate
     for room in range(held):

@@ -155,7 +155,9 @@ def update(
         transports.append(transport)
         regions = [transport.register(m.data_ptr(), m.nbytes) for m in rank.memory]
         receiver = Receiver(transport, rank.manifest, [m.data_ptr() for m in rank.memory], regions)
-        bindings.append(receiver.connect(plan.for_destination(rank.manifest.worker), mode))
+        bindings.append(
+            receiver.connect(plan.parts(sending=False, all_names=True)[rank.manifest.worker], mode)
+        )
         receivers[rank.manifest.worker] = receiver
     digests: dict[str, dict[str, str]] = {worker: {} for worker in receivers}
     senders = []
@@ -166,7 +168,7 @@ def update(
             memory = [ParameterMemory(m.data_ptr(), m.nbytes) for m in rank.memory]
             sender = Sender(transport, rank.manifest, lambda m=memory: m, arena_nbytes=arena_nbytes)  # type: ignore[misc]
             senders.append(sender)
-            part = plan.for_source(rank.manifest.worker)
+            part = plan.parts(sending=True, all_names=True)[rank.manifest.worker]
             sender.connect(part, bindings)
             sender.prepare()
             for outcome in sender.write(0, sorted({plan.destinations[link.dst] for link in part.links()}), 10.0).links:  # fmt: skip
@@ -213,7 +215,7 @@ def test_replicas_share_the_work_in_whole_blocks() -> None:
     plan = update(replicas, engines, UpdateMode.IN_PLACE, 0)
     for have, want in zip(engines[0].memory, expected(0, 1, full), strict=True):
         assert torch.equal(have, want.reshape(-1).view(torch.uint8))
-    shares = [plan.for_source(worker).nbytes for worker in plan.sources]
+    shares = [plan.parts(sending=True, all_names=True)[worker].nbytes for worker in plan.sources]
     assert min(shares) > plan.nbytes // 5
 
 

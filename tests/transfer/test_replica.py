@@ -333,7 +333,9 @@ class Links:
         self.memory = Memory(0, 1)
         self.engines = {name: EngineMemory() for name in ("a/0", "b/0")}
         manifest, engines = trainer_manifest(0, 1), [engine_manifest(n) for n in ("a", "b")]
-        self.plan: TransferPlan = plan_transfer([manifest], engines).for_source("trainer/0")
+        self.plan: TransferPlan = plan_transfer([manifest], engines).parts(
+            sending=True, all_names=True
+        )["trainer/0"]
         self.transports = [create_transport(CmaConfig()) for _ in range(2)]
         self.receivers, self.bindings = {}, list[DestinationBinding]()
         whole = plan_transfer([manifest], engines)
@@ -342,7 +344,7 @@ class Links:
             regions = [transport.register(t.data_ptr(), t.nbytes) for t in memory.tensors.values()]
             receiver = Receiver(transport, target, memory.addresses(), regions)
             self.receivers[target.worker] = receiver
-            part = whole.for_destination(target.worker)
+            part = whole.parts(sending=False, all_names=True)[target.worker]
             self.bindings.append(receiver.connect(part, UpdateMode.IN_PLACE))
         self.transport = FaultyTransport(create_transport(CmaConfig()), faults or {})
         self.sender = Sender(self.transport, manifest, self.memory, replica=ReplicaPlace.AUTO)

@@ -116,7 +116,9 @@ class Fleet:
             receiver = Receiver(transport, engine.manifest, addresses, regions)
             self.receivers[engine.manifest.worker] = receiver
             bindings.append(
-                receiver.connect(self.plan.for_destination(engine.manifest.worker), mode)
+                receiver.connect(
+                    self.plan.parts(sending=False, all_names=True)[engine.manifest.worker], mode
+                )
             )
         for trainer in trainers:
             memory = [ParameterMemory(t.data_ptr(), t.nbytes) for t in trainer.memory]
@@ -126,7 +128,9 @@ class Fleet:
                 lambda m=memory: self._look(m),  # type: ignore[misc]
                 arena_nbytes=arena_nbytes,
             )
-            sender.connect(self.plan.for_source(trainer.manifest.worker), bindings)
+            sender.connect(
+                self.plan.parts(sending=True, all_names=True)[trainer.manifest.worker], bindings
+            )
             self.senders[trainer.manifest.worker] = sender
 
     def _look(self, memory: list[ParameterMemory]) -> list[ParameterMemory]:
@@ -148,7 +152,8 @@ class Fleet:
         for worker, sender in self.senders.items():
             sender.prepare()
             peers = sorted(
-                self.plan.destinations[link.dst] for link in self.plan.for_source(worker).links()
+                self.plan.destinations[link.dst]
+                for link in self.plan.parts(sending=True, all_names=True)[worker].links()
             )
             for outcome in sender.write(0, peers, 10.0).links:
                 assert outcome.status is LinkStatus.OK, outcome.error

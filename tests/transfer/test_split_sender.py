@@ -113,7 +113,7 @@ def test_each_engine_is_updated_by_the_transport_of_its_link(mode: UpdateMode) -
             region = transport.register(address, served[name].nbytes)
             one = Receiver(transport, ENGINES[name], [address], [region])
             receivers[name] = receiver_for(P2pBackend(), one, "127.0.0.1")
-            binding = receivers[name].connect(plan.for_destination(name), mode)
+            binding = receivers[name].connect(plan.parts(sending=False, all_names=True)[name], mode)
             assert (binding.staging_address > 0) is (name == "far/0")
             (offer,) = (o for o in transport.offers() if o.transport == LINKS[name])
             regions = tuple(r for r in binding.regions if r.endpoint == offer.endpoint)
@@ -123,7 +123,7 @@ def test_each_engine_is_updated_by_the_transport_of_its_link(mode: UpdateMode) -
         memory = (ParameterMemory(int(trained.ctypes.data), trained.nbytes),)
         sender = Sender(sending, TRAINER, lambda: memory)
         backend = sender_for(P2pBackend(), sender, "127.0.0.1")
-        backend.connect(plan.for_source("trainer/0"), bindings)
+        backend.connect(plan.parts(sending=True, all_names=True)["trainer/0"], bindings)
         for version in range(3):
             trained += np.uint16(7)
             backend.prepare(version)

@@ -48,7 +48,9 @@ class Pair:
         self.memory = KernelTransport()
         region = self.memory.register(self.served.ctypes.data, self.served.nbytes)
         self.receiver = Receiver(self.memory, theirs, [self.served.ctypes.data], [region])
-        binding = self.receiver.connect(self.plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
+        binding = self.receiver.connect(
+            self.plan.parts(sending=False, all_names=True)["engine/0"], UpdateMode.IN_PLACE
+        )
         self.transport = KernelTransport()
         self.gpu = self.transport.mapper.gpu
         where = (ParameterMemory(self.trained.ctypes.data, self.trained.nbytes),)
@@ -66,7 +68,9 @@ class Pair:
         self.connect()
 
     def connect(self) -> None:
-        self.sender.connect(self.plan.for_source("trainer/0"), [self.binding])
+        self.sender.connect(
+            self.plan.parts(sending=True, all_names=True)["trainer/0"], [self.binding]
+        )
 
     @property
     def num_held(self) -> int:

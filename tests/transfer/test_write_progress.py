@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from windlass.memory.cuda import kernels
 from windlass.memory.cuda.kernels import cut_parts
-from windlass.transfer.write_progress import PartWritten, ProgressListener, ProgressNotifier
+from windlass.transfer.write_progress import PartWritten, ProgressListener, notify
 
 SECONDS = 20.0
 
@@ -23,10 +23,8 @@ def landed(number: int) -> PartWritten:
 
 
 def tell(address: str, count: int) -> None:
-    notifier = ProgressNotifier()
     for number in range(count):
-        notifier.notify(address, landed(number))
-    notifier.close()
+        notify(address, landed(number))
 
 
 def test_what_another_process_tells_is_delivered_in_order() -> None:

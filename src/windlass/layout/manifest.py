@@ -349,10 +349,6 @@ def _check(manifest: ShardManifest) -> None:
     """Check indices, boxes against shapes, bytes against parameters.
 
     Of an engine's, shards and padding must make up every byte of every parameter.
-
-    Raises:
-        ManifestError: names the worker, the tensor or parameter, and what it should be.
-        UnsupportedLayout: a tensor with more dims than the table has columns.
     """
     table, worker = manifest.table, manifest.worker
     for alias, tensor in manifest.aliases.items():

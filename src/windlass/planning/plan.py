@@ -16,7 +16,6 @@ import xxhash
 
 from windlass.errors import DECODE_ERRORS, ProtocolError
 from windlass.layout.columns import (
-    BoolArray,
     Columns,
     Int32Array,
     Int64Array,
@@ -179,16 +178,8 @@ class TransferPlan:
             for a, b in zip(starts, stops, strict=True)
         )
 
-    def for_source(self, worker: str) -> TransferPlan:
-        """The part of the plan that `worker` sends; same name tables, fewer rows."""
-        return self._filtered(self.ops.src == self.sources.index(worker))
-
-    def for_destination(self, worker: str) -> TransferPlan:
-        """The part of the plan that `worker` receives; same name tables, fewer rows."""
-        return self._filtered(self.ops.dst == self.destinations.index(worker))
-
     def parts(self, *, sending: bool, all_names: bool) -> dict[str, TransferPlan]:
-        """`for_source` of every source if `sending`, else `for_destination` of every destination.
+        """What each source sends if `sending`, else what each destination receives; fewer rows.
 
         Args:
             sending: whose parts.
@@ -238,7 +229,7 @@ class TransferPlan:
         return replace(self, staging_nbytes=staging_nbytes, ops=ops)
 
     def for_replica(self, leader: str, copy: ShardManifest) -> TransferPlan:
-        """What `for_destination(leader)`, this plan, is for a rank that holds the same boxes alike."""
+        """What this plan, the part of `leader`, is for a rank that holds the same boxes alike."""
         index = self.destinations.index(leader)
         return replace(
             self,
@@ -247,9 +238,6 @@ class TransferPlan:
             staging_nbytes=(self.staging_nbytes[index],),
             ops=replace(self.ops, dst=np.zeros(len(self.ops), np.int32)),
         )
-
-    def _filtered(self, mask: BoolArray) -> TransferPlan:
-        return replace(self, ops=self.ops.select(np.flatnonzero(mask)))
 
     def encode(self) -> bytes:
         """The wire form (msgpack)."""

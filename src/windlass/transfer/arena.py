@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar, final
+from typing import final
 
 import numpy as np
 
@@ -125,8 +125,6 @@ class _Allocated:
 _ABANDONED: list[object] = []
 """What a write or a kernel of unknown outcome may still use: kept until the process ends."""
 
-BufferT = TypeVar("BufferT", bound=Buffer)
-
 
 def keep_mapped(held: object) -> None:
     """Keep memory that a write or a kernel of unknown outcome may still use until the process ends."""
@@ -134,7 +132,7 @@ def keep_mapped(held: object) -> None:
 
 
 @final
-class ArenaSlot(Generic[BufferT]):
+class ArenaSlot:
     """An arena or none. Not thread-safe.
 
     Args:
@@ -145,10 +143,10 @@ class ArenaSlot(Generic[BufferT]):
         arena: what is packed into; None where nothing is.
     """
 
-    def __init__(self, make: Callable[[int], BufferT], limit_nbytes: int) -> None:
+    def __init__(self, make: Callable[[int], Buffer], limit_nbytes: int) -> None:
         self._make = make
         self.limit_nbytes = limit_nbytes
-        self.arena: BufferT | None = None
+        self.arena: Buffer | None = None
 
     @property
     def address(self) -> int:

@@ -57,7 +57,7 @@ class SenderBackend(Protocol):
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """Bind a plan part (`TransferPlan.for_source`); an offer where engines must join a group.
+        """Bind a plan part (`TransferPlan.parts`); an offer where engines must join a group.
 
         Raises:
             PlanError: the plan was made for another layout, or a destination has no binding.
@@ -86,7 +86,7 @@ class ReceiverBackend(Protocol):
     """One engine rank. Called by the agent's command thread."""
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
-        """Bind a plan part (`TransferPlan.for_destination`).
+        """Bind a plan part (`TransferPlan.parts`).
 
         Raises:
             PlanError: the plan is for another layout, or asks for the engine's own loader.

@@ -305,11 +305,7 @@ class CollectiveReceiver:
 def _whole(
     group: TorchBroadcastGroup | None, offer: GroupOffer | None, destinations: Sequence[str]
 ) -> TorchBroadcastGroup:
-    """The group, if all of its members are told to enter.
-
-    Raises:
-        TransferFailed: it is broken, or somebody stays out: those who enter would wait in vain.
-    """
+    """The group, if all of its members are told to enter: others would wait in vain."""
     if group is None or offer is None:
         raise TransferFailed("no group was formed")
     absent = sorted(set(offer.members[1:]) - set(destinations))

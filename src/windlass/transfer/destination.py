@@ -146,7 +146,7 @@ class Destination:
         return tuple(b.region for b in (shadow, self._staging) if isinstance(b, Arena))
 
     def bind(self, plan: TransferPlan, *, shadow: bool, staged: bool) -> None:
-        """Bind a plan part (`TransferPlan.for_destination`).
+        """Bind a plan part (`TransferPlan.parts`).
 
         The shadow copy and the staging memory that it needs are allocated once.
 

@@ -326,11 +326,7 @@ def _offset(shard: Shard, part: Box) -> int:
 
 
 def _slice(file: Any, entry: DiskEntry, part: Box) -> Any:
-    """The elements of `part`, read alone.
-
-    Raises:
-        TransferFailed: the file's tensor has another shape than the index says.
-    """
+    """The elements of `part`, read alone."""
     if not entry.sizes:
         return file.get_tensor(entry.key)
     sliced = file.get_slice(entry.key)

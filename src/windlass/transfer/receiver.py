@@ -72,7 +72,7 @@ class Receiver:
         return self._bound
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
-        """Bind a plan part (`TransferPlan.for_destination`).
+        """Bind a plan part (`TransferPlan.parts`).
 
         Allocates the shadow copy and the staging memory that the plan and the mode need, once.
 

@@ -10,6 +10,7 @@ import logging
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import final
 
 from windlass.memory.ops import MemoryOps
@@ -121,7 +122,7 @@ class RegisteredMemory:
         storages: dict[int, Span | None] = {}
         spans: dict[int, set[Span]] = {}
         for memory in memories:
-            before = bisect_right(self._by_owner, memory.address, key=_address)
+            before = bisect_right(self._by_owner, memory.address, key=itemgetter(0))
             span = memory.address, memory.nbytes
             if memory.nbytes and not (before and _holds(self._by_owner[before - 1], span)):
                 storages[memory.address] = memory.storage
@@ -134,10 +135,6 @@ class RegisteredMemory:
         return {span: allocation(span[0]) for span in itertools.chain.from_iterable(found)}
 
 
-def _address(span: Span) -> int:
-    return span[0]
-
-
 def _holds(outer: Span, inner: Span) -> bool:
     return outer[0] <= inner[0] and sum(inner) <= sum(outer)
 
@@ -145,7 +142,7 @@ def _holds(outer: Span, inner: Span) -> bool:
 def _met_by(span: Span, ordered: Sequence[Span]) -> Sequence[Span]:
     """Return which of disjoint spans, by address, overlap `span`."""
     first = bisect_right(ordered, span[0], key=sum)
-    return ordered[first : bisect_left(ordered, sum(span), key=_address)]
+    return ordered[first : bisect_left(ordered, sum(span), key=itemgetter(0))]
 
 
 def _serves(registered: Span, around: Span | None, wanted: Span) -> bool:

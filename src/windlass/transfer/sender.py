@@ -148,7 +148,7 @@ class Sender:
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """Bind a plan part (`TransferPlan.for_source`); allocates and registers the arena.
+        """Bind a plan part (`TransferPlan.parts`); allocates and registers the arena.
 
         Raises:
             PlanError: the plan was made for another layout, a destination has no binding, or a

@@ -122,7 +122,7 @@ class SourceMemory:
         self._found: dict[str, str] = {}
 
     def bind(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
-        """Take a plan part (`TransferPlan.for_source`).
+        """Take a plan part (`TransferPlan.parts`).
 
         Raises:
             PlanError: it was made for another layout, it quantises, or a destination has no binding.

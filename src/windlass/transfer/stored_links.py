@@ -27,7 +27,7 @@ from windlass.transfer.base import ParameterMemory, failed_link, failed_links
 from windlass.transfer.bind import check_destinations
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
 from windlass.transfer.replica import Replica
-from windlass.transfer.write_progress import PartWritten, ProgressNotifier
+from windlass.transfer.write_progress import PartWritten, notify
 from windlass.transports.processes import check_alive
 from windlass.transports.traits import PeerMapper
 
@@ -55,7 +55,6 @@ class StoredLinks:
         self._programs: dict[str, tuple[LinkProgram, UInt64Array]] = {}
         self._links: dict[str, DeviceLink] = {}
         self._bindings: dict[str, DestinationBinding] = {}
-        self._notifier = ProgressNotifier()
 
     def __contains__(self, name: object) -> bool:
         """Whether a link is prepared."""
@@ -183,7 +182,6 @@ class StoredLinks:
 
         What late kernels may still read stays until the process ends.
         """
-        self._notifier.close()
         if not self.gpu.is_late:
             self._unload(self._links)
             self._sources.close()
@@ -265,7 +263,7 @@ class StoredLinks:
                 took[name] += ended - began
                 began = ended
                 if listener := self._bindings[name].listener:
-                    self._notifier.notify(listener, part)
+                    notify(listener, part)
         except TransferOutcomeUnknown as error:
             return str(error)
         return ""

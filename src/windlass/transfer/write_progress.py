@@ -5,7 +5,7 @@ when the wire is silent already. With these datagrams it hashes each part while 
 way. They are hints: one that is lost, late or a lie costs time and nothing else, because a digest that
 was added up from hints counts only where it is the expected one. Both processes are on one host.
 
-`ProgressNotifier` is the writer's; `ProgressDigests`, with a `ProgressListener`, is the written rank's.
+`notify` is the writer's; `ProgressDigests`, with a `ProgressListener`, is the written rank's.
 """
 
 from __future__ import annotations
@@ -52,28 +52,14 @@ class PartWritten(msgspec.Struct, frozen=True, array_like=True):
     stop: int
 
 
-@final
-class ProgressNotifier:
-    """The writer's end. Not thread-safe."""
+def notify(listener: str, part: PartWritten) -> None:
+    """Send to the listener at this address, and forget.
 
-    def __init__(self) -> None:
-        self._socket: socket.socket | None = None
-
-    def notify(self, listener: str, part: PartWritten) -> None:
-        """Send and forget.
-
-        A listener that is gone, has a full queue or is in another network namespace hashes by itself.
-        """
-        with contextlib.suppress(OSError):
-            if self._socket is None:
-                kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
-                self._socket = socket.socket(socket.AF_UNIX, kind)
-            self._socket.sendto(msgspec.msgpack.encode(part), _name_of(listener))
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._socket is not None:
-            self._socket.close()
+    One that is gone, has a full queue or is in another network namespace hashes by itself.
+    """
+    kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as sender:
+        sender.sendto(msgspec.msgpack.encode(part), _name_of(listener))
 
 
 @final

@@ -94,12 +94,7 @@ class CudaIpcTransport(RegionTransport):
         return WireReport("cuda_ipc", "cuda-ipc", f"GPU {self.gpu.device.ordinal}")
 
     def _register(self, address: int, nbytes: int) -> str:
-        """Export the allocation that the memory is of.
-
-        Raises:
-            RegionError: memory that cannot be exported (host memory, expandable segments), that is
-                of another GPU, or that reaches past its allocation.
-        """
+        """Export the allocation that the memory is of."""
         ordinal = pointer_device(address)
         if ordinal != self.gpu.device.ordinal:
             raise RegionError(

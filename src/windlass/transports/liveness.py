@@ -230,12 +230,7 @@ class _State(Enum):
 
 
 def _connect(endpoint: PeerEndpoint, deadline: Deadline) -> socket.socket:
-    """Return a connection to the listener of `endpoint`.
-
-    Raises:
-        PeerUnreachable: the endpoint has no address.
-        OSError: nobody listens, or no answer by the deadline.
-    """
+    """Return a connection to the listener of `endpoint`."""
     try:
         host, port = split_host_port(endpoint.address)
     except ConfigError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterable
+from operator import attrgetter
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from windlass.layout.columns import UInt64Array
 from windlass.transports.base import MemoryRegion, WriteBatch
 
 MAX_ADDRESS = 1 << 63
+_ADDRESS = attrgetter("address")
 
 
 class RegionTable:
@@ -34,7 +36,7 @@ class RegionTable:
         ordered = sorted(spans)
         for start, nbytes in ordered:
             check_extent(start, nbytes)
-            slot = bisect.bisect_right(self._regions, start, key=_address)
+            slot = bisect.bisect_right(self._regions, start, key=_ADDRESS)
             for other in self._regions[max(slot - 1, 0) : slot + 1]:
                 _check_apart((start, nbytes), (other.address, other.nbytes), "registered ")
         for before, span in itertools.pairwise(ordered):
@@ -48,7 +50,7 @@ class RegionTable:
         """
         self.check_free((region.address, region.nbytes) for region in regions)
         for region in regions:
-            bisect.insort(self._regions, region, key=_address)
+            bisect.insort(self._regions, region, key=_ADDRESS)
 
     def remove(self, region: MemoryRegion) -> None:
         """Forget a region.
@@ -56,7 +58,7 @@ class RegionTable:
         Raises:
             RegionError: not registered.
         """
-        slot = bisect.bisect_left(self._regions, region.address, key=_address)
+        slot = bisect.bisect_left(self._regions, region.address, key=_ADDRESS)
         if self._regions[slot : slot + 1] != [region]:
             raise RegionError(
                 f"unregister: region at {region.address:#x} with {region.nbytes} bytes is not "
@@ -73,10 +75,6 @@ class RegionTable:
         return [
             (r.address, r.nbytes) for r in self._regions.copy()
         ]  # others may change it meanwhile
-
-
-def _address(region: MemoryRegion) -> int:
-    return region.address
 
 
 def _check_apart(span: tuple[int, int], other: tuple[int, int], what: str) -> None:

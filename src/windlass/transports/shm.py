@@ -19,6 +19,7 @@ import re
 import secrets
 import threading
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import ClassVar, final
 
@@ -142,7 +143,7 @@ class ShmTransport(RegionTransport):
 
     def _translate(self, batch: WriteBatch) -> tuple[UInt64Array, list[_MappedSegment]]:
         """Return where the pieces lie in this process's mapping of the peer's segments."""
-        regions = sorted(batch.regions, key=_address_of)
+        regions = sorted(batch.regions, key=attrgetter("address"))
         starts = np.array([r.address for r in regions], np.uint64)
         slot = np.searchsorted(starts, batch.remote_addresses, side="right") - 1
         mapped: list[_MappedSegment] = []
@@ -152,10 +153,6 @@ class ShmTransport(RegionTransport):
             mapped.append(segment)
             bases[index] = segment.address + offset
         return bases[slot] + (batch.remote_addresses - starts[slot]), mapped
-
-
-def _address_of(region: RemoteRegion) -> int:
-    return region.address
 
 
 def _copy(local: UInt64Array, target: UInt64Array, nbytes: UInt64Array, deadline: Deadline) -> None:
@@ -176,10 +173,6 @@ class _OwnedSegment:
         descriptor: of the file; peers open it by this number for as long as it is open here.
         token: random part of the file's name, which tells it from a later file of that number.
         address: of its first byte in this process.
-
-    Raises:
-        RegionError: `nbytes` < 1.
-        TransportUnavailable: the host has no room, or no memory files.
     """
 
     def __init__(self, nbytes: int) -> None:

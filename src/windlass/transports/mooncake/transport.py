@@ -295,11 +295,7 @@ class MooncakePeer(NetworkPeer):
         return code
 
     def _queue(self, run: Callable[[], int], local: UInt64Array, nbytes: UInt64Array) -> _Call:
-        """Have a call made behind those that wait. Holds the lock; whoever waits ends with `_end`.
-
-        Raises:
-            TransferFailed: there is no descriptor or thread for it; it was not begun.
-        """
+        """Have a call made behind those that wait. Holds the lock; whoever waits ends with `_end`."""
         try:
             if self._thread is None:
                 # A daemon: a native call that is stuck must not keep the interpreter from ending.

@@ -254,11 +254,7 @@ class NixlPeer(NetworkPeer):
             pause_s = min(pause_s * 2, 10 * MAX_PAUSE_S)
 
     def _load(self, regions: Iterable[RemoteRegion]) -> None:
-        """Have NIXL know the regions.
-
-        Raises:
-            RegionError: a key cannot be read, or is of another process.
-        """
+        """Have NIXL know the regions."""
         for region in regions:
             if region.key not in self._keys:
                 keys = decode_keys(region)
@@ -301,11 +297,7 @@ class NixlPeer(NetworkPeer):
         )
 
     def _word_arrives(self, deadline: Deadline) -> bool:
-        """Return whether a word that nobody reads gets there; a late one does no harm.
-
-        Raises:
-            PeerUnreachable: the process is gone, or it was not there by the deadline.
-        """
+        """Return whether a word that nobody reads gets there; a late one does no harm."""
         (*_, last), *_ = self._keys.values()
         here, there = (np.array([a], np.uint64) for a in (self._agent.scratch, last.scratch))
         with self.held(deadline):
