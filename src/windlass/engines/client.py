@@ -163,11 +163,7 @@ class EngineClient(Closing):
 def _offers_for(
     transport: OneSidedTransport, regions: Sequence[MemoryRegion]
 ) -> tuple[TransportOffer, ...]:
-    """Return the ways in which all of the live parameters can be written.
-
-    Raises:
-        ConfigError: there is none: each of several transports refuses some region.
-    """
+    """Return the ways in which all of the live parameters can be written; raise ConfigError if there is none."""
     published = [{exported.endpoint for exported in region.remotes} for region in regions]
     found = tuple(
         offer

@@ -399,11 +399,7 @@ def _must_stay(holding: Holding) -> bool:
 
 
 def _is_weight(holding: Holding) -> bool:
-    """Return whether loads must write this: a parameter.
-
-    Not a scalar: engines have some that are settings (scales of key-value caches), from which they
-    take plain numbers, so that these must not be changed for a trial.
-    """
+    """Return whether loads must write this: a parameter, but no scalar, from which engines take settings as numbers."""
     return holding.kind is Kind.PARAMETER and holding.tensor.dim() > 0
 
 

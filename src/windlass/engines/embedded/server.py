@@ -102,16 +102,6 @@ class EngineServer:
         Raises:
             PeerTimeout: they are not within `START_DEADLINE_S`. OSError: they cannot be.
         """
-        ready: Future[None] = Future()
-        serving = (self._serve(ready),)
-        threading.Thread(target=asyncio.run, args=serving, name="http", daemon=True).start()
-        try:
-            ready.result(START_DEADLINE_S)
-        except FutureTimeout:
-            where = f"engine {self._settings.name}: {self.url}"
-            raise PeerTimeout(f"{where} does not serve after {START_DEADLINE_S} s") from None
-
-    async def _serve(self, ready: Future[None]) -> None:
         self._server.add_routes(
             [
                 web.post("/generate", self._generate),
@@ -127,14 +117,13 @@ class EngineServer:
                 web.post("/flush_cache", self._health),
             ]
         )
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
         try:
-            await self._server.start()
-        # The boundary of the thread: whatever it is, `start` waits for it.
-        except Exception as error:  # noqa: BLE001
-            ready.set_exception(error)
-        else:
-            ready.set_result(None)
-            await asyncio.Event().wait()
+            asyncio.run_coroutine_threadsafe(self._server.start(), loop).result(START_DEADLINE_S)
+        except FutureTimeout:
+            where = f"engine {self._settings.name}: {self.url}"
+            raise PeerTimeout(f"{where} does not serve after {START_DEADLINE_S} s") from None
 
     async def _generate(self, http: web.Request) -> web.Response:
         body = msgspec.json.decode(await http.read(), type=_Generate)

@@ -92,11 +92,7 @@ def capture_adapter(
 def keep_adapter(worker: Any) -> None:
     """Have the adapter stay in its slot: what is written there must not be replaced by vLLM's copy.
 
-    Called before every update. Should vLLM have put its own copy into the slot meanwhile, the
-    update, which is of the whole adapter, writes over that.
-
-    Raises:
-        UnsupportedLayout: see `capture_adapter`.
+    Called before every update, which writes over what vLLM has put there meanwhile. Raises as `capture_adapter` does.
     """
     worker.pin_lora(_the_only(worker))
 

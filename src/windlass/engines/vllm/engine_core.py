@@ -191,10 +191,9 @@ class _Core:
         calls: once a layout has been captured; None in an engine that has no loop of its own.
     """
 
-    def __init__(self) -> None:
-        self.namespace = Namespace()
-        self.version: int | None = None
-        self.calls: CoreCalls | None = None
+    namespace = Namespace()
+    version: int | None = None
+    calls: CoreCalls | None = None
 
 
 _own = _Core()
@@ -219,13 +218,7 @@ def is_backend_of(config: Any) -> bool:
 
 
 def _scheduler(**made_with: Any) -> object:
-    """Make vLLM's own scheduler, in a core whose caches are kept apart. Called by an EngineCore.
-
-    It notes versions of tokens where vLLM does not.
-
-    Raises:
-        ConfigError: a model for which vLLM has a scheduler of its own.
-    """
+    """Make vLLM's own scheduler, which notes versions of tokens where vLLM does not. Called by an EngineCore."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -317,11 +310,9 @@ def _receive(worker: Any, info: dict[str, object]) -> int:
 
 
 def _hold(core: Any, held: Callable[[str], int]) -> None:
-    """Bring a core to rest while `held` keeps its workers; see the module. Called in its loop.
+    """Bring vLLM's `EngineCore` to rest while `held` keeps its workers; see the module. Called in its loop.
 
-    Args:
-        core: vLLM's `EngineCore`.
-        held: is given the namespace that was begun; returns the version that is served after it, < 0 for none.
+    `held` is given the namespace that was begun, and returns the version that is served after it, < 0 for none.
     """
     with _at_rest(core):
         _drop_encoder_outputs(core)

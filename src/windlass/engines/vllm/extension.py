@@ -39,11 +39,8 @@ _MODES: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.IN_PLACE:
 class VllmApi:
     """`EngineApi` over the routes of `VLLM_SERVER_DEV_MODE=1`.
 
-    Args:
-        server: in front of the ranks.
-        can_block: whether the loop of every rank may be blocked between two steps; see `_can_block`.
-        stamps: see `stamps_tokens`.
-        core: in this process, if the engine has no other; its ranks are called there, else by `/collective_rpc`.
+    `can_block`, `stamps`: see `_can_block` and `stamps_tokens`. `core`: in this process, if the engine has no other; its
+    ranks are called there, else by `/collective_rpc`.
     """
 
     def __init__(

@@ -57,13 +57,13 @@ def capture_rank(
     )
 
     model, draft = served_by(worker), _draft_of(worker)
-    direct, counts = _DirectCopies(model), _Counts()
+    direct, counts = _DirectCopies(model), _Known()
 
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         drafts: list[tuple[str, torch.Tensor]] = []
         if draft is not None:
             weights = _set_aside(worker, weights, drafts)
-        with reloading(model), direct.where_needed(), counts.kept():
+        with reloading(model), direct.where_needed(), _counted_once(counts):
             worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
             if draft is not None and drafts:
                 _reload_draft(worker, draft, drafts)
@@ -236,43 +236,37 @@ class _DirectCopies(TorchFunctionMode):
 
 
 _Count = Callable[[Any, inspect.BoundArguments], tuple[int, object]]
+_Known = dict[tuple[object, ...], tuple[int, object]]
 _NUMBER_IN_PATH = re.compile(r"\.\d+\.")
 """Of a layer, or of an expert, which is an argument of its own too."""
 
 
-@final
-class _Counts:
-    """How many elements weight loaders copy, counted once for all tensors that are loaded alike.
+@contextmanager
+def _counted_once(known: _Known) -> Iterator[None]:
+    """Have vLLM count how many elements weight loaders copy once for all tensors that are loaded alike.
 
-    vLLM's reload (0.24, 0.32) calls every weight loader twice: at first with a parameter without memory, to count
+    Its reload (0.24, 0.32) calls every weight loader twice: at first with a parameter without memory, to count
     what it copies, since a layer is processed once all of it has come. That is a third of its time. Layers that are
     alike have the same counts; with a wrong one a layer would be processed without what comes later, and would
     fail the proof of a capture.
     """
+    from vllm.model_executor.model_loader.reload import layerwise
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], tuple[int, object]] = {}
+    count: _Count = layerwise.get_numel_loaded
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Within it vLLM counts nothing twice."""
-        from vllm.model_executor.model_loader.reload import layerwise
+    def counted(loader: Any, arguments: inspect.BoundArguments) -> tuple[int, object]:
+        key = _key_of(loader, arguments)
+        if key is None:
+            return count(loader, arguments)
+        if key not in known:
+            known[key] = count(loader, arguments)
+        return known[key]
 
-        count: _Count = layerwise.get_numel_loaded
-
-        def counted(loader: Any, arguments: inspect.BoundArguments) -> tuple[int, object]:
-            key = _key_of(loader, arguments)
-            if key is None:
-                return count(loader, arguments)
-            if key not in self._known:
-                self._known[key] = count(loader, arguments)
-            return self._known[key]
-
-        layerwise.get_numel_loaded = counted
-        try:
-            yield
-        finally:
-            layerwise.get_numel_loaded = count
+    layerwise.get_numel_loaded = counted
+    try:
+        yield
+    finally:
+        layerwise.get_numel_loaded = count
 
 
 def _key_of(loader: Any, arguments: inspect.BoundArguments) -> tuple[object, ...] | None:
