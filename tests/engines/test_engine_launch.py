@@ -272,8 +272,10 @@ def test_nodes_have_whole_stages_or_stages_have_whole_nodes(tp: int, pp: int, no
     assert checked_arguments(SGLANG, ["--name", "a", "--model", "/m", *words]).nnodes == nodes
 
 
-def started(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[list[str], dict[str, str]]:
-    """The command of a part of an SGLang server, and what it finds of the token."""
+def started(
+    monkeypatch: pytest.MonkeyPatch, *words: str, engine: EngineSpec = SGLANG
+) -> tuple[list[str], dict[str, str]]:
+    """The command of a part of a server, and what it finds of the token."""
     found: list[tuple[list[str], dict[str, str]]] = []
 
     def serve(args: argparse.Namespace, command: ServerCommand, **_: object) -> int:
@@ -288,7 +290,7 @@ def started(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[list[str], di
     monkeypatch.setenv("WINDLASS_TOKEN", "secret of the test")
     common = ["--name", "a", "--model", "/m", "--port", "8000", "--tp", "4", "--nnodes", "2"]
     monkeypatch.setattr("sys.argv", ["program", *common, *words])
-    assert launch(SGLANG, None) == (0 if found else 2)
+    assert launch(engine, None) == (0 if found else 2)
     return found[0] if found else ([], {})
 
 
@@ -305,6 +307,23 @@ def test_parts_of_a_server_meet_at_the_first_node_and_each_has_the_token_in_a_fi
         assert told["token"] == "secret of the test"
     argv, _ = started(monkeypatch, "--host", "10.0.0.7", "--dist-init-addr", "10.0.0.7:5000")
     assert dict(options_of(argv))["--dist-init-addr"] == "10.0.0.7:5000"
+
+
+def test_the_first_part_of_a_vllm_serves_and_takes_reports_and_the_others_are_headless(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WINDLASS_FIRST_NODE", "10.0.0.7")
+    monkeypatch.setattr("windlass.engines.vllm.spec._generate_options", tuple)
+    vllm, middle = ENGINES.find("vllm"), "windlass.engines.report_route.ReportRoute"
+    for node in ("0", "1"):
+        argv, _ = started(monkeypatch, "--host", "10.0.0.7", "--node-rank", node, engine=vllm)
+        options = dict(options_of(argv))
+        assert (options["--nnodes"], options["--node-rank"]) == ("2", node)
+        assert (options["--master-addr"], options["--master-port"]) == ("10.0.0.7", "8001")
+        assert argv[2].endswith("headless") is (node == "1") is ("--port" not in argv)
+        assert (middle in argv) is (node == "0")
+    with pytest.raises(ConfigError, match="-n must not be given: --nnodes, --node-rank and --dist"):
+        checked_arguments(vllm, ["--name", "a", "--model", "/m", "-n", "2"])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,14 @@ from http_answers import answering
 
 from windlass import envs
 from windlass.engines.private_routes import Message
-from windlass.engines.rank_reports import REPORT_PATH, RankReports, Report, Secrets, carry_out
+from windlass.engines.rank_reports import (
+    ELSEWHERE_VARIABLE,
+    REPORT_PATH,
+    RankReports,
+    Report,
+    Secrets,
+    carry_out,
+)
 from windlass.engines.report_route import MAX_BODY_NBYTES, ReportRoute
 from windlass.envs import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from windlass.errors import ConfigError, PeerUnreachable
@@ -67,7 +74,8 @@ def test_what_ranks_elsewhere_report_is_gathered_with_the_others(
         raise ConfigError("its weights are packed")
 
     with answering(take) as url, RankReports(2, Secrets("owner's", "key")) as reports:
-        carry_out(reports.folder, 0, do)
+        carry_out(reports.folder, 0, do, server_url=url)
+        monkeypatch.setenv(ELSEWHERE_VARIABLE, "1")
         carry_out(reports.folder, 1, do, server_url=url)
         assert reports.gather(DEADLINE_S) == [b"layout", b"layout"]
         assert given == [Secrets("owner's", "key"), Secrets(token)]

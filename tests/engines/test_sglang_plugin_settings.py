@@ -11,8 +11,8 @@ from windlass import envs
 from windlass.engines.capture.codes import checkpoint_folder
 from windlass.engines.join_route import JoinOrder
 from windlass.engines.private_routes import saved_key
+from windlass.engines.rank_reports import ELSEWHERE_VARIABLE
 from windlass.engines.sglang import plugin
-from windlass.engines.sglang.spec import ELSEWHERE_VARIABLE
 from windlass.envs import CONTROLLER_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from windlass.errors import ConfigError, PeerUnreachable
 from windlass.net.addresses import own_address

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from plain_vllm import PlainServer, checkpoint, serving_plain
-from servers import _ENVIRONMENT, ROOT, VENVS
+from servers import ENVIRONMENT, ROOT, VENVS
 
 from tools.entry_points import write_entry_points
 from windlass.net.addresses import free_port
@@ -103,7 +103,7 @@ def test_its_trainer_runs_with_two_changed_lines(tmp_path: Path) -> None:
     tokenizer.eos_token, tokenizer.pad_token = "w248", "w249"
     tokenizer.save_pretrained(source)
     variables = {
-        **_ENVIRONMENT["vllm"],
+        **ENVIRONMENT["vllm"],
         "PYTHONPATH": f"{PATHS}:{write_entry_points(tmp_path / 'site')}",
     }
     settings = tmp_path / "settings.json"

@@ -1,4 +1,4 @@
-"""A job whose engine is a real SGLang over two nodes of a real Slurm: updated, killed on one of them, started again."""
+"""A job whose engine is a real SGLang or vLLM over two nodes of a real Slurm: updated, killed on one of them, started again."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from servers import FLAGS, ROOT, VENVS, Layout, Server, save
+from servers import ENVIRONMENT, FLAGS, ORACLE, ROOT, VENVS, Layout, Server, save
 from slurm_cluster import missing_reason, slurm_cluster
 
 from windlass.controller import Controller
-from windlass.engines.sglang.spec import HOOK
 from windlass.jobs import Recipe, Task, load_config
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.launch import run_job
@@ -28,10 +27,6 @@ pytestmark = [
     pytest.mark.engines,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(missing_reason()), reason=missing_reason()),
-    pytest.mark.skipif(
-        not (VENVS["sglang"] / "bin/python").exists(),
-        reason=f"SGLang is not installed: {VENVS['sglang']}",
-    ),
 ]
 PARTS = ("engine", "engine-node-1")
 JOB = """
@@ -58,14 +53,17 @@ arguments = ["{folder}"]
 
 [[engines]]
 name = "engine"
-kind = "sglang"
+kind = "{engine}"
 model = "{folder}/0.model"
 port = {port}
 tensor_parallel_size = 2
 num_nodes = 2
 python = "{python}"
 arguments = {arguments}
-environment = {{ SGLANG_USE_CPU_ENGINE = "1", SGLANG_HOST_IP = "127.0.0.1", SGLANG_CPU_OMP_THREADS_BIND = "0|1", GLOO_SOCKET_IFNAME = "lo" }}
+
+[engines.environment]
+GLOO_SOCKET_IFNAME = "lo"
+{environment}
 
 [rollout]
 groups_per_step = 1
@@ -132,24 +130,31 @@ class Watching(Recipe):
         await back.wait()
 
 
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
 async def test_an_engine_over_two_nodes_is_one_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every version that it serves is what a fresh load of it is, on both nodes, before and after it is started again."""
     save("dense", 1, tmp_path / "0.model")
     (tmp_path / "0.model" / "config.json").rename(tmp_path / "0.json")
     (tmp_path / "0.model" / "config.json").write_text((tmp_path / "0.json").read_text())
+    if not (python := VENVS[engine] / "bin/python").exists():
+        pytest.skip(f"no {python}: make engines installs {engine}")
     port = free_port()
-    arguments = [*FLAGS["sglang"], "--custom-weight-loader", HOOK, "sglang_fresh.run"]
+    variables = {
+        "sglang": {"SGLANG_HOST_IP": "127.0.0.1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        "vllm": {"VLLM_HOST_IP": "127.0.0.1"},
+    }[engine] | ENVIRONMENT[engine]
+    arguments = [*FLAGS[engine], *ORACLE[engine]]
     job = tmp_path / "job.toml"
     job.write_text(
         JOB.format(
-            folder=tmp_path, root=ROOT, port=port, arguments=arguments,
-            python=VENVS["sglang"] / "bin/python",
+            folder=tmp_path, root=ROOT, port=port, arguments=arguments, engine=engine, python=python,
+            environment="\n".join(f'{name} = "{value}"' for name, value in variables.items()),
         )
     )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
-    server = Server(SimpleNamespace(), url, "sglang", Layout(tp=2), tmp_path)  # type: ignore[arg-type]
+    server = Server(SimpleNamespace(), url, engine, Layout(tp=2), tmp_path)  # type: ignore[arg-type]
     recipe, said = Watching(tmp_path, server), list[str]()
     (tmp_path / "slurm").mkdir()
     with slurm_cluster(tmp_path / "slurm", num_nodes=2) as conf:

@@ -417,7 +417,7 @@ FLAGS = {
         *("--mem-fraction-static", "0.5", "--dtype", "bfloat16"),
     ],
 }
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "vllm": {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -426,7 +426,7 @@ _ENVIRONMENT = {
     },
     "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_HOST_IP": "127.0.0.1"},
 }
-_ORACLE: dict[str, tuple[str, ...]] = {
+ORACLE: dict[str, tuple[str, ...]] = {
     "vllm": (),
     "sglang": ("--custom-weight-loader", HOOK, "sglang_fresh.run"),
 }
@@ -436,7 +436,7 @@ def environment(engine: str, num_ranks: int, python_path: str) -> dict[str, str]
     """Of an engine's processes."""
     return {
         **os.environ,
-        **_ENVIRONMENT[engine],
+        **ENVIRONMENT[engine],
         **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if num_ranks == 2 else {}),
         "PYTHONPATH": python_path,
         "WINDLASS_TOKEN": TOKEN,
@@ -497,7 +497,7 @@ def serving(
                 *(("--adapter", f"{ADAPTER}={adapter}") if adapter else ()),
                 *own,
                 *flags,
-                *_ORACLE[engine],
+                *ORACLE[engine],
             ],
             env=environment(engine, layout.world_size, f"{ROOT / 'src'}:{Path(__file__).parent}"),
             stdout=subprocess.PIPE,

@@ -29,7 +29,7 @@ import msgspec
 from windlass.engines.http import EngineHttp
 from windlass.engines.private_routes import require_own
 from windlass.engines.spec import AgentSettings, CapturedLayout, EngineServer, RankStep
-from windlass.envs import control_token
+from windlass.envs import control_token, environment_value
 from windlass.errors import (
     ConfigError,
     PeerTimeout,
@@ -44,6 +44,8 @@ _log = logging.getLogger(__name__)
 _SOCKET = "sent"
 _SECRETS = "secrets"
 REPORT_PATH = "/windlass/report"
+ELSEWHERE_VARIABLE = "WINDLASS_RANKS_ELSEWHERE"
+"""Set for ranks on other hosts than their server's."""
 REPORTED_S = 2.0
 """For what ranks have reported already."""
 _PREFIX = "windlass-reports-"
@@ -115,10 +117,12 @@ def carry_out(
     """Called by a rank: do what it was told, and report what `order` returns, or why it could not.
 
     Nothing is raised, which would end SGLang's loop; nor is anybody waited for who listens no more. The report is
-    waited for in `folder`, on the host of the engine's server: `server_url` where that is not the rank's own. Then
+    waited for in `folder`, on the host of the engine's server, `server_url`. Where that is not the rank's own host,
     the token is the one of the rank's environment (`control_token`), and the only secret that it has.
     """
     token = ""
+    if not environment_value(ELSEWHERE_VARIABLE):
+        server_url = ""
     try:
         secrets = Secrets(token := control_token()) if server_url else _secrets_in(folder)
         report = Report(folder, rank, failed=False, body=order(secrets))

@@ -23,6 +23,7 @@ from windlass.engines.private_routes import (
     read_json,
 )
 from windlass.engines.rank_reports import REPORT_PATH, Report, is_waited_for
+from windlass.envs import control_token
 from windlass.net.access import Access, role_token
 
 MAX_BODY_NBYTES = 1 << 26
@@ -39,10 +40,14 @@ class ReportRoute:
 
     Args:
         app: the engine's.
-        token: of the server; empty for none, and then nothing is proven.
+        token: of the server; empty for none, and then nothing is proven; None for the one of its environment.
+
+    Raises:
+        ConfigError: see `control_token`.
     """
 
-    def __init__(self, app: App, token: str) -> None:
+    def __init__(self, app: App, token: str | None = None) -> None:
+        token = control_token() if token is None else token
         self._app = app
         roles = (Access.OWNER, Access.ENGINE)
         self._tokens = {role_token(token, role) for role in roles} if token else set[str]()

@@ -27,7 +27,6 @@ from windlass.engines.capture.snapshot import Snapshot
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.rank_reports import Secrets, carry_out
 from windlass.engines.sglang.orders import Digests, Order, Quiesce, SglangApi, Step
-from windlass.engines.sglang.spec import ELSEWHERE_VARIABLE
 from windlass.engines.spec import RankStep
 from windlass.envs import environment_value
 from windlass.errors import UnsupportedLayout
@@ -65,7 +64,7 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
                 order.folder,
                 rank,
                 lambda secrets: _take(model, order, rank, secrets),
-                server_url=order.settings.url if environment_value(ELSEWHERE_VARIABLE) else "",
+                server_url=order.settings.url,
             )
         case Quiesce():
             _quiesce(model, order.namespace)

@@ -35,10 +35,9 @@ from typing import Any, final
 from windlass.engines.join_route import JoinOrder, JoinRoute
 from windlass.engines.private_routes import App, PrivateRoutes, is_launched, new_key
 from windlass.engines.quantised import require_followed
-from windlass.engines.rank_reports import Secrets, join_fleet
+from windlass.engines.rank_reports import ELSEWHERE_VARIABLE, Secrets, join_fleet
 from windlass.engines.report_route import ReportRoute
 from windlass.engines.sglang.spec import (
-    ELSEWHERE_VARIABLE,
     HOOK,
     RELEASES,
     RULES,

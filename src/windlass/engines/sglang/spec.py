@@ -26,8 +26,6 @@ from windlass.errors import DECODE_ERRORS, ConfigError, PeerUnreachable
 from windlass.net.addresses import free_port
 
 HOOK = "windlass.engines.sglang.hook.run"
-ELSEWHERE_VARIABLE = "WINDLASS_SGLANG_ELSEWHERE"
-"""Set by the plugin for ranks on other hosts than their server's."""
 
 REPLICAS = Feature(
     "ranks that know their replica (`dp_rank` of `get_parallel()`)",

@@ -123,7 +123,7 @@ class WindlassExtension:
             found = capture_rank(worker, self.windlass_engine_rank, settings, api, is_launched=True)
             return msgspec.json.encode(found)
 
-        carry_out(folder, self.windlass_rank(), capture)
+        carry_out(folder, self.windlass_rank(), capture, server_url=settings.url)
 
     def windlass_join(self, encoded: str, folder: str) -> None:
         """Join the fleet, once what all ranks have captured was found good; as `windlass_capture`."""
@@ -133,7 +133,7 @@ class WindlassExtension:
             self.windlass_engine_rank.join(settings, rank, secrets.token)
             return b""
 
-        carry_out(folder, rank, join)
+        carry_out(folder, rank, join, server_url=settings.url)
 
     def windlass_rank(self) -> int:
         """Return this process's number among all of the server's: replicas, stages, tensor-parallel ranks."""

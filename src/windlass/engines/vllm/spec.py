@@ -28,10 +28,12 @@ from windlass.engines.versions import EngineReleases, Feature
 from windlass.engines.vllm.engine_core import OUTSIDE, OWN_VERSIONS, SCHEDULER
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
+from windlass.net.addresses import split_host_port
 
 EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
 ROUTES = "windlass.engines.vllm.generate_route"
 PRIVATE = "windlass.engines.private_routes.PrivateRoutes"
+REPORTS = "windlass.engines.report_route.ReportRoute"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Of slots, as vLLM makes them; adapters of lower rank are padded."""
 LOADS_WHILE_IT_RUNS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
@@ -88,10 +90,7 @@ _ONE_SLOT = (
 )
 _OFFLOADED = "weights are copied to the GPU for every step"
 _EVICTED = "an adapter that shares slots can be evicted and is then read again from its folder"
-_HOSTS = (
-    "every rank must be on the launcher's host, where it writes what it has to say; `vllm serve` with "
-    "--weight-transfer-config may span several"
-)
+_NODES = "--nnodes, --node-rank and --dist-init-addr of the launcher say so"
 _EXPERTS_LEAVE = "ranks come and go, and experts move with them"
 _LORA = "lora_config"
 _SCHEDULER = Rule(
@@ -100,7 +99,6 @@ _SCHEDULER = Rule(
     "Windlass gives its own, with which caches are kept apart by version",
     ("scheduler_config.scheduler_cls",),
 )
-_ONE_HOST = Rule("--nnodes", (1,), _HOSTS, ("parallel_config.nnodes",), ("-n",))
 _PLAIN_SCHEDULER = replace(
     _SCHEDULER, allowed=(None,), why="caches are kept apart by version in vLLM's own"
 )
@@ -122,7 +120,7 @@ RULES = (
          ("parallel_config.enable_eplb",)),
     Rule("--prefill-context-parallel-size", (1,), "its ranks have not been shown",
          ("parallel_config.prefill_context_parallel_size",), ("-pcp",)),
-    _ONE_HOST,
+    Rule("--master-addr", (), _NODES, aliases=("--master-port", "--headless", "-n", "-r")),
     Rule("--quantization-config", (), "it has vLLM quantise while it loads"),
     Rule("--enable-lora", (None,), _ONE_SLOT, (_LORA,)),
     Rule("--lora-modules", (), _ONE_SLOT),
@@ -157,15 +155,23 @@ class VllmServer:
         if quantised and not environment_value("VLLM_USE_DEEP_GEMM"):
             # For this kernel vLLM computes other weights, with scales that are powers of two.
             environment["VLLM_USE_DEEP_GEMM"] = "0"
+        program = "windlass.engines.vllm.headless"
+        serves: tuple[str, ...] = ()
+        if not args.node_rank:
+            program = "vllm.entrypoints.openai.api_server"
+            serves = ("--host", args.host, "--port", str(args.port), "--middleware", PRIVATE)
+            if args.nnodes > 1:
+                serves += ("--middleware", REPORTS)
+            serves += _generate_options()
         return ServerCommand(
             (
-                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-                *("--model", args.model, "--host", args.host, "--port", str(args.port)),
+                *(sys.executable, "-m", program, "--model", args.model),
                 *("--tensor-parallel-size", str(args.tp), "--worker-extension-cls", EXTENSION),
                 *(("--pipeline-parallel-size", str(args.pp)) if args.pp > 1 else ()),
                 *(("--data-parallel-size", str(args.dp)) if args.dp > 1 else ()),
-                *("--scheduler-cls", SCHEDULER, "--middleware", PRIVATE),
-                *_generate_options(),
+                *("--scheduler-cls", SCHEDULER),
+                *_node_options(args),
+                *serves,
                 *served,
                 *rest,
             ),
@@ -221,6 +227,17 @@ def adapter_options(
     return (*options, "--max-lora-rank", str(rank))
 
 
+def _node_options(args: argparse.Namespace) -> tuple[str, ...]:
+    if args.nnodes == 1:
+        return ()
+    host, port = split_host_port(args.dist_init_addr)
+    return (
+        *("--nnodes", str(args.nnodes), "--node-rank", str(args.node_rank)),
+        *("--master-addr", host, "--master-port", str(port)),
+        *("--distributed-executor-backend", "mp"),
+    )
+
+
 def _generate_options() -> tuple[str, ...]:
     """SGLang's `/generate`: before the route of releases that say versions, or before completions."""
     package = importlib.util.find_spec("vllm")  # looks for it without an import
@@ -239,8 +256,7 @@ def refuse_unsafe_config(config: object, *, adapter: bool, is_launched: bool = T
         config: vLLM's `VllmConfig`.
         adapter: whether the rank's adapter is what is updated.
         is_launched: whether Windlass has started the server: with `SCHEDULER`, which keeps caches apart by
-            version, and on one host. If not, vLLM's own scheduler must be there, which the plugin knows, and
-            hosts may be several: ranks hear from vLLM, and tell the controller, whatever there is to say.
+            version. If not, vLLM's own scheduler must be there, which the plugin knows.
 
     Raises:
         ConfigError: names a setting with which an update would be wrong, and why.
@@ -264,7 +280,7 @@ def refuse_unsafe_config(config: object, *, adapter: bool, is_launched: bool = T
         refuse_settings("vLLM", rules, setting)
     rules = [rule for rule in RULES if not (adapter and _LORA in rule.settings)]
     if not is_launched:
-        rules = [_PLAIN_SCHEDULER if r is _SCHEDULER else r for r in rules if r is not _ONE_HOST]
+        rules = [_PLAIN_SCHEDULER if r is _SCHEDULER else r for r in rules]
     refuse_settings("vLLM", rules, setting)
 
 
@@ -276,6 +292,7 @@ ENGINE = EngineSpec(
     rules=RULES,
     server=VllmServer(),
     needs_port=True,
+    spans_nodes=True,
     cpu_arguments=(
         *("--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "64"),
         *("--max-num-seqs", "64", "--max-num-batched-tokens", "1024"),
