@@ -107,7 +107,8 @@ test-integrations: engines
 	test -n "$(WINDLASS_TRL_VENV)" || bash tools/integrations/install_trl.sh .venv-trl $(VENV) $(or $(WINDLASS_VLLM_VENV),.venv-vllm)
 	test -n "$(WINDLASS_AREAL_VENV)" || bash tools/integrations/install_areal.sh .venv-areal $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target build/routers sglang-router==0.3.2 vllm-router==0.1.17
-	WINDLASS_ROUTERS=build/routers $(BIN)/pytest -m engines tests/integrations tests/rollout/test_routers.py $(ARGS)
+	WINDLASS_ROUTERS=build/routers $(BIN)/pytest -n 2 --dist loadfile -m "engines and not cluster" \
+	  tests/integrations tests/rollout/test_routers.py $(ARGS)
 
 # The part of test-engines, and of test-megatron, that shows what an update promises with the settings that users run:
 # prefix caches on, overlapped gathers. Answers of updated servers, in every pause mode, are those of fresh

@@ -508,7 +508,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _num_writes(tensor: torch.Tensor) -> int:
     """How often torch has changed it in place: steps of an optimiser count at a DTensor, other writes at its part."""
-    return sum(0 if t.is_inference() else t._version for t in {tensor, _local(tensor)})
+    local = _local(tensor)
+    found = 0 if local.is_inference() else local._version
+    return found if local is tensor or tensor.is_inference() else found + tensor._version
 
 
 def _registered(
