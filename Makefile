@@ -129,8 +129,8 @@ fuzz: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]'
 	$(BIN)/python tests/fuzz/fuzz_decoders.py $(ARGS)
 
-# Whole jobs, gangs over nodes and GPUs on a Slurm cluster (Debian's packages, root) and on a Ray cluster, of one and of two nodes.
-test-clusters: setup
+# Whole jobs, engines and gangs over nodes, and GPUs on a Slurm cluster (Debian's packages, root) and on a Ray cluster, of one and of two nodes.
+test-clusters: engines
 	bash tools/install_slurm.sh
 	$(BIN)/pytest -m cluster tests/jobs $(ARGS)
 
