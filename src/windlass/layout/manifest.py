@@ -122,11 +122,9 @@ class ShardManifest:
 
     Attributes:
         worker: identity of the rank, unique in the fleet (`trainer/3`, `engine-a/0`).
-        role: trainer or engine.
         tensors: the global tensors that rows refer to.
         parameters: the local parameters that rows refer to.
         aliases: checkpoint name -> the tensor in `tensors` whose bytes it shares (tied weights).
-        table: the shards.
         quantized: weights that are held quantised, with their scales.
         schema_version: of the wire form, which says it always.
     """

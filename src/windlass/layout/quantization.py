@@ -86,7 +86,6 @@ class QuantizedTensor(msgspec.Struct, frozen=True):
     Attributes:
         weight: checkpoint name of a matrix.
         scale: checkpoint name of its scales (`..._scale_inv`), of shape `scale_shape`.
-        scheme: how.
     """
 
     weight: str

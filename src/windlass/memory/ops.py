@@ -148,12 +148,10 @@ class MemoryOps(Protocol):
     def prepare(
         self, copies: Sequence[StridedCopy], *, beside_transfers: bool = False
     ) -> PreparedCopies:
-        """Copies that are run again and again. Ranges at either side may be pinned host memory.
+        """Copies that are run again and again; none reads what another one stores. Either side may be pinned host memory.
 
-        Args:
-            copies: in any order; none reads what another one stores.
-            beside_transfers: they run while bytes of the same memory are on the wire, and are to leave most
-                of a GPU to that.
+        `beside_transfers`: they run while bytes of the same memory are on the wire, and are to leave most of a GPU
+        to that.
 
         Raises:
             ConfigError: nothing casts between the dtypes.
@@ -199,11 +197,8 @@ class MemoryOps(Protocol):
     ) -> LinkPack:
         """Prepare to pack a link at its source.
 
-        Args:
-            program: of the link.
-            addresses: of the parameters.
-            places: addresses that turns are packed at, in rotation, all of one length; every op begins at
-                a multiple of `ALIGNMENT`.
+        `places`: addresses that turns are packed at, in rotation, all of one length; every op begins at a multiple
+        of `ALIGNMENT`.
 
         Raises:
             PlanError: less than `least_pack_nbytes`, where it is needed.

@@ -40,7 +40,6 @@ class Boxes:
         row_start: (b + 1,) where each box's group starts in `rows`.
         start: (num_classes + 1,) where each class's boxes start.
         pattern: (num_classes,) id of the class's set of boxes; -1 without any.
-        num_patterns: how many patterns there are.
     """
 
     tensor: Int32Array

@@ -78,11 +78,8 @@ class RoutedPieces:
     """Everything that ops are made of.
 
     Attributes:
-        src, dst: the rows of both sides.
-        names: the tensors of both sides.
         sources: workers, by rank.
         pieces: which atom fills which box. holders: who has each atom.
-        candidates: the pieces at every destination row.
         routed: who sends each of them.
         direct_min_run_nbytes: see `PlanPolicy.direct_min_run_bytes`.
     """

@@ -143,7 +143,6 @@ class TransferPlan:
         source_digests: manifest digest per source; a changed layout invalidates the plan.
         destination_digests: manifest digest per destination.
         staging_nbytes: size of the staging memory each destination must provide (0 for none).
-        ops: the copy ops.
         schema_version: of the wire form, which says it always.
     """
 
@@ -181,10 +180,8 @@ class TransferPlan:
     def parts(self, *, sending: bool, all_names: bool) -> dict[str, TransferPlan]:
         """What each source sends if `sending`, else what each destination receives; fewer rows.
 
-        Args:
-            sending: whose parts.
-            all_names: a part names all ranks, and not only those that its rows speak of and its own:
-                all parts together grow with the square of the fleet then.
+        `all_names`: a part names all ranks, and not only those that its rows speak of and its own: all parts together
+        grow with the square of the fleet then.
         """
         workers = self.sources if sending else self.destinations
         index = self.ops.src if sending else self.ops.dst

@@ -103,10 +103,7 @@ def due_pieces(
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """The pieces of blocks whose turn it is: of those of run r if r % period == turn % period.
 
-    Args:
-        held: (n,) `HELD`.
-        turn: counts comparisons.
-        period: in so many turns every block is due once; >= 1.
+    `turn` counts comparisons; in `period` turns every block is due once.
 
     Returns:
         (row of `held`, bytes from the start of the parameter, contiguous bytes) per piece, box after box, in

@@ -120,13 +120,8 @@ def assign(
 ) -> Assignment:
     """Lay the ops of each group, in the given order, along the quotas of its holders.
 
-    Args:
-        group: (n,) holder group per op.
-        nbytes: (n,) bytes per op.
-        units: (n,) in how many equal slices an op may be cut (its outermost extent).
-        holders: ranks per group.
-        shares: bytes per holder per group, as `pour` returns them.
-        min_split_bytes: a smaller op is never split, it goes where most of it lies.
+    `units`: in how many equal slices an op may be cut (its outermost extent). `shares`: as `pour` returns them. An
+    op smaller than `min_split_bytes` is never split, it goes where most of it lies.
     """
     rank = np.array([of_group[0] for of_group in holders] or [0], np.int64)[group]
     begin, end = np.zeros(len(group), np.int64), units.copy()

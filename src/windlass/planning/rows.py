@@ -46,7 +46,6 @@ class TensorNames:
 
     Attributes:
         names: every checkpoint name on either side.
-        index: the inverse of `names`.
         shapes: global shape per name.
         class_of: (num_names,) class per name, -1 for a destination name without a source.
         derived: names of scales that no source holds; their class is that of their weight.

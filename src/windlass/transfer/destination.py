@@ -91,7 +91,6 @@ class Destination:
     """One engine rank, and the links of the plan that fill it. Used by one thread.
 
     Args:
-        manifest: of this rank.
         live: addresses of the live parameters, in manifest order; they never move.
         memory: that they are in; None to ask where they lie.
         transport: what is allocated here is registered with it, for peers to write; None where
@@ -148,12 +147,9 @@ class Destination:
     def bind(self, plan: TransferPlan, *, shadow: bool, staged: bool) -> None:
         """Bind a plan part (`TransferPlan.parts`).
 
-        The shadow copy and the staging memory that it needs are allocated once.
-
-        Args:
-            plan: part of this rank.
-            shadow: nothing is written to live memory before `apply`.
-            staged: SCATTER ops are written packed, as peers store no strided elements.
+        The shadow copy and the staging memory that it needs are allocated once. `shadow`: nothing is written
+        to live memory before `apply`. `staged`: SCATTER ops are written packed, as peers store no strided
+        elements.
 
         Raises:
             PlanError: the plan is for another layout.

@@ -51,10 +51,8 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
 def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) -> HeldPart:
     """Describe this rank's part of `parameter`, under `name`. Not collective.
 
-    Args:
-        name: of the part, and for messages.
-        parameter: plain, or a DTensor; on a mesh without this rank it holds nothing here.
-        by_fsdp: whether FSDP2 cut it, which cuts uneven strided shards as no other part of torch does.
+    On a mesh without this rank a DTensor holds nothing here. `by_fsdp`: whether FSDP2 cut it, which cuts uneven
+    strided shards as no other part of torch does.
 
     Raises:
         UnsupportedLayout: a placement that holds no plain part of the tensor (Partial), a strided
@@ -389,7 +387,6 @@ class LiveTensors:
     module has changed. Keeps no tensor alive. Not thread-safe.
 
     Args:
-        modules: that hold them.
         walk: what is to be described of them, in manifest order, each tensor once.
 
     Raises:

@@ -113,12 +113,10 @@ class Packer:
         return packed_capacity(programs) <= self.slot.nbytes
 
     def fit(self, programs: Sequence[LinkProgram], *, kept: Collection[str] = ()) -> None:
-        """Have an arena that is large enough for these links, within the limit.
+        """Have an arena that is large enough for these links, in this order, within the limit.
 
-        Args:
-            programs: of all links, in the order in which they are packed.
-            kept: destinations whose links are those of the last call: what is prepared for them stays
-                where neither the arena nor their place in it changes.
+        `kept`: destinations whose links are those of the last call: what is prepared for them stays where neither
+        the arena nor their place in it changes.
 
         Raises:
             PlanError: half of it does not hold what cannot be cut.

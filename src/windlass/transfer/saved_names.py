@@ -64,10 +64,8 @@ def saved_parts(
 ) -> list[list[PlacedShard]]:
     """Return the boxes of saved tensors that lie in each part; offsets and strides in elements.
 
-    Args:
-        module: for which `is_of_transformers` holds; wrapped or not, sharded or not.
-        held: this rank's parts of its parameters and persistent buffers.
-        owner: (num_held,) the first part of the same parameter: tied weights have several names.
+    `module`: for which `is_of_transformers` holds; wrapped or not, sharded or not. `owner`: (num_held,) the first
+    part of the same parameter: tied weights have several names.
 
     Raises:
         UnsupportedLayout: the conversion fails, or computes something.
@@ -101,9 +99,7 @@ def _reverted(model: torch.nn.Module, held: Sequence[HeldPart]) -> dict[str, lis
 def unstack(rules: Sequence[StackedRule], part: HeldPart) -> list[PlacedShard]:
     """Return the boxes of checkpoint tensors that lie in a part, as `saved_parts` does.
 
-    Args:
-        rules: the first that matches counts; where none does, the parameter is a tensor of its name.
-        part: of a parameter of dims (experts, rows, columns) where one matches.
+    The first rule that matches counts; where none does, the parameter is a tensor of its name.
 
     Raises:
         ManifestError: it has not three dims, or its rows cannot be shared out evenly.

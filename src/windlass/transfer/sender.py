@@ -234,8 +234,7 @@ class Sender:
     def prepare(self, version: int | None = None) -> None:
         """Hash every link, and pack them where the arena holds all at once; nothing is sent.
 
-        Args:
-            version: that it is for; None for the one that was begun last.
+        `version`: that it is for; None for the one that was begun last.
 
         Raises:
             PlanError: parameters have another number or other sizes than when described.

@@ -75,11 +75,7 @@ class StoredLinks:
     def bind(
         self, programs: Sequence[LinkProgram], bindings: Mapping[str, DestinationBinding]
     ) -> None:
-        """Map the peers' memory; that of links that have ended is unmapped.
-
-        Args:
-            programs: of links that there are none of; they come on top.
-            bindings: of their destinations, checked.
+        """Map the peers' memory; that of links that have ended is unmapped. The links come on top of those there are.
 
         Raises:
             RegionError: a parameter of a peer is not whole in one region.
@@ -125,16 +121,11 @@ class StoredLinks:
         deadline: Deadline,
         replica: Replica | None,
     ) -> Written:
-        """Store these links.
+        """Store the links to `destinations`, in this `order`.
 
-        Args:
-            version: of the weights.
-            destinations: whose links.
-            order: the same, in the order in which they are stored.
-            deadline: for it.
-            replica: what is read; it stands still whatever is queued. Without one, work that this process
-                has queued on the GPU before, such as an optimiser step, is waited for first; where that
-                takes all of the time, links are FAILED, as nothing of them was sent.
+        `replica`: what is read; it stands still whatever is queued. Without one, work that this process has
+        queued on the GPU before, such as an optimiser step, is waited for first; where that takes all of the
+        time, links are FAILED, as nothing of them was sent.
 
         Raises:
             RoundAborted: a destination whose link is not prepared.

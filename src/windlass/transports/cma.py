@@ -125,9 +125,6 @@ def _writev(pid: int, local_vectors: UInt64Array, remote_vectors: UInt64Array) -
 class CmaTransport(RegionTransport):
     """`OneSidedTransport` over `process_vm_writev`.
 
-    Args:
-        num_threads: that share the copying of a batch, >= 1; the caller is one of them.
-
     Raises:
         ConfigError: `num_threads` < 1.
         TransportUnavailable: the kernel or a seccomp filter refuses the call.

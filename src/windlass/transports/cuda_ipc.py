@@ -58,10 +58,6 @@ class CudaIpcConfig(TransportConfig, frozen=True, tag="cuda_ipc"):
 class CudaIpcTransport(RegionTransport):
     """`OneSidedTransport` and `PeerMapper` between GPUs of one host.
 
-    Args:
-        ordinal: the GPU whose memory is registered here, and which does the storing.
-        num_multiprocessors: that a write may occupy; 0 for all.
-
     Attributes:
         gpu: does the storing, and what else this rank does with its GPU's memory.
 

@@ -69,7 +69,6 @@ class Family:
     """A naming table.
 
     Attributes:
-        name: of the family.
         rules: the table; at most one of them matches a name.
     """
 

@@ -70,9 +70,7 @@ class Gpu:
     def settle(self, deadline_s: float, step: Event | None = None) -> float:
         """Wait for what this process has queued on the GPU by whatever library, such as a step.
 
-        Args:
-            deadline_s: for it.
-            step: wait for this only, and not for what other streams or later calls have queued.
+        `step`: wait for this only, and not for what other streams or later calls have queued.
 
         Returns:
             Seconds that the driver waited, without those that it took to ask it.

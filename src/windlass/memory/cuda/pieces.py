@@ -111,11 +111,7 @@ def kind_of(op: BoundOp) -> PieceKind:
 
 
 def cut_ranges(addresses: UInt64Array, nbytes: Int64Array) -> tuple[StructuredArray, Int64Array]:
-    """Return pieces of raw bytes, hashed where they lie.
-
-    Args:
-        addresses: (n,) of ranges, in the order of the payload.
-        nbytes: (n,) of each, >= 1.
+    """Return pieces of raw bytes, hashed where they lie, of (n,) ranges in the order of the payload.
 
     Returns:
         The pieces, and (n + 1,) which of them is the first of each range, and how many there are.
@@ -136,12 +132,9 @@ def join_tables(
 
 
 def store_packed(pieces: StructuredArray, first: int, address: int) -> None:
-    """Let pieces store their payload row-major behind each other, wherever they are read.
+    """Let pieces, changed in place, store their payload row-major behind each other, wherever they are read.
 
-    Args:
-        pieces: changed in place.
-        first: position in the link's payload that `address` is for.
-        address: of packed memory.
+    `first`: position in the link's payload that `address` is for.
     """
     pieces["dst"] = pieces["pos"] - np.uint64(first) + np.uint64(address)
     pieces["dst_pitch"] = pieces["pos_pitch"]

@@ -145,8 +145,6 @@ class NixlAgent:
 
     Attributes:
         native: writes; kept until whoever closes deletes it.
-        log: what UCX says of it.
-        errors: what its calls raise.
         gpu: whose memory it registers, -1 for host memory.
         wire: that UCX is limited to.
         scratch: address of a word of its own, which is registered.
