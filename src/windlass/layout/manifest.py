@@ -359,8 +359,13 @@ def _check(manifest: ShardManifest) -> None:
     _check_index(f"{worker}: parameter", table.parameter, len(manifest.parameters))
     _check_boxes(manifest)
     described = _check_bytes(manifest)
-    if manifest.role is Role.ENGINE:
-        _check_complete(manifest, described)
+    for index, parameter in enumerate(manifest.parameters if manifest.role is Role.ENGINE else ()):
+        total = int(described[index]) + parameter.padding_nbytes
+        if total != parameter.nbytes:
+            raise ManifestError(
+                f"{worker}: parameter {parameter.name!r} has {parameter.nbytes} bytes, but its "
+                f"shards and padding describe {total}"
+            )
 
 
 def _check_index(what: str, column: Int32Array, count: int) -> None:
@@ -424,13 +429,3 @@ def _check_bytes(manifest: ShardManifest) -> Int64Array:
     described = np.zeros(len(manifest.parameters), np.int64)
     np.add.at(described, table.parameter, table.sizes.prod(axis=1) * itemsizes[table.parameter])
     return described
-
-
-def _check_complete(manifest: ShardManifest, described: Int64Array) -> None:
-    for index, parameter in enumerate(manifest.parameters):
-        total = int(described[index]) + parameter.padding_nbytes
-        if total != parameter.nbytes:
-            raise ManifestError(
-                f"{manifest.worker}: parameter {parameter.name!r} has {parameter.nbytes} bytes, but its "
-                f"shards and padding describe {total}"
-            )

@@ -31,11 +31,17 @@ class RegionTable:
         """Refuse what cannot be registered, (address, nbytes) of each.
 
         Raises:
-            RegionError: one is empty, or overlaps a registered region or another one of them.
+            RegionError: one is empty, at no address or past the end of the address space, or overlaps a
+                registered region or another one of them.
         """
         ordered = sorted(spans)
         for start, nbytes in ordered:
-            check_extent(start, nbytes)
+            if nbytes < 1:
+                raise RegionError(f"register: nbytes must be >= 1, got {nbytes}")
+            if start < 1 or start + nbytes > MAX_ADDRESS:
+                raise RegionError(
+                    f"register: address must be in [1, 2^63 - nbytes], got {start:#x}"
+                )
             slot = bisect.bisect_right(self._regions, start, key=_ADDRESS)
             for other in self._regions[max(slot - 1, 0) : slot + 1]:
                 _check_apart((start, nbytes), (other.address, other.nbytes), "registered ")
@@ -84,18 +90,6 @@ def _check_apart(span: tuple[int, int], other: tuple[int, int], what: str) -> No
             f"register: [{start:#x}, {start + nbytes:#x}) overlaps {what}"
             f"[{other_start:#x}, {other_start + other_nbytes:#x})"
         )
-
-
-def check_extent(address: int, nbytes: int) -> None:
-    """Refuse a region that cannot be memory.
-
-    Raises:
-        RegionError: empty, at no address, or past the end of the address space.
-    """
-    if nbytes < 1:
-        raise RegionError(f"register: nbytes must be >= 1, got {nbytes}")
-    if address < 1 or address + nbytes > MAX_ADDRESS:
-        raise RegionError(f"register: address must be in [1, 2^63 - nbytes], got {address:#x}")
 
 
 def check_batch(table: RegionTable, batch: WriteBatch, transport: str) -> None:

@@ -82,12 +82,6 @@ _NUM_COMPLAINTS = 3
 _WIRE = re.compile(r"([a-z]+[a-z0-9_]*)/([\w.:-]+)")
 
 
-class NativeHandle(Protocol):
-    """`nixl_xfer_handle`: released when it is dropped, so it is kept while in flight."""
-
-    def release(self) -> None: ...
-
-
 class NativeAgent(Protocol):
     """The part of `nixl._api.nixl_agent` in use. Not thread-safe: its owner has a lock."""
 
@@ -103,9 +97,9 @@ class NativeAgent(Protocol):
     def get_xfer_descs(self, pieces: UInt64Array, kind: str, /) -> object: ...
     def initialize_xfer(
         self, operation: str, local: object, remote: object, peer: str, /
-    ) -> NativeHandle: ...
-    def transfer(self, handle: NativeHandle, /) -> str: ...
-    def check_xfer_state(self, handle: NativeHandle, /) -> str: ...
+    ) -> object: ...
+    def transfer(self, handle: object, /) -> str: ...
+    def check_xfer_state(self, handle: object, /) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -288,8 +282,11 @@ def memory_kind(gpu: int) -> str:
 
 def new_write(
     agent: NativeAgent, peer: str, pieces: Sequence[UInt64Array], gpus: tuple[int, int]
-) -> NativeHandle:
-    """Return a transfer to be begun. `gpus`: here and there, -1 for host memory."""
+) -> object:
+    """Return a transfer to be begun. `gpus`: here and there, -1 for host memory.
+
+    It is released when it is dropped, so it is kept while in flight.
+    """
     local, remote, nbytes = pieces
     here, there = (
         agent.get_xfer_descs(

@@ -55,7 +55,6 @@ from windlass.transports.network import (
 from windlass.transports.nixl.native import (
     TCP_MARK,
     NativeAgent,
-    NativeHandle,
     NixlWire,
     TcpFence,
     WireLog,
@@ -166,7 +165,7 @@ class _Transfer(NativeCall):
         local, _, nbytes = pieces
         super().__init__(local, nbytes)
         self._agent = agent
-        self._handle: NativeHandle | None = None
+        self._handle: object | None = None
         self._is_posted = False
         try:
             self._handle = new_write(agent.native, peer, pieces, gpus)
