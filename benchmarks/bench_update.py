@@ -237,7 +237,7 @@ class Fleet:
         for trainer, result in sent.items():
             for link in result.links:
                 expected[link.destination][trainer] = link.digest
-        wrong = self.ask_each("verify", {w: (expected[w],) for w in self.engines})
+        wrong = self.ask_each("verify", {w: (0, expected[w]) for w in self.engines})
         if any(wrong.values()):
             raise SystemExit(f"digests differ: {wrong}")
         marks.append(time.perf_counter())
