@@ -39,7 +39,6 @@ def install() -> None:
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment]
     import megatron.core.tensor_parallel.random as random
-    import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.multi_latent_attention as latent
 
     for name in ("TELinear", "TEColumnParallelLinear", "Linear"):
@@ -47,6 +46,13 @@ def install() -> None:
             setattr(latent, name, type(name, (), {}))
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    name_te_gemm()
+
+
+def name_te_gemm() -> None:
+    """Megatron's router (0.16.1) looks at this name, which is there only where Transformer Engine is."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
     vars(moe_utils).setdefault("te_general_gemm", None)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_shim import install, without_cuda_tensors
+from cpu_shim import install, name_te_gemm, without_cuda_tensors
 from hf_settings import spec_of
 from safetensors.torch import load_file
 
@@ -21,6 +21,8 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
     device = layout.pop("device", "cpu")
     if device == "cpu":
         install()
+    else:
+        name_te_gemm()
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
