@@ -37,8 +37,9 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
-from windlass.updates.client import EngineChannel, TrainerChannel
+from windlass.updates.client import TrainerChannel
 from windlass.updates.engine_agent import EngineAgent
+from windlass.updates.engine_channel import EngineChannel
 from windlass.updates.messages import Command, Hello, Result
 from windlass.updates.trainer_agent import TrainerAgent
 

@@ -46,7 +46,8 @@ from windlass.net.server import ControlServer
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.bindings import LinkStatus
-from windlass.updates.client import AgentChannel, TrainerChannel, report_cannot_join
+from windlass.updates.client import AgentChannel, TrainerChannel
+from windlass.updates.engine_channel import report_cannot_join
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     AGENT_FRAMES,

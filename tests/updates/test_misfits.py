@@ -20,7 +20,7 @@ from fake_fleet import TOKEN, FakeFleet
 from windlass.config import ControlConfig, PhaseDeadlines, XcclBackend
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.transfer.bindings import GroupOffer
-from windlass.updates.client import report_cannot_join
+from windlass.updates.engine_channel import report_cannot_join
 from windlass.updates.messages import (
     Command,
     ConnectEngine,

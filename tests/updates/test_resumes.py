@@ -18,8 +18,8 @@ from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.net.messages import Envelope
 from windlass.net.server import ControlServer
 from windlass.updates import recovery
-from windlass.updates.client import WELCOME_SEQ
 from windlass.updates.coordinator import Coordinator
+from windlass.updates.engine_channel import WELCOME_SEQ
 from windlass.updates.fleet import PROBE_SEQ
 from windlass.updates.journal import JournalKind
 from windlass.updates.messages import Abort, Apply, Done, Probe, Result

@@ -53,7 +53,7 @@ from windlass.net.addresses import (
     url_of,
 )
 from windlass.observability.progress import Progress
-from windlass.updates.client import report_cannot_join
+from windlass.updates.engine_channel import report_cannot_join
 
 REACH_DEADLINE_S = 30.0
 JOIN_S, JOIN_BYTES_PER_S = 600.0, 100_000_000

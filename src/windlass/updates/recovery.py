@@ -29,7 +29,7 @@ from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.messages import Envelope, Reply
 from windlass.planning.plan import DTYPES, TransferPlan
 from windlass.updates.binding import Planner
-from windlass.updates.client import WELCOME_SEQ
+from windlass.updates.engine_channel import WELCOME_SEQ
 from windlass.updates.fleet import PROBE_SEQ, Agent, Group, Identity
 from windlass.updates.journal import JournalKind
 from windlass.updates.messages import Abort, Done, Result

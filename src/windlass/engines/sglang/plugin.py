@@ -62,7 +62,7 @@ from windlass.net.addresses import (
     own_address,
     url_of,
 )
-from windlass.updates.client import report_cannot_join
+from windlass.updates.engine_channel import report_cannot_join
 
 WAIT = "wait"
 _HTTP = "sglang.srt.entrypoints.http_server"

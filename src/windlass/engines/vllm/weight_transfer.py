@@ -38,7 +38,7 @@ from windlass.engines.spec import AgentSettings, CapturedLayout, refuse_expandab
 from windlass.engines.vllm.engine_core import CoreCalls, core_calls
 from windlass.engines.vllm.rank import Worker, capture_rank, number_of
 from windlass.errors import ConfigError, WindlassError
-from windlass.updates.client import report_cannot_join
+from windlass.updates.engine_channel import report_cannot_join
 
 logger = logging.getLogger(__name__)
 LEAVE_S = 1.0
