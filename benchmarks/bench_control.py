@@ -38,15 +38,14 @@ from windlass.net.messages import Envelope, Reply, encode
 from windlass.net.server import ControlServer
 from windlass.net.sockets import open_http
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
+from windlass.updates.connect_messages import Bound, ConnectEngine, Welcome
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import (
     AGENT_FRAMES,
     CONTROLLER_FRAMES,
     Announce,
     Apply,
-    Bound,
     Command,
-    ConnectEngine,
     Done,
     Pause,
     Prepare,
@@ -55,7 +54,6 @@ from windlass.updates.messages import (
     Result,
     Verified,
     Verify,
-    Welcome,
     Write,
 )
 from windlass.updates.report import RoundOutcome, UpdateReport

@@ -21,7 +21,8 @@ from windlass.errors import AuthenticationError
 from windlass.net.access import ROUTES, Access, AccessGate, role_environment, role_token
 from windlass.net.messages import Refused, encode
 from windlass.rollout import BatchClient
-from windlass.updates.messages import CONTROLLER_FRAMES, Hello, Welcome
+from windlass.updates.connect_messages import Hello, Welcome
+from windlass.updates.messages import CONTROLLER_FRAMES
 
 SECRET = "the owner's"
 METHODS = {"/v1/callback": "POST"}

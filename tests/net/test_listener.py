@@ -33,7 +33,7 @@ from windlass.net import listener
 from windlass.net.listener import RateLimit
 from windlass.net.server import ControlServer
 from windlass.updates.client import AgentChannel, CommandHandler, TrainerChannel
-from windlass.updates.messages import Hello
+from windlass.updates.connect_messages import Hello
 
 NUM_FILES = 256
 NUM_STRANGERS = 300

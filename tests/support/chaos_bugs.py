@@ -17,7 +17,7 @@ from typing import Any
 from windlass.net import rpc_server, server
 from windlass.net.access import AccessGate
 from windlass.net.listener import Listener
-from windlass.net.rpc import ReplyStore
+from windlass.net.reply_store import ReplyStore
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.pool import WorkerPool

@@ -33,26 +33,22 @@ from windlass.rollout import messages as rollout
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Relayed, Written
 from windlass.transports.base import MemoryRegion, RemoteRegion
 from windlass.transports.processes import host_identity
+from windlass.updates.connect_messages import Bound, CannotJoin, ConnectEngine, Hello, Welcome
 from windlass.updates.fleet import PROBE_SEQ
 from windlass.updates.messages import (
     CONTROLLER_FRAMES,
     MAX_COUNT,
     Announce,
     Apply,
-    Bound,
-    CannotJoin,
     Command,
-    ConnectEngine,
     Done,
     Failure,
     FailureKind,
-    Hello,
     Pause,
     Probe,
     Result,
     Verified,
     Verify,
-    Welcome,
     Withdraw,
 )
 

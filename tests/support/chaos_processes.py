@@ -38,9 +38,10 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.updates.client import TrainerChannel
+from windlass.updates.connect_messages import Hello
 from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.engine_channel import EngineChannel
-from windlass.updates.messages import Command, Hello, Result
+from windlass.updates.messages import Command, Result
 from windlass.updates.trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:

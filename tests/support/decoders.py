@@ -34,21 +34,20 @@ from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_index
 from windlass.transfer.relay import FRAMES, ChunkLanded, End, Open
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.nixl.transport import NixlKey, decode_keys, encode_keys
+from windlass.updates.connect_messages import Welcome
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     AGENT_FRAMES,
     CONTROLLER_FRAMES,
     Abort,
     Announce,
-    CallbackRequest,
     Done,
     Failure,
     FailureKind,
-    PauseCall,
     Verified,
     Verify,
-    Welcome,
 )
+from windlass.updates.push_messages import CallbackRequest, PauseCall
 
 TRAINERS = tuple(trainer_manifest(f"trainer/{i}", i, 2) for i in range(2))
 ENGINE = engine_manifest("a/0", 2)

@@ -26,30 +26,29 @@ from windlass.net.messages import PROTOCOL_VERSION
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
 from windlass.transports.base import PeerEndpoint
+from windlass.updates.connect_messages import (
+    Bound,
+    ChangeLinks,
+    ConnectEngine,
+    ConnectTrainer,
+    Hello,
+    JoinGroups,
+)
 from windlass.updates.messages import (
     Abort,
     Apply,
-    BeginPush,
-    Bound,
-    ChangeLinks,
     Command,
-    ConnectEngine,
-    ConnectTrainer,
     Done,
-    Hello,
-    JoinGroups,
-    JoinPushGroup,
     Pause,
     Prepare,
     Publish,
-    ReadFiles,
     Receive,
-    ReceiveTensors,
     Result,
     Verified,
     Verify,
     Write,
 )
+from windlass.updates.push_messages import BeginPush, JoinPushGroup, ReadFiles, ReceiveTensors
 
 __all__ = [
     "CORRUPT",

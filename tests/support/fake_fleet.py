@@ -23,9 +23,10 @@ from windlass.net.server import ControlServer
 from windlass.planning.planner import plan_transfer
 from windlass.updates.binding import Planner
 from windlass.updates.client import AgentChannel, CommandHandler, TrainerChannel
+from windlass.updates.connect_messages import Hello
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.engine_channel import EngineChannel
-from windlass.updates.messages import Command, Hello
+from windlass.updates.messages import Command
 from windlass.updates.report import UpdateReport
 from windlass.updates.routes import mount_updates
 

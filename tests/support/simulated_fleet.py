@@ -44,10 +44,10 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.updates.client import Announcement, TrainerChannel
+from windlass.updates.connect_messages import Hello
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.engine_agent import EngineAgent
 from windlass.updates.engine_channel import EngineChannel
-from windlass.updates.messages import Hello
 from windlass.updates.report import RoundOutcome, UpdateReport
 from windlass.updates.routes import mount_updates
 from windlass.updates.trainer_agent import TrainerAgent

@@ -23,7 +23,7 @@ from windlass.config import ControlConfig, P2pBackend, UpdateMode
 from windlass.errors import AuthenticationError, RoundAborted, TransferFailed
 from windlass.layout.dtypes import DType
 from windlass.transfer.bindings import WireTensor
-from windlass.updates.messages import CallbackAnswer, CallbackRequest, ContinueCall, PauseCall
+from windlass.updates.push_messages import CallbackAnswer, CallbackRequest, ContinueCall, PauseCall
 
 DEADLINE_S = 8.0
 

@@ -44,8 +44,8 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay import RelayNode
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, WriteBatch
+from windlass.updates.connect_messages import ConnectEngine
 from windlass.updates.engine_agent import EngineAgent
-from windlass.updates.messages import ConnectEngine
 
 Buffers = list[np.ndarray]
 NOTHING = np.zeros(0, np.int64)

@@ -26,7 +26,8 @@ from windlass.transfer.backends import Backend, receiver_for, sender_for
 from windlass.transfer.base import ReceiverBackend, SenderBackend
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.updates.messages import CONTROLLER_FRAMES, ConnectEngine
+from windlass.updates.connect_messages import ConnectEngine
+from windlass.updates.messages import CONTROLLER_FRAMES
 
 TRAITS = BackendTraits(collective=True, lands_live=False)
 HALF = object()

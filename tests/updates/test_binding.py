@@ -19,14 +19,8 @@ from windlass.config import ControlConfig, P2pBackend, PhaseDeadlines, RelayShap
 from windlass.errors import PlanError
 from windlass.transports.choice import LinkChoice
 from windlass.updates.binding import Binding
-from windlass.updates.messages import (
-    ChangeLinks,
-    Command,
-    ConnectEngine,
-    ConnectTrainer,
-    NotBound,
-    Result,
-)
+from windlass.updates.connect_messages import ChangeLinks, ConnectEngine, ConnectTrainer, NotBound
+from windlass.updates.messages import Command, Result
 from windlass.updates.routes import status_of
 from windlass.updates.session import AgentSession
 

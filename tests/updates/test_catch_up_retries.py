@@ -22,15 +22,13 @@ from windlass.net.messages import Envelope, Reply
 from windlass.observability.operations import Operations
 from windlass.rollout import BatchQueue, RolloutController, StalenessPolicy
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
+from windlass.updates.connect_messages import Bound, ConnectEngine, Hello
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import (
     CONTROLLER_FRAMES,
     Abort,
-    Bound,
     Command,
-    ConnectEngine,
     Done,
-    Hello,
     Probe,
     Result,
     Verified,

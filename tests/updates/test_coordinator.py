@@ -47,6 +47,7 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.bindings import LinkStatus
 from windlass.updates.client import AgentChannel, TrainerChannel
+from windlass.updates.connect_messages import Hello, Registered, Welcome
 from windlass.updates.engine_channel import report_cannot_join
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
@@ -57,15 +58,12 @@ from windlass.updates.messages import (
     Done,
     Failure,
     FailureKind,
-    Hello,
     Prepare,
     Publish,
-    Registered,
     Relay,
     RelayWrite,
     Result,
     Verify,
-    Welcome,
     Write,
 )
 from windlass.updates.report import RoundOutcome

@@ -25,17 +25,10 @@ from windlass.net.messages import PROTOCOL_VERSION, Envelope, Refused, Reply, en
 from windlass.net.server import ControlServer
 from windlass.net.sockets import PART_NBYTES, PartJoiner, close_socket, send_frame
 from windlass.updates.client import AgentChannel
+from windlass.updates.connect_messages import Welcome
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.fleet import Agent, Identity
-from windlass.updates.messages import (
-    AGENT_FRAMES,
-    Apply,
-    Command,
-    Failure,
-    FailureKind,
-    Result,
-    Welcome,
-)
+from windlass.updates.messages import AGENT_FRAMES, Apply, Command, Failure, FailureKind, Result
 from windlass.updates.routes import mount_updates
 from windlass.updates.session import AgentSession
 

@@ -33,14 +33,12 @@ from windlass.transports.processes import (
     host_identity,
     process_start_time,
 )
+from windlass.updates.connect_messages import Bound, ConnectEngine, Hello
 from windlass.updates.messages import (
     CONTROLLER_FRAMES,
     Abort,
-    Bound,
     Command,
-    ConnectEngine,
     Done,
-    Hello,
     Probe,
     Verified,
     Verify,

@@ -20,24 +20,26 @@ from windlass.planning.plan import PLAN_SCHEMA_VERSION, TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
 from windlass.transports.base import PeerEndpoint, RemoteRegion
+from windlass.updates.connect_messages import (
+    CannotJoin,
+    ChangeLinks,
+    ConnectEngine,
+    ConnectTrainer,
+    Hello,
+    Welcome,
+)
 from windlass.updates.messages import (
     AGENT_FRAMES,
     CONTROLLER_FRAMES,
     Abort,
     Announce,
-    CannotJoin,
-    ChangeLinks,
     Command,
-    ConnectEngine,
-    ConnectTrainer,
     Failure,
     FailureKind,
-    Hello,
     Pause,
     Publish,
     Verified,
     Verify,
-    Welcome,
     Write,
 )
 from windlass.updates.report import RoundOutcome, UpdateReport

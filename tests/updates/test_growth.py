@@ -42,8 +42,8 @@ from windlass.transports.registry import create_transport, parse_transport
 from windlass.updates import fleet, journal, recovery
 from windlass.updates import members as connections
 from windlass.updates.binding import EnginesUnbound
+from windlass.updates.connect_messages import ConnectEngine
 from windlass.updates.coordinator import Coordinator
-from windlass.updates.messages import ConnectEngine
 from windlass.updates.report import RoundOutcome
 from windlass.updates.routes import mount_updates
 

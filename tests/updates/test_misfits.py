@@ -20,20 +20,9 @@ from fake_fleet import TOKEN, FakeFleet
 from windlass.config import ControlConfig, PhaseDeadlines, XcclBackend
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.transfer.bindings import GroupOffer
+from windlass.updates.connect_messages import ConnectEngine, ConnectTrainer, JoinGroups, Offered
 from windlass.updates.engine_channel import report_cannot_join
-from windlass.updates.messages import (
-    Command,
-    ConnectEngine,
-    ConnectTrainer,
-    Done,
-    JoinGroups,
-    Offered,
-    Pause,
-    Publish,
-    Result,
-    Verified,
-    Verify,
-)
+from windlass.updates.messages import Command, Done, Pause, Publish, Result, Verified, Verify
 from windlass.updates.report import RoundOutcome
 from windlass.updates.routes import status_of
 

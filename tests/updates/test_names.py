@@ -19,7 +19,8 @@ from windlass.config import ControlConfig
 from windlass.errors import ProtocolError
 from windlass.net.access import Access, role_token
 from windlass.net.messages import encode
-from windlass.updates.messages import CONTROLLER_FRAMES, Hello, Welcome
+from windlass.updates.connect_messages import Hello, Welcome
+from windlass.updates.messages import CONTROLLER_FRAMES
 from windlass.updates.routes import status_of
 
 WITHIN_S = 20.0

@@ -24,16 +24,9 @@ from windlass.rollout import BatchQueue, RolloutController, StaticEngines
 from windlass.trainers.callback import RolloutCallback, WeightGroup
 from windlass.transfer.bindings import WireTensor
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
-from windlass.updates.messages import (
-    Abort,
-    Apply,
-    CallbackRequest,
-    Command,
-    Pause,
-    PauseCall,
-    Verify,
-)
+from windlass.updates.messages import Abort, Apply, Command, Pause, Verify
 from windlass.updates.push import PushUpdates
+from windlass.updates.push_messages import CallbackRequest, PauseCall
 from windlass.updates.report import RoundOutcome, UpdateReport
 from windlass.updates.rounds import Phase
 from windlass.updates.routes import status_of

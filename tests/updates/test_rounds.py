@@ -31,7 +31,6 @@ from windlass.transports.base import PeerEndpoint
 from windlass.updates.messages import (
     Abort,
     Apply,
-    BeginPush,
     Command,
     Done,
     Failure,
@@ -44,6 +43,7 @@ from windlass.updates.messages import (
     Verify,
     Write,
 )
+from windlass.updates.push_messages import BeginPush
 from windlass.updates.report import Measure, RoundOutcome
 from windlass.updates.rounds import (
     AgentLost,

@@ -18,9 +18,9 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportOffer
 from windlass.updates.client import CommandHandler
+from windlass.updates.connect_messages import Hello, Registered, group_and_rank
 from windlass.updates.engine_agent import EngineAgent, EngineHooks
 from windlass.updates.engine_channel import EngineChannel
-from windlass.updates.messages import Hello, Registered, group_and_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ from windlass.trainers.client import TrainerClient, version_number
 from windlass.transfer.bindings import GroupOffer, WireTensor
 from windlass.transfer.collective_group import Rendezvous, join_group
 from windlass.transfer.push import signature_of_group, wire_offsets
-from windlass.updates.messages import (
+from windlass.updates.push_messages import (
     CallbackAnswer,
     CallbackCall,
     CallbackRequest,

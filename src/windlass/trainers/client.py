@@ -29,7 +29,8 @@ from windlass.transfer.replica import CopyTimes
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.updates.client import CommandHandler, TrainerChannel
-from windlass.updates.messages import MAX_COUNT, Hello, group_and_rank, job_of
+from windlass.updates.connect_messages import Hello, group_and_rank, job_of
+from windlass.updates.messages import MAX_COUNT
 from windlass.updates.report import RoundOutcome, UpdateReport
 from windlass.updates.trainer_agent import TrainerAgent
 

@@ -18,7 +18,7 @@ from windlass.memory.cuda.driver import gpu_of
 from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.dtensor import LiveTensors, NameMap, describe_module, own_tensors
 from windlass.transports.registry import TransportConfig, create_transport, parse_transport
-from windlass.updates.messages import JOB_VARIABLE
+from windlass.updates.connect_messages import JOB_VARIABLE
 
 
 def connect_described(

@@ -26,22 +26,19 @@ from windlass.planning.replicated import Replicated, find_replicated
 from windlass.transfer.bindings import Carried, DestinationBinding, GroupOffer
 from windlass.transports.base import TransportOffer
 from windlass.transports.choice import LinkChoice, choose_transport, unreachable_reason
-from windlass.updates.fleet import Group, Identity
-from windlass.updates.links import Link
-from windlass.updates.messages import (
+from windlass.updates.connect_messages import (
     Bound,
     ChangeLinks,
     ConnectEngine,
     ConnectRelay,
     ConnectTrainer,
-    Done,
-    Failure,
-    FailureKind,
     JoinGroups,
     NotBound,
     Offered,
-    Result,
 )
+from windlass.updates.fleet import Group, Identity
+from windlass.updates.links import Link
+from windlass.updates.messages import Done, Failure, FailureKind, Result
 from windlass.updates.report import BindCost
 from windlass.updates.session import AgentSession, RankCaller, describe, failures_of
 

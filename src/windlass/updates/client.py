@@ -24,6 +24,7 @@ from windlass.net.messages import Envelope
 from windlass.net.rpc_client import Client
 from windlass.transfer.base import is_unknown
 from windlass.transports.processes import host_identity
+from windlass.updates.connect_messages import Hello, JoinGroups, Welcome
 from windlass.updates.messages import (
     CONTROLLER_FRAMES,
     Announce,
@@ -31,13 +32,10 @@ from windlass.updates.messages import (
     Done,
     Failure,
     FailureKind,
-    Hello,
-    JoinGroups,
     Probe,
     Relay,
     RelayWrite,
     Result,
-    Welcome,
     Withdraw,
     Write,
 )

@@ -17,26 +17,23 @@ from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay import RelayNode
 from windlass.transfer.sender import Sender
-from windlass.updates.messages import (
-    Abort,
-    Apply,
-    BeginPush,
+from windlass.updates.connect_messages import (
     Bound,
-    Command,
     ConnectEngine,
     ConnectRelay,
     ConnectTrainer,
+    JoinGroups,
+)
+from windlass.updates.messages import (
+    Abort,
+    Apply,
+    Command,
     Done,
     EngineCommand,
-    JoinGroups,
-    JoinPushGroup,
     Pause,
     Prepare,
     Publish,
-    PushCommand,
-    ReadFiles,
     Receive,
-    ReceiveTensors,
     Relay,
     RelayCommand,
     Result,
@@ -45,6 +42,13 @@ from windlass.updates.messages import (
     Verified,
     Verify,
     Write,
+)
+from windlass.updates.push_messages import (
+    BeginPush,
+    JoinPushGroup,
+    PushCommand,
+    ReadFiles,
+    ReceiveTensors,
 )
 from windlass.updates.trainer_agent import TrainerAgent
 

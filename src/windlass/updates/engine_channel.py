@@ -14,7 +14,8 @@ from windlass.errors import PeerUnreachable
 from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, encode
 from windlass.net.sockets import open_http, send_frame
 from windlass.updates.client import AGENTS_PATH, AgentChannel, CommandHandler
-from windlass.updates.messages import CannotJoin, Command, Done, Hello, Probe
+from windlass.updates.connect_messages import CannotJoin, Hello
+from windlass.updates.messages import Command, Done, Probe
 
 _log = logging.getLogger(__name__)
 WELCOME_SEQ = 0

@@ -15,8 +15,9 @@ from windlass.net.logs import printable
 from windlass.net.messages import MustWait, RoundId, check_version
 from windlass.transfer.bindings import LinkStatus, Relayed, Written
 from windlass.transports.base import PeerEndpoint
+from windlass.updates.connect_messages import Hello
 from windlass.updates.journal import MAX_QUARANTINED
-from windlass.updates.messages import Failure, FailureKind, Hello, Result
+from windlass.updates.messages import Failure, FailureKind, Result
 from windlass.updates.rounds import EngineOutcome, Finish, Replied
 
 if TYPE_CHECKING:

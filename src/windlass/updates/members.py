@@ -33,18 +33,16 @@ from windlass.net.messages import (
 )
 from windlass.net.rpc_server import host_of, serve
 from windlass.net.server import CALLER
+from windlass.updates.connect_messages import CannotJoin, Hello, Welcome
 from windlass.updates.fleet import MAX_REASON_LENGTH, PROBE_SEQ, Group, Identity
 from windlass.updates.messages import (
     AGENT_FRAMES,
     MAX_COUNT,
     AgentFrame,
     Announce,
-    CannotJoin,
     Done,
     Failure,
-    Hello,
     Result,
-    Welcome,
     Withdraw,
 )
 from windlass.updates.report import UpdateReport

@@ -33,11 +33,11 @@ from windlass.errors import (
 from windlass.net.messages import check_name
 from windlass.updates.binding import Binding, signature_of
 from windlass.updates.driver import RoundDriver
-from windlass.updates.messages import (
+from windlass.updates.messages import Done
+from windlass.updates.push_messages import (
     CallbackAnswer,
     CallbackRequest,
     ContinueCall,
-    Done,
     JoinPushGroup,
     MembersCall,
     PauseCall,

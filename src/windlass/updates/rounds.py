@@ -49,7 +49,6 @@ from windlass.updates.messages import (
     ABORT_NOTICE,
     Abort,
     Apply,
-    BeginPush,
     Command,
     Done,
     Failure,
@@ -67,6 +66,7 @@ from windlass.updates.messages import (
     Verify,
     Write,
 )
+from windlass.updates.push_messages import BeginPush
 from windlass.updates.report import Measure, RoundOutcome, UpdateReport
 
 ANSWER_S = 2.0

@@ -9,9 +9,10 @@ from typing import final
 from windlass.errors import ProtocolError
 from windlass.layout.manifest import Role
 from windlass.net.messages import RoundId
+from windlass.updates.connect_messages import Hello
 from windlass.updates.fleet import Fleet
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
-from windlass.updates.messages import MAX_COUNT, Hello
+from windlass.updates.messages import MAX_COUNT
 
 _log = logging.getLogger(__name__)
 MAX_EPOCHS_AHEAD = 1 << 20

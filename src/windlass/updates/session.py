@@ -15,12 +15,7 @@ from windlass.net.rpc import Session
 from windlass.net.rpc_server import host_of
 from windlass.net.sockets import SEND_DEADLINE_S
 from windlass.updates.fleet import PROBE_SEQ, Agent
-from windlass.updates.messages import (
-    Command,
-    Failure,
-    Probe,
-    Result,
-)
+from windlass.updates.messages import Command, Failure, Probe, Result
 
 
 @final

@@ -17,15 +17,17 @@ from windlass.transfer.base import GroupMember, SenderBackend, failed_link
 from windlass.transfer.bindings import BindingsRefused, GroupOffer, LinkStatus, Written
 from windlass.transfer.replicated_digests import ReplicatedDigests
 from windlass.transfer.sender import Sender
-from windlass.updates.messages import (
-    Abort,
+from windlass.updates.connect_messages import (
     ChangeLinks,
-    Command,
     ConnectTrainer,
-    Done,
     JoinGroups,
     NotBound,
     Offered,
+)
+from windlass.updates.messages import (
+    Abort,
+    Command,
+    Done,
     Prepare,
     Prepared,
     RelayWrite,
