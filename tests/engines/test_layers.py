@@ -35,16 +35,21 @@ class Layer(Module):
 
 
 class Engine(Module):
-    """Some layers of a model, by their numbers; `odd` has its rows in another order than its likes."""
+    """Some layers of a model, by their numbers; `odd` has its rows in another order than its likes.
+
+    `refusal`: raised where not all of a checkpoint is loaded; None takes parts.
+    """
 
     loaded: ClassVar[list[Counter[str]]] = []
     """Where nobody puts it back: how many tensors of which layers, by load."""
 
-    def __init__(self, numbers: range, *, odd: int | None = None, takes_parts: bool = True) -> None:
+    def __init__(
+        self, numbers: range, *, odd: int | None = None, refusal: Exception | None = None
+    ) -> None:
         super().__init__()
         self.embed = Parameter(torch.zeros(5, 6).bfloat16())
         self.layers = ModuleDict({str(number): Layer(number) for number in numbers})
-        self.odd, self.takes_parts = odd, takes_parts
+        self.odd, self.refusal = odd, refusal
         self.loaded.clear()
 
     def load(self, weights: Weights) -> None:
@@ -57,8 +62,8 @@ class Engine(Module):
             _, number, *path = name.split(".")
             if number in self.layers:
                 self._load_layer(number, path, tensor)
-        if not self.takes_parts and len(self.loaded[-1]) < NUM_LAYERS + 1:
-            raise RuntimeError("weights are missing")
+        if self.refusal is not None and len(self.loaded[-1]) < NUM_LAYERS + 1:
+            raise self.refusal
 
     def _load_layer(self, number: str, path: list[str], tensor: torch.Tensor) -> None:
         layer = self.layers[number]
@@ -212,8 +217,10 @@ def test_made_up_weights_are_not_put_back_and_are_captured_again() -> None:
     assert torch.equal(engine.get_buffer("layers.3.rotary"), torch.arange(4.0))
 
 
-def test_a_loader_that_takes_no_part_of_a_checkpoint_is_given_all() -> None:
-    engine = Engine(range(NUM_LAYERS), takes_parts=False)
+@pytest.mark.parametrize("refusal", [RuntimeError("missing"), UnsupportedLayout("missing")])
+def test_a_loader_that_takes_no_part_of_a_checkpoint_is_given_all(refusal: Exception) -> None:
+    """Whether that is said by the engine's loader or by what counts for us what it takes."""
+    engine = Engine(range(NUM_LAYERS), refusal=refusal)
     require_delivered(engine)
     assert [len(loaded) for loaded in engine.loaded[:2]] == [3, NUM_LAYERS + 1]
 

@@ -243,10 +243,8 @@ def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen
     while True:
         try:
             seen = _observe(loads, exact_numel, scattered, layers)
-        except Exception as error:
-            if layers is None or isinstance(error, WindlassError):
-                raise
-            layers = None  # the loader may take no part of a checkpoint
+        except _PartRefused:
+            layers = None
             continue
         if layers is not None and (seen.computed or seen.unproven):
             layers = None
@@ -266,13 +264,17 @@ def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen
 def _observe(
     loads: _Loads, exact_numel: int, scattered: frozenset[str], layers: Layers | None
 ) -> Seen:
-    """Load digits, from which the places are read, and then random values, which prove them, once or twice."""
+    """Load digits, from which the places are read, and then random values, which prove them, once or twice.
+
+    Raises:
+        _PartRefused: the loader takes no part of a checkpoint, if it is given one: digits of `layers`.
+    """
     codes, seconds = loads.codes, loads.seconds
     with _timed(seconds, "fingerprints"):
         before = prints_of(loads.held()) if layers is not None else {}
     chosen = None if layers is None else layers.loaded
     with _timed(seconds, "digits"):
-        loads.load(codes.digits(0, chosen))
+        _load_digit(loads, 0, chosen)
     held = loads.held()
     with _timed(seconds, "fingerprints"):
         prints = prints_of(held)
@@ -352,6 +354,20 @@ def _is_certain(numbers: ElementIds, check: Check, paddings: Mapping[int, int]) 
     return check.padding == paddings.get(id(origin)) and (is_read or check.numel >= FEW)
 
 
+class _PartRefused(Exception):
+    """The loader failed with part of a checkpoint."""
+
+
+def _load_digit(loads: _Loads, position: int, chosen: frozenset[str] | None) -> None:
+    """Load a digit of every element, or of those of the chosen tensors."""
+    try:
+        loads.load(loads.codes.digits(position, chosen))
+    except Exception as error:
+        if chosen is None:
+            raise
+        raise _PartRefused from error
+
+
 def _read_digits(
     loads: _Loads,
     held: Mapping[str, Holding],
@@ -368,7 +384,7 @@ def _read_digits(
     }
     for position in range(loads.codes.num_digits):
         if position:
-            loads.load(loads.codes.digits(position, chosen))
+            _load_digit(loads, position, chosen)
         for name, holding in loads.held().items():
             if name in numbers and holding.reach == held[name].reach:
                 factor = loads.factors.get(name, 1.0)
