@@ -99,7 +99,8 @@ test-engines: engines
 	  $(BIN)/pytest -m engines tests/engines $(ARGS)
 	$(BIN)/python tools/render_capabilities.py
 
-# Engines and frameworks that the user starts in their own way, with Windlass installed beside them.
+# Engines and frameworks that the user starts in their own way, with Windlass installed beside them: about 31 minutes on
+# two cores, of which 4 install them.
 # WINDLASS_TRL_VENV, WINDLASS_VERL_VENV and WINDLASS_AREAL_VENV name environments that are there already; WINDLASS_NEMO_RL
 # a checkout of NVIDIA-NeMo/RL, without which that test is skipped.
 test-integrations: engines
@@ -118,7 +119,7 @@ test-truth: engines
 	  tests/engines/test_sglang_caches.py tests/trainers/test_whole.py $(ARGS)
 
 # Every test that SECURITY.md and docs/attacks.md name: strangers, tokens, TLS, forged and misfit members, other
-# runs, damaged journals, against real processes. About 10 minutes on two cores; most are in `make test` as well.
+# runs, damaged journals, against real processes. About 2 minutes on two cores; most are in `make test` as well.
 test-security: setup
 	$(BIN)/pytest -m "not engines and not cluster" \
 	  $$(grep -ohE 'tests/[a-z_/]+\.py(::test_[a-z0-9_]+)?' SECURITY.md docs/attacks.md | sort -u) $(ARGS)
