@@ -9,14 +9,17 @@ capture needs at least, of tensors that are there already, and one copy of the m
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from harness import Row, parser, report
 from windlass.engines.capture.capture import capture
-from windlass.engines.capture.codes import CheckpointSpec, Codes
+from windlass.engines.capture.codes import CheckpointSpec, Codes, StoredCheckpoint
 from windlass.engines.capture.memory import fingerprint, held_by
 from windlass.layout.dtypes import DType
 
@@ -143,10 +146,14 @@ def main() -> None:
         loads += 1
         model.load(weights)
 
-    reference = (lambda: codes.random(9)) if args.reference else None
-    begun = time.perf_counter()
-    captured = capture(model, specs, load, worker="engine/0", reference=reference)
-    capture_s = time.perf_counter() - begun
+    with tempfile.TemporaryDirectory() as folder:
+        reference = None
+        if args.reference:
+            save_file({n: t.cpu() for n, t in codes.random(9)}, Path(folder) / "model.safetensors")
+            reference = StoredCheckpoint(Path(folder))
+        begun = time.perf_counter()
+        captured = capture(model, specs, load, worker="engine/0", reference=reference)
+        capture_s = time.perf_counter() - begun
     after = {name: fingerprint(h.memory()) for name, h in held_by(model).items()}
     assert after == before, "capture must leave the weights as they were"
     # Tensors of one shape share one: what a load takes without what it takes to make them.

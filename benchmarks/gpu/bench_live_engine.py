@@ -38,7 +38,13 @@ from live_engine.checks import Held, compare, require_fresh, save, settle
 from live_engine.measure import measure
 from live_engine.report import capture_rows, case_of, plan_of
 from live_engine.servers import ENGINES, Sglang, Vllm, start_server, tail
-from live_engine.shapes import SHAPES, checkpoint_entries, write_config, write_model_folder
+from live_engine.shapes import (
+    SHAPES,
+    checkpoint_entries,
+    write_checkpoint,
+    write_config,
+    write_model_folder,
+)
 from live_engine.surroundings import TOKEN
 from live_engine.trainers import TRAINERS, Trainers
 
@@ -132,6 +138,11 @@ def write_folders(options: argparse.Namespace, started: Path, plain: Path, saved
     if options.quantization == "fp8-block":
         write_config(options.model, started, quantised=True)
         write_config(options.model, saved, quantised=True)
+    elif options.from_checkpoint:
+        # On the trainers' GPU: the engine wants nearly all of its own.
+        write_checkpoint(
+            options.model, started, torch.device("cuda", torch.cuda.device_count() - 1)
+        )
     else:
         write_model_folder(options.model, started)
 
@@ -210,6 +221,11 @@ def options_of(words: list[str]) -> argparse.Namespace:
     )
     options.add_argument(
         "--quantization", choices=("none", "fp8-block"), default="none", help="of the engine"
+    )
+    options.add_argument(
+        "--from-checkpoint",
+        action="store_true",
+        help="start the server with weights, from a checkpoint in TMPDIR, and not with dummy ones",
     )
     options.add_argument("--layers", type=int, default=0, help="fewer than the model has")
     options.add_argument("--trainer", choices=list(TRAINERS), default="fsdp")

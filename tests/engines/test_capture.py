@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.engines.capture.boxes import boxes_of
 from windlass.engines.capture.capture import EXACT_NUMEL, capture
-from windlass.engines.capture.codes import CheckpointSpec, checkpoint_specs
+from windlass.engines.capture.codes import CheckpointSpec, StoredCheckpoint, checkpoint_specs
 from windlass.engines.capture.description import Captured
 from windlass.errors import ConfigError, TransferFailed, UnsupportedLayout
 from windlass.layout.dtypes import DType
@@ -269,18 +270,16 @@ def test_what_is_no_copy_is_refused_by_name(change: object, message: str) -> Non
         capture(engine, specs, load, worker="e/0", recompute=False)
 
 
-def test_an_engine_that_does_not_repeat_its_repacking_is_refused() -> None:
+def test_an_engine_that_does_not_repeat_its_repacking_is_refused(tmp_path: Path) -> None:
     checkpoint = {s.name: torch.randn(s.shape).bfloat16() for s in SPECS}
-
-    def read() -> Weights:
-        return iter((n, t.clone()) for n, t in checkpoint.items())
-
+    save_file(checkpoint, tmp_path / "model.safetensors")
+    stored = StoredCheckpoint(tmp_path)
     engine = Engine(0, 1, repack=True)
-    engine.load(read())
-    capture(engine, SPECS, engine.load, worker="engine/0", reference=read)
+    engine.load(stored.tensors())
+    capture(engine, SPECS, engine.load, worker="engine/0", reference=stored)
     engine.repack = False  # as an engine whose reload forgets what its start did
     with pytest.raises(UnsupportedLayout, match=r"w13.*does not repeat"):
-        capture(engine, SPECS, engine.load, worker="engine/0", reference=read)
+        capture(engine, SPECS, engine.load, worker="engine/0", reference=stored)
 
 
 def test_boxes_tell_every_element_once_for_any_slicing() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_capture import deliver
 from torch.nn import Module, ModuleDict, ModuleList, Parameter
 
 from windlass.engines.capture.capture import EXACT_NUMEL, FEW, capture
-from windlass.engines.capture.codes import CheckpointSpec, Codes
+from windlass.engines.capture.codes import CheckpointSpec, Codes, StoredCheckpoint
 from windlass.engines.capture.layers import Layers
 from windlass.engines.capture.memory import held_by
 from windlass.errors import UnsupportedLayout
@@ -140,6 +142,49 @@ def test_a_layer_that_lies_otherwise_than_its_likes_is_found_out(odd: int) -> No
     engine = Engine(range(NUM_LAYERS), odd=odd)
     require_delivered(engine)
     assert len(engine.loaded[-3]) == NUM_LAYERS + 1, "all layers were loaded with digits"
+
+
+class Started(Engine):
+    """Loads later what its start has loaded; `swapped` layers have their rows in another order since then."""
+
+    def start(self, folder: Path, *swapped: int) -> StoredCheckpoint:
+        save_file(checkpoint(), folder / "model.safetensors")
+        stored = StoredCheckpoint(folder)
+        self.load(stored.tensors())
+        for number in swapped:
+            rows = self.get_parameter(f"layers.{number}.qkv").data
+            rows.copy_(rows.clone().roll(6, 0))
+        self.loaded.clear()
+        return stored
+
+
+def test_of_its_own_checkpoint_an_engine_loads_one_layer_of_each_kind(tmp_path: Path) -> None:
+    engine, fresh = Started(range(NUM_LAYERS)), Engine(range(NUM_LAYERS))
+    stored = engine.start(tmp_path)
+    captured = capture(engine, specs(), engine.load, worker="e/0", reference=stored)
+    assert engine.loaded[-1].keys() == {"embed", "0", "2"}
+    assert len(captured.constants) == NUM_LAYERS
+    fresh.load(stored.tensors())
+    assert all(map(torch.equal, engine.parameters(), fresh.parameters()))
+
+
+@pytest.mark.parametrize("swapped", [2, 7], ids=["loaded_again", "looked_at"])
+def test_a_layer_that_an_engine_keeps_otherwise_since_its_start_is_refused(
+    swapped: int, tmp_path: Path
+) -> None:
+    engine = Started(range(NUM_LAYERS))
+    stored = engine.start(tmp_path, swapped)
+    before = [parameter.detach().clone() for parameter in engine.parameters()]
+    with pytest.raises(UnsupportedLayout, match=rf"^'layers\.{swapped}\.qkv': .*does not repeat"):
+        capture(engine, specs(), engine.load, worker="e/0", reference=stored)
+    assert all(map(torch.equal, engine.parameters(), before))
+
+
+def test_an_engine_that_takes_no_part_loads_all_of_its_own_checkpoint(tmp_path: Path) -> None:
+    engine = Started(range(NUM_LAYERS), refusal=RuntimeError("missing"))
+    stored = engine.start(tmp_path)
+    capture(engine, specs(), engine.load, worker="e/0", reference=stored)
+    assert [len(loaded) for loaded in engine.loaded[-2:]] == [3, NUM_LAYERS + 1]
 
 
 class Padded(Engine):

@@ -15,8 +15,8 @@ from windlass.engines.capture.capture import EXACT_NUMEL, capture
 from windlass.engines.capture.codes import (
     CheckpointSpec,
     Codes,
+    StoredCheckpoint,
     checkpoint_specs,
-    checkpoint_tensors,
 )
 from windlass.engines.capture.description import Captured
 from windlass.errors import UnsupportedLayout
@@ -138,13 +138,11 @@ def test_the_first_load_is_compared_with_a_float8_checkpoint(tmp_path: Path) -> 
     specs = checkpoint_specs(tmp_path)
     assert {spec.dtype for spec in specs} == {DType.FLOAT8_E4M3, DType.FLOAT32}
     engine = Engine(0, 1)
-    engine.load(checkpoint_tensors(tmp_path))
+    engine.load(StoredCheckpoint(tmp_path).tensors())
     before = engine.bytes()
 
     def capture_again() -> None:
-        capture(
-            engine, specs, engine.load, worker="e/0", reference=lambda: checkpoint_tensors(tmp_path)
-        )
+        capture(engine, specs, engine.load, worker="e/0", reference=StoredCheckpoint(tmp_path))
 
     capture_again()
     for name, have in engine.bytes().items():
@@ -172,7 +170,7 @@ def test_a_weight_and_its_scales_come_together_whatever_the_files_say(tmp_path: 
         save_file(part, tmp_path / f"model-{number}.safetensors")
     expected = sorted(full)
     assert [spec.name for spec in checkpoint_specs(tmp_path)] == expected
-    loaded = list(checkpoint_tensors(tmp_path))
+    loaded = list(StoredCheckpoint(tmp_path).tensors())
     assert [name for name, _ in loaded] == expected
     for name, tensor in loaded:
         assert torch.equal(tensor.view(torch.uint8), full[name].view(torch.uint8)), name

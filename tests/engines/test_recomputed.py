@@ -22,8 +22,8 @@ from windlass.engines.capture.capture import capture
 from windlass.engines.capture.codes import (
     CheckpointSpec,
     Codes,
+    StoredCheckpoint,
     checkpoint_specs,
-    checkpoint_tensors,
 )
 from windlass.engines.capture.description import Captured
 from windlass.engines.capture.recompute import Search
@@ -60,6 +60,11 @@ def values(specs: list[CheckpointSpec], seed: int) -> dict[str, torch.Tensor]:
 
 def copies(checkpoint: dict[str, torch.Tensor]) -> Weights:
     return ((name, tensor.clone()) for name, tensor in checkpoint.items())
+
+
+def stored(folder: Path, checkpoint: dict[str, torch.Tensor]) -> StoredCheckpoint:
+    save_file(checkpoint, folder / "model.safetensors")
+    return StoredCheckpoint(folder)
 
 
 def bytes_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -410,13 +415,13 @@ def absorbed_checkpoint(seed: int) -> tuple[torch.Tensor, torch.Tensor, dict[str
 @pytest.mark.parametrize("bound", [False, True], ids=["made_anew", "copied_over"])
 @pytest.mark.parametrize("mode", UpdateMode)
 def test_projections_absorbed_from_float8_follow_a_trainer_in_bfloat16(
-    mode: UpdateMode, bound: bool
+    mode: UpdateMode, bound: bool, tmp_path: Path
 ) -> None:
     engine = Absorbed(bound=bound)
     engine.load(copies(absorbed_checkpoint(1)[2]))
     start = absorbed_checkpoint(1)[2]
     captured = capture(
-        engine, ABSORBED, engine.load, worker="engine/0", reference=lambda: copies(start)
+        engine, ABSORBED, engine.load, worker="engine/0", reference=stored(tmp_path, start)
     )
     assert sources(captured) == {spec.name for spec in ABSORBED[:2]}
     assert {"w_kc", "w_vc"} <= set(captured.recomputed)
@@ -445,12 +450,12 @@ def test_projections_absorbed_from_float8_follow_a_trainer_in_bfloat16(
         assert torch.equal(have, want)
 
 
-def test_buffers_hold_the_checkpoint_that_the_engine_started_from() -> None:
+def test_buffers_hold_the_checkpoint_that_the_engine_started_from(tmp_path: Path) -> None:
     start = values(SPECS, 1)
     engine = Engine()
     engine.load(copies(start))
     before = bytes_of(engine)
-    captured = capture(engine, SPECS, engine.load, worker="e/0", reference=lambda: copies(start))
+    captured = capture(engine, SPECS, engine.load, worker="e/0", reference=stored(tmp_path, start))
     assert captured.recompute is not None
     for spec, buffer in captured.recompute.buffers:
         assert torch.equal(buffer.reshape(spec.shape), start[spec.name])
@@ -468,7 +473,9 @@ def test_buffers_hold_the_checkpoint_that_the_engine_started_from() -> None:
     ids=["differs_with_every_load", "random_values_do_not_show"],
 )
 def test_what_no_load_explains_is_refused_by_name(
-    compute: Callable[[list[int], dict[str, torch.Tensor]], torch.Tensor], message: str
+    compute: Callable[[list[int], dict[str, torch.Tensor]], torch.Tensor],
+    message: str,
+    tmp_path: Path,
 ) -> None:
     engine, state = torch.nn.Linear(4, 4, bias=False), list[int]()
 
@@ -481,7 +488,7 @@ def test_what_no_load_explains_is_refused_by_name(
     with pytest.raises(UnsupportedLayout, match=rf"weight.*{message}"):
         capture(
             engine, [CheckpointSpec("w", (4, 4), DType.FLOAT32)], load, worker="e/0",
-            reference=lambda: copies(start),
+            reference=stored(tmp_path, start),
         )  # fmt: skip
 
 
@@ -607,7 +614,7 @@ class Fleeting:
     ) -> None:
         self.name, self.checkpoint = name, checkpoint
         self.model = Engine() if model is None else model
-        self.model.load(checkpoint_tensors(checkpoint))
+        self.model.load(StoredCheckpoint(checkpoint).tensors())
         self.engine_rank = EngineRank()
         self.api = Api(self.engine_rank.gate)
         self.loads = 0
@@ -622,7 +629,7 @@ class Fleeting:
             checkpoint_specs(self.checkpoint),
             self._load,
             worker=f"{self.name}/0",
-            reference=lambda: checkpoint_tensors(self.checkpoint),
+            reference=StoredCheckpoint(self.checkpoint),
         )
 
     def join(self, url: str) -> None:

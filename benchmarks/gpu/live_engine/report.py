@@ -54,4 +54,6 @@ def capture_rows(case: str, log: Path) -> list[Row]:
 
 
 def _label(options: argparse.Namespace) -> str:
-    return ", bfloat16 -> block float8" if options.quantization == "fp8-block" else ""
+    if options.quantization == "fp8-block":
+        return ", bfloat16 -> block float8"
+    return ", from a checkpoint" if options.from_checkpoint else ""

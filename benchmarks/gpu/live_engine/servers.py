@@ -43,12 +43,17 @@ class _Routes:
             return json.loads(text or "null")
 
 
+def starts_with_weights(options: argparse.Namespace) -> bool:
+    """Whether the server loads a checkpoint when it starts."""
+    return bool(options.from_checkpoint or options.quantization == "fp8-block")
+
+
 def common_flags(options: argparse.Namespace, folder: str, controller: str) -> list[str]:
     """Without a controller: a server that stays as it is."""
     return [
         *("--name", options.engine, "--model", folder, "--port", str(options.port)),
         *("--tp", str(options.tp), "--controller", controller, "--transport", options.transport),
-        *(() if options.quantization == "fp8-block" else ("--load-format", "dummy")),
+        *(() if starts_with_weights(options) else ("--load-format", "dummy")),
         *("--dtype", "bfloat16", "--skip-tokenizer-init"),
     ]
 

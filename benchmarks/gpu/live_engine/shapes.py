@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import block_float8
+import torch
+from safetensors.torch import save_file
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,27 @@ def write_config(model: str, folder: Path, *, quantised: bool) -> None:
         settings = block_float8.settings(shape.layers, routed=bool(shape.num_experts))
         config["quantization_config"] = settings
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_checkpoint(model: str, folder: Path, device: torch.device, num_files: int = 16) -> None:
+    """config.json, and all weights, made up on a GPU: in several files, which threads write side by side."""
+    write_config(model, folder, quantised=False)
+    entries = list(checkpoint_entries(model, quantised=False))
+
+    def write(number: int) -> None:
+        generator = torch.Generator(device)
+        generator.manual_seed(number)
+        made = {
+            name: torch.empty(shape, dtype=torch.bfloat16, device=device)
+            .normal_(0, 0.02, generator=generator)
+            .cpu()
+            for name, _, shape, _ in entries[number::num_files]
+        }
+        save_file(made, folder / f"model-{number:05}.safetensors")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(num_files)))
+    torch.cuda.empty_cache()
 
 
 def write_model_folder(model: str, folder: Path) -> None:

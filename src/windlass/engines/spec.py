@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -26,7 +25,7 @@ from windlass.plugins import Registry
 if TYPE_CHECKING:
     import argparse
 
-    import torch
+    from windlass.engines.capture.codes import StoredCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +153,11 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the engine holds values of nobody's, and has answered with none of them."""
         return not self.loaded and not self.serves_own_weights
 
-    def reference(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]] | None:
-        """Return what reads the weights that the engine holds now; None where nobody knows them."""
-        from windlass.engines.capture.codes import checkpoint_tensors
+    def reference(self) -> StoredCheckpoint | None:
+        """Return the weights that the engine holds now; None where nobody knows them."""
+        from windlass.engines.capture.codes import StoredCheckpoint
 
-        return partial(checkpoint_tensors, Path(self.checkpoint)) if self.loaded else None
+        return StoredCheckpoint(Path(self.checkpoint)) if self.loaded else None
 
 
 class CapturedLayout(msgspec.Struct, frozen=True, kw_only=True):

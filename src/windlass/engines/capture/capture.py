@@ -31,7 +31,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from windlass.engines.capture.codes import CheckpointSpec, Codes, Load
+from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, StoredCheckpoint
 from windlass.engines.capture.description import Captured, Seen, describe
 from windlass.engines.capture.element_ids import Check, ElementIds, scaled
 from windlass.engines.capture.layers import Layers
@@ -63,6 +63,12 @@ _Found = TypeVar("_Found")
 EXACT_NUMEL = 1 << 20
 FEW = 4
 """As many elements by chance hold, in bfloat16, what they should with a probability of 768^-4."""
+NUM_SAMPLES = 16
+"""Of a tensor: as many elements by chance are where another order has others with a probability of some 100^-16."""
+_NOT_REPEATED = (
+    "loading the engine's own checkpoint again gives other bytes than its start gave: the engine "
+    "does not repeat its post-processing, or was not started from it"
+)
 _SEEDS = itertools.count(4)
 """Of random values: no two loads of this process have the same, so that what an earlier one left is never taken for
 what a later one has written."""
@@ -77,7 +83,7 @@ def capture(
     *,
     worker: str,
     ignored: frozenset[int] = frozenset(),
-    reference: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None,
+    reference: StoredCheckpoint | None = None,
     exact_numel: int = EXACT_NUMEL,
     factors: Sequence[float] = (),
     recompute: bool = True,
@@ -96,9 +102,11 @@ def capture(
         load: see `Load`.
         worker: identity of the rank.
         ignored: see `held_by`.
-        reference: reads the checkpoint that the model was first loaded from. An engine's way of
-            loading again may skip what it did at the start (repacking for a kernel); where the
-            bytes after it are not those of the first load, the layout is refused.
+        reference: the checkpoint that the model was first loaded from. An engine's way of
+            loading again may skip what it did at the start (repacking for a kernel). So layers of
+            each kind are loaded from it once more, and where the bytes are not those of the first
+            load, or those of the other layers' tensors not the checkpoint's in `NUM_SAMPLES` places
+            each, the layout is refused.
         exact_numel: tensors of more elements are read row by row first, and place by place (8
             bytes each) only if that does not prove right. The proof visits every place of all.
         factors: by one of which the engine may multiply a tensor while it loads it; those that it
@@ -125,13 +133,10 @@ def capture(
             factors_of = _multiplied(codes, guarded, held, factors)
         loads = _Loads(codes, guarded, held, factors_of, start, seconds)
         seen, part = _observed(loads, exact_numel, recompute=recompute)
+        apart: frozenset[str] = frozenset()
         if reference is not None:
             with _timed(seconds, "own checkpoint"):
-                guarded(reference() if part is None else part.filling(reference()))
-                _require_repeated(held(), start)
-                if part is not None:
-                    part.run()
-                    _require_repeated(held(), start)
+                apart = _require_repeated(loads, reference, seen, part)
         with _timed(seconds, "description"):
             placed = seen.placed(codes, part)
             read = _read(loads, placed)
@@ -147,6 +152,9 @@ def capture(
             before.restore()
     # Where tensors lie is told of those that are there again, not of what the last load has made.
     now = held()
+    if reference is not None:
+        with _timed(seconds, "own checkpoint"):
+            _require_samples(reference, codes, replace(seen, holdings=now), apart)
     made = [n for n in seen.numbers if n not in now or now[n].reach != seen.holdings[n].reach]
     refuse(made, "tensors that the engine had not before its loader made them")
     if part is not None:
@@ -494,10 +502,70 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def _require_repeated(held: Mapping[str, Holding], before: Mapping[str, int]) -> None:
-    changed = [n for n, h in held.items() if n in before and fingerprint(h.memory()) != before[n]]
-    refuse(
-        changed,
-        "loading the engine's own checkpoint again gives other bytes than its start gave: the engine "
-        "does not repeat its post-processing, or was not started from it",
-    )
+def _require_repeated(
+    loads: _Loads, reference: StoredCheckpoint, seen: Seen, part: Recompute | None
+) -> frozenset[str]:
+    """Load what the engine started from, one layer of each kind if it takes that; fill the buffers of `part`.
+
+    Returns the tensors of which that tells nothing.
+
+    Raises:
+        UnsupportedLayout: the bytes are not those of the start.
+    """
+    computed = frozenset() if part is None else frozenset(part.names)
+    buffers = frozenset() if part is None else frozenset(spec.name for spec, _ in part.buffers)
+    layers, apart = Layers.alike(loads.codes, loads.held()), frozenset[str]()
+    if layers is not None:
+        given = layers.loaded | buffers
+        try:
+            _load_reference(loads, reference.tensors(given), part)
+        except Exception:  # noqa: BLE001 - an engine's loader raises what it likes where it misses tensors
+            layers = None
+        else:
+            told = (n for n in seen.numbers if seen.sources(n, loads.codes) <= given)
+            apart = seen.numbers.keys() - computed - frozenset(told)
+    if layers is None:
+        _load_reference(loads, reference.tensors(), part)
+    _require_start(loads, apart | computed)
+    if part is not None:
+        part.run()
+        _require_start(loads, apart)
+    return apart
+
+
+def _load_reference(
+    loads: _Loads, weights: Iterator[tuple[str, torch.Tensor]], part: Recompute | None
+) -> None:
+    loads.load(weights if part is None else part.filling(weights))
+
+
+def _require_start(loads: _Loads, ignored: Collection[str]) -> None:
+    """Raise UnsupportedLayout if tensors, but for those ignored, hold what they did not at the start."""
+    changed = [
+        n
+        for n, h in loads.held().items()
+        if n in loads.start and n not in ignored and fingerprint(h.memory()) != loads.start[n]
+    ]
+    refuse(changed, _NOT_REPEATED)
+
+
+def _require_samples(
+    reference: StoredCheckpoint, codes: Codes, seen: Seen, names: Collection[str]
+) -> None:
+    """Raise UnsupportedLayout if tensors that hold what they did at the start differ from its checkpoint in some places."""
+    wanted: list[tuple[str, int]] = []
+    held: list[tuple[str, torch.Tensor]] = []
+    for name in sorted(names):
+        numbers, places = seen.numbers[name].sampled(NUM_SAMPLES)
+        tensors = codes.tensor_of(numbers)
+        flat = numbers - codes.starts[tensors]
+        wanted += [(codes.specs[t].name, int(at)) for t, at in zip(tensors, flat, strict=True)]
+        memory = seen.holdings[name].memory()
+        found = memory[torch.from_numpy(places).to(memory.device)].cpu()
+        held += [(name, element) for element in found.split(1)]
+    changed = {
+        name: None
+        for (name, element), stored in zip(held, reference.elements(wanted), strict=True)
+        if not _same(element, scaled(stored.to(element.dtype), seen.factors.get(name, 1.0)))
+    }
+    refuse(changed, _NOT_REPEATED)

@@ -10,11 +10,11 @@ lies there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import msgspec
 import numpy as np
@@ -183,11 +183,28 @@ def quantized_tensors(specs: Iterable[CheckpointSpec]) -> tuple[QuantizedTensor,
     return tuple(found)
 
 
-def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read the tensors themselves, in the order of `checkpoint_specs`; each belongs to the caller."""
-    with _opened(folder) as stored:
-        for name in sorted(stored):
-            yield name, stored[name].get_tensor(name)
+@final
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """The safetensors files of a folder. Reading them raises what `checkpoint_specs` does of the folder."""
+
+    folder: Path
+
+    def tensors(self, chosen: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Read tensors, all or those that are chosen, in the order of `checkpoint_specs`; each belongs to the caller."""
+        with _opened(self.folder) as stored:
+            for name in sorted(stored if chosen is None else stored.keys() & set(chosen)):
+                yield name, stored[name].get_tensor(name)
+
+    def elements(self, places: Iterable[tuple[str, int]]) -> Iterator[torch.Tensor]:
+        """Read elements, (1,) each, that are told by their tensors' names and by the place in these, row by row."""
+        with _opened(self.folder) as stored:
+            for name, place in places:
+                entry = stored[name].get_slice(name)
+                shape = entry.get_shape()
+                row, column = divmod(place, math.prod(shape[1:]))
+                rows = entry[row : row + 1] if shape else stored[name].get_tensor(name)
+                yield rows.reshape(-1)[column : column + 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,17 +204,20 @@ class Seen:
             if name in self.factors or self.boxes_of(name, codes) is None
         }
 
+    def sources(self, name: str, codes: Codes) -> set[str]:
+        """Return the checkpoint tensors of which an engine's tensor, not to be read by place any more, holds elements."""
+        if (parts := self.boxes_of(name, codes)) is not None:
+            return {spec.name for spec, _ in parts}
+        tensors = np.unique(codes.tensor_of(self.numbers[name].placed()[0]))
+        return {codes.specs[index].name for index in tensors}
+
     def placed(self, codes: Codes, recompute: Recompute | None) -> frozenset[str]:
-        """Return the checkpoint tensors of which the engine holds elements, none of them yet to be read by place."""
+        """Return the checkpoint tensors of which the engine holds elements; see `sources`."""
         placed = set() if recompute is None else {spec.name for spec, _ in recompute.buffers}
         filled = () if recompute is None else recompute.names
-        for name in self.numbers.keys() - filled:
-            if (parts := self.boxes_of(name, codes)) is not None:
-                placed.update(spec.name for spec, _ in parts)
-            else:
-                tensors = np.unique(codes.tensor_of(self.numbers[name].placed()[0]))
-                placed.update(codes.specs[index].name for index in tensors)
-        return frozenset(placed)
+        return frozenset(
+            placed.union(*(self.sources(n, codes) for n in self.numbers if n not in filled))
+        )
 
 
 def describe(
