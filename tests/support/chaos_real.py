@@ -126,7 +126,7 @@ class Agent:
         environment = {**os.environ, "WINDLASS_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
         if self.role == "worker":
             arguments = ["-m", "windlass.rollout.worker", "--controller", url]
-            arguments += ["--name", self.name, "--heartbeat-s", "1"]
+            arguments += ["--name", self.name]
         else:
             script = str(Path(__file__).with_name("chaos_agent.py"))
             kind, parent = self._run.transport, str(os.getpid())

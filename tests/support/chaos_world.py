@@ -708,7 +708,7 @@ class World:
             # A misfit is brought up again and again.
             "tasks": (len(coordinator._tasks), max(4, num_intruders + 1)),
             "holds": (len(coordinator.fleet._holds), 0),
-            "waiting": (sum(len(s._calls) for s in ours), 0),
+            "waiting": (sum(len(s._calls) for s in ours), num_intruders),  # of who brings it up
             "records": (len(self.controller.rollouts._table.records), 0),
             "by engine": (len(self.controller.rollouts._table.by_engine), 0),
         }
