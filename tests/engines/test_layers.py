@@ -180,6 +180,18 @@ def test_a_layer_that_an_engine_keeps_otherwise_since_its_start_is_refused(
     assert all(map(torch.equal, engine.parameters(), before))
 
 
+def test_an_expert_of_one_layer_that_lies_elsewhere_since_the_start_is_refused(
+    tmp_path: Path,
+) -> None:
+    """At least one element of every tensor of the checkpoint is looked at."""
+    engine = Started(range(NUM_LAYERS))
+    stored = engine.start(tmp_path)
+    experts = engine.get_parameter("layers.7.experts").data
+    experts.copy_(experts[[0, 2, 1]].clone())
+    with pytest.raises(UnsupportedLayout, match=r"^'layers\.7\.experts': .*does not repeat"):
+        capture(engine, specs(), engine.load, worker="e/0", reference=stored)
+
+
 def test_an_engine_that_takes_no_part_loads_all_of_its_own_checkpoint(tmp_path: Path) -> None:
     engine = Started(range(NUM_LAYERS), refusal=RuntimeError("missing"))
     stored = engine.start(tmp_path)

@@ -26,6 +26,18 @@ class PlacedBox:
     offset: int
     strides: tuple[int, ...]
 
+    def element(self, shape: tuple[int, ...], number: int) -> tuple[int, int]:
+        """Return where an element of the box, the `number`th row by row, is in the tensor of `shape`, and in the memory."""
+        index, place, step = 0, self.offset, 1
+        for begin, size, stride, length in reversed(
+            [*zip(self.box.offsets, self.box.sizes, self.strides, shape, strict=True)]
+        ):
+            number, at = divmod(number, size)
+            index += (begin + at) * step
+            place += at * stride
+            step *= length
+        return index, place
+
 
 @dataclass(frozen=True, slots=True)
 class Line:

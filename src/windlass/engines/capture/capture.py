@@ -63,8 +63,8 @@ _Found = TypeVar("_Found")
 EXACT_NUMEL = 1 << 20
 FEW = 4
 """As many elements by chance hold, in bfloat16, what they should with a probability of 768^-4."""
-NUM_SAMPLES = 16
-"""Of a tensor: as many elements by chance are where another order has others with a probability of some 100^-16."""
+NUM_SAMPLES = 8
+"""Places of a tensor: in so many, what lies otherwise holds the same by chance with a probability of some 100^-8."""
 _NOT_REPEATED = (
     "loading the engine's own checkpoint again gives other bytes than its start gave: the engine "
     "does not repeat its post-processing, or was not started from it"
@@ -106,7 +106,7 @@ def capture(
             loading again may skip what it did at the start (repacking for a kernel). So layers of
             each kind are loaded from it once more, and where the bytes are not those of the first
             load, or those of the other layers' tensors not the checkpoint's in `NUM_SAMPLES` places
-            each, the layout is refused.
+            or more, at least one of every checkpoint tensor, the layout is refused.
         exact_numel: tensors of more elements are read row by row first, and place by place (8
             bytes each) only if that does not prove right. The proof visits every place of all.
         factors: by one of which the engine may multiply a tensor while it loads it; those that it
@@ -522,8 +522,11 @@ def _require_repeated(
         except Exception:  # noqa: BLE001 - an engine's loader raises what it likes where it misses tensors
             layers = None
         else:
-            told = (n for n in seen.numbers if seen.sources(n, loads.codes) <= given)
-            apart = seen.numbers.keys() - computed - frozenset(told)
+            apart = frozenset(
+                name
+                for name in seen.numbers.keys() - computed
+                if not seen.sources(name, loads.codes) <= given
+            )
     if layers is None:
         _load_reference(loads, reference.tensors(), part)
     _require_start(loads, apart | computed)
@@ -553,19 +556,14 @@ def _require_samples(
     reference: StoredCheckpoint, codes: Codes, seen: Seen, names: Collection[str]
 ) -> None:
     """Raise UnsupportedLayout if tensors that hold what they did at the start differ from its checkpoint in some places."""
-    wanted: list[tuple[str, int]] = []
-    held: list[tuple[str, torch.Tensor]] = []
-    for name in sorted(names):
-        numbers, places = seen.numbers[name].sampled(NUM_SAMPLES)
-        tensors = codes.tensor_of(numbers)
-        flat = numbers - codes.starts[tensors]
-        wanted += [(codes.specs[t].name, int(at)) for t, at in zip(tensors, flat, strict=True)]
-        memory = seen.holdings[name].memory()
-        found = memory[torch.from_numpy(places).to(memory.device)].cpu()
-        held += [(name, element) for element in found.split(1)]
-    changed = {
-        name: None
-        for (name, element), stored in zip(held, reference.elements(wanted), strict=True)
-        if not _same(element, scaled(stored.to(element.dtype), seen.factors.get(name, 1.0)))
-    }
+    changed: list[str] = []
+    samples = {name: seen.samples(name, codes, NUM_SAMPLES) for name in sorted(names)}
+    stored = reference.elements((t, at) for found in samples.values() for t, at, _ in found)
+    for name, found in samples.items():
+        memory, factor = seen.holdings[name].memory(), seen.factors.get(name, 1.0)
+        places = torch.tensor([place for _, _, place in found], device=memory.device)
+        held = memory[places].cpu()
+        wanted = [scaled(next(stored).to(held.dtype), factor) for _ in found]
+        if not _same(held, torch.cat(wanted)):
+            changed.append(name)
     refuse(changed, _NOT_REPEATED)

@@ -211,6 +211,24 @@ class Seen:
         tensors = np.unique(codes.tensor_of(self.numbers[name].placed()[0]))
         return {codes.specs[index].name for index in tensors}
 
+    def samples(self, name: str, codes: Codes, num_places: int) -> list[tuple[str, int, int]]:
+        """Return some elements of each of its `sources`, `num_places` or more: tensor, place in it, place in the memory."""
+        if (parts := self.boxes_of(name, codes)) is not None:
+            boxes = [(spec, placed) for spec, boxes in parts for placed in boxes]
+            return [
+                (spec.name, *placed.element(spec.shape, number))
+                for spec, placed in boxes
+                for number in _spread(placed.box.numel, -(-num_places // len(boxes)))
+            ]
+        numbers, places = self.numbers[name].placed()
+        tensors = codes.tensor_of(numbers)
+        chosen = {*np.unique(tensors, return_index=True)[1], *_spread(len(numbers), num_places)}
+        return [
+            (codes.specs[t].name, int(numbers[at] - codes.starts[t]), int(places[at]))
+            for at in sorted(chosen)
+            for t in (tensors[at],)
+        ]
+
     def placed(self, codes: Codes, recompute: Recompute | None) -> frozenset[str]:
         """Return the checkpoint tensors of which the engine holds elements; see `sources`."""
         placed = set() if recompute is None else {spec.name for spec, _ in recompute.buffers}
@@ -218,6 +236,11 @@ class Seen:
         return frozenset(
             placed.union(*(self.sources(n, codes) for n in self.numbers if n not in filled))
         )
+
+
+def _spread(length: int, num_places: int) -> Iterator[int]:
+    """Yield numbers below `length`: multiples of the golden ratio, whose fractions are dense nowhere."""
+    return (int((number * 0.6180339887498949) % 1 * length) for number in range(1, num_places + 1))
 
 
 def describe(

@@ -235,20 +235,6 @@ class ElementIds:
                 is_right = most < end and torch.equal(expected, found)
         return Check(is_right, padding % (1 << 64), numel)
 
-    def sampled(self, num_places: int) -> tuple[Int64Array, Int64Array]:
-        """(numbers, places) of some places that hold an element, spread over rows and columns."""
-        groups, rows, width = self._shape
-        # Multiples of the golden ratio, whose fractions are nowhere dense.
-        spread = np.arange(1, num_places + 1) * ((math.sqrt(5) - 1) / 2) % 1.0
-        places = np.unique((spread * (groups * rows * width)).astype(np.int64))
-        row, column = (
-            torch.from_numpy(at).to(self._heads.device) for at in np.divmod(places, width)
-        )
-        heads = self._heads.view(-1)[row]
-        numbers = torch.where(heads >= 0, heads + self._patterns()[row // rows, column], _NOTHING)
-        found = numbers.cpu().numpy()
-        return found[found >= 0], places[found >= 0]
-
     def placed(self) -> tuple[Int64Array, Int64Array]:
         """(numbers, places) of all places that hold an element, if these were read `by_place`."""
         numbers = self._heads.view(-1).cpu().numpy()
