@@ -17,7 +17,7 @@ from typing import IO, final
 import msgspec
 
 from windlass.testing.peer_process import serve
-from windlass.transports.registry import TransportConfig
+from windlass.transports.registry import TransportConfig, parse_transport
 
 __all__ = ["ForkedChild", "memory_limited", "start_fork_server"]
 
@@ -107,8 +107,7 @@ def _serve(
     sink.close()
     sys.stdin = open(0, encoding="ascii", closefd=False)  # noqa: SIM115 - until the process ends
     sys.stdout = open(1, "w", encoding="ascii", closefd=False)  # noqa: SIM115
-    decoded: TransportConfig = msgspec.json.decode(config, type=TransportConfig)
-    serve(decoded, nbytes)
+    serve(parse_transport(config.decode()), nbytes)
 
 
 def memory_limited(
