@@ -33,7 +33,7 @@ def take_name(what: str, value: str, kind: type[NameT]) -> NameT:
 def take_names(settings: msgspec.Struct, kinds: Mapping[str, type[StrEnum]]) -> None:
     """Accept the name of a member (`mode="staged"`) where settings hold an enumeration.
 
-    Called by `__post_init__`: elsewhere members are told apart by identity, and a mere string would
+    Called by `__post_init__`: later members are told apart by identity, and a mere string would
     be none of them.
 
     Raises:
@@ -336,7 +336,7 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
         deadlines: per phase.
         max_rewrites: how often a failed or mismatched link is written again in one round.
         min_engines: engines that must be there before a round begins.
-        compare_share: of the time of updates that may be spent comparing what trainer ranks hold in
+        compare_share: of the time of updates that may go into comparing what trainer ranks hold in
             common, in [0, 1]; the first update compares everything in any case, 1 compares in every one.
         heartbeat_s: a connection that answers no ping for this long is dead.
         max_message_nbytes: larger frames close their connection.

@@ -21,7 +21,7 @@ from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController, mount_rollout_routes
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import TrainingSample
-from windlass.rollout.routers import RouterFeed
+from windlass.rollout.routers import RouterUpdates
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.routes import mount_updates
@@ -80,7 +80,7 @@ class Controller:
         self.rollouts = RolloutController(
             self.coordinator, policy, token=token, config=rollout_config
         )
-        self._routers = RouterFeed(self.coordinator, config.routers)
+        self._routers = RouterUpdates(self.coordinator, config.routers)
         self._operations = Operations(self.coordinator, self.rollouts, self.batches)
 
     @property

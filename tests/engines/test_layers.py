@@ -168,6 +168,14 @@ def test_of_its_own_checkpoint_an_engine_loads_one_layer_of_each_kind(tmp_path: 
     assert all(map(torch.equal, engine.parameters(), fresh.parameters()))
 
 
+def test_what_is_loaded_as_a_whole_is_all_of_its_own_checkpoint_in_the_end(tmp_path: Path) -> None:
+    """An adapter, of which an engine keeps what it was given last."""
+    engine = Started(range(NUM_LAYERS))
+    stored = engine.start(tmp_path)
+    capture(engine, specs(), engine.load, worker="e/0", reference=stored, recompute=False)
+    assert engine.loaded[-1].keys() == {"embed", *map(str, range(NUM_LAYERS))}
+
+
 @pytest.mark.parametrize("swapped", [2, 7], ids=["loaded_again", "looked_at"])
 def test_a_layer_that_an_engine_keeps_otherwise_since_its_start_is_refused(
     swapped: int, tmp_path: Path

@@ -16,7 +16,7 @@ from http_answers import answering
 from windlass import envs
 from windlass.engines.private_routes import Message
 from windlass.engines.rank_reports import (
-    ELSEWHERE_VARIABLE,
+    OTHER_NODES_VARIABLE,
     REPORT_PATH,
     RankReports,
     Report,
@@ -75,7 +75,7 @@ def test_what_ranks_elsewhere_report_is_gathered_with_the_others(
 
     with answering(take) as url, RankReports(2, Secrets("owner's", "key")) as reports:
         carry_out(reports.folder, 0, do, server_url=url)
-        monkeypatch.setenv(ELSEWHERE_VARIABLE, "1")
+        monkeypatch.setenv(OTHER_NODES_VARIABLE, "1")
         carry_out(reports.folder, 1, do, server_url=url)
         assert reports.gather(DEADLINE_S) == [b"layout", b"layout"]
         assert given == [Secrets("owner's", "key"), Secrets(token)]

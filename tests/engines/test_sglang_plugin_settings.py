@@ -11,7 +11,7 @@ from windlass import envs
 from windlass.engines.capture.codes import checkpoint_folder
 from windlass.engines.join_route import JoinOrder
 from windlass.engines.private_routes import saved_key
-from windlass.engines.rank_reports import ELSEWHERE_VARIABLE
+from windlass.engines.rank_reports import OTHER_NODES_VARIABLE
 from windlass.engines.sglang import plugin
 from windlass.envs import CONTROLLER_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from windlass.errors import ConfigError, PeerUnreachable
@@ -83,9 +83,9 @@ def test_a_server_over_several_hosts_is_given_no_other_token() -> None:
 
 
 def test_ranks_on_other_hosts_read_the_token_from_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ELSEWHERE_VARIABLE, "")
+    monkeypatch.setenv(OTHER_NODES_VARIABLE, "")
     plugin._have_ranks_know_the_token()
-    assert envs.environment_value(ELSEWHERE_VARIABLE)
+    assert envs.environment_value(OTHER_NODES_VARIABLE)
     monkeypatch.delenv(TOKEN_FILE_VARIABLE)
     with pytest.raises(ConfigError, match="WINDLASS_TOKEN must be set"):
         plugin._have_ranks_know_the_token()

@@ -21,7 +21,7 @@ from windlass.config import ControlConfig, PhaseDeadlines, RouterConfig, RouterK
 from windlass.envs import temporary_values
 from windlass.errors import ConfigError
 from windlass.net.addresses import free_port
-from windlass.rollout.routers import RouterFeed
+from windlass.rollout.routers import RouterUpdates
 from windlass.updates.messages import Command, Pause
 from windlass.updates.report import RoundOutcome
 
@@ -48,8 +48,8 @@ async def serving(
 
 
 @contextlib.asynccontextmanager
-async def feeding(rig: FakeFleet, *routers: RouterConfig) -> AsyncIterator[RouterFeed]:
-    feed = RouterFeed(rig.coordinator, routers)
+async def feeding(rig: FakeFleet, *routers: RouterConfig) -> AsyncIterator[RouterUpdates]:
+    feed = RouterUpdates(rig.coordinator, routers)
     feed.start()
     try:
         yield feed

@@ -1,6 +1,6 @@
 """A rank of somebody else's engine: an agent in its process, captured once, in one fleet after another.
 
-The engine's own HTTP API pauses and resumes it; what only its main loop can say (that every step
+The engine's own HTTP API has it pause and resume; what only its main loop can say (that every step
 before this one is over) comes through `QuiesceGate`.
 """
 
@@ -71,7 +71,7 @@ class RankHooks:
     """`EngineHooks` of one rank.
 
     `finalise` brings what is derived from weights up to date. `api` is None on other ranks than the first, and where
-    the trainer pauses, resumes and stamps the engine.
+    the trainer has the engine pause and resume, and stamps it.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ import msgspec
 
 from windlass.engines.adapters import adapter_of
 from windlass.engines.private_routes import environment_of, new_key, saved_key
-from windlass.engines.rank_reports import ELSEWHERE_VARIABLE, Secrets, join_fleet
+from windlass.engines.rank_reports import OTHER_NODES_VARIABLE, Secrets, join_fleet
 from windlass.engines.spec import (
     AgentSettings,
     EngineSpec,
@@ -186,8 +186,8 @@ def _told_token(args: argparse.Namespace, token: str) -> Iterator[dict[str, str]
         file = Path(folder) / "token"
         file.touch(0o600)
         file.write_text(token)
-        elsewhere = {ELSEWHERE_VARIABLE: "1"} if args.node_rank else {}
-        yield {TOKEN_FILE_VARIABLE: str(file), **elsewhere}
+        nodes = {OTHER_NODES_VARIABLE: "1"} if args.node_rank else {}
+        yield {TOKEN_FILE_VARIABLE: str(file), **nodes}
 
 
 def _check(engine: EngineSpec, args: argparse.Namespace, rest: Sequence[str]) -> None:

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 _SOCKET = "sent"
 _SECRETS = "secrets"
 REPORT_PATH = "/windlass/report"
-ELSEWHERE_VARIABLE = "WINDLASS_RANKS_ELSEWHERE"
+OTHER_NODES_VARIABLE = "WINDLASS_RANKS_ON_OTHER_NODES"
 """Set for ranks on other hosts than their server's."""
 REPORTED_S = 2.0
 """For what ranks have reported already."""
@@ -121,7 +121,7 @@ def carry_out(
     the token is the one of the rank's environment (`control_token`), and the only secret that it has.
     """
     token = ""
-    if not environment_value(ELSEWHERE_VARIABLE):
+    if not environment_value(OTHER_NODES_VARIABLE):
         server_url = ""
     try:
         secrets = Secrets(token := control_token()) if server_url else _secrets_in(folder)

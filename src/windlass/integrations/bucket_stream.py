@@ -490,7 +490,7 @@ class BucketReceiver:
 
 @final
 class StreamEnd:
-    """One rank's end for checkpoint engines, which learn late, or never, whether they send, receive, or neither.
+    """One rank's end for checkpoint engines, which are told late, or never, whether they send, receive, or neither.
 
     Args:
         bucket_nbytes: see `StreamSettings`, as for `mode` and `deadline_s`.

@@ -333,7 +333,7 @@ class RolloutController:
         """The owner has these rollouts for good; no later process delivers them. Idempotent.
 
         One task of a group stands for the group. Ids that are not known are ignored; what is
-        outstanding, because an earlier process died before it could acknowledge, is withdrawn.
+        outstanding, because an earlier process died before it could acknowledge, is cancelled.
 
         Raises:
             RolloutError: the journal cannot be written any more.

@@ -22,7 +22,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_attempts: failures (engine, worker, attempt deadline) after which a rollout fails.
-        attempt_deadline_s: one attempt may take this long, then it is tried elsewhere.
+        attempt_deadline_s: one attempt may take this long, then it is tried on another engine.
         retry_backoff_s: wait before the second try, doubled each time up to 2 s.
         engine_grace_s: an engine may be unroutable this long before its work is moved.
         worker_lease_s: silence on the watch connection after which a worker is asked again.

@@ -302,7 +302,7 @@ class Lifecycle:
         )
 
     def retry(self, record: Record, reason: str, partial: Partial) -> None:
-        """The running attempt failed: try again after a backoff, preferably elsewhere."""
+        """The running attempt failed: try again after a backoff, preferably on another engine."""
         record.failures += 1
         record.avoid_engine = record.engine
         if self._config.carry_partial and partial.output_ids:

@@ -66,7 +66,7 @@ class OutcomeStatus(StrEnum):
     ACCEPTED: tokens are there.
     REJECTED: the worker found the tokens unusable; the rollout is submitted again.
     STALE: the worker stopped it, because its tokens are further apart than `max_staleness` allows.
-    ERROR: the engine or the worker failed; the rollout is tried elsewhere.
+    ERROR: the engine or the worker failed; the rollout is tried again.
     CANCELLED: the controller asked for it.
     """
 

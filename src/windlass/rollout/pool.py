@@ -460,7 +460,7 @@ class WorkerPool:
     # --- losses --------------------------------------------------------------------------
 
     def _lose(self, worker: Worker, reason: str) -> None:
-        """Its attempts are tried elsewhere."""
+        """Its attempts are tried at other workers."""
         keys = [AttemptKey(*item) for item in worker.assigned.items()]
         worker.assigned.clear()
         self._remove(worker)

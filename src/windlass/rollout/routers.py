@@ -111,7 +111,7 @@ aiohttp.ClientError, PeerUnreachable or ProtocolError if it is not there, or ans
 
 
 @final
-class RouterFeed:
+class RouterUpdates:
     """Tells routers, beside everything else: no round and no rollout ever waits for one.
 
     A router is told after every update and whenever an engine comes, goes or falls behind; not in the middle of
@@ -146,7 +146,7 @@ class RouterFeed:
         if token:
             check_token(token, ROUTER_TOKEN_VARIABLE)
         self._tasks = [
-            asyncio.create_task(self._feed(config, changed, token), name=f"tell {config.url}")
+            asyncio.create_task(self._keep_told(config, changed, token), name=f"tell {config.url}")
             for config, changed in zip(self._routers, self._changed, strict=True)
         ]
         if self._tasks:
@@ -183,7 +183,7 @@ class RouterFeed:
         engines = sorted((*there, *gone), key=lambda engine: engine.name)
         return _Fleet(self._coordinator.fleet.published, tuple(engines))
 
-    async def _feed(self, config: RouterConfig, changed: asyncio.Event, token: str) -> None:
+    async def _keep_told(self, config: RouterConfig, changed: asyncio.Event, token: str) -> None:
         told: _Fleet | None = None
         async with open_http(token) as http:
             while True:

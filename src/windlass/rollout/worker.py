@@ -279,7 +279,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
             await asyncio.gather(delivery, return_exceptions=True)
 
     async def shut_down(self, deadline_s: float) -> None:
-        """End running attempts with an error that makes the controller try them elsewhere.
+        """End running attempts with an error that makes the controller try them at other workers.
 
         Returns once the controller has acknowledged all outcomes, or after `deadline_s`.
         """

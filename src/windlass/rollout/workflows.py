@@ -80,7 +80,7 @@ class WorkflowContext:
         Raises:
             ConfigError: an empty prompt.
             RolloutError: the engine failed, or the turns are too many versions apart for
-                `StalenessPolicy`. Let it pass, and the rollout is tried elsewhere, or given up.
+                `StalenessPolicy`. Let it pass, and the rollout is tried again, or given up.
         """
         if not prompt_ids:
             raise ConfigError(f"workflow {self._task.workflow}: prompt_ids must not be empty")
@@ -187,7 +187,7 @@ class Attempts:
             job.cancel()
 
     async def stop(self, deadline_s: float) -> None:
-        """Cancel whatever runs, as errors that are to be tried elsewhere; return once all have ended.
+        """Cancel whatever runs, as errors that are to be tried again; return once all have ended.
 
         What has not ended after `deadline_s` (a workflow may not heed its cancellation) is logged.
         """

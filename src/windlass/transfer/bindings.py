@@ -152,7 +152,7 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
 
     Attributes:
         links: outcome of every link that it was asked to write.
-        pack_s: seconds spent packing and hashing. wire_s: inside transport writes.
+        pack_s: seconds of packing and hashing. wire_s: inside transport writes.
         register_s: registering parameters that were not yet, or have moved.
     """
 

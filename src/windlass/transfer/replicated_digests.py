@@ -46,7 +46,7 @@ class ReplicatedDigests:
         parameters: where the parameters lie now, as `LocatedParameters` says; asked at every `take`.
 
     Attributes:
-        compare_s: seconds that the last `take` spent, without locating parameters and without what the
+        compare_s: seconds that the last `take` took, without locating parameters and without what the
             process had queued on a GPU before.
     """
 

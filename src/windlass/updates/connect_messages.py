@@ -56,7 +56,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
             that knows of none, of the controller that it was connected to before; else empty.
         job: of a trainer rank: the same for all ranks of one start of the trainers, and for no
             other start.
-        epoch, round: the last that the agent took part in; a restarted controller learns them here.
+        epoch, round: the last that the agent took part in; a restarted controller finds them here.
         mixed_weights: whether live weights may be of two versions.
         can_send: whether an engine rank can hand its weights on to another engine.
         comes_to_rest: whether this rank brings its engine to rest where requests stay where they are

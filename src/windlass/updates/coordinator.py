@@ -148,7 +148,7 @@ class Coordinator:
             with log_fields(version=frame.version):  # which the new task keeps
                 self.spawn(self._update(all_of_them))
 
-    def withdrawn(self, session: AgentSession, frame: Withdraw) -> None:
+    def withdraw(self, session: AgentSession, frame: Withdraw) -> None:
         """A trainer rank's caller waits no longer."""
         self._requests.give_up(session.peer, frame.attempt)
 

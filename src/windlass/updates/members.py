@@ -251,7 +251,7 @@ class Members:
             case Announce():
                 self._coordinator.announced(session, frame)
             case Withdraw():
-                self._coordinator.withdrawn(session, frame)
+                self._coordinator.withdraw(session, frame)
             case Hello() | CannotJoin():
                 raise Garbled(f"{session.peer}: Hello may be sent only once")
 

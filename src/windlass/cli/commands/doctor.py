@@ -18,7 +18,7 @@ from windlass.cli.checks import FAILS, LIMITED, WORKS, Finding, check_flags, run
 from windlass.cli.frameworks import FRAMEWORKS, check_framework
 
 _STYLES = {WORKS: "green", LIMITED: "yellow", FAILS: "red"}
-_ELSEWHERE_DEADLINE_S = 180.0
+_INTERPRETER_DEADLINE_S = 180.0
 
 Report = dict[str, tuple[Finding, ...]]
 """Interpreter -> findings."""
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         here += check_framework(args.framework)
     report: Report = {sys.executable: here + flags}
     for path in args.engine_python:
-        report[path] = _look_elsewhere(path, args.framework)
+        report[path] = _check_interpreter(path, args.framework)
     if args.json:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
     else:
@@ -84,7 +84,7 @@ def _print(report: Mapping[str, Sequence[Finding]]) -> None:
         Console(markup=False).print(table)
 
 
-def _look_elsewhere(path: str, framework: str | None) -> tuple[Finding, ...]:
+def _check_interpreter(path: str, framework: str | None) -> tuple[Finding, ...]:
     """The same checks, made by another interpreter."""
     command = [path, "-m", "windlass.cli.main", "doctor", "--json"]
     command += ["--framework", framework] if framework else []
@@ -93,13 +93,13 @@ def _look_elsewhere(path: str, framework: str | None) -> tuple[Finding, ...]:
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_ELSEWHERE_DEADLINE_S,
+            timeout=_INTERPRETER_DEADLINE_S,
             check=False,
         )
     except OSError as error:
         return (Finding("interpreter", FAILS, str(error), "name an engine's python"),)
     except subprocess.TimeoutExpired:
-        found = f"no answer within {_ELSEWHERE_DEADLINE_S:.0f} s"
+        found = f"no answer within {_INTERPRETER_DEADLINE_S:.0f} s"
         return (Finding("interpreter", FAILS, found),)
     lines = done.stdout.splitlines()
     if not lines or (done.returncode != 0 and not framework):

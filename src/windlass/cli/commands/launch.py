@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     console = Console(stderr=True, markup=False, highlight=False)
     progress = Progress(str(args.config.resolve()), is_shown=console.is_terminal)
-    # Gone where nothing slow is under way; elsewhere than on a terminal the log says it.
+    # Gone where nothing slow is under way; without a terminal the log says it.
     shown = Live(
         console=console, get_renderable=progress.text, transient=True, redirect_stdout=False
     )

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _watch(args: argparse.Namespace, console: Console) -> None:
-    """A live view on a terminal, one view after the other elsewhere; the controller says when."""
+    """A live view on a terminal, one view after the other without one; the controller says when."""
     views = follow_overview(args.url.rstrip("/"), control_token(), args.deadline_s)
     if not console.is_terminal:
         async for view in views:

@@ -112,7 +112,8 @@ def capture(
         factors: by one of which the engine may multiply a tensor while it loads it; those that it
             does are received in a buffer and multiplied by `finalise`. One load more.
         recompute: have `finalise` call `load` with the checkpoint tensors from which the engine
-            computes others, for as long as the engine lives; if not, computed tensors are refused.
+            computes others, for as long as the engine lives; if not, because `load` replaces all that
+            it ever loaded, computed tensors are refused, and all of `reference` is loaded.
         made_up: the engine was started without weights and has served nobody: what its parameters
             hold is not put back.
 
@@ -136,7 +137,8 @@ def capture(
         apart: frozenset[str] = frozenset()
         if reference is not None:
             with _timed(seconds, "own checkpoint"):
-                apart = _require_repeated(loads, reference, seen, part)
+                layers = Layers.alike(codes, held()) if recompute else None
+                apart = _require_repeated(loads, reference, seen, part, layers)
         with _timed(seconds, "description"):
             placed = seen.placed(codes, part)
             read = _read(loads, placed)
@@ -503,9 +505,13 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _require_repeated(
-    loads: _Loads, reference: StoredCheckpoint, seen: Seen, part: Recompute | None
+    loads: _Loads,
+    reference: StoredCheckpoint,
+    seen: Seen,
+    part: Recompute | None,
+    layers: Layers | None,
 ) -> frozenset[str]:
-    """Load what the engine started from, one layer of each kind if it takes that; fill the buffers of `part`.
+    """Load what the engine started from, of `layers` one of each kind if it takes that; fill the buffers of `part`.
 
     Returns the tensors of which that tells nothing.
 
@@ -514,7 +520,7 @@ def _require_repeated(
     """
     computed = frozenset() if part is None else frozenset(part.names)
     buffers = frozenset() if part is None else frozenset(spec.name for spec, _ in part.buffers)
-    layers, apart = Layers.alike(loads.codes, loads.held()), frozenset[str]()
+    apart = frozenset[str]()
     if layers is not None:
         given = layers.loaded | buffers
         try:

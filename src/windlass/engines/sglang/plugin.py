@@ -35,7 +35,7 @@ from typing import Any, final
 from windlass.engines.join_route import JoinOrder, JoinRoute
 from windlass.engines.private_routes import App, PrivateRoutes, is_launched, new_key
 from windlass.engines.quantised import require_followed
-from windlass.engines.rank_reports import ELSEWHERE_VARIABLE, Secrets, join_fleet
+from windlass.engines.rank_reports import OTHER_NODES_VARIABLE, Secrets, join_fleet
 from windlass.engines.report_route import ReportRoute
 from windlass.engines.sglang.spec import (
     HOOK,
@@ -143,7 +143,7 @@ def _have_ranks_know_the_token() -> None:
             f"{TOKEN_FILE_VARIABLE} must be set on every host of a server but the first: its ranks read the "
             f"token there, got ''"
         )
-    set_values({ELSEWHERE_VARIABLE: "1"})
+    set_values({OTHER_NODES_VARIABLE: "1"})
 
 
 def _resolved(server_args: Any) -> Any:

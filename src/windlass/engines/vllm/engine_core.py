@@ -314,7 +314,7 @@ def _hold(core: Any, held: Callable[[str], int]) -> None:
 
     `held` is given the namespace that was begun, and returns the version that is served after it, < 0 for none.
     """
-    with _at_rest(core):
+    with _quiesced(core):
         _drop_encoder_outputs(core)
         version = held(_own.namespace.begin())
         if version >= 0 and not stamps_tokens():
@@ -322,7 +322,7 @@ def _hold(core: Any, held: Callable[[str], int]) -> None:
 
 
 @contextmanager
-def _at_rest(core: Any) -> Iterator[None]:
+def _quiesced(core: Any) -> Iterator[None]:
     """Have nothing be scheduled, and give out what runs, as `EngineCoreProc.pause_scheduler` and its loop do."""
     from vllm.v1.core.sched.interface import PauseState
 

@@ -75,7 +75,7 @@ class WeightSync:
         stacked: see `connect_trainer`.
         pause: one of `PAUSE_MODES`: what becomes of running requests. With `keep` they stop between two steps and go
             on where they are; for the others `/pause` is asked before a version, and `/resume` follows. None where
-            the caller pauses and resumes, which is as `keep` if nobody does.
+            the caller has it pause and resume, which is as `keep` if nobody does.
         api_key: what the servers were started to ask for; empty for nothing.
         deadline_s: for all servers to join, and then for every version.
 

@@ -1,7 +1,7 @@
 """The demo's recipe: attend to the operator of a prompt and repeat the token that it points at.
 
 A prompt is `[operator, a, b, go]`; the answer is `a` repeated when the operator is FIRST and
-`b` repeated when it is SECOND. Attention is needed, the reward is dense enough to learn
+`b` repeated when it is SECOND. Attention is needed, the reward is dense enough to train on
 from scratch, and a right answer cannot be given without reading the prompt.
 """
 

@@ -86,7 +86,7 @@ def prepare_server(config: LaunchConfig) -> None:
 
 @final
 class DemoView:
-    """Shows a recipe's record, live on a terminal and as lines elsewhere, or where `plain` asks for them.
+    """Shows a recipe's record, live on a terminal and as lines without one, or where `plain` asks for them.
 
     Attributes:
         shown: entered for as long as the job runs.
