@@ -1,11 +1,13 @@
-"""A job whose engine is a real SGLang or vLLM over two nodes of a real Slurm: updated, killed on one of them, started again."""
+"""A job whose engine is a real SGLang or vLLM over two nodes of a real Slurm or Ray: updated, killed on one of them, started again."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,8 +28,8 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.engines,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(missing_reason()), reason=missing_reason()),
 ]
+NO_RAY = "" if importlib.util.find_spec("ray") else "ray is not installed"
 PARTS = ("engine", "engine-node-1")
 JOB = """
 steps = 3
@@ -41,8 +43,7 @@ HF_HUB_OFFLINE = "1"
 TOKENIZERS_PARALLELISM = "false"
 
 [scheduler]
-kind = "slurm"
-host = "127.0.0.1"
+{scheduler}
 
 [recipe]
 file = "{root}/examples/launch/recipe.py"
@@ -130,9 +131,42 @@ class Watching(Recipe):
         await back.wait()
 
 
+@contextmanager
+def cluster_of(kind: str, folder: Path) -> Iterator[str]:
+    """Two nodes on this host; yields the job's table of them."""
+    if kind == "slurm":
+        folder.mkdir()
+        with (
+            slurm_cluster(folder, num_nodes=2) as conf,
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
+            monkeypatch.setenv("SLURM_CONF", str(conf))
+            yield 'kind = "slurm"\nhost = "127.0.0.1"'
+        return
+    from ray.cluster_utils import Cluster
+
+    ray = Cluster()
+    try:
+        for _ in range(2):
+            ray.add_node(num_cpus=6)
+        yield f'kind = "ray"\naddress = "{ray.address}"'
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(
+            "slurm",
+            marks=pytest.mark.skipif(bool(missing_reason()), reason=missing_reason()),
+        ),
+        pytest.param("ray", marks=pytest.mark.skipif(bool(NO_RAY), reason=NO_RAY)),
+    ],
+)
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 async def test_an_engine_over_two_nodes_is_one_engine(
-    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, kind: str, tmp_path: Path
 ) -> None:
     """Every version that it serves is what a fresh load of it is, on both nodes, before and after it is started again."""
     save("dense", 1, tmp_path / "0.model")
@@ -146,19 +180,17 @@ async def test_an_engine_over_two_nodes_is_one_engine(
         "vllm": {"VLLM_HOST_IP": "127.0.0.1"},
     }[engine] | ENVIRONMENT[engine]
     arguments = [*FLAGS[engine], *ORACLE[engine]]
-    job = tmp_path / "job.toml"
-    job.write_text(
-        JOB.format(
-            folder=tmp_path, root=ROOT, port=port, arguments=arguments, engine=engine, python=python,
-            environment="\n".join(f'{name} = "{value}"' for name, value in variables.items()),
-        )
-    )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
+    job, url = tmp_path / "job.toml", f"http://127.0.0.1:{port}"
     server = Server(SimpleNamespace(), url, engine, Layout(tp=2), tmp_path)  # type: ignore[arg-type]
     recipe, said = Watching(tmp_path, server), list[str]()
-    (tmp_path / "slurm").mkdir()
-    with slurm_cluster(tmp_path / "slurm", num_nodes=2) as conf:
-        monkeypatch.setenv("SLURM_CONF", str(conf))
+    with cluster_of(kind, tmp_path / "cluster") as scheduler:
+        job.write_text(
+            JOB.format(
+                folder=tmp_path, root=ROOT, port=port, arguments=arguments, engine=engine,
+                python=python, scheduler=scheduler,
+                environment="\n".join(f'{name} = "{value}"' for name, value in variables.items()),
+            )
+        )  # fmt: skip
         summary = await run_job(load_config(job), notify=said.append, recipe=recipe)
     assert (summary.steps, summary.version) == (3, 3)
     assert len(recipe.held) == 3
