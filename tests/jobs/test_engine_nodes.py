@@ -132,8 +132,8 @@ class Watching(Recipe):
 
 
 @contextmanager
-def cluster_of(kind: str, folder: Path) -> Iterator[str]:
-    """Two nodes on this host; yields the job's table of them."""
+def cluster_of(kind: str, folder: Path) -> Iterator[tuple[str, str]]:
+    """Two nodes on this host; yields their address, and the job's tables of the cluster and its controller."""
     if kind == "slurm":
         folder.mkdir()
         with (
@@ -141,7 +141,7 @@ def cluster_of(kind: str, folder: Path) -> Iterator[str]:
             pytest.MonkeyPatch.context() as monkeypatch,
         ):
             monkeypatch.setenv("SLURM_CONF", str(conf))
-            yield 'kind = "slurm"\nhost = "127.0.0.1"'
+            yield "127.0.0.1", 'kind = "slurm"\nhost = "127.0.0.1"'
         return
     from ray.cluster_utils import Cluster
 
@@ -149,7 +149,9 @@ def cluster_of(kind: str, folder: Path) -> Iterator[str]:
     try:
         for _ in range(2):
             ray.add_node(num_cpus=6)
-        yield f'kind = "ray"\naddress = "{ray.address}"'
+        host = ray.address.rpartition(":")[0]
+        controller = f'[controller]\nhost = "0.0.0.0"\nadvertise_host = "{host}"'
+        yield host, f'kind = "ray"\naddress = "{ray.address}"\n\n{controller}'
     finally:
         ray.shutdown()
 
@@ -180,10 +182,11 @@ async def test_an_engine_over_two_nodes_is_one_engine(
         "vllm": {"VLLM_HOST_IP": "127.0.0.1"},
     }[engine] | ENVIRONMENT[engine]
     arguments = [*FLAGS[engine], *ORACLE[engine]]
-    job, url = tmp_path / "job.toml", f"http://127.0.0.1:{port}"
-    server = Server(SimpleNamespace(), url, engine, Layout(tp=2), tmp_path)  # type: ignore[arg-type]
-    recipe, said = Watching(tmp_path, server), list[str]()
-    with cluster_of(kind, tmp_path / "cluster") as scheduler:
+    job, said = tmp_path / "job.toml", list[str]()
+    with cluster_of(kind, tmp_path / "cluster") as (host, scheduler):
+        url = f"http://{host}:{port}"
+        server = Server(SimpleNamespace(), url, engine, Layout(tp=2), tmp_path)  # type: ignore[arg-type]
+        recipe = Watching(tmp_path, server)
         job.write_text(
             JOB.format(
                 folder=tmp_path, root=ROOT, port=port, arguments=arguments, engine=engine,
