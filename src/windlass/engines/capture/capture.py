@@ -154,11 +154,11 @@ def capture(
             before.restore()
     # Where tensors lie is told of those that are there again, not of what the last load has made.
     now = held()
+    made = [n for n in seen.numbers if n not in now or now[n].reach != seen.holdings[n].reach]
+    refuse(made, "tensors that the engine had not before its loader made them")
     if reference is not None:
         with _timed(seconds, "own checkpoint"):
             _require_samples(reference, codes, replace(seen, holdings=now), apart)
-    made = [n for n in seen.numbers if n not in now or now[n].reach != seen.holdings[n].reach]
-    refuse(made, "tensors that the engine had not before its loader made them")
     if part is not None:
         part.fix_addresses()
     with _timed(seconds, "description"):
