@@ -46,6 +46,18 @@ def test_answers_come_by_rank_whoever_speaks_first() -> None:
         assert reports.gather(DEADLINE_S) == [b"%d" % rank * 100_000 for rank in range(3)]
 
 
+def test_ranks_report_in_a_folder_however_deep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a socket has at most 107 bytes."""
+    (deep := tmp_path / ("x" * 200)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with RankReports(1) as reports:
+        assert Path(reports.folder).parent == deep
+        report(reports.folder, 0, b"heard")
+        assert reports.gather(DEADLINE_S) == [b"heard"]
+
+
 def test_a_rank_that_speaks_late_is_waited_for() -> None:
     waiting = threading.Event()
 

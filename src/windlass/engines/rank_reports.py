@@ -15,12 +15,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import os
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import final
 
@@ -105,8 +106,8 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         folder = Path(self.folder)
         (folder / str(self.rank)).write_bytes(self.body)
-        with socket.socket(socket.AF_UNIX) as line:
-            line.connect(str(folder / _SOCKET))
+        with socket.socket(socket.AF_UNIX) as line, _socket_of(folder) as path:
+            line.connect(path)
             # Less than a socket holds that nobody reads.
             line.sendall(msgspec.json.encode(msgspec.structs.replace(self, body=b"")))
 
@@ -138,6 +139,16 @@ def carry_out(
             report.leave()
     except (OSError, WindlassError) as error:  # whoever asked has given up or ended
         _log.warning("rank %s: nobody hears what it reports in %s: %s", rank, folder, error)
+
+
+@contextmanager
+def _socket_of(folder: Path) -> Iterator[str]:
+    """Yield a path of a folder's socket: of at most 107 bytes, as sockets want it, however deep the folder lies."""
+    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{opened}/{_SOCKET}"
+    finally:
+        os.close(opened)
 
 
 def is_waited_for(report: Report) -> bool:
@@ -177,7 +188,8 @@ class RankReports(ExitStack):
             self.folder = self.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX))
             (Path(self.folder) / _SECRETS).write_bytes(msgspec.json.encode(secrets))
             self._listening = self.enter_context(socket.socket(socket.AF_UNIX))
-            self._listening.bind(str(Path(self.folder) / _SOCKET))
+            with _socket_of(Path(self.folder)) as path:
+                self._listening.bind(path)
             self._listening.listen(world_size)
             undo.pop_all()
 
