@@ -45,6 +45,7 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.updates import journal
 from windlass.updates import members as members_module
+from windlass.updates.connect_messages import ConnectTrainer
 from windlass.updates.journal import JournalEntry, JournalKind
 from windlass.updates.report import RoundOutcome, UpdateReport
 from windlass.updates.routes import status_of
@@ -708,7 +709,7 @@ class World:
             # A misfit is brought up again and again.
             "tasks": (len(coordinator._tasks), max(4, num_intruders + 1)),
             "holds": (len(coordinator.fleet._holds), 0),
-            "waiting": (sum(len(s._calls) for s in ours), num_intruders),  # of who brings it up
+            "waiting": (sum(not _brings_up(c) for s in ours for c, _ in s._calls.values()), 0),
             "records": (len(self.controller.rollouts._table.records), 0),
             "by engine": (len(self.controller.rollouts._table.by_engine), 0),
         }
@@ -744,6 +745,13 @@ class World:
                 process.kill()
                 await process.buried()
         await asyncio.gather(*self._background, return_exceptions=True)
+
+
+def _brings_up(command: object) -> bool:
+    """Whether a command connects a rank to intruders alone, who are brought up again and again."""
+    return isinstance(command, ConnectTrainer) and all(
+        binding.worker.startswith("intruder") for binding in command.bindings
+    )
 
 
 def run_schedule(schedule: Schedule, *, verbose: bool = False) -> Result:

@@ -183,9 +183,8 @@ def build(kind: str, seed: int) -> Any:
         for tensor in [*model.parameters(), *model.buffers()]:
             if tensor.is_floating_point() and tensor.dtype is torch.bfloat16:
                 tensor.add_(torch.randn(tensor.shape).to(tensor.dtype) * 0.03)
-    for module in (
-        model.modules()
-    ):  # of which transformers 5.24 does not keep that it is float32 in checkpoints
+    # transformers 5.24 casts it with the rest; real checkpoints have it in float32.
+    for module in model.modules():
         if (bias := module._buffers.get("e_score_correction_bias")) is not None:
             module.e_score_correction_bias = bias.float() + torch.randn(bias.shape) * 0.001
     return model
