@@ -45,7 +45,11 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> PrivateRoutes:
 
 
 async def status_of(
-    routes: PrivateRoutes, path: str, *headers: tuple[bytes, bytes], kind: str = "http"
+    routes: PrivateRoutes,
+    path: str,
+    *headers: tuple[bytes, bytes],
+    kind: str = "http",
+    root_path: str = "",
 ) -> object:
     sent: list[Message] = []
 
@@ -55,7 +59,8 @@ async def status_of(
     async def receive() -> Message:
         raise AssertionError
 
-    await routes({"type": kind, "path": path, "headers": headers}, receive, send)
+    scope = {"type": kind, "path": path, "headers": headers, "root_path": root_path}
+    await routes(scope, receive, send)
     return sent[0].get("status", sent[0]["type"])
 
 
@@ -75,6 +80,38 @@ async def test_strangers_do_not_reach_what_changes_an_engine(
 @pytest.mark.parametrize("path", OPEN)
 async def test_clients_reach_what_generates(routes: PrivateRoutes, path: str) -> None:
     assert await status_of(routes, path) == 200
+
+
+ROOTS = ["/v1", "/v1/", "/v1/m", "/v1/models/a", "/api", "/generate", "/v1/load_lora_adapter"]
+
+
+@pytest.mark.parametrize("root", ROOTS)
+@pytest.mark.parametrize("path", [*OF_VLLM, *OF_SGLANG, "/v1/load_lora_adapter"])
+async def test_a_root_path_opens_no_private_route(
+    routes: PrivateRoutes, root: str, path: str
+) -> None:
+    """A server with `--root-path /v1/m` answered `/v1/m/collective_rpc` to everybody."""
+    for asked in (root + path, path):
+        if route_of(asked, root) == path:
+            assert await status_of(routes, asked, root_path=root) == 403
+            given = (KEY_HEADER.encode(), KEY.encode())
+            assert await status_of(routes, asked, given, root_path=root) == 200
+
+
+@pytest.mark.parametrize("root", ["/v1/m", "/api"])
+@pytest.mark.parametrize("path", OPEN)
+async def test_a_root_path_closes_no_open_route(
+    routes: PrivateRoutes, root: str, path: str
+) -> None:
+    assert await status_of(routes, root + path, root_path=root) == 200
+
+
+def route_of(path: str, root: str) -> str:
+    """Return the path that a router of Starlette 1.10 matches, read off its source."""
+    if not path.startswith(root):
+        return path
+    rest = path.removeprefix(root)
+    return rest if rest == "" or rest.startswith("/") else path
 
 
 async def test_routes_that_a_framework_calls_are_opened_by_name(

@@ -1,22 +1,25 @@
-"""What a rank on another host has to say reaches whoever waits for it, and nobody else says it for that rank."""
+"""The report of a rank on another host reaches the launcher; nobody else can report for that rank."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from asgi import request
-from http_answers import answering
+from http_answers import answering_requests
 
 from windlass import envs
 from windlass.engines.private_routes import Message
 from windlass.engines.rank_reports import (
+    HEAD_HEADER,
     OTHER_NODES_VARIABLE,
+    PROOF_HEADER,
     REPORT_PATH,
     RankReports,
     Report,
@@ -38,14 +41,21 @@ async def engine(_scope: Message, _receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"{}"})
 
 
+def headers_of(report: Report, token: str) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value) for name, value in report.headers(token).items()]
+
+
 async def tell(
-    body: bytes, *, server: str = SECRET, method: str = "POST", path: str = REPORT_PATH
+    body: bytes,
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    *,
+    server: str = SECRET,
+    method: str = "POST",
+    path: str = REPORT_PATH,
+    root_path: str = "",
 ) -> tuple[int, Any]:
-    return await request(ReportRoute(engine, server), method, path, body)
-
-
-def encoded(report: Report, token: str) -> bytes:
-    return msgspec.json.encode(report.proven_by(token))
+    route = ReportRoute(engine, server)
+    return await request(route, method, path, body, headers, root_path=root_path)
 
 
 @pytest.mark.parametrize("token", [SECRET, ENGINE])
@@ -61,9 +71,10 @@ def test_what_ranks_elsewhere_report_is_gathered_with_the_others(
     given: list[Secrets] = []
     passed: list[bytes] = []
 
-    def take(_path: str, body: bytes) -> tuple[int, bytes]:
-        passed.append(body)
-        status, answer = asyncio.run(tell(body))
+    def take(_path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
+        encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        passed.extend([body, *(value for _, value in encoded)])
+        status, answer = asyncio.run(tell(body, encoded))
         return status, msgspec.json.encode(answer)
 
     def do(secrets: Secrets) -> bytes:
@@ -73,7 +84,7 @@ def test_what_ranks_elsewhere_report_is_gathered_with_the_others(
     def fail(_secrets: Secrets) -> bytes:
         raise ConfigError("its weights are packed")
 
-    with answering(take) as url, RankReports(2, Secrets("owner's", "key")) as reports:
+    with answering_requests(take) as url, RankReports(2, Secrets("owner's", "key")) as reports:
         carry_out(reports.folder, 0, do, server_url=url)
         monkeypatch.setenv(OTHER_NODES_VARIABLE, "1")
         carry_out(reports.folder, 1, do, server_url=url)
@@ -88,29 +99,41 @@ def test_what_ranks_elsewhere_report_is_gathered_with_the_others(
 
 
 async def test_a_report_without_proof_or_that_was_changed_is_refused() -> None:
-    """And nobody waits any longer for the rank that has sent it."""
-
-    async def refuse(said: bytes, server: str = SECRET) -> None:
-        assert (await tell(said, server=server))[0] == 403
-        with pytest.raises(PeerUnreachable, match="rank 0: a rank must have the token"):
-            reports.gather(DEADLINE_S)
-
+    """And the launcher no longer waits for the rank that sent it."""
     with RankReports(1) as reports:
         report = Report(reports.folder, 0, failed=False, body=b"layout")
-        proven = msgspec.json.decode(encoded(report, SECRET), type=Report)
-        for said in (
-            msgspec.json.encode(report),
-            *(
-                encoded(report, token)
-                for token in ("", "another", role_token(SECRET, Access.TRAINER))
-            ),
-            msgspec.json.encode(msgspec.structs.replace(proven, body=b"another")),
-            msgspec.json.encode(msgspec.structs.replace(proven, failed=True)),
-            msgspec.json.encode(msgspec.structs.replace(proven, proof="\u00e9")),
-        ):
-            await refuse(said)
-        await refuse(encoded(report, SECRET), server=ENGINE)
-        await refuse(encoded(report, ""), server="")
+
+        async def refuse(told: Report, token: str, server: str = SECRET) -> None:
+            head, proof = headers_of(told, token)[0], headers_of(report, token)[1]
+            assert (await tell(told.body, [head, proof], server=server))[0] == 403
+            with pytest.raises(PeerUnreachable, match="rank 0: the rank must have the token"):
+                reports.gather(DEADLINE_S)
+
+        for token in ("", "another", role_token(SECRET, Access.TRAINER)):
+            await refuse(report, token)
+        await refuse(report._replace(body=b"another"), SECRET)
+        await refuse(report._replace(failed=True), SECRET)
+        await refuse(report, SECRET, server=ENGINE)
+        await refuse(report, "", server="")
+
+
+async def test_the_body_of_a_stranger_is_never_read() -> None:
+    """A stranger sent 64 MiB that the server read, in quadratic time, before it looked for a proof."""
+
+    async def receive() -> Message:
+        raise AssertionError("the body was read")
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    with RankReports(1) as reports:
+        report = Report(reports.folder, 0, failed=False, body=b"x" * 1000)
+        for headers in ((), headers_of(report, "another"), headers_of(report, SECRET)[:1]):
+            scope = {"type": "http", "method": "POST", "path": REPORT_PATH, "headers": headers}
+            await ReportRoute(engine, SECRET)(scope, receive, send)
+    assert [m["status"] for m in sent if "status" in m] == [400, 403, 400]
 
 
 def test_a_report_is_left_nowhere_but_where_it_is_waited_for(tmp_path: Path) -> None:
@@ -120,7 +143,7 @@ def test_a_report_is_left_nowhere_but_where_it_is_waited_for(tmp_path: Path) -> 
     with RankReports(1) as open_to_all, socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(elsewhere / "sent"))
         Path(open_to_all.folder).chmod(0o755)
-        refuse_all([gone, str(tmp_path), str(elsewhere), open_to_all.folder])
+        refuse_all([gone, str(tmp_path), str(elsewhere), open_to_all.folder, "\0"])
     elsewhere.joinpath("sent").unlink()
     elsewhere.rmdir()
     assert list(tmp_path.iterdir()) == []
@@ -129,23 +152,42 @@ def test_a_report_is_left_nowhere_but_where_it_is_waited_for(tmp_path: Path) -> 
 def refuse_all(folders: Sequence[str]) -> None:
     for folder in folders:
         report = Report(folder, 3, failed=False, body=b"")
-        status, answer = asyncio.run(tell(encoded(report, SECRET)))
-        assert (status, answer) == (410, {"error": "rank 3: nobody waits for its report"})
+        status, answer = asyncio.run(tell(b"", headers_of(report, SECRET)))
+        assert (status, answer) == (410, {"error": "rank 3: no process waits for its report"})
+
+
+def head_of(text: bytes) -> tuple[bytes, bytes]:
+    return HEAD_HEADER.encode(), base64.b64encode(text)
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "says"),
+    ("head", "says"),
     [
-        (b"not JSON at all", 400, "body must be a report"),
-        (b'{"folder": "", "rank": "../x", "failed": false, "body": ""}', 400, "Expected `int`"),
-        (b" " * (MAX_BODY_NBYTES + 1), 413, "body must be at most 67108864 bytes"),
+        ((HEAD_HEADER.encode(), b"no base64"), "x-windlass-report must be a report's head"),
+        (head_of(b"not JSON at all"), "x-windlass-report must be a report's head"),
+        (head_of(b'{"folder": "", "rank": "../x", "failed": false}'), "Expected `int`"),
+        ((b"x-other", b""), "must be given once each"),
     ],
 )
-async def test_what_is_no_report_is_refused(body: bytes, status: int, says: str) -> None:
-    answered, answer = await tell(body)
-    assert (answered, says in answer["error"]) == (status, True), answer
+async def test_a_malformed_report_is_refused(head: tuple[bytes, bytes], says: str) -> None:
+    status, answer = await tell(b"", [head, (PROOF_HEADER.encode(), b"")])
+    assert (status, says in answer["error"]) == (400, True), answer
 
 
-async def test_other_routes_are_the_engines() -> None:
-    assert await tell(b"{}", path="/generate") == (204, {})
-    assert await tell(b"{}", method="GET") == (204, {})
+async def test_a_proven_report_must_be_the_one_that_its_head_describes() -> None:
+    with RankReports(1) as reports:
+        report = Report(reports.folder, 0, failed=False, body=b"the layout")
+        for body in (b"the layouT", b"the", b"the layout and more"):
+            assert (await tell(body, headers_of(report, SECRET)))[0] == 400
+        head = msgspec.structs.replace(report.head(), nbytes=MAX_BODY_NBYTES + 1)
+        proof = (PROOF_HEADER.encode(), head.proof(SECRET).encode())
+        headers = [head_of(msgspec.json.encode(head)), proof]
+        assert (await tell(b"", headers))[0] == 413
+
+
+@pytest.mark.parametrize("root_path", ["", "/v1", "/api/model"])
+async def test_other_routes_are_the_engines(root_path: str) -> None:
+    """A server may have a root path, under which it answers this route as well."""
+    assert await tell(b"{}", path="/generate", root_path=root_path) == (204, {})
+    assert await tell(b"{}", method="GET", root_path=root_path) == (204, {})
+    assert (await tell(b"{}", path=root_path + REPORT_PATH, root_path=root_path))[0] == 400

@@ -131,6 +131,14 @@ def test_steps_count_those_of_the_checkpoint_that_a_job_goes_on_from(tmp_path: P
             'kind = "slurm"\n[scheduler.processes."engine-*"]\nsrun_options = ["-N2"]',
             r"scheduler\.srun_options must leave to the scheduler .*, got '-N2'",
         ),
+        *(
+            (
+                'kind = "local"',
+                f'kind = "slurm"\noptions = ["{option}"]',
+                rf"scheduler\.options must leave to the scheduler .*, got '{option}'",
+            )
+            for option in ("--nod=4", "--exp=NONE", "--wra=x", "--job-n=a", "--outp=x", "--gp=1")
+        ),
         (
             "world_size = 2",
             "world_size = 2\nnum_nodes = 3",

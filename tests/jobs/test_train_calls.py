@@ -16,7 +16,7 @@ from windlass.errors import ConfigError, PeerUnreachable, ProtocolError
 from windlass.jobs.train_controller import TrainController
 from windlass.jobs.train_worker import CONTROLLER_FRAMES, Done, Joined, _Worker
 from windlass.net.access import Access, role_token
-from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, encode
+from windlass.net.messages import PROTOCOL_VERSION, Envelope, Refused, Reply, encode
 from windlass.net.server import ControlServer
 
 TOKEN = "a-token"
@@ -37,15 +37,21 @@ async def mounted(
 
 
 async def answer_everything(
-    url: str, name: str = "trainer", *, rank: int = 0, world_size: int = 1
+    url: str,
+    scheduler: IdleScheduler,
+    name: str = "trainer",
+    *,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> None:
-    """A rank that does what it is told."""
+    """Run a rank of the job that `scheduler` was asked to start. The rank answers every call."""
+    job = await scheduler.job()
     headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.TRAINER)}"}
     async with (
         aiohttp.ClientSession(headers=headers) as session,
         session.ws_connect(f"{url}/v1/train_workers/{name}") as socket,
     ):
-        await socket.send_bytes(encode(Joined(PROTOCOL_VERSION, rank, world_size, "first")))
+        await socket.send_bytes(encode(Joined(PROTOCOL_VERSION, rank, world_size, job, "first")))
         async for message in socket:
             call = CONTROLLER_FRAMES.decode(message.data)
             if isinstance(call, Envelope):
@@ -55,9 +61,10 @@ async def answer_everything(
 async def test_actor_and_critic_share_a_server_and_a_name_is_taken_once() -> None:
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     command = ("true",)
+    names, schedulers = ("actor", "critic-1.5"), (IdleScheduler(), IdleScheduler())
     both = [
-        TrainController(IdleScheduler(), command=command, world_size=1, token=TOKEN, name=name)
-        for name in ("actor", "critic-1.5")
+        TrainController(scheduler, command=command, world_size=1, token=TOKEN, name=name)
+        for name, scheduler in zip(names, schedulers, strict=True)
     ]
     for each in both:
         each.mount(server)
@@ -67,13 +74,14 @@ async def test_actor_and_critic_share_a_server_and_a_name_is_taken_once() -> Non
         TrainController(IdleScheduler(), command=command, world_size=1, token=TOKEN, name="a/b")
     await server.start()
     ranks = [
-        asyncio.create_task(answer_everything(server.url, name)) for name in ("actor", "critic-1.5")
+        asyncio.create_task(answer_everything(server.url, scheduler, name))
+        for name, scheduler in zip(names, schedulers, strict=True)
     ]
     try:
         # Either waits for its own rank, and gives up the other's.
         await asyncio.gather(*(each.start(server.url, deadline_s=20) for each in both))
         with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
-            await answer_everything(server.url, "critic-1x5")
+            await answer_everything(server.url, schedulers[1], "critic-1x5")
         headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.ENGINE)}"}
         async with aiohttp.ClientSession(headers=headers) as session:
             answer = await session.get(f"{server.url}/v1/train_workers/actor")
@@ -89,7 +97,7 @@ async def test_actor_and_critic_share_a_server_and_a_name_is_taken_once() -> Non
 async def test_ranks_that_stopped_have_the_time_to_end_that_close_was_given() -> None:
     scheduler = IdleScheduler()
     async with mounted(scheduler) as (trainers, url):
-        rank = asyncio.create_task(answer_everything(url))
+        rank = asyncio.create_task(answer_everything(url, scheduler))
         await trainers.start(url, deadline_s=20)
         await trainers.close(grace_s=7.0)
         assert scheduler.graces == [7.0]
@@ -113,7 +121,7 @@ async def test_ranks_end_side_by_side_and_not_each_after_the_grace_of_the_one_be
     scheduler = Together(3)
     async with mounted(scheduler, 3) as (trainers, url):
         ranks = [
-            asyncio.create_task(answer_everything(url, rank=rank, world_size=3))
+            asyncio.create_task(answer_everything(url, scheduler, rank=rank, world_size=3))
             for rank in range(3)
         ]
         await trainers.start(url, deadline_s=20)
@@ -138,7 +146,7 @@ async def test_ranks_are_ended_though_one_of_them_cannot_be() -> None:
     scheduler = FirstFails()
     async with mounted(scheduler, 3) as (trainers, url):
         ranks = [
-            asyncio.create_task(answer_everything(url, rank=rank, world_size=3))
+            asyncio.create_task(answer_everything(url, scheduler, rank=rank, world_size=3))
             for rank in range(3)
         ]
         await trainers.start(url, deadline_s=20)
@@ -154,3 +162,44 @@ async def test_a_rank_that_does_not_belong_here_is_told_and_does_not_come_again(
         worker = _Worker(msgspec.UNSET, url, "trainer", TOKEN, 1, 2)  # type: ignore[arg-type]  # no call comes
         with pytest.raises(ProtocolError, match=r"refused this agent: .*rank must be in \[0, 1\)"):
             await asyncio.to_thread(worker.work)
+
+
+@pytest.mark.parametrize("job", ["", "the start before", "\u00e9"])
+async def test_a_rank_of_another_start_takes_no_place(job: str) -> None:
+    """A rank of the start before that still ran took the place of the new rank, and `start` failed."""
+    scheduler = IdleScheduler()
+    headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.TRAINER)}"}
+    async with (
+        mounted(scheduler) as (trainers, url),
+        aiohttp.ClientSession(headers=headers) as http,
+    ):
+        starting = asyncio.create_task(trainers.start(url, deadline_s=20))
+        await scheduler.job()
+        async with http.ws_connect(f"{url}/v1/train_workers/trainer") as socket:
+            await socket.send_bytes(encode(Joined(PROTOCOL_VERSION, 0, 1, job, "leftover")))
+            refused = CONTROLLER_FRAMES.decode(await socket.receive_bytes())
+        assert isinstance(refused, Refused)
+        assert (refused.final, "job must be that of the ranks" in refused.message) == (True, True)
+        rank = asyncio.create_task(answer_everything(url, scheduler))
+        await starting
+        await trainers.close(grace_s=1)
+        await rank
+
+
+async def test_a_second_process_waits_while_the_place_of_its_rank_is_taken() -> None:
+    scheduler = IdleScheduler()
+    headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.TRAINER)}"}
+    async with (
+        mounted(scheduler) as (trainers, url),
+        aiohttp.ClientSession(headers=headers) as http,
+    ):
+        rank = asyncio.create_task(answer_everything(url, scheduler))
+        await trainers.start(url, deadline_s=20)
+        async with http.ws_connect(f"{url}/v1/train_workers/trainer") as socket:
+            job = await scheduler.job()
+            await socket.send_bytes(encode(Joined(PROTOCOL_VERSION, 0, 1, job, "second")))
+            refused = CONTROLLER_FRAMES.decode(await socket.receive_bytes())
+        assert isinstance(refused, Refused)
+        assert (refused.final, "taken by another process" in refused.message) == (False, True)
+        await trainers.close(grace_s=1)
+        await rank

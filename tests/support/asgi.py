@@ -11,9 +11,15 @@ from windlass.engines.private_routes import App, Message
 
 
 async def request(
-    app: App, method: str, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
+    app: App,
+    method: str,
+    path: str,
+    body: bytes,
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    *,
+    root_path: str = "",
 ) -> tuple[int, Any]:
-    """Status and answer, which is in JSON; the body comes in two pieces."""
+    """Return the status and the decoded JSON of the answer. The application gets the body in two pieces."""
     sent: list[Message] = []
     pieces = [(body[:7], True), (body[7:], False)]
 
@@ -24,5 +30,6 @@ async def request(
         piece, more = pieces.pop(0)
         return {"type": "http.request", "body": piece, "more_body": more}
 
-    await app({"type": "http", "method": method, "path": path, "headers": headers}, receive, send)
+    scope = {"type": "http", "method": method, "path": path, "headers": headers}
+    await app({**scope, "root_path": root_path}, receive, send)
     return sent[0]["status"], msgspec.json.decode(sent[1]["body"])

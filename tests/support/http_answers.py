@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-__all__ = ["answering"]
+__all__ = ["answering", "answering_requests"]
 
 POLL_S = 0.01
 """How soon the server notices that it is to end."""
 
 
-@contextmanager
-def answering(answer: Callable[[str, bytes], tuple[int, bytes]]) -> Iterator[str]:
-    """The URL of a server on this host that lives as long as the block.
+def answering(
+    answer: Callable[[str, bytes], tuple[int, bytes]],
+) -> AbstractContextManager[str]:
+    """Like `answering_requests`, for an `answer(path, body)` that needs no headers."""
+    return answering_requests(lambda path, _headers, body: answer(path, body))
 
-    `answer(path, body)` gives status and body for every GET and POST, each in a thread of its own;
-    whatever holds one up must have ended before the block does.
+
+@contextmanager
+def answering_requests(
+    answer: Callable[[str, Mapping[str, str], bytes], tuple[int, bytes]],
+) -> Iterator[str]:
+    """Yield the URL of a server on this host that runs until the block ends.
+
+    `answer(path, headers, body)` returns status and body for every GET and POST. Each call has its own thread; a
+    call that blocks must end before the block does.
     """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             asked = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, body = answer(self.path, asked)
+            status, body = answer(self.path, dict(self.headers.items()), asked)
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from windlass.jobs.schedulers.base import ProcessSpec, ProcessStatus, Scheduler
+from windlass.updates.connect_messages import JOB_VARIABLE
 
 __all__ = ["IdleScheduler"]
 
@@ -13,15 +14,24 @@ class IdleScheduler(Scheduler):
     """`Scheduler` whose processes seem to run for ever.
 
     Attributes:
-        graces: what every `delete` was given, in order.
+        graces: the grace period that each `delete` got, in order.
     """
 
     def __init__(self) -> None:
         self.graces: list[float] = []
+        self._started = asyncio.Event()
+        self._job = ""
 
     async def start(self, spec: ProcessSpec) -> ProcessStatus:
         """See `Scheduler.start`."""
+        self._job = spec.environment[JOB_VARIABLE]
+        self._started.set()
         return self.status(spec.name)
+
+    async def job(self) -> str:
+        """Wait for the first start of a process and return the job that the process was given."""
+        await self._started.wait()
+        return self._job
 
     async def wait(self, name: str) -> ProcessStatus:
         """Never returns."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import aiohttp
@@ -19,16 +19,25 @@ from windlass.errors import PeerUnreachable, ProtocolError, TrainerError
 from windlass.jobs.train_controller import TrainController
 from windlass.jobs.train_worker import CONTROLLER_FRAMES, Joined
 from windlass.jobs.train_worker import Done as TrainDone
-from windlass.net import rpc_client
+from windlass.net import rpc_client, rpc_server
 from windlass.net.access import Access, role_token
 from windlass.net.messages import PROTOCOL_VERSION, Envelope, Refused, Reply, encode
 from windlass.net.server import ControlServer
 from windlass.net.sockets import PART_NBYTES, PartJoiner, close_socket, send_frame
+from windlass.updates import messages
 from windlass.updates.client import AgentChannel
 from windlass.updates.connect_messages import Welcome
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.fleet import Agent, Identity
-from windlass.updates.messages import AGENT_FRAMES, Apply, Command, Failure, FailureKind, Result
+from windlass.updates.messages import (
+    AGENT_FRAMES,
+    Abort,
+    Apply,
+    Command,
+    Failure,
+    FailureKind,
+    Result,
+)
 from windlass.updates.routes import mount_updates
 from windlass.updates.session import AgentSession
 
@@ -208,9 +217,64 @@ async def test_an_agent_leaves_a_controller_that_reads_nothing_and_connects_agai
         await server.close()
 
 
+async def test_incomplete_first_frames_take_limited_memory_and_do_not_keep_others_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five connections made the server keep 200 MiB each while they sent a part every 20 s."""
+    monkeypatch.setattr(rpc_server, "MAX_WAITING_NBYTES", 4 * PART_NBYTES)
+    coordinator, server = (
+        Coordinator(ControlConfig()),
+        ControlServer(host="127.0.0.1", port=0, token=TOKEN),
+    )
+    mount_updates(coordinator, server)
+    await server.start()
+    headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.ENGINE)}"}
+    part = b"\xc1\x00" + bytes(PART_NBYTES), b"\xc1\x01" + bytes(PART_NBYTES)
+    try:
+        async with aiohttp.ClientSession(headers=headers) as http, asyncio.timeout(DEADLINE_S):
+            greedy = [await http.ws_connect(f"{server.url}/v1/agents") for _ in range(2)]
+            for which in (0, 1, 1, 1):
+                for socket in greedy:
+                    with suppress(ConnectionError):
+                        await socket.send_bytes(part[which])
+            refused = messages.CONTROLLER_FRAMES.decode(await greedy[0].receive_bytes())
+            assert isinstance(refused, Refused)
+            assert not refused.final
+            assert "incomplete first frames must take at most" in refused.message
+            hello = fake_hello(engine_manifest("engine-a/0", 1), group="engine-a")
+            async with http.ws_connect(f"{server.url}/v1/agents") as socket:
+                await send_frame(socket, encode(hello))
+                assert isinstance(
+                    messages.CONTROLLER_FRAMES.decode(await frame_of(socket)), Welcome
+                )
+            for socket in greedy:
+                await socket.close()
+    finally:
+        await server.close()
+
+
+async def test_a_call_whose_connection_is_lost_while_it_is_sent_is_unreachable() -> None:
+    """The call raised KeyError, which ended the task that brings engines up."""
+
+    async def converse(socket: web.WebSocketResponse) -> None:
+        session = AgentSession(socket, agent_named("engine-a/0"), send_deadline_s=0.3)
+        calling = asyncio.create_task(
+            session.call((2, 1, 1), Abort(LARGE, mixed_weights=False, deadline_s=1.0))
+        )
+        await asyncio.sleep(0.1)
+        session.detach(socket, "connection broke")
+        with pytest.raises(PeerUnreachable, match="engine-a/0"):
+            await calling
+        await session.close()
+
+    async with deaf_agent(converse):
+        pass
+
+
 async def test_a_trainer_rank_that_does_not_take_a_command_is_named_by_its_deadline() -> None:
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
-    trainers = TrainController(IdleScheduler(), command=("true",), world_size=1, token=TOKEN)
+    scheduler = IdleScheduler()
+    trainers = TrainController(scheduler, command=("true",), world_size=1, token=TOKEN)
     trainers.mount(server)
     await server.start()
     headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.TRAINER)}"}
@@ -218,7 +282,8 @@ async def test_a_trainer_rank_that_does_not_take_a_command_is_named_by_its_deadl
         starting = asyncio.create_task(trainers.start(server.url, deadline_s=DEADLINE_S))
         socket = await http.ws_connect(f"{server.url}/v1/train_workers/trainer")
         try:
-            await socket.send_bytes(encode(Joined(PROTOCOL_VERSION, 0, 1, "first")))
+            job = await scheduler.job()
+            await socket.send_bytes(encode(Joined(PROTOCOL_VERSION, 0, 1, job, "first")))
             await socket.receive_bytes()  # Welcome
             setup = CONTROLLER_FRAMES.decode(await socket.receive_bytes())
             assert isinstance(setup, Envelope)

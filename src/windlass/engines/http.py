@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -47,17 +48,39 @@ class EngineHttp:
             PeerTimeout: no answer within `deadline_s`.
             NoSuchRoute: 404. PeerUnreachable: no connection, or an answer that is not 200.
         """
-        encoded = msgspec.json.encode(body)
-        return self._ask("POST", path, encoded, self.admin_api_key or self.api_key, deadline_s)
+        headers = {"Content-Type": "application/json"}
+        return self._post(path, msgspec.json.encode(body), headers, deadline_s)
+
+    def send(
+        self,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, bytes],
+        deadline_s: float = API_DEADLINE_S,
+    ) -> bytes:
+        """POST bytes under additional `headers` and return the answer. Blocks; raises as `post` does."""
+        return self._post(path, body, headers, deadline_s)
 
     def get(self, path: str, deadline_s: float = API_DEADLINE_S) -> bytes:
         """GET from the engine's own server and return the answer. Blocks; raises as `post` does."""
-        return self._ask("GET", path, None, self.api_key, deadline_s)
+        return self._ask("GET", path, None, {}, self.api_key, deadline_s)
+
+    def _post(
+        self, path: str, body: bytes, headers: Mapping[str, str | bytes], deadline_s: float | None
+    ) -> bytes:
+        key = self.admin_api_key or self.api_key
+        return self._ask("POST", path, body, headers, key, deadline_s)
 
     def _ask(
-        self, method: str, path: str, body: bytes | None, api_key: str, deadline_s: float | None
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: Mapping[str, str | bytes],
+        api_key: str,
+        deadline_s: float | None,
     ) -> bytes:
-        headers = {"Content-Type": "application/json", KEY_HEADER: self.key}
+        headers = {**headers, KEY_HEADER: self.key}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
         what = f"{method} {self.url}{path}"

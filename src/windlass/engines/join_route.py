@@ -21,6 +21,7 @@ from windlass.engines.private_routes import (
     Send,
     answer,
     read_json,
+    route_path,
 )
 from windlass.errors import ConfigError, ProtocolError, WindlassError
 from windlass.net.access import Access, AccessGate
@@ -70,7 +71,7 @@ class JoinRoute:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] != "http" or scope["path"] != JOIN_PATH:
+        if scope["type"] != "http" or route_path(scope) != JOIN_PATH:
             await self._app(scope, receive, send)
             return
         status, told = await self._carry_out(scope, receive)

@@ -1,18 +1,17 @@
-"""The routes of an engine's server that only its launcher and its own ranks may call.
+"""Protection of an engine server's private routes, which only its launcher and its own ranks may call.
 
-Servers of vLLM and SGLang have routes that run methods in their ranks, unpickle tensors, pause and read
-weights, and ask nobody who they are. `PrivateRoutes` stands in front of all of them: what generates and
-what reports health is open as ever (`--api-key` of the engine closes that), everything else wants a key.
-Each server has a key of its own, in a file that its user alone can read and where a later `--attach` finds
-it; the processes of a server that a launcher starts are given its hash alone. A framework that calls private
-routes itself names them in WINDLASS_OPEN_ROUTES.
+Servers of vLLM and SGLang have routes that run methods in their ranks, unpickle tensors, pause, and read
+weights. They do not authenticate the caller. `PrivateRoutes` wraps the server's ASGI application: routes that
+generate or report health stay open (the engine's own `--api-key` closes them); every other route needs a key.
+Each server has its own key, in a file that only its user can read and where a later `--attach` finds it. The
+processes of a launched server get only the key's hash. A framework that calls private routes itself names
+them in WINDLASS_OPEN_ROUTES.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import math
 import os
 import secrets
 import stat
@@ -164,11 +163,23 @@ class PrivateRoutes:
             await send({"type": "websocket.close", "code": 1008})
 
     def _may(self, scope: Message) -> bool:
-        path: str = scope["path"]
+        path = route_path(scope)
         if path in self._open or (path.startswith(_OPEN_PREFIX) and path not in _LOADS):
             return True
         given = [value for name, value in scope["headers"] if name == KEY_HEADER.encode()]
         return len(given) == 1 and hmac.compare_digest(_hash(given[0]), self._expected)
+
+
+def route_path(scope: Message) -> str:
+    """Return the path by which the server's router picks a route: without the server's root path.
+
+    A server that is started with a root path (vLLM's `--root-path`, SGLang's `--fastapi-root-path`) answers a
+    route both with and without this prefix. The rule is the one of Starlette's router.
+    """
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    has_prefix = root and path.startswith(root) and path[len(root) :][:1] in {"", "/"}
+    return path[len(root) :] if has_prefix else path
 
 
 async def answer(send: Send, status: int, body: bytes) -> None:
@@ -178,27 +189,28 @@ async def answer(send: Send, status: int, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def body_of(receive: Receive, most: float = math.inf) -> bytes:
-    """Return the whole body of a request, or its beginning, which is longer than `most` bytes."""
-    body, more = b"", True
-    while more and len(body) <= most:
+async def body_of(receive: Receive, limit_nbytes: int) -> bytes:
+    """Return the body of a request. If it is longer than `limit_nbytes`, return only its beginning, which is too."""
+    body, more = bytearray(), True
+    while more and len(body) <= limit_nbytes:
         message = await receive()
-        body, more = body + message.get("body", b""), message.get("more_body", False)
-    return body
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return bytes(body)
 
 
 class Refusal(NamedTuple):
-    """What a request is answered that is refused."""
+    """The answer to a refused request."""
 
     status: HTTPStatus
     reason: str
 
 
-async def read_json(receive: Receive, kind: type[T], most: int, what: str) -> T | Refusal:
-    """Return the body of a request, or why it is none: it is longer than `most` bytes, or not `what` in JSON."""
-    body = await body_of(receive, most)
-    if len(body) > most:
-        reason = f"body must be at most {most} bytes, got more"
+async def read_json(receive: Receive, kind: type[T], limit_nbytes: int, what: str) -> T | Refusal:
+    """Return the decoded body of a request, or a refusal: it is longer than `limit_nbytes`, or not `what` in JSON."""
+    body = await body_of(receive, limit_nbytes)
+    if len(body) > limit_nbytes:
+        reason = f"body must be at most {limit_nbytes} bytes, got more"
         return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
     try:
         return msgspec.json.decode(body, type=kind)

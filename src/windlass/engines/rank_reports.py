@@ -1,17 +1,18 @@
-"""How the ranks of a server are told to join a fleet, and what they report, beside the answer of the server itself.
+"""Orders to the ranks of an engine's server to join a fleet, and the reports of the ranks.
 
-SGLang answers for the first stage of a pipeline, when later ones may not have begun, and vLLM for the first
-of its replicas. So a rank leaves its report in a folder of the launcher's, and sends word through a socket
-there that it is complete. The secrets that a rank needs lie in the same folder, which this user alone can
-read: they are in no environment and in no request.
+The server's own answer is not enough: SGLang answers for the first stage of a pipeline, when later stages may not
+have begun, and vLLM for the first of its replicas. So each rank writes its report into a folder of the launcher and
+sends a notice through a socket in that folder. The folder also contains the secrets that a rank needs. Only this
+user can read it: no secret is in an environment variable or in a request.
 
-A rank on another host than that folder sends its report to the engine's server, which leaves it there
-(`windlass.engines.report_route`). It knows the token from its own host, and shows that it does by a code over
-the report: no secret goes from host to host.
+A rank on another host sends its report to the engine's server, which writes it into the folder
+(`windlass.engines.report_route`). The rank has the token from its own host and proves that by a code over the
+report: no secret travels from host to host.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import logging
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import msgspec
 
@@ -47,6 +48,8 @@ _SECRETS = "secrets"
 REPORT_PATH = "/windlass/report"
 OTHER_NODES_VARIABLE = "WINDLASS_RANKS_ON_OTHER_NODES"
 """Set for ranks on other hosts than their server's."""
+HEAD_HEADER = "x-windlass-report"
+PROOF_HEADER = "x-windlass-proof"
 REPORTED_S = 2.0
 """For what ranks have reported already."""
 _PREFIX = "windlass-reports-"
@@ -77,39 +80,73 @@ class Secrets(msgspec.Struct, frozen=True):
         return "Secrets(...)"
 
 
-class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank has to say, on its way to the host where it is waited for.
+class ReportHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A report without its body. It travels ahead of the body, so that the server can refuse the body unread.
 
     Attributes:
-        folder: there; no other order has one of that name.
-        rank, failed, body: what it reports, or why it could not do what it was told.
-        proof: that whoever made it knows a token, see `proven_by`.
+        folder: path of the folder, on the server's host, where the launcher waits for the report.
+        rank: index of the rank that reports.
+        failed: whether the rank could not carry out its order; the body is then the reason, in UTF-8.
+        nbytes: length of the body.
+        digest: SHA-256 of the body, in hex.
+    """
+
+    folder: str
+    rank: int
+    failed: bool
+    nbytes: int
+    digest: str
+
+    def proof(self, token: str) -> str:
+        """Return a proof that the sender of this head knows `token`; the proof does not reveal the token."""
+        return hmac.new(token.encode(), msgspec.json.encode(self), hashlib.sha256).hexdigest()
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """Sent through the folder's socket once the report of `rank` is complete."""
+
+    rank: int
+    failed: bool
+
+
+class Report(NamedTuple):
+    """The result of one rank, on its way to the launcher that waits for it.
+
+    Attributes:
+        folder, rank, failed: see `ReportHead`.
+        body: the result, or the reason why there is none.
     """
 
     folder: str
     rank: int
     failed: bool
     body: bytes
-    proof: str = ""
 
-    def proven_by(self, token: str) -> Report:
-        """Return the same with the proof of a token, which does not tell the token."""
-        said = msgspec.json.encode(msgspec.structs.replace(self, proof=""))
-        proof = hmac.new(token.encode(), said, hashlib.sha256).hexdigest()
-        return msgspec.structs.replace(self, proof=proof)
+    def head(self) -> ReportHead:
+        """Return the head of this report."""
+        digest = hashlib.sha256(self.body).hexdigest()
+        return ReportHead(self.folder, self.rank, self.failed, len(self.body), digest)
+
+    def headers(self, token: str) -> dict[str, bytes]:
+        """Return the HTTP headers under which the body is sent to `REPORT_PATH`."""
+        head = self.head()
+        return {
+            HEAD_HEADER: base64.b64encode(msgspec.json.encode(head)),
+            PROOF_HEADER: head.proof(token).encode(),
+        }
 
     def leave(self) -> None:
-        """Leave it where it is waited for, by this host's user.
+        """Write the report into its folder and notify the launcher, a process of this user on this host.
 
         Raises:
-            OSError: whoever asked has given up or ended.
+            OSError: the launcher no longer waits for it.
         """
         folder = Path(self.folder)
         (folder / str(self.rank)).write_bytes(self.body)
         with socket.socket(socket.AF_UNIX) as line, _socket_of(folder) as path:
             line.connect(path)
-            # Less than a socket holds that nobody reads.
-            line.sendall(msgspec.json.encode(msgspec.structs.replace(self, body=b"")))
+            # The notice fits into the socket's buffer, so the rank does not wait for a reader.
+            line.sendall(msgspec.json.encode(Notice(self.rank, self.failed)))
 
 
 def carry_out(
@@ -134,7 +171,7 @@ def carry_out(
         report = Report(folder, rank, failed=True, body=reason_of(error).encode())
     try:
         if server_url:
-            EngineHttp(server_url).post(REPORT_PATH, report.proven_by(token))
+            EngineHttp(server_url).send(REPORT_PATH, report.body, report.headers(token))
         else:
             report.leave()
     except (OSError, WindlassError) as error:  # whoever asked has given up or ended
@@ -151,12 +188,12 @@ def _socket_of(folder: Path) -> Iterator[str]:
         os.close(opened)
 
 
-def is_waited_for(report: Report) -> bool:
-    """Whether a process of this user waits for the report, in the folder that it names."""
+def is_waited_for(report: ReportHead) -> bool:
+    """Return whether a process of this user waits for the report in the folder that it names."""
     folder = Path(report.folder)
     try:
         require_own(folder)
-    except (ConfigError, OSError):
+    except (ConfigError, OSError, ValueError):  # no path may contain a NUL
         return False
     is_ours = folder.name.startswith(_PREFIX) and folder.parent == Path(tempfile.gettempdir())
     return is_ours and (folder / _SOCKET).is_socket()
@@ -215,12 +252,12 @@ class RankReports(ExitStack):
             missing.discard(sent.rank)
         return [(Path(self.folder) / str(rank)).read_bytes() for rank in range(self._world_size)]
 
-    def _next(self, end_s: float) -> Report:
+    def _next(self, end_s: float) -> Notice:
         self._listening.settimeout(max(end_s - time.monotonic(), 0.001))
         line, _ = self._listening.accept()
         with line, line.makefile("rb") as sent:
             line.settimeout(max(end_s - time.monotonic(), 0.001))
-            return msgspec.json.decode(sent.read(), type=Report)
+            return msgspec.json.decode(sent.read(), type=Notice)
 
 
 def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) -> None:

@@ -1,46 +1,54 @@
-"""`POST /windlass/report`: ranks on other hosts than an engine's server tell it what they have to report.
+"""`POST /windlass/report`: ranks on other hosts than the engine's server send their reports here.
 
-See `windlass.engines.rank_reports`. The body is a `Report` in JSON, whose proof is of the token that the server was started
-with, or of the one of role engine that follows from it.
+A report is two headers and a body (`windlass.engines.rank_reports`): the head, in JSON and base64, and a proof that the
+sender knows the token that the server was started with, or the token of role engine that is derived from it. The
+body of a sender without this proof is not read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import hmac
+from collections import Counter
 from http import HTTPStatus
 from typing import final
 
 import msgspec
 
-from windlass.engines.private_routes import (
-    App,
-    Message,
-    Receive,
-    Refusal,
-    Send,
-    answer,
-    read_json,
+from windlass.engines.private_routes import App, Message, Receive, Send, answer, body_of, route_path
+from windlass.engines.rank_reports import (
+    HEAD_HEADER,
+    PROOF_HEADER,
+    REPORT_PATH,
+    Report,
+    ReportHead,
+    is_waited_for,
 )
-from windlass.engines.rank_reports import REPORT_PATH, Report, is_waited_for
 from windlass.envs import control_token
 from windlass.net.access import Access, role_token
 
 MAX_BODY_NBYTES = 1 << 26
-_UNPROVEN = "a rank must have the token that the server was started with, or the one of role engine; it has another"
+_UNPROVEN = (
+    "the rank must have the token that the server was started with, or its token of role engine; "
+    "it has another one"
+)
 
 
 @final
 class ReportRoute:
-    """ASGI middleware in front of an engine's server; it answers one route, and passes on the others.
+    """ASGI middleware that answers `REPORT_PATH` and passes every other request on.
 
-    The answer is `{}` once the report lies where it is waited for; else `{"error": ...}`, with 400 for what is
-    no report, 403 for one without proof, 410 where nobody waits for it, and 413 for a body above 64 MiB. Whoever
-    waits hears of one without proof, and that alone: a rank that has another token would be waited for in vain.
+    The answer is `{}` once the report is in the folder where the launcher waits for it. Otherwise it is
+    `{"error": ...}` with 400 (not a report), 403 (no proof), 410 (no process waits for it), or 413 (a body above
+    64 MiB). After a report without proof the launcher gets an error in place of a report: a rank with another token
+    would never report.
 
     Args:
-        app: the engine's.
-        token: of the server; empty for none, and then nothing is proven; None for the one of its environment.
+        app: the engine's application.
+        token: token of the server; empty for none: every report is then refused. None takes the token of the
+            server's environment.
 
     Raises:
         ConfigError: see `control_token`.
@@ -54,25 +62,49 @@ class ReportRoute:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        is_http = scope["type"] == "http"
-        if not is_http or (scope["method"], scope["path"]) != ("POST", REPORT_PATH):
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        if not is_post or route_path(scope) != REPORT_PATH:
             await self._app(scope, receive, send)
             return
-        status, error = await self._take(receive)
+        status, error = await self._take(scope, receive)
         await answer(send, status, msgspec.json.encode({"error": error} if error else {}))
 
-    async def _take(self, receive: Receive) -> tuple[HTTPStatus, str]:
-        report = await read_json(receive, Report, MAX_BODY_NBYTES, "a report")
-        if isinstance(report, Refusal):
-            return report
-        if not is_waited_for(report):
-            return HTTPStatus.GONE, f"rank {report.rank}: nobody waits for its report"
-        proofs = [report.proven_by(token).proof.encode() for token in self._tokens]
-        proven = any(hmac.compare_digest(report.proof.encode(), proof) for proof in proofs)
+    async def _take(self, scope: Message, receive: Receive) -> tuple[HTTPStatus, str]:
+        try:
+            head, proof = _head_of(scope)
+        except ValueError as error:
+            return HTTPStatus.BAD_REQUEST, f"{HEAD_HEADER} must be a report's head: {error}"
+        gone = f"rank {head.rank}: no process waits for its report"
+        if not is_waited_for(head):
+            return HTTPStatus.GONE, gone
+        proven = any(hmac.compare_digest(proof, head.proof(t).encode()) for t in self._tokens)
         if not proven:
-            report = Report(report.folder, report.rank, failed=True, body=_UNPROVEN.encode())
+            report = Report(head.folder, head.rank, failed=True, body=_UNPROVEN.encode())
+        elif head.nbytes > MAX_BODY_NBYTES:
+            reason = f"body must be at most {MAX_BODY_NBYTES} bytes, got {head.nbytes}"
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason
+        else:
+            body = await body_of(receive, head.nbytes)
+            if hashlib.sha256(body).hexdigest() != head.digest:
+                return HTTPStatus.BAD_REQUEST, "body must be the one that the head describes"
+            report = Report(head.folder, head.rank, head.failed, body)
         try:
             await asyncio.to_thread(report.leave)
         except OSError as error:
-            return HTTPStatus.GONE, f"rank {report.rank}: nobody waits for its report: {error}"
+            return HTTPStatus.GONE, f"{gone}: {error}"
         return (HTTPStatus.OK, "") if proven else (HTTPStatus.FORBIDDEN, _UNPROVEN)
+
+
+def _head_of(scope: Message) -> tuple[ReportHead, bytes]:
+    """Return the head of a report and its proof.
+
+    Raises:
+        ValueError: a header is missing, stands there twice, or is malformed.
+    """
+    headers: list[tuple[bytes, bytes]] = list(scope["headers"])
+    counts = Counter(name for name, _ in headers)
+    names = (HEAD_HEADER.encode(), PROOF_HEADER.encode())
+    if any(counts[name] != 1 for name in names):
+        raise ValueError(f"{HEAD_HEADER} and {PROOF_HEADER} must be given once each")
+    head, proof = (dict(headers)[name] for name in names)
+    return msgspec.json.decode(base64.b64decode(head, validate=True), type=ReportHead), proof

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import re
 import secrets
@@ -35,12 +36,13 @@ from windlass.jobs.train_worker import (
 )
 from windlass.net.access import Access, role_environment
 from windlass.net.clock import Deadline
-from windlass.net.messages import Garbled, check_version
+from windlass.net.messages import Garbled, MustWait, check_version
 from windlass.net.rpc import Session
 from windlass.net.rpc_server import serve
 from windlass.net.server import ControlServer
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import encode_value
+from windlass.updates.connect_messages import JOB_VARIABLE
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.publish_requests import CalledUpdate
 from windlass.updates.report import RoundOutcome
@@ -178,6 +180,7 @@ class TrainController:
         self._ranks = [_Rank(spec) for spec in specs]
         self.ranks_started = asyncio.Event()
         self._store = ("", 0)
+        self._job = ""
         self._num_calls = 0
         self._failure = ""
         self._lock = asyncio.Lock()
@@ -213,12 +216,13 @@ class TrainController:
         await self._end_ranks(BROKEN_GRACE_S)
         self._ranks = [_Rank(rank.spec) for rank in self._ranks]
         self._failure, self._under_way = "", None
+        self._job = secrets.token_hex(8)
         environment = {
             **self._environment,
             **role_environment(self._token, Access.TRAINER),
             "WINDLASS_TRAIN_URL": url,
             "WINDLASS_TRAIN_NAME": self._name,
-            "WINDLASS_JOB": secrets.token_hex(8),
+            JOB_VARIABLE: self._job,
         }
         for rank in self._ranks:
             given = {**environment, **rank.spec.environment}
@@ -489,8 +493,13 @@ class TrainController:
                 f"got {first.rank} of {first.world_size}"
             )
         rank = self._ranks[first.rank]
+        if not self._job or not hmac.compare_digest(first.job.encode(), self._job.encode()):
+            raise ProtocolError(
+                f"train worker: {rank.peer}: job must be that of the ranks that were started last, "
+                f"got {first.job!r}"
+            )
         if rank.incarnation not in ("", first.incarnation):
-            raise ProtocolError(f"train worker: {rank.peer} is taken by another process")
+            raise MustWait(f"train worker: {rank.peer} is taken by another process")
         rank.incarnation, rank.operations = first.incarnation, first.operations
         if first.rank == 0:
             self._store = (first.store_host, first.store_port)

@@ -27,6 +27,7 @@ from windlass.net.rpc_client import Client
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import encode_value
 from windlass.transfer.collective_group import Rendezvous
+from windlass.updates.connect_messages import JOB_VARIABLE
 
 _log = logging.getLogger(__name__)
 
@@ -45,15 +46,18 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
     """First frame of every connection of a rank.
 
     Attributes:
-        protocol_version: must be the controller's. rank, world_size: in the job.
-        incarnation: of the process; a second process with a taken rank is refused.
-        store_host, store_port: rank 0's store, bound before it was published; '' and 0 of others.
-        operations: names of the user code that the rank was started with.
+        protocol_version: must equal the controller's.
+        rank, world_size: place of the rank in its job, and number of ranks.
+        job: the start that the rank belongs to (WINDLASS_JOB); ranks of any other start are refused.
+        incarnation: identity of the process; a second process must wait while a rank's place is taken.
+        store_host, store_port: address of rank 0's store, bound before it is published; '' and 0 for other ranks.
+        operations: names of the user's operations that the rank was started with.
     """
 
     protocol_version: int
     rank: int
     world_size: int
+    job: str
     incarnation: str
     store_host: str = ""
     store_port: int = 0
@@ -316,7 +320,10 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
             self._store_server = Rendezvous(host, STORE_DEADLINE_S)
             port = self._store_server.port
         names, incarnation = tuple(sorted(operations)), os.urandom(8).hex()
-        self._joined = Joined(PROTOCOL_VERSION, rank, world_size, incarnation, host, port, names)
+        job = environment_value(JOB_VARIABLE)
+        self._joined = Joined(
+            PROTOCOL_VERSION, rank, world_size, job, incarnation, host, port, names
+        )
 
     def work(self) -> None:
         """Carry out calls until one says stop.

@@ -8,7 +8,7 @@ import msgspec
 
 from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 """Of all that two processes of Windlass say to each other; both must have the same."""
 MAX_NAME_NBYTES = 255
 

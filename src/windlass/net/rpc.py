@@ -102,7 +102,8 @@ class Session(Generic[CommandT, ResultT]):
             await self.send(Envelope(*call_id, command), within_s=within_s)
         except PeerUnreachable as error:
             if not self._keeps_calls:
-                del self._calls[call_id]
+                # The connection may have been lost while the frame was sent: `fail_calls` took the call then.
+                self._calls.pop(call_id, None)
                 raise
             _log.info("call waits for the next connection: %s", error)
         return future

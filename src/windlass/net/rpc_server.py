@@ -1,7 +1,12 @@
-"""The connections of a route: who is let in, and what comes over them. See `rpc` for the protocol."""
+"""The server's end of the connections of a route: admits peers and receives their frames.
+
+See `rpc` for the protocol. A peer is unknown until its first frame has been checked, so the size and the time of first
+frames are limited, for each connection and for all of them together.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Protocol, TypeVar
 
@@ -11,10 +16,15 @@ from aiohttp import WSMessage, WSMsgType, web
 from windlass.errors import PeerUnreachable, PlanError, ProtocolError
 from windlass.net.messages import Codec, Garbled, MustWait, Refused, encode
 from windlass.net.rpc import Session
-from windlass.net.server import OPEN_SOCKETS
+from windlass.net.server import FIRST_FRAMES, OPEN_SOCKETS
 from windlass.net.sockets import MAX_PART_NBYTES, PartJoiner, close_socket, send_frame
 
 _log = logging.getLogger(__name__)
+
+FIRST_FRAME_S = 120.0
+"""Seconds within which the whole first frame of a connection must arrive."""
+MAX_WAITING_NBYTES = 1 << 29
+"""Bytes of incomplete first frames that a server keeps, of all connections together."""
 
 T = TypeVar("T")
 SessionT = TypeVar("SessionT", bound=Session)  # type: ignore[type-arg]  # of any commands
@@ -79,9 +89,11 @@ async def serve(
     request.app[OPEN_SOCKETS].add(socket)
     session: SessionT | None = None
     parts = PartJoiner(max_nbytes)
+    waiting = request.app[FIRST_FRAMES]
     reason, ended = "connection closed", False
     try:
-        admitted = await owner.admit(await _first_frame(socket, parts, codec, heartbeat_s), socket)
+        first = await _first_frame(socket, parts, codec, heartbeat_s, waiting)
+        admitted = await owner.admit(first, socket)
         if admitted is None:
             return socket
         session, welcome = admitted
@@ -119,17 +131,43 @@ async def serve(
 
 
 async def _first_frame(
-    socket: web.WebSocketResponse, parts: PartJoiner, codec: Codec[T], deadline_s: float
+    socket: web.WebSocketResponse,
+    parts: PartJoiner,
+    codec: Codec[T],
+    deadline_s: float,
+    waiting: set[PartJoiner],
 ) -> T:
-    """Each part of it by the deadline."""
+    """Receive the first frame: each part within `deadline_s`, and all of it within `FIRST_FRAME_S`.
+
+    While all incomplete first frames together exceed `MAX_WAITING_NBYTES`, a connection that holds more than an
+    even share of them is refused.
+
+    Raises:
+        Garbled: the frame did not arrive in time, or cannot be decoded.
+        MustWait: the server has too many incomplete first frames; the peer may try again.
+        ProtocolError: not a binary frame.
+    """
+    waiting.add(parts)
     try:
-        first = None
-        while first is None:
-            message = await socket.receive(timeout=deadline_s)
-            first = _decode(parts, codec, message, "the first frame must be a binary Hello")
+        async with asyncio.timeout(FIRST_FRAME_S):
+            while True:
+                message = await socket.receive(timeout=deadline_s)
+                first = _decode(parts, codec, message, "the first frame must be a binary Hello")
+                if first is not None:
+                    return first
+                share = MAX_WAITING_NBYTES // len(waiting)
+                if parts.nbytes > share and sum(p.nbytes for p in waiting) > MAX_WAITING_NBYTES:
+                    raise MustWait(
+                        f"incomplete first frames must take at most {MAX_WAITING_NBYTES} bytes, got "
+                        f"more from {len(waiting)} connections; try again"
+                    )
     except TimeoutError as error:
-        raise Garbled(f"the first frame must be Hello, got none in {deadline_s} s") from error
-    return first
+        raise Garbled(
+            f"the first frame must be Hello, got none in {deadline_s} s a part and "
+            f"{FIRST_FRAME_S} s in all"
+        ) from error
+    finally:
+        waiting.discard(parts)
 
 
 def _decode(parts: PartJoiner, codec: Codec[T], message: WSMessage, what: str) -> T | None:

@@ -17,12 +17,14 @@ from windlass.errors import ConfigError
 from windlass.net.access import ROUTES, Access, AccessGate, refusal_of
 from windlass.net.addresses import listen, published_host, url_of
 from windlass.net.listener import NO_ROOM, Listener, request_log
-from windlass.net.sockets import close_socket, raise_file_limit
+from windlass.net.sockets import PartJoiner, close_socket, raise_file_limit
 from windlass.net.tls import server_context
 
 CALLER = ContextVar("CALLER", default=Access.OWNER)
 """In the task of a request: the role of its token."""
 
+FIRST_FRAMES = web.AppKey("FIRST_FRAMES", set[PartJoiner])
+"""First frames that are not complete yet, see `net.rpc_server`."""
 OPEN_SOCKETS = web.AppKey("OPEN_SOCKETS", WeakSet[web.WebSocketResponse])
 """Of the application: connections that are ended when the server closes, however far they have come."""
 
@@ -76,7 +78,7 @@ class ControlServer:
         self._app = web.Application(
             middlewares=[self._authenticate, *middlewares], client_max_size=max_body_nbytes
         )
-        self._app[OPEN_SOCKETS] = WeakSet()
+        self._app[OPEN_SOCKETS], self._app[FIRST_FRAMES] = WeakSet(), set()
         self._app.on_shutdown.append(_end_sockets)
         self._app.on_response_prepare.append(_hide_software)
         self._runner: web.AppRunner | None = None

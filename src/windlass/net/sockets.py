@@ -135,6 +135,11 @@ class PartJoiner:
         self._max_nbytes = max_nbytes
         self._parts: list[bytes] = []
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parts of an incomplete frame."""
+        return sum(map(len, self._parts))
+
     def add(self, data: bytes) -> bytes | None:
         """Add what came; returns a whole frame, or None if more of it must come.
 

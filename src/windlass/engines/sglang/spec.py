@@ -104,6 +104,9 @@ _STORED = (
 )
 _OWN_TREE = "a cache of prefixes that is not SGLang's own may find those of old weights"
 _SLOTS = "a session's keys and values of old weights go into its next request past the prefix cache"
+_OTHER_LISTENER = (
+    "private routes are closed to strangers on the HTTP server alone; let clients use HTTP"
+)
 _ENCODERS = "its encoders are in other processes, whose weights are not updated"
 
 
@@ -147,6 +150,9 @@ RULES = (
     _rule("disaggregation_mode", ("null",), _APART),
     _rule("tokenizer_worker_num", (1,), _TOKENIZERS),
     _rule("ssl_certfile", (None,), _CLEAR),
+    _rule("grpc_port", (None,), _OTHER_LISTENER),
+    _rule("grpc_mode", (False,), _OTHER_LISTENER),
+    _rule("smg_grpc_mode", (False,), _OTHER_LISTENER),
 )
 """Of a server whose ranks run an agent."""
 _SIZES = ("tp_size", "pp_size", "dp_size")

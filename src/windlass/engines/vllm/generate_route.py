@@ -9,17 +9,25 @@ versions per token are vLLM's own. `CompletionsRoute` is for servers in which Wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any, ClassVar, final
 
 import msgspec
 
-from windlass.engines.private_routes import App, Message, Receive, Send, answer, body_of
+from windlass.engines.private_routes import (
+    App,
+    Message,
+    Receive,
+    Send,
+    answer,
+    body_of,
+    route_path,
+)
 from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.rollout.messages import SamplingParams
 
 PATH = "/generate"
-OK = 200
-UNPROCESSABLE = 422
+MAX_BODY_NBYTES = 1 << 26
 ABORT = "abort"
 
 
@@ -82,19 +90,25 @@ class GenerateRoute:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        asked = (scope["type"], scope.get("path"), scope.get("method"))
-        if asked != ("http", PATH, "POST"):
+        is_asked = scope["type"] == "http" and scope["method"] == "POST"
+        if not is_asked or route_path(scope) != PATH:
             await self._app(scope, receive, send)
             return
+        body = await body_of(receive, MAX_BODY_NBYTES)
+        if len(body) > MAX_BODY_NBYTES:
+            reason = f"body must be at most {MAX_BODY_NBYTES} bytes, got more"
+            await answer(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason.encode())
+            return
         try:
-            request = msgspec.json.decode(await body_of(receive), type=_Request)
+            request = msgspec.json.decode(body, type=_Request)
             body = msgspec.json.encode(self.to_inner(request))
         except (ConfigError, *DECODE_ERRORS) as error:
-            await answer(send, UNPROCESSABLE, str(error).encode())
+            await answer(send, HTTPStatus.UNPROCESSABLE_ENTITY, str(error).encode())
             return
         headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
-        inner = {**scope, "path": self.path, "raw_path": self.path.encode(), "headers": headers}
+        path = scope.get("root_path", "") + self.path
+        inner = {**scope, "path": path, "raw_path": path.encode(), "headers": headers}
         status, found = 500, b""
 
         async def collect(message: Message) -> None:
@@ -102,7 +116,7 @@ class GenerateRoute:
             status, found = message.get("status", status), found + message.get("body", b"")
 
         await self._app(inner, _replay(body, receive), collect)
-        if status == OK:
+        if status == HTTPStatus.OK:
             found = msgspec.json.encode(self.to_outer(found))
         await answer(send, status, found)
 

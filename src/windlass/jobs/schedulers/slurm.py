@@ -38,12 +38,14 @@ from windlass.jobs.schedulers.local import LocalBackend
 
 COMMAND_DEADLINE_S = 30.0
 JOB_ID = re.compile(r"(\d+)(;.*)?$")
-OWNED_OPTION = re.compile(
-    "--(array|cpus-per-task|error|export|gpus|gpus-per-node|gpus-per-socket|gpus-per-task|gres|hold|jobid"
-    "|job-name|nodes|ntasks|ntasks-per-node|output|overlap|parsable|relative|requeue|wait|wrap)(=|$)"
-    "|-[aceGHJNnorW]"
+OWNED_OPTIONS = (
+    *("array", "cpus-per-task", "error", "export", "gpus", "gpus-per-node", "gpus-per-socket"),
+    *("gpus-per-task", "gres", "hold", "jobid", "job-name", "nodes", "ntasks", "ntasks-per-node"),
+    *("output", "overlap", "parsable", "relative", "requeue", "wait", "wrap"),
 )
-"""What the scheduler says itself, of a job or of a step."""
+"""Long options that the scheduler sets itself, for a job or for a step."""
+OWNED_LETTERS = "aceGHJNnorW"
+"""Their short forms."""
 SEE_GPUS = (
     'CUDA_VISIBLE_DEVICES=$(printf %s "$CUDA_VISIBLE_DEVICES" | cut -d, -f "$1"); '
     'export CUDA_VISIBLE_DEVICES; shift; exec "$@"'
@@ -73,10 +75,18 @@ class SlurmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 rule = ""
                 if not re.match(r"--?[A-Za-z]", option):
                     rule = "be one option a string, as --time=2:00:00"
-                elif OWNED_OPTION.match(option):
+                elif _is_owned(option):
                     rule = "leave to the scheduler what follows from the job file's other keys"
                 if rule:
                     raise ConfigError(f"scheduler.{key} must {rule}, got {option!r}")
+
+
+def _is_owned(option: str) -> bool:
+    """Return whether the scheduler sets this option itself. Slurm takes `--nod=4` for `--nodes=4`."""
+    name = option.removeprefix("--").partition("=")[0]
+    if not option.startswith("--"):
+        return option[1] in OWNED_LETTERS
+    return any(owned.startswith(name) for owned in OWNED_OPTIONS)
 
 
 class SlurmSchedulerConfig(
