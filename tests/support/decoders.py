@@ -269,7 +269,7 @@ DECODERS = {
         (encode(train.Welcome()), encode(Envelope(0, 1, 1, train.Save("/a")))),
     ),
     "train rank frame": Decoder(
-        train.RANK_FRAMES.decode, (encode(train.Joined(1, 0, 1, "i", operations=("f",))),)
+        train.RANK_FRAMES.decode, (encode(train.Joined(1, 0, 1, "j", "i", operations=("f",))),)
     ),
     "relay frame": Decoder(
         FRAMES.decode,
