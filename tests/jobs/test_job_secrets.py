@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from windlass.envs import control_token, inherited_environment, secret_value
+from windlass.jobs.launch import _owner_token
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.schedulers.configs import create_scheduler
 from windlass.jobs.schedulers.local import LocalScheduler
@@ -154,3 +155,18 @@ async def test_what_runs_in_a_worker_sees_no_token(tmp_path: Path) -> None:
     )
     said, _ = await worker.communicate()
     assert (worker.returncode, said) == (0, b"[]\n")
+
+
+def test_a_job_takes_its_token_from_the_file_that_other_commands_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").touch(0o600)
+    (tmp_path / "token").write_text("of-the-file\n")
+    monkeypatch.setattr("windlass.envs._secrets", {})
+    monkeypatch.delenv("WINDLASS_TOKEN")
+    made_up = {_owner_token(), _owner_token()}
+    assert len(made_up) == 2
+    monkeypatch.setenv("WINDLASS_TOKEN_FILE", str(tmp_path / "token"))
+    assert _owner_token() == control_token() == "of-the-file"
+    monkeypatch.setenv("WINDLASS_TOKEN", "of-the-variable")
+    assert _owner_token() == "of-the-variable"

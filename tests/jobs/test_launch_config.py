@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+from idle_scheduler import IdleScheduler
 
 from windlass.cli.main import main
 from windlass.config import DiskBackend, UpdateMode
 from windlass.errors import ConfigError
 from windlass.jobs import load_config
-from windlass.jobs.launch import _processes, check_job
+from windlass.jobs.launch import _Job, _processes, check_job
 from windlass.jobs.recipe import load_recipe
 from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
+from windlass.observability.progress import Progress
+from windlass.rollout import RolloutConfig, RolloutGroup, SamplingParams
+from windlass.rollout.messages import OnAbort
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "launch" / "job.toml"
 
@@ -97,13 +104,51 @@ def test_steps_count_those_of_the_checkpoint_that_a_job_goes_on_from(tmp_path: P
             "world_size = 2\nmax_restarts = -1",
             r"max_restarts must be >= 0, got -1",
         ),
-        ("steps = 4", "", r"job\.toml: .*missing required field `steps`"),
+        ("steps = 4", "", r"job\.toml: steps must be given, got none"),
+        ("groups_per_step = 8", "", r"line \d+: rollout\.groups_per_step must be given, got none"),
+        (
+            "groups_per_step = 8",
+            "group_per_step = 8",
+            r"line \d+: rollout\.group_per_step is no known key, expected one of \['groups_per_step'",
+        ),
+        ('model = "', 'modle = "', r"line \d+: engines\[0\]\.modle is no known key, .*\['model', "),
+        (
+            "ignore_eos = true",
+            "topk = 3",
+            r"sampling\.topk is no known key, .*\['top_k', .*'stop_token_ids'",
+        ),
+        (
+            "world_size = 2",
+            "save_evry = 2\nworld_size = 2",
+            r"trainer\.save_evry is no known key, expected one of \['save_every', .*'world_size'",
+        ),
+        (
+            'mode = "in_place"',
+            "save_every = 2",
+            r"update\.save_every is no known key, .*; save_every is a key of \[trainer\]",
+        ),
+        (
+            'mode = "in_place"',
+            "shutdown_s = 2.0",
+            r"shutdown_s is a key of the lines above the first table",
+        ),
+        ("max_staleness = 1", "max_attempts = 0", r"rollout\.max_attempts must be >= 1, got 0"),
+        ("max_staleness = 1", "journal = 3", r"rollout\.journal must be a path, got 3"),
+        (
+            "max_staleness = 1",
+            "acknowledge = true",
+            r"line \d+: rollout\.acknowledge must be false without a journal, got true",
+        ),
         ("steps = 4", "steps = 4 5", r"job\.toml: .*line 4"),
-        ("steps = 4", "stepz = 4\nsteps = 4", r"stepz is no known key, expected one of \['contr"),
+        (
+            "steps = 4",
+            "stepz = 4\nsteps = 4",
+            r"stepz is no known key, expected one of \['steps', 'contr",
+        ),
         (
             "world_size = 2",
             'world_size = "two"',
-            r"trainer\.world_size: Expected `int`, got `str`, got 'two'",
+            r"trainer\.world_size must be an integer, got 'two'",
         ),
         ("world_size = 2", "world_size = 0", r"trainer\.world_size must be >= 1, got 0"),
         ("world_size = 2", "worldsize = 2", r"trainer\.worldsize is no known key"),
@@ -144,7 +189,11 @@ def test_steps_count_those_of_the_checkpoint_that_a_job_goes_on_from(tmp_path: P
             "world_size = 2\nnum_nodes = 3",
             r"trainer\.num_nodes must divide world_size, got 3 and 2",
         ),
-        ('kind = "local"', 'kind = "local"\noptions = []', r"unknown field `options`"),
+        (
+            'kind = "local"',
+            'kind = "local"\noptions = []',
+            r"scheduler\.options is no known key, expected one of \['gpus', 'kind'\]",
+        ),
         ('name = "engine-a"', 'name = "a/b"', r"name must not be empty or contain '/', got 'a/b'"),
         (
             'name = "engine-a"',
@@ -170,6 +219,68 @@ def test_an_error_names_file_key_rule_and_value(
     assert str(raised.value).startswith(f"{tmp_path / 'job.toml'}: ")
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "temperature = 1.0",
+        "top_p = 1.0",
+        "top_k = -1",
+        "ignore_eos = false",
+        "stop_token_ids = []",
+        'adapter = ""',
+    ],
+)
+def test_a_sampling_key_may_be_given_with_its_default(tmp_path: Path, given: str) -> None:
+    config = load_config(write(tmp_path, ("ignore_eos = true", given)))
+    assert config.rollout.sampling == SamplingParams(max_new_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('type = "p2p"', 'type = "p2p", relay = "off", relay_chunk_nbytes = 4194304'),
+        ('mode = "in_place"', "routers = []"),
+        ('kind = "local"', 'kind = "slurm"\noptions = []\nprocesses = {}'),
+        ("world_size = 2", 'world_size = 2\npython = ""\nenvironment = {}'),
+        ("max_staleness = 1", 'on_abort = "continue"\nworker_arguments = []'),
+    ],
+)
+def test_a_table_may_be_given_its_defaults(tmp_path: Path, old: str, new: str) -> None:
+    assert load_config(write(tmp_path, (old, new))).steps == 4
+
+
+def test_every_setting_of_the_rollout_controller_is_a_key_of_the_job(tmp_path: Path) -> None:
+    wanted = RolloutConfig(
+        max_attempts=2,
+        attempt_deadline_s=7200.0,
+        retry_backoff_s=0.5,
+        engine_grace_s=60.0,
+        worker_lease_s=30.0,
+        worker_grace_s=90.0,
+        on_abort=OnAbort.RETRY,
+        carry_partial=True,
+        max_rejections=3,
+        affinity_slack=2,
+        journal=tmp_path / "rollouts",
+        acknowledge=True,
+        journal_sync_s=2.0,
+        journal_compact_nbytes=1 << 20,
+    )
+    keys = msgspec.to_builtins(wanted, enc_hook=str)
+    lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
+    config = load_config(write(tmp_path, ("max_staleness = 1", lines)))
+    assert config.rollout.limits() == wanted
+    recipe = load_recipe(Path(config.recipe.file), config.recipe.name)
+    job = _Job(config, tmp_path, recipe, IdleScheduler(), print, Progress())
+    assert job.controller.rollouts._config == wanted
+
+
+def test_workers_have_an_interpreter_of_their_own(tmp_path: Path) -> None:
+    changes = ("max_staleness = 1", 'python = "/opt/other/bin/python"')
+    ((worker,), _, _) = _processes(load_config(write(tmp_path, changes)), "http://10.0.0.1:1")[-1]
+    assert worker.command[0] == "/opt/other/bin/python"
+
+
 BAD = Path(__file__).with_name("bad_jobs")
 
 
@@ -190,10 +301,54 @@ def test_check_says_which_line_of_a_bad_job_to_mend(
 
 
 def test_a_recipe_must_be_a_recipe_class_of_its_file() -> None:
-    with pytest.raises(ConfigError, match=r"recipe\.name must be .*Recipe class, got 'Sequence'"):
+    says = r"recipe\.name must be .*Recipe class of recipe\.py, which has \['CountSevens'\], got 'Sequence'"
+    with pytest.raises(ConfigError, match=says):
         load_recipe(EXAMPLE.with_name("recipe.py"), "Sequence")
     with pytest.raises(ConfigError, match=r"recipe\.file must be a Python file, got 'nowhere\.py'"):
         load_recipe(Path("nowhere.py"), "Recipe")
+
+
+NOT_A_RECIPE = {
+    "import no_such_module_17\n": r"Python can run, got '.*': line 1: ModuleNotFoundError: .*_17'",
+    "x = 1\nx +\n": r"Python can run, got '.*recipe\.py': SyntaxError: invalid syntax .*line 2",
+    "import sys\nsys.exit(3)\n": r"Python can run, got '.*recipe\.py': line 2: SystemExit: 3",
+    "class CountSevens: ...\n": r"recipe\.name must be a .* which has \[\], got 'CountSevens'",
+    "from windlass.jobs import Recipe\nclass CountSevens(Recipe):\n    def tasks(self): ...\n": (
+        r"recipe\.name must be a class with \['rewards'\], got 'CountSevens' without"
+    ),
+}
+
+
+@pytest.mark.parametrize("source", NOT_A_RECIPE, ids=[*"imdca"])
+def test_check_runs_the_recipe_file_and_says_what_is_wrong_with_it(
+    tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.py").write_text(source)
+    path = write(tmp_path, (str(EXAMPLE.with_name("recipe.py")), str(tmp_path / "recipe.py")))
+    assert main(["launch", str(path), "--check"]) == 2
+    printed = capsys.readouterr().err
+    assert re.search(rf"job\.toml: line \d+: .*{NOT_A_RECIPE[source]}", printed), printed
+    assert "Traceback" not in printed
+
+
+def test_a_recipe_that_cannot_be_made_is_refused_with_its_line(tmp_path: Path) -> None:
+    body = "class Asks(Recipe):\n    def __init__(self, path): ...\n    tasks = rewards = None\n"
+    (tmp_path / "asks.py").write_text(f"from windlass.jobs import Recipe\n{body}")
+    with pytest.raises(ConfigError, match=r"made without arguments, got 'Asks': TypeError: .*path"):
+        load_recipe(tmp_path / "asks.py", "Asks")
+
+
+def test_a_recipe_imports_modules_next_to_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "judge_of_answers.py").write_text("SCORE = 7.0\n")
+    body = "class Judged(Recipe):\n    tasks = None\n    def rewards(self, group): return [SCORE]\n"
+    (tmp_path / "judged.py").write_text(
+        f"from judge_of_answers import SCORE\nfrom windlass.jobs import Recipe\n{body}"
+    )
+    group: RolloutGroup = RolloutGroup(0, (1,), (), None)
+    assert load_recipe(tmp_path / "judged.py", "Judged").rewards(group) == [7.0]
 
 
 VLLM = ('name = "engine-a"', 'name = "engine-a"\nkind = "vllm"\nport = 8000')
@@ -262,6 +417,46 @@ def with_arguments(*words: str) -> tuple[str, str]:
                 ),
             ),
             r"scheduler\.processes must fit a process of the job \(trainer-0, .*worker-0\), got 'engin'",
+        ),
+        (
+            (with_arguments("--no-such-option", "32"),),
+            r"engines 'engine-a': unrecognized arguments: --no-such-option 32",
+        ),
+        (
+            (with_arguments("--max-batch", "0"),),
+            r"engines 'engine-a': engine engine-a: max_batch must be >= 1, got 0",
+        ),
+        (
+            (with_arguments("--max-positions", "8"),),
+            r"engine-a': --max-positions must be > 8, which is rollout\.sampling\.max_new_tokens, .*got 8",
+        ),
+        (
+            (with_arguments(), ("max_new_tokens = 8", "max_new_tokens = 64")),
+            r"engine-a': --max-positions must be > 64, .*, got 64",
+        ),
+        (
+            (VLLM, with_arguments("--max-model-len=8")),
+            r"engine-a': --max-model-len must be > 8, .*, got 8",
+        ),
+        (
+            ((f'model = "{EXAMPLE.parent}/model.json"', 'model = "/no/model"'),),
+            r"engines 'engine-a': model must be a checkpoint folder .* that exists, got '/no/model'",
+        ),
+        (
+            (("world_size = 2", 'world_size = 2\npython = "/no/python"'),),
+            r"trainer\.python must be a program of this host, got '/no/python'",
+        ),
+        (
+            (("max_staleness = 1", 'python = "no-python-17"'),),
+            r"rollout\.python must be a program of this host, got 'no-python-17'",
+        ),
+        (
+            (('name = "engine-a"', 'name = "engine-a"\npython = "/no/python"'),),
+            r"engines 'engine-a': python must be a program of this host, got '/no/python'",
+        ),
+        (
+            (VLLM, ("[recipe]", "[controller]\nport = 8000\n[recipe]")),
+            r"engines 'engine-a': port must not be that of the controller on the same host, got 8000",
         ),
         (
             (SLURM, ('transport = "cma"', 'transport = "auto"')),

@@ -266,6 +266,9 @@ class EngineSpec:
         rules: of its options and settings.
         server: of somebody else's, which a launcher starts and whose ranks are told to join; None for
             an engine whose ranks join by themselves.
+        check: raises ConfigError for the words of a command line that an engine without a `server` is not started with.
+        context_option: option that bounds the tokens of a prompt with its answer; empty if none is known.
+        default_context: that bound where the option is not given, if it does not depend on the model.
         needs_port: whether its server cannot choose a port by itself.
         spans_nodes: whether its server may be started in parts, one on each of several nodes.
         cpu_arguments: options with which it serves a small model on a machine without a GPU.
@@ -279,6 +282,9 @@ class EngineSpec:
     releases: EngineReleases | None = None
     rules: tuple[Rule, ...] = ()
     server: EngineServer | None = None
+    check: Callable[[Sequence[str]], None] | None = None
+    context_option: str = ""
+    default_context: int | None = None
     needs_port: bool = False
     spans_nodes: bool = False
     cpu_arguments: tuple[str, ...] = ()

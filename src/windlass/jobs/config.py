@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
+from msgspec import inspect
 
 from windlass.config import ControlConfig, ReplicaPlace, check_numbers, take_name
 from windlass.engines.spec import ENGINES
 from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.jobs.schedulers.configs import SchedulerConfig
 from windlass.jobs.schedulers.local import LocalSchedulerConfig
+from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import SamplingParams
 from windlass.rollout.staleness import OnStale
 from windlass.transports.registry import parse_transport
@@ -162,8 +165,8 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{where}: port must be > 0 for kind {self.kind!r}, got 0")
 
 
-class RolloutSection(msgspec.Struct, frozen=True, kw_only=True):
-    """How rollouts are drawn.
+class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
+    """Settings of rollouts, those of `RolloutConfig` among them.
 
     Attributes:
         sampling: of every prompt.
@@ -175,9 +178,12 @@ class RolloutSection(msgspec.Struct, frozen=True, kw_only=True):
         num_workers: worker processes; 0 runs rollouts in the controller's own loop.
         worker_script: calls `run_rollout_worker`; the plain worker when empty.
         worker_arguments: added to its own.
+        python: interpreter of the worker processes; this one when empty.
         batch_deadline_s: to wait for the groups of one step, all in all, those that take the place of
             declined ones included; and for the recipe to score one.
     """
+
+    _where: ClassVar[str] = "rollout."
 
     sampling: SamplingParams
     groups_per_step: int
@@ -189,12 +195,20 @@ class RolloutSection(msgspec.Struct, frozen=True, kw_only=True):
     num_workers: int = 1
     worker_script: str = ""
     worker_arguments: tuple[str, ...] = ()
+    python: str = ""
     batch_deadline_s: float = 600.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one = dict.fromkeys(("groups_per_step", "samples_per_group", "max_concurrent"), 1)
         none = dict.fromkeys(("max_staleness", "max_resubmits", "num_workers"), 0)
         check_numbers(self, one | none, ("batch_deadline_s",), where="rollout.")
+
+    def limits(self) -> RolloutConfig:
+        """Return the settings of the rollout controller."""
+        return RolloutConfig(
+            **{name: getattr(self, name) for name in RolloutConfig.__struct_fields__}
+        )
 
 
 class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,7 +307,11 @@ def _line_of(path: Path, said: str) -> int:
     word = re.search(r"(\w+)(?= must| is no)", said)
     spelt = re.compile(rf"(^|[\s{{,]){re.escape(word[1] if word else key)}\s*=")
     found = [number for number, line in enumerate(lines, 1) if spelt.search(line)]
-    return found[0] if len(found) == 1 else 0
+    if len(found) == 1:
+        return found[0]
+    # The key is not in the file: say where its table begins.
+    parent = key.rpartition(".")[0]
+    return next((number for number, place in own if parent and place == parent), 0)
 
 
 def _places(lines: Sequence[str]) -> list[tuple[int, str]]:
@@ -318,11 +336,12 @@ def _read(path: Path) -> LaunchConfig:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(str(error)) from error
     raw = _expand(raw, str(path.resolve().parent))
+    # First, so that a misspelt key is not called a missing one.
+    _refuse_unknown("", raw, inspect.type_info(LaunchConfig))
     try:
-        config = msgspec.convert(raw, type=LaunchConfig)
+        config = msgspec.convert(raw, type=LaunchConfig, dec_hook=_convert_path)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(error, raw)) from error
-    _refuse_unknown("", raw, msgspec.to_builtins(config))
     worker_script = config.rollout.worker_script
     for key, file in (
         ("recipe.file", config.recipe.file),
@@ -339,6 +358,13 @@ def _read(path: Path) -> LaunchConfig:
     return config
 
 
+def _convert_path(kind: type, value: object) -> object:
+    """Make a path of text; msgspec asks for the types that it does not know."""
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise ValueError(f"Expected `{kind.__name__}`, got `{type(value).__name__}`")
+
+
 def _expand(value: Any, here: str) -> Any:
     if isinstance(value, str):
         return value.replace(HERE, here)
@@ -349,22 +375,87 @@ def _expand(value: Any, here: str) -> Any:
     return value
 
 
-def _refuse_unknown(where: str, raw: Any, known: Any) -> None:
-    """`known` is what was understood, with every default: a key that is not in it was not."""
-    if isinstance(raw, dict) and isinstance(known, dict):
-        for key, value in raw.items():
+def _refuse_unknown(where: str, raw: Any, kind: inspect.Type) -> None:
+    """Refuse a key that no field of `kind` has, at any depth; values of wrong types are left to msgspec.
+
+    Raises:
+        ConfigError: names the key, then all keys of its table, likely misspellings first.
+    """
+    if isinstance(kind, inspect.StructType) and isinstance(raw, dict):
+        known = {field.encode_name for field in kind.fields}
+        known |= {kind.tag_field} if kind.tag_field else set()
+        for key in raw:
             if key not in known:
-                raise ConfigError(f"{where}{key} is no known key, expected one of {sorted(known)}")
-            _refuse_unknown(f"{where}{key}.", value, known[key])
-    elif isinstance(raw, list) and isinstance(known, (list, tuple)):
-        for index, (value, understood) in enumerate(zip(raw, known, strict=True)):
-            _refuse_unknown(f"{where.rstrip('.')}[{index}].", value, understood)
+                raise ConfigError(_unknown_key(where, key, sorted(known)))
+    for place, value, value_kind in _values(where, raw, kind):
+        _refuse_unknown(place, value, value_kind)
+
+
+def _values(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, Any, inspect.Type]]:
+    """Yield the place, the value and the type of whatever stands in a table or a list."""
+    match kind, raw:
+        case inspect.StructType(fields=fields), dict():
+            for field in fields:
+                if (key := field.encode_name) in raw:
+                    yield f"{where}{key}.", raw[key], field.type
+        case inspect.UnionType(types=kinds), dict():
+            # The tables of a union are told apart by their tag.
+            for each in kinds:
+                if isinstance(each, inspect.StructType) and raw.get(each.tag_field) == each.tag:
+                    yield where, raw, each
+        case inspect.VarTupleType(item_type=item_kind), list():
+            for index, item in enumerate(raw):
+                yield f"{where.rstrip('.')}[{index}].", item, item_kind
+        case inspect.DictType(value_type=value_kind), dict():
+            for key, value in raw.items():
+                yield f"{where}{key}.", value, value_kind
+        case _:
+            return
+
+
+def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
+    likely = difflib.get_close_matches(key, known, n=len(known))
+    keys = [*likely, *(each for each in known if each not in likely)]
+    tables = [
+        f"[{table}]" if table else "the lines above the first table"
+        for table, kind in _tables("", inspect.type_info(LaunchConfig))
+        if key in kind and table != re.sub(r"\[\d+\]", "", where).rstrip(".")
+    ]
+    elsewhere = f"; {key} is a key of {' and of '.join(tables)}" if tables else ""
+    return f"{where}{key} is no known key, expected one of {keys}{elsewhere}"
+
+
+def _tables(where: str, kind: inspect.Type) -> Iterator[tuple[str, list[str]]]:
+    """Yield the place and the keys of every table that a job file may have."""
+    match kind:
+        case inspect.StructType(fields=fields):
+            yield where.rstrip("."), [field.encode_name for field in fields]
+            for field in fields:
+                yield from _tables(f"{where}{field.encode_name}.", field.type)
+        case inspect.VarTupleType(item_type=item_kind):
+            yield from _tables(where, item_kind)
+        case _:
+            return
+
+
+_KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+    "Path": "a path",
+}
+"""Names of types in msgspec's errors -> words for them in a TOML file."""
 
 
 def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
-    """The rule and the place that msgspec says, unless the rule has its place; add the value that is there."""
+    """Return msgspec's rule, after the place of the value if the rule does not say it, and the value."""
     rule, _, place = str(error).partition(" - at `")
     key = place.rstrip("`").removeprefix("$").lstrip(".")
+    if lacking := re.fullmatch(r"Object missing required field `(\w+)`", rule):
+        return f"{key}{'.' * bool(key)}{lacking[1]} must be given, got none"
     if not key or rule.startswith(re.split(r"[.\[]", key)[0]):
         return rule
     value: Any = raw
@@ -375,4 +466,8 @@ def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
             value = value[part]
         else:
             return f"{key}: {rule}"
-    return f"{key}: {rule}" if isinstance(value, (dict, list)) else f"{key}: {rule}, got {value!r}"
+    if isinstance(value, (dict, list)):
+        return f"{key}: {rule}"
+    if wrong := re.fullmatch(r"Expected `([^`]+)`, got `[^`]+`", rule):
+        return f"{key} must be {_KINDS.get(wrong[1], wrong[1])}, got {value!r}"
+    return f"{key}: {rule}, got {value!r}"

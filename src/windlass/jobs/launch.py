@@ -7,6 +7,7 @@ import fnmatch
 import itertools
 import logging
 import secrets
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -19,8 +20,15 @@ import msgspec
 from windlass.config import ReplicaPlace
 from windlass.controller import Controller
 from windlass.engines.launch import checked_arguments
-from windlass.engines.spec import ENGINES, EngineOptions, options_of
-from windlass.envs import TLS_VARIABLES, TOKEN_VARIABLE, environment_value, secret_value
+from windlass.engines.spec import ENGINES, EngineOptions, EngineSpec, options_of
+from windlass.envs import (
+    TLS_VARIABLES,
+    TOKEN_FILE_VARIABLE,
+    TOKEN_VARIABLE,
+    control_token,
+    environment_value,
+    secret_value,
+)
 from windlass.errors import ConfigError, PeerTimeout, TrainerError, WindlassError
 from windlass.jobs.config import (
     CHECKPOINT_RECORD,
@@ -110,6 +118,8 @@ async def run_job(
     environment = {
         **{name: value for name, value in inherited.items() if value},
         **config.environment,
+        # Each process is given the token of its role; the file has the owner's.
+        TOKEN_FILE_VARIABLE: "",
         "WINDLASS_TRANSPORT": config.transport,
         "WINDLASS_REPLICA": config.replica,
     }
@@ -162,7 +172,7 @@ class _Job:
     ) -> None:
         self._config, self._output_dir, self._recipe = config, output_dir, recipe
         self._scheduler, self._notify, self._progress = scheduler, notify, progress
-        self._token = secret_value(TOKEN_VARIABLE) or secrets.token_hex(16)
+        self._token = _owner_token()
         self._newest: tuple[Path, Checkpoint] | None = None
         """Checkpoint that the ranks start from, with its folder; None for the weights they begin with."""
         trainer, rollout = config.trainer, config.rollout
@@ -183,6 +193,7 @@ class _Job:
                 on_stale=rollout.on_stale,
                 max_resubmits=rollout.max_resubmits,
             ),
+            rollout_config=rollout.limits(),
         )
         self._trainers = TrainController(
             scheduler,
@@ -499,6 +510,13 @@ class _Job:
             ) from error
 
 
+def _owner_token() -> str:
+    """Return the token of WINDLASS_TOKEN or of the file of WINDLASS_TOKEN_FILE; a new one where neither is set."""
+    if secret_value(TOKEN_VARIABLE) or environment_value(TOKEN_FILE_VARIABLE):
+        return control_token()
+    return secrets.token_hex(16)
+
+
 # --- what it is made of -----------------------------------------------------------------------
 
 
@@ -508,9 +526,11 @@ def check_job(config: LaunchConfig) -> None:
     Raises:
         ConfigError: an engine's options; processes on several hosts with an address or a transport of
             one host, or several nodes of a host; GPUs that do not add up; an engine beside a process that
-            there is not; options of Slurm for processes that there are not.
+            there is not; options of Slurm for processes that there are not; a Python, a model or a port that this
+            host does not have, where all processes run on it.
     """
     scheduler = config.scheduler
+    _check_context(config)
     specs = [*_ranks(config), *(spec for parts, _, _ in _processes(config, "") for spec in parts)]
     match scheduler:
         case LocalSchedulerConfig() | RaySchedulerConfig(address=""):
@@ -540,6 +560,50 @@ def check_job(config: LaunchConfig) -> None:
                 f"trainer.num_gpus: trainers and engines together must ask for at most the {len(gpus)} "
                 f"GPUs of this host, got {num_gpus}"
             )
+    match scheduler:
+        case LocalSchedulerConfig() | RaySchedulerConfig(address=""):
+            _check_this_host(config)
+        case _:
+            return
+
+
+def _check_context(config: LaunchConfig) -> None:
+    """Refuse answers that are longer than an engine's context, as far as its options say that."""
+    max_new_tokens = config.rollout.sampling.max_new_tokens
+    for engine in config.engines:
+        spec = ENGINES.find(engine.kind)
+        given = dict(options_of(engine.arguments)).get(spec.context_option, "")
+        context = int(given) if given.isdecimal() else None if given else spec.default_context
+        if context is not None and max_new_tokens >= context:
+            raise ConfigError(
+                f"engines {engine.name!r}: {spec.context_option} must be > {max_new_tokens}, which is "
+                f"rollout.sampling.max_new_tokens, with room for a prompt, got {context}"
+            )
+
+
+def _check_this_host(config: LaunchConfig) -> None:
+    """Refuse programs, models and ports that a job of this host alone cannot have."""
+    pythons = {"trainer.": config.trainer.python, "rollout.": config.rollout.python}
+    ports = {config.controller.port: "the controller"} if config.controller.port else {}
+    for engine in config.engines:
+        where = f"engines {engine.name!r}: "
+        pythons[where] = engine.python
+        # A plugin says itself what it calls a model.
+        is_known = ENGINES.find(engine.kind).module.startswith("windlass.")
+        if is_known and not Path(engine.model).exists():
+            raise ConfigError(
+                f"{where}model must be a checkpoint folder (or, for the embedded engine, a configuration) "
+                f"that exists, got {engine.model!r}"
+            )
+        if (taken := ports.get(engine.port)) is not None:
+            raise ConfigError(
+                f"{where}port must not be that of {taken} on the same host, got {engine.port}"
+            )
+        if engine.port:
+            ports[engine.port] = engine.name
+    for where, python in pythons.items():
+        if python and shutil.which(python) is None:
+            raise ConfigError(f"{where}python must be a program of this host, got {python!r}")
 
 
 def _check_hosts(config: LaunchConfig) -> None:
@@ -604,7 +668,8 @@ def _processes(config: LaunchConfig, url: str) -> list[tuple[list[ProcessSpec], 
 def _worker(config: LaunchConfig, number: int, url: str) -> ProcessSpec:
     script, name = config.rollout.worker_script, f"worker-{number}"
     program = (script,) if script else ("-m", "windlass.rollout.worker")
-    command = (sys.executable, *program, "--controller", url, "--name", name)
+    python = config.rollout.python or sys.executable
+    command = (python, *program, "--controller", url, "--name", name)
     return ProcessSpec(name=name, command=(*command, *config.rollout.worker_arguments))
 
 
@@ -636,13 +701,10 @@ def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> list[Proce
         )
         for node in range(num_nodes)
     ]
-    num_ranks = engine.tensor_parallel_size
-    if spec.server is not None:
-        try:
-            args = checked_arguments(spec, commands[0][3:])
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
-        num_ranks = args.tp * args.pp * args.dp
+    try:
+        num_ranks = _num_ranks(spec, engine, commands[0][3:])
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     num_gpus, node, gpus = engine.num_gpus, 0, tuple[int, ...]()
     if engine.colocate_with:
         ranks = {rank.name: rank for rank in _ranks(config)}
@@ -683,3 +745,17 @@ def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> list[Proce
         )
         for part, command in enumerate(commands)
     ]
+
+
+def _num_ranks(spec: EngineSpec, engine: EngineSection, words: Sequence[str]) -> int:
+    """Check the words of an engine's command line, and return how many ranks it has by them.
+
+    Raises:
+        ConfigError: the engine cannot be started with them.
+    """
+    if spec.check is not None:
+        spec.check(words)
+    if spec.server is None:
+        return engine.tensor_parallel_size
+    args = checked_arguments(spec, words)
+    return int(args.tp * args.pp * args.dp)

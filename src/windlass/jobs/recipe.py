@@ -7,6 +7,7 @@ import contextvars
 import importlib.util
 import sys
 import threading
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -75,22 +76,65 @@ class Recipe(ABC):
         return {}
 
 
-def load_recipe(file: Path, name: str) -> Recipe:
-    """Run a file that whoever starts the process has named; an instance of its `Recipe`.
+def find_recipe(file: Path, name: str) -> type[Recipe]:
+    """Run the user's file and return its `Recipe` class of this name; modules next to the file can be imported.
 
     Raises:
-        ConfigError: no such file or name, or it is no `Recipe` class.
+        ConfigError: there is no such file or class, the file cannot be run, or the class lacks a method.
     """
     spec = importlib.util.spec_from_file_location(MODULE, file)
     if spec is None or spec.loader is None or not file.is_file():
         raise ConfigError(f"recipe.file must be a Python file, got {str(file)!r}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[MODULE] = module  # dataclasses look their own module up
-    spec.loader.exec_module(module)
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        # As for a script that Python is started with.
+        sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"recipe.file must be a file that Python can run, got {str(file)!r}: "
+            f"{raised_at(error, file)}"
+        ) from error
     found = vars(module).get(name)
     if not (isinstance(found, type) and issubclass(found, Recipe)):
-        raise ConfigError(f"recipe.name must be a windlass.jobs.Recipe class, got {name!r}")
-    return found()
+        known = [
+            key
+            for key, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, Recipe) and value is not Recipe
+        ]
+        raise ConfigError(
+            f"recipe.name must be a windlass.jobs.Recipe class of {file.name}, which has {known}, got {name!r}"
+        )
+    if lacking := sorted(found.__abstractmethods__):
+        raise ConfigError(f"recipe.name must be a class with {lacking}, got {name!r} without")
+    return found
+
+
+def load_recipe(file: Path, name: str) -> Recipe:
+    """Return an instance of the recipe class; see `find_recipe`.
+
+    Raises:
+        ConfigError: as `find_recipe`; or the class cannot be made without arguments.
+    """
+    kind = find_recipe(file, name)
+    try:
+        return kind()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"recipe.name must be a class that is made without arguments, got {name!r}: "
+            f"{raised_at(error, file)}"
+        ) from error
+
+
+def raised_at(error: BaseException, file: Path) -> str:
+    """Return an exception's type and text, after the line of the user's file that it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
+    where = f"line {lines[-1]}: " if lines else ""
+    return f"{where}{type(error).__name__}: {error}"
 
 
 async def in_thread(call: Callable[[], _T]) -> _T:

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import msgspec
 
-from windlass.config import check_numbers, take_names
+from windlass.config import check_numbers, take_name
 from windlass.errors import ConfigError
 from windlass.rollout.messages import OnAbort, Turn
 
@@ -55,11 +55,17 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
     journal_sync_s: float = 1.0
     journal_compact_nbytes: int = 64 << 20
 
+    _where: ClassVar[str] = "RolloutConfig: "
+
     def __post_init__(self) -> None:
-        take_names(self, {"on_abort": OnAbort})
-        check_numbers(self, _LEAST, ("attempt_deadline_s", "worker_lease_s", "journal_sync_s"))
+        on_abort = take_name(f"{self._where}on_abort", self.on_abort, OnAbort)
+        msgspec.structs.force_setattr(self, "on_abort", on_abort)
+        above = ("attempt_deadline_s", "worker_lease_s", "journal_sync_s")
+        check_numbers(self, _LEAST, above, where=self._where)
         if self.acknowledge and self.journal is None:
-            raise ConfigError("RolloutConfig: acknowledge needs a journal, got None")
+            raise ConfigError(
+                f"{self._where}acknowledge must be false without a journal, got true; set journal to a file"
+            )
 
 
 _LEAST = {

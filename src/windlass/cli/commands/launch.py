@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 
 from windlass.cli import Command
+from windlass.envs import TOKEN_VARIABLE, secret_value
 from windlass.net.logs import configure_logging
 
 
@@ -29,12 +30,17 @@ def run(args: argparse.Namespace) -> int:
     """Run the job; 128 + the signal's number when a signal ended it."""
     from windlass.jobs.config import load_config, mend_line
     from windlass.jobs.launch import check_job, run_job
+    from windlass.jobs.recipe import find_recipe
     from windlass.observability.progress import Progress
 
     configure_logging("controller")
     config = load_config(args.config)
     with mend_line(args.config):
         check_job(config)
+        if args.check:
+            # Code of the user's must not find the token.
+            secret_value(TOKEN_VARIABLE)
+            find_recipe(Path(config.recipe.file), config.recipe.name)
     if args.check:
         print(f"{args.config}: {config.steps} steps, {len(config.engines)} engines: valid")
         return 0

@@ -20,33 +20,21 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from windlass.engines.embedded.rank import run_rank
-from windlass.engines.embedded.spec import EngineSettings
+from windlass.engines.embedded.spec import EngineSettings, arguments, settings_of
 from windlass.envs import control_token, inherited_environment
 from windlass.errors import WindlassError
-from windlass.layout.dtypes import DType
 from windlass.net.addresses import own_address
 from windlass.net.logs import configure_logging
 from windlass.transfer.collective_group import Rendezvous
 
 STORE_DEADLINE_S = 300.0
-DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 IDLE_TIMEOUT = timedelta(days=30)
 """An idle rank waits in a broadcast; the death of a rank ends it, not the clock."""
 
 
 def main() -> NoReturn:
     """Run an engine, or one of its following ranks."""
-    parser = argparse.ArgumentParser(prog="windlass.engines.embedded", description=__doc__)
-    parser.add_argument("--name", required=True)
-    parser.add_argument("--model", required=True, help="configuration JSON or checkpoint folder")
-    parser.add_argument("--tp", type=int, dest="tensor_parallel_size")
-    parser.add_argument("--dtype", type=DType, choices=DTYPES)
-    parser.add_argument("--controller", default="", help="address of the controller")
-    parser.add_argument("--transport")
-    parser.add_argument("--host", help="to bind; see docs/hosts.md")
-    parser.add_argument("--advertise-host", help="what others connect to")
-    for name in ("--port", "--seed", "--max-batch", "--max-positions"):
-        parser.add_argument(name, type=int)
+    parser = arguments(__doc__)
     parser.add_argument("--follow", nargs=3, metavar=("RANK", "STORE_PORT", "SETTINGS"),
                         help=argparse.SUPPRESS)  # fmt: skip
     args = parser.parse_args()
@@ -55,8 +43,7 @@ def main() -> NoReturn:
         if args.follow is not None:
             _follow(int(args.follow[0]), int(args.follow[1]), args.follow[2])
         args.host = args.host or own_address(args.controller)
-        given = {n: v for n, v in vars(args).items() if v is not None}  # the rest has defaults
-        _lead(EngineSettings(**given))
+        _lead(settings_of(args))
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         os._exit(2)  # threads of a half-started engine must not keep it alive

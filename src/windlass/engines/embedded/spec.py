@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
+from collections.abc import Sequence
+
 import msgspec
 
 from windlass.engines.spec import EngineSpec
 from windlass.errors import ConfigError
 from windlass.layout.dtypes import DType
 
-ENGINE = EngineSpec(name="embedded", title="embedded", module="windlass.engines.embedded")
+MODULE = "windlass.engines.embedded"
+DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,3 +53,54 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         for field, value in counts.items():
             if value < 1:
                 raise ConfigError(f"engine {self.name}: {field} must be >= 1, got {value}")
+
+
+def arguments(description: str | None = None) -> argparse.ArgumentParser:
+    """Return the command line of an engine."""
+    parser = argparse.ArgumentParser(prog=MODULE, description=description)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--model", required=True, help="configuration JSON or checkpoint folder")
+    parser.add_argument("--tp", type=int, dest="tensor_parallel_size")
+    parser.add_argument("--dtype", type=DType, choices=DTYPES)
+    parser.add_argument("--controller", default="", help="address of the controller")
+    parser.add_argument("--transport")
+    parser.add_argument("--host", help="to bind; see docs/hosts.md")
+    parser.add_argument("--advertise-host", help="what others connect to")
+    for name in ("--port", "--seed", "--max-batch", "--max-positions"):
+        parser.add_argument(name, type=int)
+    return parser
+
+
+def settings_of(args: argparse.Namespace) -> EngineSettings:
+    """Return the settings that a command line gives; the rest has defaults.
+
+    Raises:
+        ConfigError: a value breaks its rule.
+    """
+    known = EngineSettings.__struct_fields__
+    return EngineSettings(**{n: v for n, v in vars(args).items() if n in known and v is not None})
+
+
+def check(words: Sequence[str]) -> None:
+    """Check the words of a command line.
+
+    Raises:
+        ConfigError: an engine cannot be started with them.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            args = arguments().parse_args(words)
+    except SystemExit:
+        raise ConfigError(said.getvalue().strip().rpartition("error: ")[2]) from None
+    settings_of(args)
+
+
+ENGINE = EngineSpec(
+    name="embedded",
+    title="embedded",
+    module=MODULE,
+    check=check,
+    context_option="--max-positions",
+    default_context=EngineSettings(name="", model="").max_positions,
+)

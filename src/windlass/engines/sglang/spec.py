@@ -244,6 +244,7 @@ ENGINE = EngineSpec(
     releases=RELEASES,
     rules=RULES,
     server=SglangServer(),
+    context_option="--context-length",
     needs_port=True,
     spans_nodes=True,
     cpu_arguments=(

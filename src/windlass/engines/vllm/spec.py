@@ -291,6 +291,7 @@ ENGINE = EngineSpec(
     releases=RELEASES,
     rules=RULES,
     server=VllmServer(),
+    context_option="--max-model-len",
     needs_port=True,
     spans_nodes=True,
     cpu_arguments=(
