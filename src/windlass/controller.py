@@ -75,7 +75,7 @@ class Controller:
         )
         config = config or ControlConfig()
         self.coordinator = Coordinator(config, journal_path=journal_path)
-        self.batches = BatchQueue()
+        self.batches = BatchQueue(lambda: self.coordinator.fleet.num_trainer_ranks)
         policy = staleness or StalenessPolicy.unbounded(DEFAULT_CONCURRENCY)
         self.rollouts = RolloutController(
             self.coordinator, policy, token=token, config=rollout_config

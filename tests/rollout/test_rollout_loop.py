@@ -44,7 +44,13 @@ from windlass.rollout import (
     mount_rollout_routes,
     training_samples,
 )
-from windlass.rollout.messages import CONTROLLER_FRAMES, CompletionBatch, WorkerHello
+from windlass.rollout.batches import MAX_ASKED_STEPS
+from windlass.rollout.messages import (
+    CONTROLLER_FRAMES,
+    CompletionBatch,
+    TrainingSample,
+    WorkerHello,
+)
 
 TOKEN = "a-token"
 SAMPLING = SamplingParams(max_new_tokens=6)
@@ -710,8 +716,51 @@ async def test_a_batch_that_cannot_be_had_is_a_named_error(rig: Rig) -> None:
     with pytest.raises(StaleMessage, match=r"step must be one of \[1, 2\], got 0"):
         await asyncio.to_thread(ask, 0)
     await asyncio.to_thread(ask, 2)
-    with pytest.raises(ConfigError, match="world_size of step 2 must be 1, got 2"):
-        await asyncio.to_thread(ask, 2, world_size=2)
+
+
+async def test_a_question_changes_no_other_ranks_answer() -> None:
+    """The first question for a step decided its world size, and one for a later step drew batches early."""
+    num_ranks = 0
+    queue = BatchQueue(lambda: num_ranks)
+    strangers = [
+        asyncio.create_task(queue.shard(0, 0, 1, deadline_s=20)),
+        asyncio.create_task(queue.shard(1 << 52, 0, 1, deadline_s=20)),
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(PeerTimeout, match="asked for step 1 within"):
+        await queue.requested(1, deadline_s=0.05)
+    num_ranks = 4
+    ranks = [asyncio.create_task(queue.shard(0, rank, 2, deadline_s=20)) for rank in (0, 1)]
+    await queue.requested(0, deadline_s=20)
+    with pytest.raises(ConfigError, match="must divide the number of trainer ranks, 4, got 3"):
+        await queue.shard(0, 0, 3, deadline_s=20)
+    await queue.put(0, [[sample(index)] for index in range(4)])
+    answers = [[s.group_id for s in (await rank).samples] for rank in ranks]
+    assert answers == [[0, 2], [1, 3]]
+    await queue.requested(0, deadline_s=0.05)  # it was put
+    for stranger in strangers:
+        stranger.cancel()
+
+
+async def test_a_queue_remembers_few_of_the_steps_that_were_asked_for() -> None:
+    queue = BatchQueue()
+    asked = [
+        asyncio.create_task(queue.shard(step, 0, 1, deadline_s=20))
+        for step in range(MAX_ASKED_STEPS + 1)
+    ]
+    await asyncio.sleep(0)
+    await queue.requested(MAX_ASKED_STEPS, deadline_s=0.05)
+    with pytest.raises(PeerTimeout):
+        await queue.requested(0, deadline_s=0.05)
+    for question in asked:
+        question.cancel()
+
+
+def sample(group_id: int) -> TrainingSample:
+    return TrainingSample(
+        prompt_ids=(1,), output_ids=(2,), logprobs=(0.0,), versions=(0,), reward=0.0,
+        group_id=group_id, engine="a",
+    )  # fmt: skip
 
 
 async def first_answer(rig: Rig, frame: msgspec.Struct) -> object:

@@ -1,4 +1,4 @@
-"""What a controller shows of itself: `/`, `/v1/overview`, `/v1/events` and `/metrics`."""
+"""Routes on which a controller shows its state: `/`, `/v1/overview`, `/v1/events` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,13 @@ SEND_DEADLINE_S = 10.0
 LAST_ROUNDS = 20
 BINDING = "binding "
 LOOK_AFTER_S = 0.2
-"""From a change of the fleet to a look at it, which sees all changes that came meanwhile."""
+"""Seconds from a change of the fleet to the comparison with the last one, which covers all changes in between."""
+FRAME_PERIOD_S = 0.25
+"""Shortest time between two events of a stream."""
+MAX_FRAME_SHARE = 0.05
+"""Largest share of the event loop's time that is spent on making events."""
+MAX_STREAMS = 64
+"""Event streams that a controller serves at once."""
 
 
 @final
@@ -45,6 +51,9 @@ class Operations:
         self._tracer = find_tracer()
         self._page = read_page().encode()
         self._open_pages: set[asyncio.Event] = set()
+        self._frame = b""
+        self._frame_timer: asyncio.TimerHandle | None = None
+        self._next_frame_at = 0.0
         self._closed = False
         self._staleness: Counter[int] = Counter()
         self._history, self._events = History(), FleetEvents()
@@ -72,13 +81,27 @@ class Operations:
 
     def close(self) -> None:
         """End open streams. Idempotent."""
-        if self._look_timer is not None:
-            self._look_timer.cancel()
+        for timer in (self._look_timer, self._frame_timer):
+            if timer is not None:
+                timer.cancel()
         self._closed = True
-        self._notify()
+        for event in self._open_pages:
+            event.set()
 
     def _notify(self) -> None:
-        """Something changed: every open page gets the new state. Changes in between coalesce."""
+        """Schedule an event for all open pages. It covers all changes until it is made."""
+        if self._open_pages and self._frame_timer is None and not self._closed:
+            self._frame_timer = asyncio.get_running_loop().call_at(
+                self._next_frame_at, self._make_frame
+            )
+
+    def _make_frame(self) -> None:
+        """Encode the overview once, for all open pages. Updates run in this loop, so its share is limited."""
+        time = asyncio.get_running_loop().time
+        began_at, self._frame_timer = time(), None
+        self._frame = b"data: " + msgspec.json.encode(self.overview()) + b"\n\n"
+        took_s = time() - began_at
+        self._next_frame_at = began_at + max(FRAME_PERIOD_S, took_s / MAX_FRAME_SHARE)
         for event in self._open_pages:
             event.set()
 
@@ -208,13 +231,26 @@ class Operations:
         )
 
     async def _serve_events(self, request: web.Request) -> web.StreamResponse:
+        if len(self._open_pages) >= MAX_STREAMS:
+            raise web.HTTPServiceUnavailable(
+                text=f"events: at most {MAX_STREAMS} streams are served at once; close one, or ask "
+                "for /v1/overview"
+            )
+        changed = asyncio.Event()
+        self._open_pages.add(changed)
+        try:
+            return await self._stream_events(request, changed)
+        finally:
+            self._open_pages.discard(changed)
+
+    async def _stream_events(
+        self, request: web.Request, changed: asyncio.Event
+    ) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         )
         await response.prepare(request)
-        changed = asyncio.Event()
-        changed.set()
-        self._open_pages.add(changed)
+        self._notify()
         try:
             while True:
                 try:
@@ -224,13 +260,11 @@ class Operations:
                     frame = b": still here\n\n"
                 else:
                     changed.clear()
-                    frame = b"data: " + msgspec.json.encode(self.overview()) + b"\n\n"
+                    frame = self._frame
                 if self._closed:
                     break
                 async with asyncio.timeout(SEND_DEADLINE_S):
                     await response.write(frame)
         except (ConnectionError, TimeoutError):
             pass  # the page was closed, or does not read
-        finally:
-            self._open_pages.discard(changed)
         return response

@@ -32,7 +32,9 @@ from windlass.updates.changes import Changes
 
 MAX_WAIT_S = 3600.0
 KEPT_STEPS = 2
-"""That can still be asked for again; older ones are forgotten when a newer one is put."""
+"""Steps that ranks can still ask for again; `put` drops older ones."""
+MAX_ASKED_STEPS = 1024
+"""Steps, asked for and not put yet, that a queue remembers; it drops those that were asked for first."""
 ANSWER_MARGIN_S = 2.0
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
@@ -77,14 +79,18 @@ class BatchQueue:
     """Hands each trainer rank its shard of each step's batch; same question, same answer.
 
     A group is never split between ranks: rank r of n gets groups r, r + n, r + 2n, ... in
-    the order in which they were put.
+    the order in which they were put. A question changes no other rank's answer.
+
+    Args:
+        num_ranks: returns the number of connected trainer ranks, or 0 while it is unknown. A rank that asks for a
+            shard of a number that does not divide it is refused.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: Callable[[], int] = lambda: 0) -> None:
         self._batches: OrderedDict[int, tuple[tuple[TrainingSample, ...], ...]] = OrderedDict()
-        self._world_size: dict[int, int] = {}
+        self._num_ranks = num_ranks
         self._last_step = -1
-        self._highest_requested = -1
+        self._asked: OrderedDict[int, None] = OrderedDict()
         self._changes = Changes()
         self._listeners: list[Callable[[Sequence[TrainingSample]], None]] = []
 
@@ -105,9 +111,9 @@ class BatchQueue:
             raise ConfigError(f"BatchQueue: step {step} needs at least one group, got none")
         self._batches[step] = batch
         self._last_step = step
+        self._asked = OrderedDict.fromkeys(asked for asked in self._asked if asked > step)
         while len(self._batches) > KEPT_STEPS:
-            forgotten, _ = self._batches.popitem(last=False)
-            self._world_size.pop(forgotten, None)
+            self._batches.popitem(last=False)
         self._changes.notify()
         samples = [sample for group in batch for sample in group]
         for listener in self._listeners:
@@ -123,13 +129,15 @@ class BatchQueue:
         """
 
         def message() -> str:
-            newest = "none" if self._highest_requested < 0 else f"step {self._highest_requested}"
+            newest = f"step {next(reversed(self._asked))}" if self._asked else "none"
             return (
                 f"batch: no trainer rank asked for step {step} within {deadline_s} s; "
                 f"the newest that was asked for: {newest}"
             )
 
-        await self._changes.until(lambda: self._highest_requested >= step, deadline_s, message)
+        await self._changes.until(
+            lambda: step in self._asked or step in self._batches, deadline_s, message
+        )
 
     async def shard(
         self, step: int, rank: int, world_size: int, *, deadline_s: float
@@ -137,14 +145,20 @@ class BatchQueue:
         """A rank's shard, once the step was put.
 
         Raises:
-            ConfigError: rank outside [0, world_size), or another world size than before.
+            ConfigError: rank outside [0, world_size), or a world size that does not divide the number of
+                trainer ranks.
             StaleMessage: the step was forgotten.
             PeerTimeout: the step was not put within `deadline_s`.
         """
         if not 0 <= rank < world_size:
             raise ConfigError(f"batch: rank must be in [0, {world_size}), got {rank}")
-        self._highest_requested = max(self._highest_requested, step)
-        self._changes.notify()
+        self._check_world_size(world_size)
+        if step > self._last_step:
+            self._asked[step] = None
+            self._asked.move_to_end(step)
+            if len(self._asked) > MAX_ASKED_STEPS:
+                self._asked.popitem(last=False)
+            self._changes.notify()
         await self._changes.until(
             lambda: self._last_step >= step,
             deadline_s,
@@ -152,13 +166,17 @@ class BatchQueue:
         )
         if step not in self._batches:
             raise StaleMessage(f"batch: step must be one of {list(self._batches)}, got {step}")
-        agreed = self._world_size.setdefault(step, world_size)
-        if agreed != world_size:
-            raise ConfigError(
-                f"batch: world_size of step {step} must be {agreed}, got {world_size}"
-            )
+        self._check_world_size(world_size)
         shard = self._batches[step][rank::world_size]
         return TrainingBatch(step, tuple(sample for group in shard for sample in group))
+
+    def _check_world_size(self, world_size: int) -> None:
+        num_ranks = self._num_ranks()
+        if num_ranks % world_size:
+            raise ConfigError(
+                f"batch: world_size must divide the number of trainer ranks, {num_ranks}, "
+                f"got {world_size}"
+            )
 
     async def serve(self, request: web.Request) -> web.Response:
         """Answer `GET /v1/batches`."""

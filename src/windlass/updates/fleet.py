@@ -326,6 +326,12 @@ class Fleet:
             del self._groups[group.name]
         return group
 
+    @property
+    def num_trainer_ranks(self) -> int:
+        """Number of ranks of the trainer job; 0 while none is connected."""
+        trainers = self.trainers()
+        return trainers.world_size if trainers is not None else 0
+
     def trainers(self) -> Group | None:
         """The trainer job, complete or not."""
         found = self._groups.get(self._trainer_group)
