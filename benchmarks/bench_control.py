@@ -116,7 +116,7 @@ class Agents:
 
     async def run(self) -> None:
         print(*await self.serve_http(), flush=True)
-        async with open_http(TOKEN, many_connections=True) as http:
+        async with open_http(TOKEN, to_controller=True, many_connections=True) as http:
             await asyncio.gather(*(self._agent(http, index) for index in range(len(self.hellos))))
 
     async def _agent(self, http: aiohttp.ClientSession, index: int) -> None:

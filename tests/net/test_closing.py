@@ -47,7 +47,8 @@ async def test_who_has_left_before_it_is_served_is_no_error(
                     connection.sendall(asking_for(path))
 
         await asyncio.to_thread(come_and_go)
-        async with asyncio.timeout(WITHIN_S), open_http(TOKEN) as http:  # it came after them
+        # This request comes after all of them.
+        async with asyncio.timeout(WITHIN_S), open_http(TOKEN, to_controller=True) as http:
             await (await http.get(f"{controller.url}/v1/overview")).read()
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 

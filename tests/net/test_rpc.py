@@ -202,7 +202,7 @@ def test_a_client_that_can_start_no_thread_says_so_when_it_connects(
 
 @pytest.mark.parametrize("is_deflated", [True, False])
 async def test_nothing_is_decompressed_and_nothing_large_is_read_whole(is_deflated: bool) -> None:
-    async with served(keeps_calls=False) as server, open_http(TOKEN) as http:
+    async with served(keeps_calls=False) as server, open_http(TOKEN, to_controller=True) as http:
         socket = await http.ws_connect(
             server.server.url + "/v1/agents", compress=15 if is_deflated else 0
         )

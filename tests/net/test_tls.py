@@ -138,6 +138,25 @@ async def test_a_blocking_client_and_an_agent_verify_the_server_too(
                     await asyncio.to_thread(call)
 
 
+@pytest.mark.parametrize("role", sorted(set(Access) - {Access.OWNER}))
+async def test_no_client_shows_its_token_to_a_server_with_another_roles_certificate(
+    role: Access, authority: Authority
+) -> None:
+    """A trainer showed its token to an impostor that had an engine's certificate for the same host."""
+    with served(authority.issue(role.value)) as url:
+
+        def ask() -> None:
+            with BatchClient(url, TOKEN) as batches:
+                batches.next_batch(0, 0, 1, deadline_s=0.5)
+
+        says = f"must be a controller's, got one of role {role}"
+        with environment(authority.issue("trainer")):
+            with pytest.raises(windlass.PeerTimeout, match=says):
+                await asyncio.to_thread(ask)
+            with pytest.raises(PeerUnreachable, match=says):
+                await fetch_overview(url, TOKEN, 10.0)
+
+
 @pytest.mark.parametrize("role", list(Access))
 async def test_a_certificate_opens_the_routes_of_its_role_and_no_others(
     role: Access, authority: Authority
@@ -145,7 +164,7 @@ async def test_a_certificate_opens_the_routes_of_its_role_and_no_others(
     with environment(authority.issue()):
         async with windlass.Controller(token=TOKEN) as controller:
             with environment(authority.issue(role.value)):
-                http = open_http("")
+                http = open_http("", to_controller=True)
             async with http:
                 for route, allowed in ROUTES.items():
                     if "{" in route:
@@ -166,7 +185,10 @@ async def test_a_certificate_opens_the_routes_of_its_role_and_no_others(
 
 async def test_a_certificate_without_a_role_opens_nothing(authority: Authority) -> None:
     with environment(authority.issue()):
-        async with windlass.Controller(token="") as controller, open_http("") as http:
+        async with (
+            windlass.Controller(token="") as controller,
+            open_http("", to_controller=True) as http,
+        ):
             async with http.get(controller.url + "/v1/status") as answer:
                 assert answer.status == 401
             # Nothing follows from an empty secret, which everybody knows.
@@ -251,11 +273,11 @@ async def test_strangers_of_a_tls_listener_are_few_and_do_not_last(
     monkeypatch.setattr(listener, "MAX_STRANGERS", 4)
     with environment(authority.issue()):
         server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
-        context = client_context() if shakes_hands else None
+        context = client_context(to_controller=True) if shakes_hands else None
         await server.start()
         try:
             port = urlsplit(server.url).port
-            async with open_http(TOKEN) as kept:
+            async with open_http(TOKEN, to_controller=True) as kept:
                 async with kept.get(server.url + "/nothing") as answer:
                     assert answer.status == 404
                 strangers = [
@@ -291,7 +313,7 @@ async def test_a_request_behind_the_handshake_in_one_segment_is_answered(
     with environment(authority.issue()):
         server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
         await server.start()
-        context = client_context()
+        context = client_context(to_controller=True)
         assert context is not None
 
         def ask() -> bytes:
@@ -349,7 +371,7 @@ def test_files_that_do_not_go_together_are_refused_by_name(authority: Authority)
         environment({**files, "WINDLASS_TLS_CA": "/nowhere"}),
         pytest.raises(ConfigError, match="PEM"),
     ):
-        client_context()
+        client_context(to_controller=True)
 
 
 async def test_where_tls_is_required_a_plain_controller_address_is_refused_everywhere(
@@ -396,7 +418,7 @@ async def test_who_listens_on_the_wire_reads_a_token_without_tls_and_nothing_wit
         port = wire.sockets[0].getsockname()[1]
         url = f"{urlsplit(server.url).scheme}://127.0.0.1:{port}/nothing"
         try:
-            async with open_http(TOKEN) as http, http.get(url) as answer:
+            async with open_http(TOKEN, to_controller=True) as http, http.get(url) as answer:
                 assert answer.status == 404
         finally:
             wire.close()

@@ -39,7 +39,7 @@ async def fetch_overview(url: str, token: str, deadline_s: float) -> dict[str, A
     with _errors_of(url, deadline_s):
         async with (
             asyncio.timeout(deadline_s),
-            open_http(token) as session,
+            open_http(token, to_controller=True) as session,
             session.get(f"{url}/v1/overview") as answer,
         ):
             await _check(url, answer)
@@ -57,7 +57,7 @@ async def follow_overview(
     """
     with _errors_of(url, deadline_s):
         async with (
-            open_http(token, many_connections=True) as session,
+            open_http(token, to_controller=True, many_connections=True) as session,
             asyncio.timeout(deadline_s) as timeout,
             session.get(f"{url}/v1/events") as answer,
         ):

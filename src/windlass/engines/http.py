@@ -84,7 +84,7 @@ class EngineHttp:
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
         what = f"{method} {self.url}{path}"
-        connection = open_connection(self.url, deadline_s)
+        connection = open_connection(self.url, deadline_s, to_controller=False)
         try:
             connection.request(method, path, body, headers)
             response = connection.getresponse()

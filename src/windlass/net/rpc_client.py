@@ -244,7 +244,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
 
     async def _stay_connected(self) -> None:
         backoff_s, give_up_at = FIRST_BACKOFF_S, self._loop.time() + self._give_up_s
-        async with open_http(self._token) as http:
+        async with open_http(self._token, to_controller=True) as http:
             while True:
                 was_connected = False
                 try:

@@ -179,17 +179,20 @@ def raise_file_limit() -> int:
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
-def open_http(token: str, *, many_connections: bool = False) -> aiohttp.ClientSession:
-    """For requests with this token, which follow no redirect: it is for that server and no other.
+def open_http(
+    token: str, *, to_controller: bool, many_connections: bool = False
+) -> aiohttp.ClientSession:
+    """Return a session for requests that carry `token`. They follow no redirect, which could lead to another server.
 
     Args:
         token: shown to the server; empty for none.
-        many_connections: as many connections at once as this process may have descriptors for (requests
-            beyond wait for one), and no deadline but those of single requests.
+        to_controller: see `client_context`.
+        many_connections: allow as many connections at once as this process may have descriptors (further requests
+            wait for a connection), and no deadline except those of single requests.
     """
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(_refuse_redirect)
-    tls = client_context()
+    tls = client_context(to_controller=to_controller)
     # Half of them for connections in use: as many may be kept open beside them.
     limit = max((raise_file_limit() - OTHER_DESCRIPTORS) // 2, 1) if many_connections else 100
     return aiohttp.ClientSession(
@@ -200,14 +203,19 @@ def open_http(token: str, *, many_connections: bool = False) -> aiohttp.ClientSe
     )
 
 
-def open_connection(url: str, timeout_s: float | None) -> http.client.HTTPConnection:
-    """A connection for blocking requests to a server; it is made with the first of them."""
+def open_connection(
+    url: str, timeout_s: float | None, *, to_controller: bool
+) -> http.client.HTTPConnection:
+    """Return a connection for blocking requests to a server. The first request opens it.
+
+    `to_controller`: see `client_context`.
+    """
     parts = urlsplit(url)
     host = parts.hostname or ""
     if parts.scheme != "https":
         return http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
     return http.client.HTTPSConnection(
-        host, parts.port, timeout=timeout_s, context=client_context()
+        host, parts.port, timeout=timeout_s, context=client_context(to_controller=to_controller)
     )
 
 

@@ -1,10 +1,12 @@
 """TLS of the control routes, from three environment variables that name PEM files.
 
-WINDLASS_TLS_CERT and WINDLASS_TLS_KEY are this process's certificate, as a server and as a client.
-WINDLASS_TLS_CA holds whom it believes; without it the system's authorities, and no client's certificate.
+WINDLASS_TLS_CERT and WINDLASS_TLS_KEY are the certificate of this process, as a server and as a client.
+WINDLASS_TLS_CA holds the authorities that this process trusts. Without it the process trusts the system's
+authorities and accepts no client certificate.
 
-A process that has any of them speaks TLS alone: its servers take no plain connection, and it refuses
-addresses that begin with `http://`. Files are read once.
+A process that has any of these variables uses TLS only: its servers accept no plain connection, and its clients
+refuse addresses that begin with `http://`. A client does not show its token to a controller whose certificate
+names another role than the owner's. Files are read once.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from windlass.envs import (
     environment_value,
 )
 from windlass.errors import ConfigError
+from windlass.net.access import Access, Certificate, role_of_certificate
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +74,16 @@ def server_context() -> ssl.SSLContext | None:
     return _server_context(files)
 
 
-def client_context() -> ssl.SSLContext | None:
-    """What a client of this process verifies servers with; None for the system's defaults.
+def client_context(*, to_controller: bool) -> ssl.SSLContext | None:
+    """Return the context by which a client of this process verifies a server; None for the system's defaults.
+
+    Args:
+        to_controller: the server must be a controller: its certificate may name the role `owner` or none.
 
     Raises:
         ConfigError: a file cannot be used.
     """
-    return _client_context(_files()) if is_tls_required() else None
+    return _client_context(_files(), to_controller) if is_tls_required() else None
 
 
 @cache
@@ -86,11 +92,39 @@ def _server_context(files: _Files) -> ssl.SSLContext:
 
 
 @cache
-def _client_context(files: _Files) -> ssl.SSLContext:
+def _client_context(files: _Files, to_controller: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks chain and host name
+    if to_controller:
+        context.sslsocket_class = _ControllerSocket
+        context.sslobject_class = _ControllerObject
     if not files.ca:
         context.load_default_certs()
     return _load(context, files, ssl.CERT_REQUIRED)
+
+
+class _ControllerSocket(ssl.SSLSocket):
+    """A connection of a blocking client to a controller."""
+
+    def do_handshake(self, block: bool = False) -> None:
+        super().do_handshake(block)
+        _check_controller(self.getpeercert())
+
+
+class _ControllerObject(ssl.SSLObject):
+    """A connection of an asynchronous client to a controller."""
+
+    def do_handshake(self) -> None:
+        super().do_handshake()
+        _check_controller(self.getpeercert())
+
+
+def _check_controller(certificate: Certificate | None) -> None:
+    """Raise SSLCertVerificationError if a verified certificate belongs to another process than a controller."""
+    role = role_of_certificate(certificate)
+    if role not in {None, Access.OWNER}:
+        raise ssl.SSLCertVerificationError(
+            f"the server's certificate must be a controller's, got one of role {role}"
+        )
 
 
 def _load(context: ssl.SSLContext, files: _Files, verify: ssl.VerifyMode) -> ssl.SSLContext:

@@ -265,7 +265,7 @@ class BatchClient(Closing):
 
     def _get(self, target: str, timeout_s: float) -> tuple[int, bytes]:
         if self._connection is None:
-            self._connection = open_connection(self._url, timeout_s)
+            self._connection = open_connection(self._url, timeout_s, to_controller=True)
         connection = self._connection
         if connection.sock is not None:
             connection.sock.settimeout(timeout_s)

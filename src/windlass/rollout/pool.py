@@ -125,7 +125,9 @@ class LocalWorker(Worker):
         super().__init__(hello)
         self._on_outcomes = on_outcomes
         self._kept: list[RolloutOutcome] = []
-        self._session = open_http(role_token(token, Access.CLIENT), many_connections=True)
+        self._session = open_http(
+            role_token(token, Access.CLIENT), to_controller=False, many_connections=True
+        )
         self._attempts = Attempts(self._session, workflows, hello, self._ended)
 
     def enqueue(self, task: RolloutTask) -> None:

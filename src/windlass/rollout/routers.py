@@ -185,7 +185,7 @@ class RouterUpdates:
 
     async def _keep_told(self, config: RouterConfig, changed: asyncio.Event, token: str) -> None:
         told: _Fleet | None = None
-        async with open_http(token) as http:
+        async with open_http(token, to_controller=False) as http:
             while True:
                 await changed.wait()
                 changed.clear()

@@ -338,7 +338,9 @@ async def run_worker(
         ProtocolError: the controller refuses this worker.
     """
     engine_token = engine_token or role_token(token, Access.CLIENT)
-    async with open_http(engine_token, many_connections=True) as engine_session:
+    async with open_http(
+        engine_token, to_controller=False, many_connections=True
+    ) as engine_session:
         worker = RolloutWorker(settings, token, engine_session, workflows)
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):

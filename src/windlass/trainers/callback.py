@@ -231,7 +231,7 @@ class RolloutCallback(Closing):
         )
 
     def _post(self, body: bytes, timeout_s: float) -> tuple[str, ...]:
-        connection = open_connection(self.url, timeout_s)
+        connection = open_connection(self.url, timeout_s, to_controller=True)
         try:
             connection.request("POST", "/v1/callback", body, authorization(self._token))
             response = connection.getresponse()

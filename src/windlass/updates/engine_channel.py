@@ -33,7 +33,7 @@ def report_cannot_join(url: str, token: str, engine: str, reason: str) -> None:
     async def report() -> None:
         async with (
             asyncio.timeout(CANNOT_JOIN_S),
-            open_http(token) as http,
+            open_http(token, to_controller=True) as http,
             http.ws_connect(url.rstrip("/") + AGENTS_PATH) as socket,
         ):
             await send_frame(socket, encode(CannotJoin(PROTOCOL_VERSION, engine, reason)))
