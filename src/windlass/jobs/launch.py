@@ -30,6 +30,7 @@ from windlass.envs import (
     secret_value,
 )
 from windlass.errors import ConfigError, PeerTimeout, TrainerError, WindlassError
+from windlass.files import write_file
 from windlass.jobs.config import (
     CHECKPOINT_RECORD,
     Checkpoint,
@@ -140,7 +141,7 @@ async def run_job(
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
-    (output_dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary)))
+    write_file(output_dir / "summary.json", msgspec.json.format(msgspec.json.encode(summary)))
     # With a replica the last update ends in the ranks' `close`, which answers nobody.
     if not summary.stopped_by and summary.version < job.version:
         raise WindlassError(
@@ -231,7 +232,7 @@ class _Job:
         finally:
             # Before everybody leaves; of a job that fails, too.
             page = saved_page(controller.overview(), f"the job in {self._output_dir.name}/")
-            (self._output_dir / "report.html").write_text(page, encoding="utf-8")
+            write_file(self._output_dir / "report.html", page.encode())
             in_call = not work.done()  # ranks that stand in a call hear nothing else
             for task in (work, *others):
                 task.cancel()

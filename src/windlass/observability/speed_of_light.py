@@ -10,6 +10,7 @@ from typing import Any, final
 from msgspec import to_builtins
 
 from windlass.errors import ConfigError
+from windlass.files import replacing
 from windlass.updates.report import Measure, UpdateReport
 
 
@@ -112,7 +113,7 @@ class SpeedOfLight:
 
 
 def save_plot(updates: Sequence[SpeedOfLight], path: Path) -> None:
-    """A PNG, by matplotlib (the extra `demo`): the stages of every update as a stacked bar, the limit as a line."""
+    """Write a PNG, by matplotlib (the extra `demo`): the stages of each update as a stacked bar, the limit as a line."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -131,5 +132,6 @@ def save_plot(updates: Sequence[SpeedOfLight], path: Path) -> None:
     axes.set_xticks(list(places), [str(update.report.version) for update in updates])
     axes.grid(alpha=0.3, axis="y")
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=120, format="png")
     plt.close(figure)

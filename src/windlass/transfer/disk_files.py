@@ -23,6 +23,7 @@ import msgspec
 import xxhash
 
 from windlass.errors import DECODE_ERRORS, TransferFailed
+from windlass.files import replacing
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Shard, ShardManifest
@@ -209,25 +210,14 @@ def _elements(shard: Shard, address: int, dtype: DType, memory: MemoryOps) -> It
 
 
 def _write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write under a temporary name, flush, rename, flush the folder; returns bytes and digest.
-
-    Nobody can foretell that name, and what somebody has put there is neither followed nor overwritten.
-    """
-    temporary = path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
+    """Write a file as `replacing` does and flush it and its folder; return its length and its digest."""
     digest, nbytes = xxhash.xxh3_128(), 0
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    opened = os.open(temporary, flags, OWNERS_FILE)
-    try:
-        with os.fdopen(opened, "wb") as file:
-            for chunk in chunks:
-                digest.update(chunk)
-                nbytes += file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:  # whatever it is: half a file must not stay behind
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path, OWNERS_FILE) as file:
+        for chunk in chunks:
+            digest.update(chunk)
+            nbytes += file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     from windlass.updates.coordinator import Coordinator
 
 _log = logging.getLogger(__name__)
-KEPT_REFUSALS = 1024
+KEPT_REFUSALS = 256
+"""Refused ranks and engines whose reasons a controller shows; each reason has at most 2,000 characters."""
 
 
 @final
@@ -175,7 +176,8 @@ class Members:
 
     def _failed_to_join(self, frame: CannotJoin) -> None:
         reason = frame.message[:MAX_REASON_LENGTH]
-        _log.error("engine %s cannot join: %s", frame.group, reason)
+        if self._refusals.get(frame.group) != (frame.group, reason):
+            _log.error("engine %s cannot join: %s", frame.group, reason)
         group = self._fleet.group_of(frame.group)
         if group is None or not group.complete:  # else another try to start it has failed
             self._note_refusal(frame.group, frame.group, reason)

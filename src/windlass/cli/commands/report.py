@@ -11,6 +11,7 @@ import msgspec
 from windlass.cli import Command
 from windlass.cli.controller import add_controller, overview
 from windlass.errors import ConfigError, ProtocolError
+from windlass.files import write_file
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.observability.page import saved_page
 from windlass.observability.speed_of_light import SpeedOfLight, save_plot
@@ -67,11 +68,11 @@ def run(args: argparse.Namespace) -> int:
     if not updates:
         print("no update was published yet")
     if args.json is not None:
-        args.json.write_bytes(msgspec.json.encode([update.as_dict() for update in updates]))
+        write_file(args.json, msgspec.json.encode([update.as_dict() for update in updates]))
     if args.plot is not None:
         save_plot(updates, args.plot)
     if args.html is not None:
-        args.html.write_text(saved_page(view, args.url), encoding="utf-8")
+        write_file(args.html, saved_page(view, args.url).encode())
         print(f"wrote {args.html}: open it in a browser, or send it")
     return 0
 

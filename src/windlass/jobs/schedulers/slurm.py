@@ -37,6 +37,8 @@ from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, first_nod
 from windlass.jobs.schedulers.local import LocalBackend
 
 COMMAND_DEADLINE_S = 30.0
+MAX_UNPROVEN = 64
+"""Connections that have sent no lease yet; beyond that the oldest is closed."""
 JOB_ID = re.compile(r"(\d+)(;.*)?$")
 OWNED_OPTIONS = (
     *("array", "cpus-per-task", "error", "export", "gpus", "gpus-per-node", "gpus-per-socket"),
@@ -144,6 +146,7 @@ class SlurmBackend(ClusterBackend):
         self._server: asyncio.Server | None = None
         self._address: tuple[str, int] = ("", 0)
         self._unclaimed: dict[str, _Job] = {}
+        self._unproven: dict[asyncio.StreamWriter, None] = {}
         self._jobs: dict[str, _Job] = {}
         self._job_of: dict[str, str] = {}
 
@@ -208,11 +211,17 @@ class SlurmBackend(ClusterBackend):
         raise ConfigError(f"slurm: {spec.name}: sbatch refused: {'; '.join(said)}")
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._unproven[writer] = None
+        if len(self._unproven) > MAX_UNPROVEN:
+            # A node sends its lease at once, so the oldest connection is a stranger's.
+            next(iter(self._unproven)).transport.abort()
         try:
             async with asyncio.timeout(COMMAND_DEADLINE_S):
                 said = (await reader.readline()).decode(errors="replace").strip()
         except (TimeoutError, ValueError, ConnectionError):
             said = ""
+        finally:
+            del self._unproven[writer]
         job = self._unclaimed.pop(said, None)
         if job is None:
             writer.close()
