@@ -43,7 +43,7 @@ from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.checker import check_served
 from windlass.jobs.demo.recipe import PaceClock, RepeatOperand
 from windlass.jobs.demo.run import make_directory, prepare_server
-from windlass.jobs.recipe import in_thread
+from windlass.jobs.recipe import in_thread, score
 from windlass.jobs.schedulers.base import ProcessSpec
 from windlass.jobs.schedulers.local import LocalScheduler, visible_gpus
 from windlass.jobs.train_controller import TrainController
@@ -275,7 +275,7 @@ async def train(
     try:
         for step in range(job.steps):
             groups = await rollouts.next_batch(rollout.groups_per_step, deadline_s=DEADLINE_S)
-            batch = [list(await in_thread(partial(recipe.samples, group))) for group in groups]
+            batch = [await in_thread("samples", partial(score, recipe, group)) for group in groups]
             samples = [sample for group in batch for sample in group]
             served += samples
             clock.stepping(samples, step)

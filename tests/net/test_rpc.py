@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from typing import Any, Never
+from typing import Any, Never, cast
 
 import aiohttp
 import msgspec
@@ -63,7 +63,7 @@ class Peer(Client[str, str, Welcome]):
         assert self.may_end.wait(WITHIN_S)
         return call.command.upper()
 
-    def failed(self, error: Exception, command: str) -> str:
+    def failed(self, error: Exception, command: str | None) -> str:
         return f"{type(error).__name__}: {error}"
 
 
@@ -252,3 +252,32 @@ def test_names_are_short_and_can_be_printed(name: str) -> None:
     check_name("engine-\u00e4 1", "worker")
     with pytest.raises(ProtocolError, match="worker must be 1 to 255 bytes of printable"):
         check_name(name, "worker")
+
+
+async def test_a_command_that_a_peer_cannot_read_is_answered_over_the_same_connection() -> None:
+    async with served(keeps_calls=True) as server:
+        peer = Peer(server.server.url, keeps_calls=True)
+        async with connected(server, peer):
+            peer.may_end.set()
+            unreadable = await server.session.call((1, 1, 1), cast("str", {"reward": True}))
+            answer = await server.session.call((1, 2, 1), "step")
+            async with asyncio.timeout(WITHIN_S):
+                said = await unreadable
+                assert said.startswith("ProtocolError: server frame of "), said
+                assert "Expected `str`, got `object`" in said
+                assert await answer == "STEP"
+            assert server.num_connected == 1
+
+
+async def test_a_frame_that_is_no_whole_envelope_is_asked_for_again_over_another_connection() -> (
+    None
+):
+    async with served(keeps_calls=True) as server:
+        peer = Peer(server.server.url, keeps_calls=True)
+        async with connected(server, peer):
+            peer.may_end.set()
+            await server.sockets[0].send_bytes(encode(Envelope(1, 1, 1, "step"))[:-2])
+            await server.wait_connected(2)
+            answer = await server.session.call((1, 2, 1), "step")
+            async with asyncio.timeout(WITHIN_S):
+                assert await answer == "STEP"

@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from fake_engine import FakeEngine, expected_tokens
 
 from windlass.errors import ConfigError, PeerTimeout, RolloutError
@@ -25,7 +27,9 @@ from windlass.rollout import (
     StalenessPolicy,
     StaticEngines,
     WorkflowContext,
+    lifecycle,
     mount_rollout_routes,
+    workflows,
 )
 from windlass.rollout.directory import EngineChoice
 from windlass.rollout.messages import EngineTarget
@@ -107,6 +111,39 @@ async def test_a_workflow_in_the_controllers_loop_sees_its_own_turns(rig: Rig) -
             tokens += turn.output.output_ids
         assert (len(rollout.turns), rollout.value) == (3, sum(tokens))
         assert rollout.versions == (0,) * 6
+    assert rig.controller.stats().lost == 0
+
+
+async def raises(context: WorkflowContext) -> object:
+    """Raise whatever the arguments name."""
+    await context.generate(np.array([1, 2]))  # type: ignore[arg-type]
+    kinds = (SystemExit, KeyboardInterrupt, asyncio.CancelledError, StopAsyncIteration)
+    raise {kind.__name__: kind for kind in kinds}[str(context.arguments)]("\ud800 cannot be sent")
+
+
+async def returns_arrays(context: WorkflowContext) -> object:
+    turn = await context.generate(torch.tensor([1, 2]))  # type: ignore[arg-type]
+    return {"reward": np.float32(0.5), "ids": np.array(turn.prompt_ids), "ok": np.bool_(True)}
+
+
+@pytest.mark.parametrize(
+    "raised", ["SystemExit", "KeyboardInterrupt", "CancelledError", "StopAsyncIteration"]
+)
+async def test_a_workflow_that_raises_anything_fails_its_rollout_and_nothing_else(
+    rig: Rig, raised: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The runner of the tests cannot send the character either.
+    monkeypatch.setattr(workflows.logger, "disabled", True)
+    monkeypatch.setattr(lifecycle.logger, "disabled", True)
+    await rig.start()
+    rig.controller.run_here({"raises": raises, "arrays": returns_arrays})
+    failing = rig.controller.submit_workflow("raises", raised, SAMPLING)
+    with pytest.raises(RolloutError, match=raised):
+        await rig.controller.wait([failing], deadline_s=30)
+    (rollout,) = await rig.controller.wait(
+        [rig.controller.submit_workflow("arrays", None, SAMPLING)], deadline_s=30
+    )
+    assert rollout.value == {"reward": 0.5, "ids": [1, 2], "ok": True}
     assert rig.controller.stats().lost == 0
 
 

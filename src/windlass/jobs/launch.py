@@ -10,7 +10,8 @@ import secrets
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -38,7 +39,7 @@ from windlass.jobs.config import (
     LaunchConfig,
     read_checkpoint,
 )
-from windlass.jobs.recipe import Recipe, in_thread, load_recipe
+from windlass.jobs.recipe import Recipe, Task, in_thread, load_recipe, recipe_error, score
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.schedulers.configs import create_scheduler
 from windlass.jobs.schedulers.local import LocalSchedulerConfig, visible_gpus
@@ -136,7 +137,8 @@ async def run_job(
     try:
         async with scheduler, job.controller:
             listen()  # again: Ray sets a handler of its own when it starts
-            recipe.started(config, job.controller, scheduler)
+            with _recipe_code("started"):
+                recipe.started(config, job.controller, scheduler)
             summary = await job.run()
     finally:
         for number in SIGNALS:
@@ -341,7 +343,9 @@ class _Job:
         config, controller, progress = self._config, self.controller, self._progress
         deadline_s = config.start_deadline_s
         if not config.rollout.num_workers:
-            controller.rollouts.run_here(self._recipe.workflows())
+            with _recipe_code("workflows"):
+                workflows = self._recipe.workflows()
+            controller.rollouts.run_here(workflows)
         world_size, engines = config.trainer.world_size, [e.name for e in config.engines]
         coordinator = controller.coordinator
 
@@ -426,7 +430,8 @@ class _Job:
     async def _step(self, batch: list[list[TrainingSample]]) -> None:
         trainer, step = self._config.trainer, self._steps
         samples = [sample for group in batch for sample in group]
-        await self._recipe.before_step(step, samples)
+        with _recipe_code(f"before_step of step {step}"):
+            await self._recipe.before_step(step, samples)
         self.controller.observe_samples(samples)
         async with self._in_step:
             result = await self._trainers.train_step(
@@ -453,13 +458,30 @@ class _Job:
             + trainer.max_restarts
             * (2 * self._config.start_deadline_s + trainer.publish_deadline_s)
         )
-        for task in self._recipe.tasks():
+        for task in self._tasks():
             await rollouts.wait_for_room(deadline_s=deadline_s)
             if task.workflow:
                 submit = partial(rollouts.submit_workflow_group, task.workflow, task.arguments)
             else:
                 submit = partial(rollouts.submit_group, task.prompt_ids)
             submit(rollout.samples_per_group, rollout.sampling, metadata=task.metadata)
+
+    def _tasks(self) -> Iterator[Task]:
+        """Yield the recipe's tasks.
+
+        Raises:
+            WindlassError: the recipe raised. ConfigError: it yielded anything but a `Task`.
+        """
+        with _recipe_code("tasks"):
+            tasks = iter(self._recipe.tasks())
+        for number in itertools.count():
+            with _recipe_code("tasks"):
+                task: object = next(tasks, None)
+            if task is None:
+                return
+            if not isinstance(task, Task):
+                raise ConfigError(f"recipe: tasks[{number}] must be a Task, got {task!r}")
+            yield task
 
     async def _batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
         """The groups of a step, scored; None when there are no tasks left for one.
@@ -504,11 +526,27 @@ class _Job:
         deadline_s = self._config.rollout.batch_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
-                return list(await in_thread(partial(self._recipe.samples, group)))
+                what = f"samples or rewards of group {group.group_id}"
+                return await in_thread(what, partial(score, self._recipe, group))
         except TimeoutError as error:
             raise PeerTimeout(
                 f"recipe: group {group.group_id} was not scored within {deadline_s} s"
             ) from error
+
+
+@contextmanager
+def _recipe_code(what: str) -> Iterator[None]:
+    """Have whatever the recipe raises inside end the job with a line that names `what`.
+
+    Raises:
+        WindlassError: the recipe raised.
+    """
+    try:
+        yield
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        raise recipe_error(what, error) from error
 
 
 def _owner_token() -> str:

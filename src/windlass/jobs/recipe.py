@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import importlib.util
+import logging
 import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from windlass.controller import Controller
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, WindlassError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.schedulers.base import Scheduler
-from windlass.rollout.batches import training_samples
+from windlass.rollout.batches import check_groups, training_samples
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import Workflow
+
+_log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 MODULE = "windlass_launched_recipe"
@@ -52,12 +55,16 @@ class Recipe(ABC):
 
     @abstractmethod
     def rewards(self, group: RolloutGroup) -> Sequence[float]:
-        """One per answer of a finished group. Runs in a thread, so it may take its time."""
+        """Return one finite number per rollout of a finished group. Runs in a thread, so it may take its time.
+
+        An array or a tensor will do. A signal cannot be used here: `signal.alarm` works in the main thread
+        alone.
+        """
 
     def samples(self, group: RolloutGroup) -> Sequence[TrainingSample]:
-        """What the trainers get of a group; one sample per answer unless overridden.
+        """Return what the trainers get of a group: one sample per answer, and of a workflow one per turn.
 
-        Nothing declines the group (all rewards are equal, say): another one takes its place.
+        An empty sequence declines the group (all rewards are equal, say): another one takes its place.
         """
         return training_samples(group, self.rewards(group))
 
@@ -137,18 +144,55 @@ def raised_at(error: BaseException, file: Path) -> str:
     return f"{where}{type(error).__name__}: {error}"
 
 
-async def in_thread(call: Callable[[], _T]) -> _T:
-    """Run user code in a thread that ends with the process: code that hangs must not keep it."""
+def score(recipe: Recipe, group: RolloutGroup) -> list[TrainingSample]:
+    """Return the samples that the recipe makes of a group; blocks.
+
+    Raises:
+        ConfigError: the recipe returned anything but samples; names the group.
+    """
+    samples: object = recipe.samples(group)
+    if not isinstance(samples, Iterable):
+        raise ConfigError(
+            f"recipe: samples of group {group.group_id} must be a sequence of TrainingSample, got {samples!r}"
+        )
+    (found,) = check_groups(f"recipe: samples of group {group.group_id}", [samples])
+    return list(found)
+
+
+async def in_thread(what: str, call: Callable[[], _T]) -> _T:
+    """Run code of the recipe in a thread that ends with the process, so that code that hangs does not keep it.
+
+    Args:
+        what: for errors.
+        call: whatever it raises, SystemExit included, is an error of the recipe.
+
+    Raises:
+        WindlassError: the code raised.
+    """
     result: Future[_T] = Future()
-    result.set_running_or_notify_cancel()  # whoever waits may give up; the thread goes on
+    # The caller may give up; the thread goes on.
+    result.set_running_or_notify_cancel()
     context = contextvars.copy_context()  # the fields of log lines
 
     def run() -> None:
         try:
             result.set_result(context.run(call))
-        # The boundary of user code: whatever it raises belongs to whoever waits.
-        except Exception as error:  # noqa: BLE001
-            result.set_exception(error)
+        except BaseException as error:  # noqa: BLE001 - the boundary of user code
+            result.set_exception(recipe_error(what, error))
 
     threading.Thread(target=run, name="recipe", daemon=True).start()
     return await asyncio.wrap_future(result)
+
+
+def recipe_error(what: str, error: BaseException) -> WindlassError:
+    """Return an error of the job for an exception of the recipe, whose traceback is logged."""
+    if isinstance(error, WindlassError):
+        return error
+    _log.error("recipe: %s raised", what, exc_info=error)
+    remedy = ""
+    if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
+        remedy = (
+            "; the recipe is called in a thread, where signal.alarm cannot be used: give math_verify "
+            "parsing_timeout=None and timeout_seconds=None, or use a process"
+        )
+    return WindlassError(f"recipe: {what} raised {type(error).__name__}: {error}{remedy}")

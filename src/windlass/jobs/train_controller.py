@@ -40,6 +40,7 @@ from windlass.net.messages import Garbled, MustWait, check_version
 from windlass.net.rpc import Session
 from windlass.net.rpc_server import serve
 from windlass.net.server import ControlServer
+from windlass.rollout.batches import check_groups
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import encode_value
 from windlass.updates.connect_messages import JOB_VARIABLE
@@ -247,9 +248,10 @@ class TrainController:
         """One optimiser step: group i goes to data-parallel rank i modulo their number.
 
         Raises:
+            ConfigError: a value of a group is no `TrainingSample`.
             TrainerError: a rank died, hung past `deadline_s` or raised.
         """
-        whole = tuple(tuple(group) for group in groups)
+        whole = check_groups("train_step", groups)
         shards = [whole[index::size] for index, size in self._shard_indices()]
         answers = await self._collective([TrainStep(step, shard) for shard in shards], deadline_s)
         weights = [float(sum(map(len, shard))) for shard in shards]

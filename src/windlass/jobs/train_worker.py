@@ -24,7 +24,7 @@ from windlass.net.addresses import own_address
 from windlass.net.logs import configure_logging, log_fields
 from windlass.net.messages import PROTOCOL_VERSION, Codec, Envelope, Refused, Reply
 from windlass.net.rpc_client import Client
-from windlass.rollout.messages import TrainingSample
+from windlass.rollout.messages import TrainingSample, as_number, plain_integers
 from windlass.rollout.workflows import encode_value
 from windlass.transfer.collective_group import Rendezvous
 from windlass.updates.connect_messages import JOB_VARIABLE
@@ -346,8 +346,9 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
     def on_frame(self, frame: Welcome) -> None:
         """A welcome says nothing else."""
 
-    def failed(self, error: Exception, command: TrainCommand) -> Failed:
-        _log.error("%s failed", type(command).__name__, exc_info=error)
+    def failed(self, error: Exception, command: TrainCommand | None) -> Failed:
+        name = "unreadable command" if command is None else type(command).__name__
+        _log.error("%s failed", name, exc_info=error)
         return Failed(f"{type(error).__name__}: {error}")
 
     def execute(self, call: Envelope[TrainCommand]) -> Done:
@@ -372,13 +373,17 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
                         "TORCHELASTIC_RESTART_COUNT": "0",
                     }
                 )
-                index, size = engine.setup(context)
-                return Done(data_parallel_rank=index, data_parallel_size=size)
+                place = plain_integers("setup: the returned ranks", engine.setup(context))
+                if len(place) != 2:
+                    raise ConfigError(
+                        f"setup must return (data-parallel rank, data-parallel size), got {place}"
+                    )
+                return Done(data_parallel_rank=place[0], data_parallel_size=place[1])
             case TrainStep(step=step, groups=groups):
-                return Done(metrics=dict(engine.train_step(step, groups)))
+                return Done(metrics=_metrics(engine.train_step(step, groups)))
             case PreparePublish(version=version):
                 with log_fields(version=version):
-                    return Done(sends_copies=engine.prepare_publish(version))
+                    return Done(sends_copies=bool(engine.prepare_publish(version)))
             case Save(path=path):
                 engine.save(path)
             case Load(path=path):
@@ -390,3 +395,16 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
                 self._is_stopped = True
                 engine.close()
         return Done()
+
+
+def _metrics(found: object) -> dict[str, float]:
+    """Return what an engine's `train_step` returned, as numbers of Python; none if it returned None.
+
+    Raises:
+        ConfigError: anything but a mapping of names to numbers.
+    """
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"train_step must return metrics, names to numbers, got {found!r}")
+    return {str(name): as_number(f"train_step: metric {name}", found[name]) for name in found}

@@ -83,6 +83,23 @@ class Envelope(_OfCall, Generic[T_co], frozen=True, tag="envelope"):
     command: T_co
 
 
+class UnreadCall(_OfCall, frozen=True, tag="envelope"):
+    """An envelope whose command this process cannot read."""
+
+    command: msgspec.Raw
+
+
+_UNREAD_CALLS = msgspec.msgpack.Decoder(UnreadCall)
+
+
+def unread_call(data: bytes) -> UnreadCall | None:
+    """Return a whole envelope without reading its command; None if the message is none."""
+    try:
+        return _UNREAD_CALLS.decode(data)
+    except DECODE_ERRORS:
+        return None
+
+
 class Reply(_OfCall, Generic[T_co], frozen=True, tag="reply"):
     """The one answer to the envelope with the same (epoch, round, seq)."""
 

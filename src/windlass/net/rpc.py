@@ -22,8 +22,8 @@ from typing import Generic, TypeVar
 import msgspec
 from aiohttp import web
 
-from windlass.errors import PeerUnreachable, StaleMessage
-from windlass.net.messages import CallId, Envelope, Reply, encode
+from windlass.errors import PeerUnreachable, ProtocolError, StaleMessage
+from windlass.net.messages import CallId, Envelope, Reply, UnreadCall, encode
 from windlass.net.reply_store import ReplyStore
 from windlass.net.sockets import SEND_DEADLINE_S, close_socket, send_frame
 
@@ -164,24 +164,36 @@ class Callee(ABC, Generic[CommandT, ResultT]):
         """Carry out a call, in the executor. Whatever it raises becomes the result `failed`."""
 
     @abstractmethod
-    def failed(self, error: Exception, command: CommandT) -> ResultT:
-        """The result of a command that raised, or that came too late (`StaleMessage`)."""
+    def failed(self, error: Exception, command: CommandT | None) -> ResultT:
+        """Return the result of a command that raised, that came too late (`StaleMessage`), or that could not be read.
 
-    def carry_out(self, call: Envelope[CommandT]) -> Reply[ResultT]:
-        """Return the answer to a call, which is carried out unless it was, or is too late. Blocks."""
+        The command is None if it could not be read.
+        """
+
+    def carry_out(
+        self, call: Envelope[CommandT] | UnreadCall, error: Exception | None = None
+    ) -> Reply[ResultT]:
+        """Return the answer to a call, which is carried out unless it was, or is too late. Blocks.
+
+        A call that could not be read, because of `error`, is answered with its failure.
+        """
+        command = call.command if isinstance(call, Envelope) else None
         with self._executing:
             try:
                 stored = self._store.lookup(call.call_id)
-            except StaleMessage as error:
-                return Reply(*call.call_id, self.failed(error, call.command))
+            except StaleMessage as stale:
+                return Reply(*call.call_id, self.failed(stale, command))
             if stored is not None:
                 return stored
             try:
-                result = self.execute(call)
+                if isinstance(call, Envelope):
+                    result = self.execute(call)
+                else:
+                    result = self.failed(error or ProtocolError("it cannot be read"), None)
             # The boundary of the peer: whatever goes wrong must reach the server as a failure, or
             # it would wait for its deadline.
-            except Exception as error:  # noqa: BLE001
-                result = self.failed(error, call.command)
+            except Exception as raised:  # noqa: BLE001
+                result = self.failed(raised, command)
             reply = Reply(*call.call_id, result)
             self._store.store(reply)
             return reply

@@ -30,7 +30,15 @@ from windlass.errors import (
     ProtocolError,
 )
 from windlass.net.addresses import check_url
-from windlass.net.messages import Codec, Envelope, Refused, Reply, encode
+from windlass.net.messages import (
+    Codec,
+    Envelope,
+    Refused,
+    Reply,
+    UnreadCall,
+    encode,
+    unread_call,
+)
 from windlass.net.rpc import Callee
 from windlass.net.sockets import MAX_PART_NBYTES, PartJoiner, open_http, send_frame
 
@@ -303,20 +311,28 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     async def _on_frame(
         self, socket: aiohttp.ClientWebSocketResponse, parts: PartJoiner, data: bytes
     ) -> None:
-        frame = self._decode(parts, data)
-        if frame is None:
-            return
+        whole = None
+        try:
+            whole = parts.add(data)
+            if whole is None:
+                return
+            frame = self._codec.decode(whole)
+        except ProtocolError as error:
+            if not self.welcomed.done():
+                raise
+            # Sent again, a command that this process cannot read would be no better.
+            if whole is not None and (unread := unread_call(whole)) is not None:
+                self._answer_later(unread, error)
+                return
+            # The bytes were garbled: another connection may be better.
+            raise PeerUnreachable(str(error)) from error
         if isinstance(frame, Refused):
             if frame.final:
                 raise ProtocolError(f"the controller refused this agent: {frame.message}")
             raise PeerUnreachable(f"the controller refused this connection: {frame.message}")
         if isinstance(frame, Envelope):
-            self._store.received(frame.round_id)
             self.on_call(frame)
-            # Handed on at once, so that pings are answered meanwhile.
-            task = self._loop.create_task(self._answer(frame))
-            self._answers.add(task)
-            task.add_done_callback(self._answers.discard)
+            self._answer_later(frame)
             return
         self.on_frame(frame)
         if self._socket is None:
@@ -334,22 +350,20 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             await self.send(reply)
         await self.on_connected()
 
-    def _decode(
-        self, parts: PartJoiner, data: bytes
-    ) -> Envelope[CommandT] | Refused | FrameT | None:
-        """After a welcome, what cannot be decoded was garbled: another connection may be better."""
-        try:
-            whole = parts.add(data)
-            return None if whole is None else self._codec.decode(whole)
-        except ProtocolError as error:
-            if self.welcomed.done():
-                raise PeerUnreachable(str(error)) from error
-            raise
+    def _answer_later(
+        self, call: Envelope[CommandT] | UnreadCall, error: Exception | None = None
+    ) -> None:
+        """Hand a call on at once, so that pings are answered while it is carried out."""
+        self._store.received(call.round_id)
+        task = self._loop.create_task(self._answer(call, error))
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
 
-    async def _answer(self, call: Envelope[CommandT]) -> None:
+    async def _answer(self, call: Envelope[CommandT] | UnreadCall, error: Exception | None) -> None:
         try:
-            reply = await self._loop.run_in_executor(self._executor, self.carry_out, call)
+            reply = await self._loop.run_in_executor(self._executor, self.carry_out, call, error)
         # Of the executor itself: without an answer the server would wait for its deadline.
-        except Exception as error:  # noqa: BLE001
-            reply = Reply(*call.call_id, self.failed(error, call.command))
+        except Exception as raised:  # noqa: BLE001
+            command = call.command if isinstance(call, Envelope) else None
+            reply = Reply(*call.call_id, self.failed(raised, command))
         await self.send(reply)  # the next connection begins with all that are stored

@@ -6,7 +6,7 @@ import http.client
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated
 from urllib.parse import urlencode
 
@@ -26,8 +26,16 @@ from windlass.net.access import authorization
 from windlass.net.addresses import check_url
 from windlass.net.messages import encode
 from windlass.net.sockets import open_connection
-from windlass.rollout.handles import RolloutGroup
-from windlass.rollout.messages import TRAINING_BATCHES, TrainingBatch, TrainingSample
+from windlass.rollout.handles import Rollout, RolloutGroup
+from windlass.rollout.messages import (
+    TRAINING_BATCHES,
+    Partial,
+    TrainingBatch,
+    TrainingSample,
+    Turn,
+    plain_integers,
+    plain_number,
+)
 from windlass.updates.changes import Changes
 
 MAX_WAIT_S = 3600.0
@@ -40,29 +48,91 @@ FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 
 
-def training_samples(group: RolloutGroup, rewards: Sequence[float]) -> tuple[TrainingSample, ...]:
-    """A group's samples with their rewards.
+def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[TrainingSample, ...]:
+    """Return a group's samples with their rewards: one per answer, and of a workflow one per turn.
+
+    Every turn of a workflow gets the reward of its rollout.
+
+    Args:
+        group: finished rollouts.
+        rewards: one per rollout; numbers, an array or a tensor.
 
     Raises:
-        ConfigError: not one reward per sample.
+        ConfigError: rewards that are not one finite number per rollout, or a rollout without tokens;
+            names the group and the rollout.
     """
-    if len(rewards) != len(group.rollouts):
+    samples = []
+    for rollout, reward in zip(group.rollouts, check_rewards(group, rewards), strict=True):
+        made = [
+            TrainingSample(
+                prompt_ids=turn.prompt_ids,
+                output_ids=turn.output.output_ids,
+                logprobs=turn.output.logprobs,
+                versions=turn.output.versions,
+                reward=reward,
+                group_id=group.group_id,
+                engine=rollout.engine,
+            )
+            for turn in _turns(rollout)
+            if turn.output.output_ids
+        ]
+        if not made:
+            raise ConfigError(
+                f"group {group.group_id}: rollout {rollout.task_id} must have a generated token, got none"
+            )
+        samples += made
+    return tuple(samples)
+
+
+def _turns(rollout: Rollout) -> tuple[Turn, ...]:
+    if rollout.turns or not rollout.output_ids:
+        return rollout.turns
+    answer = Partial(rollout.output_ids, rollout.logprobs, rollout.versions)
+    return (Turn(rollout.prompt_ids, answer, rollout.finish_reason),)
+
+
+def check_rewards(group: RolloutGroup, rewards: Iterable[object]) -> tuple[float, ...]:
+    """Return one number per rollout of a group.
+
+    Raises:
+        ConfigError: see `training_samples`.
+    """
+    where = f"group {group.group_id}: rewards"
+    is_sequence = getattr(rewards, "ndim", 1) > 0 and isinstance(rewards, Iterable)
+    if not is_sequence or isinstance(rewards, str | bytes | Mapping):
+        raise ConfigError(f"{where} must be one number per rollout, got {rewards!r}")
+    found = tuple(rewards)
+    if len(found) != len(group.rollouts):
+        raise ConfigError(f"{where} must have {len(group.rollouts)} entries, got {len(found)}")
+    unscored = [number for number, reward in enumerate(found) if reward is None]
+    if unscored:
         raise ConfigError(
-            f"group {group.group_id}: rewards must have {len(group.rollouts)} entries, "
-            f"got {len(rewards)}"
+            f"{where}[{unscored[0]}] must be one number, got None; a recipe drops a group that it cannot "
+            f"score by returning no samples"
         )
-    return tuple(
-        TrainingSample(
-            prompt_ids=rollout.prompt_ids,
-            output_ids=rollout.output_ids,
-            logprobs=rollout.logprobs,
-            versions=rollout.versions,
-            reward=reward,
-            group_id=group.group_id,
-            engine=rollout.engine,
-        )
-        for rollout, reward in zip(group.rollouts, rewards, strict=True)
-    )
+    return tuple([plain_number(f"{where}[{n}]", reward) for n, reward in enumerate(found)])
+
+
+def check_groups(
+    what: str, groups: Iterable[Iterable[TrainingSample]]
+) -> tuple[tuple[TrainingSample, ...], ...]:
+    """Return groups of samples as tuples.
+
+    Raises:
+        ConfigError: a value is no `TrainingSample`; names the group and the index.
+    """
+    whole = []
+    for number, group in enumerate(groups):
+        if not isinstance(group, Iterable):
+            raise ConfigError(f"{what}: group {number} must be samples, got {group!r}")
+        samples = tuple(group)
+        for index, sample in enumerate(samples):
+            if not isinstance(sample, TrainingSample):
+                raise ConfigError(
+                    f"{what}: group {number}, sample {index} must be a TrainingSample, got {sample!r}"
+                )
+        whole.append(samples)
+    return tuple(whole)
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
@@ -102,9 +172,11 @@ class BatchQueue:
         """Answer everybody who waits for `step`.
 
         Raises:
-            ConfigError: the step is not above every earlier one, or there is no group.
+            ConfigError: the step is not above every earlier one, there is no group, or a value of a
+                group is no `TrainingSample`.
         """
-        batch = tuple(tuple(group) for group in groups)
+        (step,) = plain_integers("BatchQueue: step", (step,))
+        batch = check_groups(f"BatchQueue: step {step}", groups)
         if step <= self._last_step:
             raise ConfigError(f"BatchQueue: step must be > {self._last_step}, got {step}")
         if not batch:

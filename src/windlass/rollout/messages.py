@@ -12,10 +12,12 @@ than a completion may.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import chain
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -311,10 +313,17 @@ class TaskBatch(msgspec.Struct, frozen=True, tag="tasks"):
 class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
     """One answer with its reward.
 
+    Numbers of numpy and torch become Python's when a sample is made.
+
     Attributes:
-        output_ids, logprobs, versions: one entry per generated token.
-        group_id: answers to one prompt share it.
+        prompt_ids: tokens before the answer.
+        output_ids, logprobs, versions: one entry per generated token, at least one.
+        reward: a finite number.
+        group_id: the same for all answers to one prompt.
         engine: name of the engine that made the last token.
+
+    Raises:
+        ConfigError: a value of another kind, lists of different lengths, or no generated token.
     """
 
     prompt_ids: tuple[int, ...]
@@ -324,6 +333,100 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     group_id: int
     engine: str
+
+    def __post_init__(self) -> None:
+        where = f"sample of group {self.group_id}: "
+        for name in ("prompt_ids", "output_ids", "versions"):
+            self._set(name, plain_integers(f"{where}{name}", getattr(self, name)))
+        self._set("logprobs", plain_numbers(f"{where}logprobs", self.logprobs))
+        self._set("reward", plain_number(f"{where}reward", self.reward))
+        (group_id,) = plain_integers("sample: group_id", (self.group_id,))
+        self._set("group_id", group_id)
+        lengths = [len(values) for values in (self.output_ids, self.logprobs, self.versions)]
+        if not lengths[0] or len(set(lengths)) > 1:
+            raise ConfigError(
+                f"{where}output_ids, logprobs and versions must have one length of at least 1, got "
+                f"{lengths[0]}, {lengths[1]} and {lengths[2]}"
+            )
+        if not isinstance(self.engine, str):
+            raise ConfigError(f"{where}engine must be text, got {self.engine!r}")
+
+    def _set(self, name: str, value: object) -> None:
+        if value is not getattr(self, name):
+            msgspec.structs.force_setattr(self, name, value)
+
+
+def as_number(what: str, value: object) -> float:
+    """Return a number of Python, also of a number or a tensor of one element of numpy or torch.
+
+    Raises:
+        ConfigError: the value is none; begins with `what`.
+    """
+    refusal = f"{what} must be one number, got {_short(value)}"
+    try:
+        plain: Any = value.item() if hasattr(value, "item") else value
+        found = float(plain)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ConfigError(refusal) from error
+    # Text that says a number is more likely a mistake than meant.
+    if isinstance(plain, str | bytes):
+        raise ConfigError(refusal)
+    return found
+
+
+def plain_number(what: str, value: object) -> float:
+    """Return a number as `as_number` does, unless it is NaN or infinite.
+
+    Raises:
+        ConfigError: the value is no finite number; begins with `what`.
+    """
+    found = as_number(what, value)
+    if not math.isfinite(found):
+        raise ConfigError(f"{what} must be finite, got {_short(value)}")
+    return found
+
+
+def plain_numbers(what: str, values: object) -> tuple[float, ...]:
+    """Return finite numbers of Python, also of an array or a tensor.
+
+    Raises:
+        ConfigError: a value is none, or is not finite; begins with `what`.
+    """
+    if type(values) is tuple and set(map(type, values)) <= {float} and all(map(_isfinite, values)):
+        return values
+    found = _listed(what, values, "numbers")
+    return tuple([plain_number(f"{what}[{index}]", value) for index, value in enumerate(found)])
+
+
+def plain_integers(what: str, values: object) -> tuple[int, ...]:
+    """Return integers of Python, also of an array or a tensor.
+
+    Raises:
+        ConfigError: a value is none; begins with `what`.
+    """
+    if type(values) is tuple and set(map(type, values)) <= {int}:
+        return values
+    found = _listed(what, values, "integers")
+    try:
+        return tuple(map(operator.index, found))
+    except (TypeError, RuntimeError) as error:
+        raise ConfigError(f"{what} must be integers, got {_short(values)}") from error
+
+
+_isfinite: Callable[[Any], bool] = math.isfinite
+
+
+def _listed(what: str, values: object, kind: str) -> list[Any]:
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
+        return list(values)
+    raise ConfigError(f"{what} must be a sequence of {kind}, got {_short(values)}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 class TrainingBatch(msgspec.Struct, frozen=True):

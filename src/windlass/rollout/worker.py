@@ -148,7 +148,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
     def execute(self, call: Envelope[Never]) -> Never:
         raise NotImplementedError("workers are sent frames, and no calls")
 
-    def failed(self, error: Exception, command: Never) -> Never:
+    def failed(self, error: Exception, command: None) -> Never:
         raise NotImplementedError("workers are sent frames, and no calls")
 
     def on_frame(self, frame: WorkerWelcome | TaskBatch) -> None:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import aiohttp
 import msgspec
@@ -28,6 +28,7 @@ from windlass.rollout.messages import (
     Turn,
     WorkerHello,
     check_value,
+    plain_integers,
 )
 
 logger = logging.getLogger(__name__)
@@ -78,17 +79,18 @@ class WorkflowContext:
             sampling: of this call; the submitter's when omitted.
 
         Raises:
-            ConfigError: an empty prompt.
+            ConfigError: a prompt that is empty, or no integers.
             RolloutError: the engine failed, or the turns are too many versions apart for
                 `StalenessPolicy`. Let it pass, and the rollout is tried again, or given up.
         """
-        if not prompt_ids:
+        tokens = plain_integers(f"workflow {self._task.workflow}: prompt_ids", prompt_ids)
+        if not tokens:
             raise ConfigError(f"workflow {self._task.workflow}: prompt_ids must not be empty")
         self._num_calls += 1
         call = msgspec.structs.replace(
             self._task,
             task_id=f"{self._task.task_id}.{self._num_calls}",
-            prompt_ids=tuple(prompt_ids),
+            prompt_ids=tokens,
             sampling=sampling or self.sampling,
         )
         answer = await generate(self._session, call)
@@ -129,20 +131,29 @@ def check_workflows(workflows: Mapping[str, Workflow] | None) -> dict[str, Workf
 
 
 def encode_value(what: str, value: object) -> bytes:
-    """A msgpack-plain value as bytes.
+    """Return a msgpack-plain value as bytes; arrays and tensors become lists, and their scalars numbers.
 
     Raises:
         ConfigError: not such a value, or too large for a message.
     """
     try:
-        encoded = msgspec.msgpack.encode(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{what}: must be msgpack-plain, got {type(value).__name__}") from error
+        encoded = msgspec.msgpack.encode(value, enc_hook=_plain_value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(
+            f"{what}: must be msgpack-plain, got {type(value).__name__}: {error}"
+        ) from error
     try:
         check_value(what, encoded)
     except ProtocolError as error:
         raise ConfigError(str(error)) from error
     return encoded
+
+
+def _plain_value(value: Any) -> object:
+    """Return a value of numpy or torch as Python's; msgspec asks for what it cannot encode."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is none of numbers, text, bytes, lists, maps and None")
 
 
 @final
@@ -221,7 +232,7 @@ class Attempts:
             deadline = asyncio.timeout(task.deadline_s)
             try:
                 async with deadline:
-                    value = await workflow(context)
+                    value = await self._call(workflow, context)
             except TimeoutError as error:
                 if not deadline.expired():
                     raise
@@ -232,6 +243,23 @@ class Attempts:
             turns=tuple(context.turns),
             value=encode_value(f"workflow {task.workflow}: value", value),
         )
+
+    async def _call(self, workflow: Workflow, context: WorkflowContext) -> object:
+        """Run a workflow; what would end this process, or look like a cancellation by the controller, is its error.
+
+        Raises:
+            RolloutError: the workflow raised SystemExit, KeyboardInterrupt or CancelledError by itself.
+        """
+        try:
+            return await workflow(context)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raised = f"{type(error).__name__}: {error}"
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raised = "CancelledError, and nothing had cancelled it"
+        raise RolloutError(f"the workflow raised {raised}")
 
     def _ended(self, task: RolloutTask, job: asyncio.Task[AttemptResult]) -> None:
         del self.running[task.task_id, task.attempt]
@@ -256,6 +284,8 @@ class Attempts:
                 with log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name):
                     logger.error("attempt failed in the worker", exc_info=failure)
                 error = f"worker {self._worker}: {type(failure).__name__}: {failure}"
+        # Half a surrogate pair cannot be sent.
+        error = error.encode("utf-8", "replace").decode()
         outcome = RolloutOutcome(
             task_id=task.task_id,
             attempt=task.attempt,

@@ -105,12 +105,13 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
                 _log.error("%s failed: %s: %s", name, type(error).__name__, error, exc_info=trace)
                 raise
 
-    def failed(self, error: Exception, command: Command | Probe) -> Failure:
-        message = f"{type(command).__name__}: {type(error).__name__}: {error}"
+    def failed(self, error: Exception, command: Command | Probe | None) -> Failure:
+        name = "unreadable command" if command is None else type(command).__name__
+        message = f"{name}: {type(error).__name__}: {error}"
         return Failure(_kind_of(error, command), message)
 
 
-def _kind_of(error: Exception, command: Command | Probe) -> FailureKind:
+def _kind_of(error: Exception, command: Command | Probe | None) -> FailureKind:
     """Of a command that writes, what nobody foresaw is UNKNOWN, as it is of one of its links."""
     match error:
         case TransferOutcomeUnknown():

@@ -1,0 +1,263 @@
+"""What user code returns for training: it is converted, or refused where it is returned."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any, Never
+
+import numpy as np
+import pytest
+import torch
+
+from windlass.errors import ConfigError, WindlassError
+from windlass.jobs.recipe import Recipe, Task, in_thread, score
+from windlass.jobs.train_worker import _metrics
+from windlass.net.messages import encode
+from windlass.rollout.batches import BatchQueue, training_samples
+from windlass.rollout.handles import Rollout, RolloutGroup
+from windlass.rollout.messages import (
+    TRAINING_BATCHES,
+    Partial,
+    TrainingBatch,
+    TrainingSample,
+    Turn,
+)
+from windlass.rollout.workflows import encode_value
+
+
+def rollout(number: int, turns: tuple[Turn, ...] = (), **changes: object) -> Rollout:
+    given: dict[str, Any] = {
+        "task_id": f"0-{number}",
+        "group_id": 5,
+        "prompt_ids": (1, 2),
+        "output_ids": (3 + number,),
+        "logprobs": (-0.5,),
+        "versions": (4,),
+        "finish_reason": "length",
+        "engine": "engine-a",
+        "worker": "worker-0",
+        "attempts": 1,
+        "metadata": None,
+        "finished_at": 0.0,
+        "seconds": 1.0,
+        "turns": turns,
+    }
+    return Rollout(**{**given, **changes})
+
+
+def group(*rollouts: Rollout) -> RolloutGroup:
+    return RolloutGroup(5, (1, 2), rollouts or (rollout(0), rollout(1)), None)
+
+
+def sample(**changes: object) -> TrainingSample:
+    given: dict[str, Any] = {
+        "prompt_ids": (1,),
+        "output_ids": (2, 3),
+        "logprobs": (-0.5, -0.25),
+        "versions": (0, 0),
+        "reward": 1.0,
+        "group_id": 5,
+        "engine": "engine-a",
+    }
+    return TrainingSample(**{**given, **changes})
+
+
+def received(*samples: TrainingSample) -> tuple[TrainingSample, ...]:
+    """What a trainer rank decodes."""
+    return TRAINING_BATCHES.decode(encode(TrainingBatch(0, samples))).samples
+
+
+REWARDS = {
+    "bool": [True, False],
+    "int": (1, 0),
+    "np.bool": np.array([True, False]),
+    "np.float32": [np.float32(1), np.float32(0)],
+    "np.float64 array": np.array([1.0, 0.0]),
+    "np column": np.array([[1.0], [0.0]]),
+    "torch": torch.tensor([1.0, 0.0]),
+    "torch column": torch.tensor([[1.0], [0.0]]),
+    "torch bfloat16 with gradient": torch.tensor([1.0, 0.0], dtype=torch.bfloat16).requires_grad_(),
+    "torch scalars": [torch.tensor(1.0), torch.tensor(0)],
+    "decimal": [Decimal(1), Decimal(0)],
+    "generator": (n for n in (1.0, 0.0)),
+    "map": map(float, ["1", "0"]),
+}
+
+
+@pytest.mark.parametrize("kind", REWARDS)
+def test_rewards_of_any_kind_of_number_reach_a_rank_as_floats(kind: str) -> None:
+    found = received(*training_samples(group(), REWARDS[kind]))
+    assert [type(each.reward) for each in found] == [float, float]
+    assert [each.reward for each in found] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "says"),
+    [
+        ([1.0, None], r"group 5: rewards\[1\] must be one number, got None; .* no samples"),
+        ([1.0, math.nan], r"group 5: rewards\[1\] must be finite, got nan"),
+        ([-math.inf, 1.0], r"group 5: rewards\[0\] must be finite, got -inf"),
+        (torch.tensor([1.0, math.nan]), r"rewards\[1\] must be finite, got tensor\(nan\)"),
+        (np.array([1.0, np.inf], dtype=np.float32), r"rewards\[1\] must be finite, got .*inf"),
+        ([10**400, 1.0], r"rewards\[0\] must be one number, got 1000.*\.\.\."),
+        (["1.0", 1.0], r"rewards\[0\] must be one number, got '1\.0'"),
+        ([1j, 1.0], r"rewards\[0\] must be one number, got 1j"),
+        ([[1.0, 2.0], 1.0], r"rewards\[0\] must be one number, got \[1\.0, 2\.0\]"),
+        (torch.ones(2, 3), r"rewards\[0\] must be one number, got tensor"),
+        ([1.0], r"group 5: rewards must have 2 entries, got 1"),
+        ([], r"rewards must have 2 entries, got 0"),
+        (None, r"group 5: rewards must be one number per rollout, got None"),
+        (1.0, r"rewards must be one number per rollout, got 1\.0"),
+        (torch.tensor(1.0), r"rewards must be one number per rollout, got tensor\(1\.\)"),
+        (np.float32(1), r"rewards must be one number per rollout, got .*1\.0"),
+        ("ab", r"rewards must be one number per rollout, got 'ab'"),
+        ({0: 1.0, 1: 1.0}, r"rewards must be one number per rollout, got \{0: 1\.0"),
+    ],
+)
+def test_rewards_that_are_no_finite_numbers_are_refused_with_group_and_index(
+    rewards: Any, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        training_samples(group(), rewards)
+
+
+def test_a_workflow_gives_one_sample_per_turn_with_the_reward_of_its_rollout() -> None:
+    first = Turn((1, 2), Partial((3, 4), (-0.1, -0.2), (6, 6)), "stop")
+    second = Turn((1, 2, 3, 4, 9), Partial((5,), (-0.3,), (7,)), "stop")
+    nothing = Turn((1,), Partial(), "abort")
+    of_workflow = {"prompt_ids": (), "output_ids": (), "logprobs": (), "versions": (6, 6, 7)}
+    both = rollout(0, (first, nothing, second), **of_workflow)
+    one = rollout(1, (first,), **of_workflow)
+    found = training_samples(group(both, one), [1.0, 0.0])
+    assert [(s.prompt_ids, s.output_ids, s.versions, s.reward) for s in found] == [
+        ((1, 2), (3, 4), (6, 6), 1.0),
+        ((1, 2, 3, 4, 9), (5,), (7,), 1.0),
+        ((1, 2), (3, 4), (6, 6), 0.0),
+    ]
+    silent = rollout(1, (), **of_workflow)
+    with pytest.raises(
+        ConfigError, match=r"group 5: rollout 0-1 must have a generated token, got n"
+    ):
+        training_samples(group(both, silent), [1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reward": True},
+        {"reward": np.float32(1)},
+        {"reward": torch.tensor(1)},
+        {"output_ids": np.array([2, 3]), "versions": [0, 0], "logprobs": np.array([-0.5, -0.25])},
+        {"output_ids": torch.tensor([2, 3]), "logprobs": torch.tensor([-0.5, -0.25])},
+        {"output_ids": [np.int64(2), 3], "prompt_ids": [1], "group_id": np.int32(5)},
+    ],
+)
+def test_a_sample_of_arrays_and_tensors_is_one_of_plain_numbers(changes: dict[str, object]) -> None:
+    assert received(sample(**changes)) == (sample(),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"reward": None}, r"sample of group 5: reward must be one number, got None"),
+        ({"reward": math.nan}, r"sample of group 5: reward must be finite, got nan"),
+        ({"output_ids": (2, 3, 4)}, r"must have one length of at least 1, got 3, 2 and 2"),
+        ({"versions": (0,)}, r"must have one length of at least 1, got 2, 2 and 1"),
+        ({"output_ids": (), "logprobs": (), "versions": ()}, r"at least 1, got 0, 0 and 0"),
+        ({"output_ids": (2.5, 3)}, r"output_ids must be integers, got \(2\.5, 3\)"),
+        ({"output_ids": torch.tensor([2.0, 3.0])}, r"output_ids must be integers, got tensor"),
+        ({"prompt_ids": "abc"}, r"prompt_ids must be a sequence of integers, got 'abc'"),
+        ({"prompt_ids": None}, r"prompt_ids must be a sequence of integers, got None"),
+        ({"logprobs": (-0.5, math.nan)}, r"logprobs\[1\] must be finite, got nan"),
+        ({"logprobs": (-0.5, None)}, r"logprobs\[1\] must be one number, got None"),
+        ({"group_id": "five"}, r"sample: group_id must be integers, got \('five',\)"),
+        ({"engine": None}, r"engine must be text, got None"),
+    ],
+)
+def test_a_sample_that_a_rank_could_not_read_is_refused_when_it_is_made(
+    changes: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        sample(**changes)
+
+
+async def test_a_queue_refuses_what_is_no_sample() -> None:
+    queue = BatchQueue()
+    with pytest.raises(
+        ConfigError, match=r"step 0: group 1, sample 1 must be a TrainingSample, .*3"
+    ):
+        await queue.put(0, [[sample()], [sample(), 3]])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=r"step 0: group 0 must be samples, got 3"):
+        await queue.put(0, [3])  # type: ignore[list-item]
+    await queue.put(np.int64(0), [[sample()]])  # type: ignore[arg-type]
+    assert (await queue.shard(0, 0, 1, deadline_s=1)).samples == (sample(),)
+
+
+class Returns(Recipe):
+    """Returns or raises what it was made with."""
+
+    def __init__(self, samples: object) -> None:
+        self._samples = samples
+
+    def tasks(self) -> Iterator[Task]:
+        yield from ()
+
+    def rewards(self, group: RolloutGroup) -> Never:
+        raise NotImplementedError
+
+    def samples(self, group: RolloutGroup) -> Any:
+        if isinstance(self._samples, BaseException):
+            raise self._samples
+        return self._samples
+
+
+def test_samples_of_a_recipe_may_be_any_sequence_of_samples() -> None:
+    for given in ([sample()], (sample(),), iter([sample()])):
+        assert score(Returns(given), group()) == [sample()]
+    assert score(Returns(()), group()) == []
+    with pytest.raises(ConfigError, match=r"samples of group 5 must be a sequence of .*, got None"):
+        score(Returns(None), group())
+    with pytest.raises(ConfigError, match=r"samples of group 5: group 0, sample 0 must be a Train"):
+        score(Returns([0.5]), group())
+
+
+@pytest.mark.parametrize(
+    "raised", [SystemExit(3), KeyboardInterrupt(), StopIteration(), GeneratorExit(), KeyError("x")]
+)
+async def test_whatever_a_recipe_raises_in_its_thread_is_an_error_at_once(
+    raised: BaseException,
+) -> None:
+    async with asyncio.timeout(5):
+        with pytest.raises(WindlassError, match=rf"recipe: group 5 raised {type(raised).__name__}"):
+            await in_thread("group 5", lambda: score(Returns(raised), group()))
+
+
+async def test_a_reward_that_needs_a_signal_is_told_the_remedy() -> None:
+    with pytest.raises(WindlassError, match=r"math_verify parsing_timeout=None and timeout_secon"):
+        await in_thread("rewards", lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL))
+
+
+def test_values_of_workflows_and_operations_may_hold_arrays_and_tensors() -> None:
+    value = {"reward": np.float32(0.5), "ids": torch.tensor([1, 2]), "ok": np.bool_(True)}
+    assert encode_value("value", value) == encode({"reward": 0.5, "ids": [1, 2], "ok": True})
+    with pytest.raises(
+        ConfigError, match=r"value: must be msgpack-plain, got dict: object is none"
+    ):
+        encode_value("value", {"tool": object()})
+
+
+def test_metrics_of_a_step_are_numbers() -> None:
+    found = _metrics({"loss": torch.tensor(0.5, requires_grad=True), "n": np.int64(3), "ok": True})
+    assert found == {"loss": 0.5, "n": 3.0, "ok": 1.0}
+    assert math.isnan(_metrics({"kl": math.nan})["kl"])
+    assert _metrics(None) == {}
+    for wrong, says in (
+        ({"loss": None}, r"train_step: metric loss must be one number, got None"),
+        ([0.5], r"train_step must return metrics, names to numbers, got \[0\.5\]"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            _metrics(wrong)
