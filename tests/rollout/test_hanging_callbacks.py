@@ -21,6 +21,7 @@ from windlass.engines.rank_reports import Secrets
 from windlass.engines.spec import ServerCommand
 from windlass.errors import PeerTimeout
 from windlass.jobs.launch import _Job
+from windlass.jobs.recipe import Task
 from windlass.jobs.schedulers import base
 from windlass.jobs.schedulers import ray as ray_scheduler
 from windlass.jobs.schedulers.local import LocalScheduler
@@ -153,7 +154,7 @@ async def test_a_producer_waits_for_room_as_long_as_a_whole_step_may_take() -> N
             start_deadline_s=10_000.0,
         ),
         controller=SimpleNamespace(rollouts=SimpleNamespace(wait_for_room=wait_for_room)),
-        _recipe=SimpleNamespace(tasks=lambda: iter(["task"])),
+        _recipe=SimpleNamespace(tasks=lambda: iter([Task((1,))])),
     )
     with pytest.raises(PeerTimeout):
         await _Job._produce(cast("Any", job))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from windlass.errors import ConfigError, WindlassError
-from windlass.jobs.recipe import Recipe, Task, in_thread, score
+from windlass.jobs.recipe import Recipe, Task, in_thread, score, tasks_of
 from windlass.jobs.train_worker import _metrics
 from windlass.net.messages import encode
 from windlass.rollout.batches import BatchQueue, training_samples
@@ -261,3 +261,20 @@ def test_metrics_of_a_step_are_numbers() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             _metrics(wrong)
+
+
+def test_tasks_that_are_none_or_raise_are_an_error_of_the_recipe() -> None:
+    class Asks(Returns):
+        def tasks(self) -> Iterator[Task]:
+            yield Task((1,))
+            if isinstance(self._samples, BaseException):
+                raise self._samples
+            yield self._samples  # type: ignore[misc]
+
+    for given, says in (
+        (KeyError("shard 5"), r"recipe: tasks raised KeyError: 'shard 5'"),
+        (SystemExit(3), r"recipe: tasks raised SystemExit: 3"),
+        ((1, 2), r"recipe: tasks\[1\] must be a Task, got \(1, 2\)"),
+    ):
+        with pytest.raises(WindlassError, match=says):
+            list(tasks_of(Asks(given)))

@@ -10,8 +10,7 @@ import secrets
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -39,7 +38,7 @@ from windlass.jobs.config import (
     LaunchConfig,
     read_checkpoint,
 )
-from windlass.jobs.recipe import Recipe, Task, in_thread, load_recipe, recipe_error, score
+from windlass.jobs.recipe import Recipe, in_thread, load_recipe, recipe_code, score, tasks_of
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.schedulers.configs import create_scheduler
 from windlass.jobs.schedulers.local import LocalSchedulerConfig, visible_gpus
@@ -137,7 +136,7 @@ async def run_job(
     try:
         async with scheduler, job.controller:
             listen()  # again: Ray sets a handler of its own when it starts
-            with _recipe_code("started"):
+            with recipe_code("started"):
                 recipe.started(config, job.controller, scheduler)
             summary = await job.run()
     finally:
@@ -343,7 +342,7 @@ class _Job:
         config, controller, progress = self._config, self.controller, self._progress
         deadline_s = config.start_deadline_s
         if not config.rollout.num_workers:
-            with _recipe_code("workflows"):
+            with recipe_code("workflows"):
                 workflows = self._recipe.workflows()
             controller.rollouts.run_here(workflows)
         world_size, engines = config.trainer.world_size, [e.name for e in config.engines]
@@ -430,7 +429,7 @@ class _Job:
     async def _step(self, batch: list[list[TrainingSample]]) -> None:
         trainer, step = self._config.trainer, self._steps
         samples = [sample for group in batch for sample in group]
-        with _recipe_code(f"before_step of step {step}"):
+        with recipe_code(f"before_step of step {step}"):
             await self._recipe.before_step(step, samples)
         self.controller.observe_samples(samples)
         async with self._in_step:
@@ -458,30 +457,13 @@ class _Job:
             + trainer.max_restarts
             * (2 * self._config.start_deadline_s + trainer.publish_deadline_s)
         )
-        for task in self._tasks():
+        for task in tasks_of(self._recipe):
             await rollouts.wait_for_room(deadline_s=deadline_s)
             if task.workflow:
                 submit = partial(rollouts.submit_workflow_group, task.workflow, task.arguments)
             else:
                 submit = partial(rollouts.submit_group, task.prompt_ids)
             submit(rollout.samples_per_group, rollout.sampling, metadata=task.metadata)
-
-    def _tasks(self) -> Iterator[Task]:
-        """Yield the recipe's tasks.
-
-        Raises:
-            WindlassError: the recipe raised. ConfigError: it yielded anything but a `Task`.
-        """
-        with _recipe_code("tasks"):
-            tasks = iter(self._recipe.tasks())
-        for number in itertools.count():
-            with _recipe_code("tasks"):
-                task: object = next(tasks, None)
-            if task is None:
-                return
-            if not isinstance(task, Task):
-                raise ConfigError(f"recipe: tasks[{number}] must be a Task, got {task!r}")
-            yield task
 
     async def _batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
         """The groups of a step, scored; None when there are no tasks left for one.
@@ -532,21 +514,6 @@ class _Job:
             raise PeerTimeout(
                 f"recipe: group {group.group_id} was not scored within {deadline_s} s"
             ) from error
-
-
-@contextmanager
-def _recipe_code(what: str) -> Iterator[None]:
-    """Have whatever the recipe raises inside end the job with a line that names `what`.
-
-    Raises:
-        WindlassError: the recipe raised.
-    """
-    try:
-        yield
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:
-        raise recipe_error(what, error) from error
 
 
 def _owner_token() -> str:

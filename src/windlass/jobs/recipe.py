@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import importlib.util
+import itertools
 import logging
 import sys
 import threading
@@ -12,6 +13,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -196,3 +198,36 @@ def recipe_error(what: str, error: BaseException) -> WindlassError:
             "parsing_timeout=None and timeout_seconds=None, or use a process"
         )
     return WindlassError(f"recipe: {what} raised {type(error).__name__}: {error}{remedy}")
+
+
+@contextmanager
+def recipe_code(what: str) -> Iterator[None]:
+    """Have whatever the recipe raises inside end the job with a line that names `what`.
+
+    Raises:
+        WindlassError: the recipe raised.
+    """
+    try:
+        yield
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        raise recipe_error(what, error) from error
+
+
+def tasks_of(recipe: Recipe) -> Iterator[Task]:
+    """Yield the recipe's tasks.
+
+    Raises:
+        WindlassError: the recipe raised. ConfigError: it yielded anything but a `Task`.
+    """
+    with recipe_code("tasks"):
+        tasks = iter(recipe.tasks())
+    for number in itertools.count():
+        with recipe_code("tasks"):
+            task: object = next(tasks, None)
+        if task is None:
+            return
+        if not isinstance(task, Task):
+            raise ConfigError(f"recipe: tasks[{number}] must be a Task, got {task!r}")
+        yield task

@@ -29,6 +29,7 @@ from windlass.net.sockets import open_connection
 from windlass.rollout.handles import Rollout, RolloutGroup
 from windlass.rollout.messages import (
     TRAINING_BATCHES,
+    ArrayLike,
     Partial,
     TrainingBatch,
     TrainingSample,
@@ -91,15 +92,15 @@ def _turns(rollout: Rollout) -> tuple[Turn, ...]:
     return (Turn(rollout.prompt_ids, answer, rollout.finish_reason),)
 
 
-def check_rewards(group: RolloutGroup, rewards: Iterable[object]) -> tuple[float, ...]:
+def check_rewards(group: RolloutGroup, rewards: object) -> tuple[float, ...]:
     """Return one number per rollout of a group.
 
     Raises:
         ConfigError: see `training_samples`.
     """
     where = f"group {group.group_id}: rewards"
-    is_sequence = getattr(rewards, "ndim", 1) > 0 and isinstance(rewards, Iterable)
-    if not is_sequence or isinstance(rewards, str | bytes | Mapping):
+    is_scalar = isinstance(rewards, ArrayLike) and rewards.ndim == 0
+    if is_scalar or not isinstance(rewards, Iterable) or isinstance(rewards, str | bytes | Mapping):
         raise ConfigError(f"{where} must be one number per rollout, got {rewards!r}")
     found = tuple(rewards)
     if len(found) != len(group.rollouts):

@@ -17,7 +17,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -356,6 +356,24 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, name, value)
 
 
+@runtime_checkable
+class ArrayLike(Protocol):
+    """An array, a tensor, or a scalar of numpy, torch and others."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions; 0 for a scalar."""
+        ...
+
+    def item(self) -> Any:
+        """Return the only element as a number of Python."""
+        ...
+
+    def tolist(self) -> Any:
+        """Return the elements as numbers of Python, in lists."""
+        ...
+
+
 def as_number(what: str, value: object) -> float:
     """Return a number of Python, also of a number or a tensor of one element of numpy or torch.
 
@@ -364,7 +382,7 @@ def as_number(what: str, value: object) -> float:
     """
     refusal = f"{what} must be one number, got {_short(value)}"
     try:
-        plain: Any = value.item() if hasattr(value, "item") else value
+        plain: Any = value.item() if isinstance(value, ArrayLike) else value
         found = float(plain)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ConfigError(refusal) from error
@@ -417,7 +435,7 @@ _isfinite: Callable[[Any], bool] = math.isfinite
 
 
 def _listed(what: str, values: object, kind: str) -> list[Any]:
-    if hasattr(values, "tolist"):
+    if isinstance(values, ArrayLike):
         values = values.tolist()
     if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
         return list(values)

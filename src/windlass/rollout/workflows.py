@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import aiohttp
 import msgspec
@@ -20,6 +20,7 @@ from windlass.errors import ConfigError, ProtocolError, RolloutError
 from windlass.net.logs import log_fields
 from windlass.rollout.generate import AttemptError, AttemptResult, generate
 from windlass.rollout.messages import (
+    ArrayLike,
     OutcomeStatus,
     Partial,
     RolloutOutcome,
@@ -149,9 +150,9 @@ def encode_value(what: str, value: object) -> bytes:
     return encoded
 
 
-def _plain_value(value: Any) -> object:
+def _plain_value(value: object) -> object:
     """Return a value of numpy or torch as Python's; msgspec asks for what it cannot encode."""
-    if hasattr(value, "tolist"):
+    if isinstance(value, ArrayLike):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is none of numbers, text, bytes, lists, maps and None")
 
