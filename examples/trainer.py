@@ -47,7 +47,8 @@ def main() -> None:
 def policy_gradient(
     model: torch.nn.Module, samples: tuple[windlass.TrainingSample, ...]
 ) -> torch.Tensor:
-    """REINFORCE with the mean reward as baseline."""
+    """REINFORCE with the mean reward as baseline; a mean over the tokens of all ranks, which share them unevenly."""
+    rewards = torch.tensor([s.reward for s in samples])
     longest = max(len(s.prompt_ids) + len(s.output_ids) for s in samples)
     tokens = torch.zeros(len(samples), longest, dtype=torch.long)
     trained = torch.zeros(len(samples), longest)
@@ -55,11 +56,14 @@ def policy_gradient(
         num_prompt, end = len(sample.prompt_ids), len(sample.prompt_ids + sample.output_ids)
         tokens[row, :end] = torch.tensor(sample.prompt_ids + sample.output_ids)
         trained[row, num_prompt:end] = 1.0
+    # FSDP2 averages gradients over ranks with equal weight.
+    totals = torch.stack([rewards.sum(), torch.tensor(float(len(samples))), trained.sum()])
+    dist.all_reduce(totals)
+    baseline, tokens_per_rank = totals[0] / totals[1], totals[2] / dist.get_world_size()
     # Padding stands behind every trained token, and attention is causal: it changes none.
     logits = model(tokens[:, :-1]).logits
     chosen = logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0] * trained[:, 1:]
-    rewards = torch.tensor([s.reward for s in samples])
-    loss: torch.Tensor = -((rewards - rewards.mean())[:, None] * chosen).sum() / trained.sum()
+    loss: torch.Tensor = -((rewards - baseline)[:, None] * chosen).sum() / tokens_per_rank
     return loss
 
 

@@ -1,4 +1,4 @@
-"""The example job's trainer rank: FSDP2, REINFORCE with the batch's mean as baseline.
+"""The example job's trainer rank: FSDP2, REINFORCE with each group's mean as baseline.
 
 Started by `windlass launch`, once per rank; loss, model and optimiser are yours.
 """
@@ -30,11 +30,13 @@ def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
     """Prompts and answers of this job all have the same length, so there is no padding."""
     samples = [sample for group in groups for sample in group]
     tokens = torch.tensor([s.prompt_ids + s.output_ids for s in samples])
-    rewards = torch.tensor([s.reward for s in samples])
+    rewards = torch.tensor([[s.reward for s in group] for group in groups])
+    # A group is never split between ranks, so its mean does not depend on how ranks share the batch.
+    advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
     num_prompt = len(samples[0].prompt_ids)
     logits = model(tokens[:, :-1]).logits[:, num_prompt - 1 :]
     chosen = logits.log_softmax(-1).gather(2, tokens[:, num_prompt:, None])[..., 0]
-    found: torch.Tensor = -((rewards - rewards.mean())[:, None] * chosen).mean()
+    found: torch.Tensor = -(advantages[:, None] * chosen).mean()
     return found
 
 

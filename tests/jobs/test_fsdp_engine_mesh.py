@@ -12,12 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from mesh_rank import Decoder, batch, mean_loss, optimizer, schedule
+import torch.distributed as dist
+from mesh_rank import LENGTH, Decoder, batch, mean_loss, optimizer, schedule
 
 from windlass.errors import ConfigError
-from windlass.jobs.fsdp_engine import FsdpEngine, ParallelSizes
+from windlass.jobs.fsdp_engine import FsdpEngine, LossMean, ParallelSizes, micro_batches
 from windlass.transfer.collective_group import Rendezvous
 
 RANKS = str(Path(__file__).parents[1] / "support" / "mesh_rank.py")
@@ -34,6 +36,8 @@ WAYS: list[dict[str, Any]] = [
     {"name": "micro", "groups": 6, "sizes": {"dp_replicate": 2}, "num_groups": 1},
     # Three groups in micro-batches of one and two; the others' are of one each.
     {"name": "uneven", "groups": 10, "num_groups": 2},
+    # Two groups for two of the ranks, and one for the others: one rank's step on all of them.
+    {"name": "shares", "groups": 6},
     {"name": "bfloat16", "groups": 4, "bfloat16": True},
     {"name": "before", "groups": 4, "sizes": {"tp": 2}, "schedule": True, "save": "at", "steps": [0]},
     {"name": "after", "groups": 4, "schedule": True, "load": "at", "steps": [1, 2, 3]},
@@ -65,7 +69,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 def trained(
     way: dict[str, Any], size: int, steps: list[int]
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """The same in one process: the mean of the gradients of so many data-parallel ranks."""
+    """The same in one process: the gradient of the mean over all samples, in the parts of data-parallel ranks."""
     torch.manual_seed(7)
     model = Decoder()
     stepper = optimizer(model)
@@ -80,11 +84,12 @@ def trained(
             replica = copy.deepcopy(model).bfloat16() if way.get("bfloat16") else model
             replica.zero_grad()
             loss = mean_loss(replica, groups[index::size])
+            loss = loss * len(groups[index::size]) / len(groups)
             loss.backward()  # type: ignore[no-untyped-call]
-            last = float(loss.detach())
+            last += float(loss.detach())
             for name, parameter in replica.named_parameters():
                 assert parameter.grad is not None
-                whole[name] = whole.get(name, 0) + parameter.grad.float() / size
+                whole[name] = whole.get(name, 0) + parameter.grad.float()
         for name, parameter in model.named_parameters():
             parameter.grad = whole[name].clone()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
@@ -112,6 +117,7 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
         ("cp", (0, 0, 1, 1)),
         ("micro", (0, 1, 2, 3)),
         ("uneven", (0, 1, 2, 3)),
+        ("shares", (0, 1, 2, 3)),
         ("bfloat16", (0, 1, 2, 3)),
         ("after", (0, 1, 2, 3)),
     ],
@@ -139,9 +145,6 @@ def test_three_steps_on_a_mesh_are_those_of_one_process(
         assert distance(rank["weights"], ranks[0]["weights"]) == 0
         for mine, expected in zip(rank["metrics"], metrics, strict=True):
             assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
-    last = ranks[indices.index(size - 1)]["metrics"]
-    if name != "cp":  # there a rank's loss is that of its part of the sequence
-        for mine, expected in zip(last, metrics, strict=True):
             assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-2)
 
 
@@ -171,3 +174,28 @@ def test_what_fits_no_mesh_is_refused_by_name() -> None:
         FsdpEngine(model=Decoder, optimizer=optimizer, loss=mean_loss, sizes=ParallelSizes(tp=2))
     with pytest.raises(ConfigError, match=r"num_groups must be >= 0, got -1"):
         FsdpEngine(model=Decoder, optimizer=optimizer, loss=mean_loss, num_groups=-1)
+
+
+def test_losses_are_weighed_by_samples_or_by_tokens() -> None:
+    groups = batch(0, 3)
+    assert LossMean.SAMPLES.weight(groups) == 6
+    assert LossMean.TOKENS.weight(groups) == 6 * LENGTH
+    store = Rendezvous("127.0.0.1", DEADLINE_S)
+    dist.init_process_group("gloo", store=store.store, rank=0, world_size=1)
+    try:
+        long, short = groups[0], [msgspec.structs.replace(groups[1][0], **SHORT)]
+        for kind, expected in (
+            (LossMean.SAMPLES, [2 / 3, 1 / 3]),
+            (LossMean.TOKENS, [16 / 17, 1 / 17]),
+        ):
+            pieces = micro_batches([long, short], 1, kind, torch.device("cpu"))
+            assert [weight for _, weight in pieces] == pytest.approx(expected)
+        with pytest.raises(
+            ConfigError, match=r"every rank must have at least one sample, got none on"
+        ):
+            micro_batches([], 1, LossMean.SAMPLES, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+SHORT = {"output_ids": (3,), "logprobs": (-1.0,), "versions": (0,)}

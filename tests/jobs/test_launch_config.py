@@ -132,6 +132,16 @@ def test_steps_count_those_of_the_checkpoint_that_a_job_goes_on_from(tmp_path: P
             "shutdown_s = 2.0",
             r"shutdown_s is a key of the lines above the first table",
         ),
+        (
+            "groups_per_step = 8",
+            "groups_per_step = 1",
+            r"line \d+: rollout\.groups_per_step must be >= 2, .*data-parallel rank, got 1; set trainer\.data",
+        ),
+        (
+            "world_size = 2",
+            "world_size = 2\ndata_parallel_size = 3",
+            r"trainer\.data_parallel_size must divide world_size, got 3 and 2",
+        ),
         ("max_staleness = 1", "max_attempts = 0", r"rollout\.max_attempts must be >= 1, got 0"),
         ("max_staleness = 1", "journal = 3", r"rollout\.journal must be a path, got 3"),
         (
@@ -242,6 +252,7 @@ def test_a_sampling_key_may_be_given_with_its_default(tmp_path: Path, given: str
         ('mode = "in_place"', "routers = []"),
         ('kind = "local"', 'kind = "slurm"\noptions = []\nprocesses = {}'),
         ("world_size = 2", 'world_size = 2\npython = ""\nenvironment = {}'),
+        ("world_size = 2", "world_size = 16\ndata_parallel_size = 8"),
         ("max_staleness = 1", 'on_abort = "continue"\nworker_arguments = []'),
     ],
 )

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from windlass.jobs.config import LaunchConfig as LaunchConfig
     from windlass.jobs.config import load_config as load_config
     from windlass.jobs.fsdp_engine import FsdpEngine as FsdpEngine
+    from windlass.jobs.fsdp_engine import LossMean as LossMean
     from windlass.jobs.fsdp_engine import ParallelSizes as ParallelSizes
     from windlass.jobs.fsdp_engine import Samples as Samples
     from windlass.jobs.launch import JobSummary as JobSummary

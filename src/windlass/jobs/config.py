@@ -57,6 +57,8 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         script: calls `run_train_worker`. arguments: of the script.
         world_size: ranks. num_cpus, num_gpus: reserved per rank.
+        data_parallel_size: ranks that get samples of their own; 0 for all. Tensor- and pipeline-parallel peers
+            share theirs. A step needs as many groups.
         num_nodes: that the ranks are spread over, the same number on each; granted together.
         python: interpreter; this one when empty.
         environment: added to every rank's.
@@ -73,6 +75,7 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
     num_nodes: int = 1
     num_cpus: int = 1
     num_gpus: int = 0
+    data_parallel_size: int = 0
     python: str = ""
     environment: Mapping[str, str] = {}
     step_deadline_s: float = 600.0
@@ -83,11 +86,16 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         least = {"world_size": 1, "num_nodes": 1, "num_cpus": 1, "num_gpus": 0, "save_every": 0}
-        least["max_restarts"] = 0
+        least |= {"max_restarts": 0, "data_parallel_size": 0}
         check_numbers(self, least, ("step_deadline_s", "publish_deadline_s"), where="trainer.")
         if self.world_size % self.num_nodes:
             raise ConfigError(
                 f"trainer.num_nodes must divide world_size, got {self.num_nodes} and {self.world_size}"
+            )
+        if self.data_parallel_size and self.world_size % self.data_parallel_size:
+            raise ConfigError(
+                f"trainer.data_parallel_size must divide world_size, got {self.data_parallel_size} and "
+                f"{self.world_size}"
             )
 
 
@@ -245,6 +253,12 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         names = [engine.name for engine in self.engines]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"engines: needs at least one, with different names, got {names}")
+        size = self.trainer.data_parallel_size or self.trainer.world_size
+        if self.rollout.groups_per_step < size:
+            raise ConfigError(
+                f"rollout.groups_per_step must be >= {size}, a group for each data-parallel rank, got "
+                f"{self.rollout.groups_per_step}; set trainer.data_parallel_size where ranks share their samples"
+            )
         parse_transport(self.transport)
         place = take_name("replica", self.replica, ReplicaPlace)
         if place is not ReplicaPlace.OFF and not self.update.backend.traits.one_sided:

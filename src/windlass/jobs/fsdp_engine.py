@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, final
 
@@ -42,32 +43,61 @@ def start_process_group(context: TrainContext, backend: str, device: torch.devic
         torch.cuda.set_device(device.index or 0)
 
 
-def micro_batches(
-    groups: Samples, num_groups: int, device: torch.device
-) -> list[tuple[Samples, float]]:
-    """Cut a rank's groups into micro-batches, as many on every rank; collective over all ranks if `num_groups` is given.
+class LossMean(StrEnum):
+    """What a loss of the user's is the mean over: steps weigh the losses of ranks and micro-batches by it.
 
-    All ranks enter the same collectives, so a rank with too few groups runs some again, of share 0.
+    SAMPLES: the samples that the loss is given. TOKENS: their generated tokens.
+    """
+
+    SAMPLES = "samples"
+    TOKENS = "tokens"
+
+    def weight(self, groups: Samples) -> int:
+        """Return how many samples or tokens there are."""
+        samples = [sample for group in groups for sample in group]
+        if self is LossMean.SAMPLES:
+            return len(samples)
+        return sum(len(sample.output_ids) for sample in samples)
+
+
+def micro_batches(
+    groups: Samples, num_groups: int, loss_mean: LossMean, device: torch.device
+) -> list[tuple[Samples, float]]:
+    """Cut a rank's groups into micro-batches, as many on every rank. Collective over all ranks.
+
+    All ranks enter the same collectives, so a rank with too few groups runs some again, with weight 0.
 
     Args:
-        groups: of this rank, at least one.
-        num_groups: of a micro-batch, at most; 0 for one micro-batch of all.
-        device: whose tensors the process group reduces.
+        groups: this rank's.
+        num_groups: bound for the groups of a micro-batch; 0 for one micro-batch of all.
+        loss_mean: what losses are weighed by.
+        device: device whose tensors the process group reduces.
 
     Returns:
-        Groups and their share of this rank's samples.
+        Groups of each micro-batch, and the weight of its loss. Averaged over data-parallel ranks, the sum of a
+        rank's weighted losses is the mean over the samples (or tokens) of all ranks.
+
+    Raises:
+        ConfigError: a rank has no sample; raised on every rank.
     """
-    num_pieces, num_samples = 1, sum(map(len, groups))
-    if num_groups:
-        number = torch.tensor(-(-len(groups) // num_groups), device=device)
-        dist.all_reduce(number, dist.ReduceOp.MAX)
-        num_pieces = max(int(number), 1)
+    num_pieces = -(-len(groups) // num_groups) if num_groups else 1
+    own = torch.tensor([num_pieces, loss_mean.weight(groups)], dtype=torch.float64, device=device)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    counts = torch.stack(every)
+    weights = counts[:, 1].tolist()
+    if 0 in weights:
+        raise ConfigError(
+            f"train_step: every rank must have at least one sample, got none on rank {weights.index(0)}; "
+            f"a step needs as many groups as there are data-parallel ranks"
+        )
+    num_pieces = int(counts[:, 0].max())
+    mean_weight = sum(weights) / len(weights)
     pieces: list[tuple[Samples, float]] = []
     for piece in range(num_pieces):
         begin, end = (len(groups) * n // num_pieces for n in (piece, piece + 1))
         found = groups[begin:end]
-        share = sum(map(len, found)) / num_samples if num_samples else 1 / num_pieces
-        pieces.append((found or groups[-1:], share))
+        pieces.append((found or groups[-1:], loss_mean.weight(found) / mean_weight))
     return pieces
 
 
@@ -118,7 +148,8 @@ class FsdpEngine(TrainEngine):
     """The `TrainEngine` of an FSDP2 rank.
 
     Without `sizes` every rank is a data-parallel rank of its own; tensor- and context-parallel peers are one, and
-    get the same samples. Gradients are averaged over data- and context-parallel ranks with equal weight.
+    get the same samples. The gradient of a step is that of the mean over the samples (or tokens) of all ranks,
+    however many each rank has.
 
     Args:
         model: builds the module; called after the process group exists, seeded alike on all ranks.
@@ -128,8 +159,9 @@ class FsdpEngine(TrainEngine):
         sizes: of the mesh, which `mesh` is after `setup`; a loss cuts sequences by `mesh["cp"]`.
         tensor_parallel: cuts the module over `mesh["tp"]`, by torch's `parallelize_module` for example; before
             FSDP2 does. It must be given where `sizes.tp` > 1.
-        num_groups: of a micro-batch, at most; 0 for one micro-batch of all. A step runs as many on every rank, and
-            weighs their losses by samples: a loss that is the mean over its samples is that of the step.
+        loss_mean: what `loss` is the mean over, by which ranks and micro-batches are weighed.
+        num_groups: bound for the groups of a micro-batch; 0 for one micro-batch of all. A step runs as many on
+            every rank.
         lr_schedule: from the optimizer, stepped after it; saved and loaded with it.
         mixed_precision: FSDP2's. Parameters stay, and are published, as `model` made them.
         backend: of torch.distributed, "cpu:gloo,cuda:nccl" on GPUs. seed: before `model` is called.
@@ -149,6 +181,7 @@ class FsdpEngine(TrainEngine):
         units: Callable[[torch.nn.Module], Sequence[torch.nn.Module]] | None = None,
         sizes: ParallelSizes = ParallelSizes(),
         tensor_parallel: Callable[[torch.nn.Module, DeviceMesh], object] | None = None,
+        loss_mean: LossMean = LossMean.SAMPLES,
         num_groups: int = 0,
         lr_schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         mixed_precision: MixedPrecisionPolicy | None = None,
@@ -168,6 +201,7 @@ class FsdpEngine(TrainEngine):
                 "FsdpEngine: tensor_parallel must be given where sizes.tp > 1, and nowhere else, "
                 f"got {tensor_parallel} and {sizes.tp}"
             )
+        self._loss_mean = take_name("FsdpEngine: loss_mean", loss_mean, LossMean)
         self._units, self._device = units, torch.device(device)
         self._sizes, self._tensor_parallel, self._num_groups = sizes, tensor_parallel, num_groups
         self._build_lr_schedule = lr_schedule
@@ -242,14 +276,17 @@ class FsdpEngine(TrainEngine):
         model, optimizer = self.model, self._stepped()
         optimizer.zero_grad()
         losses = []
-        pieces = micro_batches(groups, self._num_groups, self._device)
-        for number, (micro_batch, share) in enumerate(pieces, 1):
+        pieces = micro_batches(groups, self._num_groups, self._loss_mean, self._device)
+        for number, (micro_batch, weight) in enumerate(pieces, 1):
             if isinstance(model, FSDPModule):  # replicas are averaged once, shards each time
                 model.set_requires_all_reduce(number == len(pieces))
-            loss = self._loss(model, micro_batch) * share
+            loss = self._loss(model, micro_batch) * weight
             torch.autograd.backward(loss)
             losses.append(loss.detach())
-        metrics = {"loss": float(sum(losses))}
+        total = torch.stack(losses).sum()
+        dist.all_reduce(total)
+        # The loss of the step, on every rank.
+        metrics = {"loss": float(total) / dist.get_world_size()}
         if self._max_grad_norm:
             metrics["grad_norm"] = _clip(model.parameters(), self._max_grad_norm)
         optimizer.step()

@@ -380,6 +380,11 @@ class _Job:
         """Start the ranks, those before them ended, with the weights and the steps of the newest checkpoint."""
         deadline_s = self._config.start_deadline_s
         await self._trainers.start(self.controller.url, deadline_s=deadline_s)
+        num_groups, size = self._config.rollout.groups_per_step, self._trainers.data_parallel_size
+        if num_groups < size:
+            raise ConfigError(
+                f"rollout.groups_per_step must be >= {size}, a group for each data-parallel rank, got {num_groups}"
+            )
         if self._newest is not None:
             folder, checkpoint = self._newest
             await self._trainers.load(str(folder), deadline_s=deadline_s)

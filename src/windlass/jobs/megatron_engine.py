@@ -29,7 +29,12 @@ from megatron.core.transformer.module import Float16Module
 
 from windlass.config import ReplicaPlace, take_name
 from windlass.errors import ConfigError
-from windlass.jobs.fsdp_engine import Samples, micro_batches, start_process_group
+from windlass.jobs.fsdp_engine import (
+    LossMean,
+    Samples,
+    micro_batches,
+    start_process_group,
+)
 from windlass.jobs.train_worker import TrainContext, TrainEngine
 from windlass.trainers.client import TrainerClient
 from windlass.trainers.megatron import connect_megatron_trainer
@@ -48,8 +53,9 @@ Forward = Callable[[torch.nn.Module, Samples], tuple[torch.Tensor, LossOf]]
 class MegatronEngine(TrainEngine):
     """The `TrainEngine` of a Megatron-core rank.
 
-    Tensor-, pipeline- and context-parallel peers get the same samples. Gradients are averaged over data-parallel ranks
-    with equal weight, and summed over context-parallel ranks: there a rank's loss is its part's share of the whole.
+    Tensor-, pipeline- and context-parallel peers get the same samples. The gradient of a step is that of the mean over the
+    samples (or tokens) of all ranks. Context-parallel ranks' gradients are summed: there a rank's loss is its part's
+    share of the whole.
 
     Args:
         config: of the model; its sizes of parallel groups are those that are made.
@@ -60,8 +66,9 @@ class MegatronEngine(TrainEngine):
         vocab_size: of that checkpoint.
         ddp: of Megatron's wrapper.
         lr_schedule: Megatron's, from the optimizer; stepped after it by 1, saved and loaded with it.
-        num_groups: of a micro-batch, at most; 0 for one micro-batch of all. A step runs as many on every rank, and
-            weighs their losses by samples: a loss that is the mean over its samples is that of the step.
+        loss_mean: what the loss is the mean over, by which ranks and micro-batches are weighed.
+        num_groups: bound for the groups of a micro-batch; 0 for one micro-batch of all. A step runs as many on
+            every rank.
         seq_length: of every micro-batch; pipeline stages exchange tensors of that shape. Not needed without pipeline
             stages, nor with `config.variable_seq_lengths`.
         micro_batch_size: the other length of that shape.
@@ -89,6 +96,7 @@ class MegatronEngine(TrainEngine):
         vocab_size: int,
         ddp: DistributedDataParallelConfig | None = None,
         lr_schedule: Callable[[MegatronOptimizer], OptimizerParamScheduler] | None = None,
+        loss_mean: LossMean = LossMean.SAMPLES,
         num_groups: int = 0,
         seq_length: int = 0,
         micro_batch_size: int = 0,
@@ -113,6 +121,7 @@ class MegatronEngine(TrainEngine):
         self._family, self._vocab_size = family, vocab_size
         self._ddp = ddp or DistributedDataParallelConfig()
         self._options, self._build_lr_schedule = optimizer, lr_schedule
+        self._loss_mean = take_name("MegatronEngine: loss_mean", loss_mean, LossMean)
         self._num_groups, self._seq_length, self._rows = num_groups, seq_length, micro_batch_size
         self._seed, self._backend, self._device = seed, backend, torch.device(device)
         self._publish_to_fleet, self._transport = publish_to_fleet, transport
@@ -184,7 +193,7 @@ class MegatronEngine(TrainEngine):
 
     def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:  # noqa: ARG002
         optimizer = self._stepped()
-        pieces = micro_batches(groups, self._num_groups, self._device)
+        pieces = micro_batches(groups, self._num_groups, self._loss_mean, self._device)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -212,22 +221,24 @@ class MegatronEngine(TrainEngine):
         self, num_pieces: int, pieces: Iterator[tuple[Samples, float]], chunk: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
         """Do what Megatron's schedules ask for each micro-batch; they divide each loss by the number of these."""
-        groups, share = next(pieces)
+        groups, weight = next(pieces)
         output, loss_of = self._forward(chunk, groups)
 
         def weighted(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            loss = loss_of(output) * share
+            loss = loss_of(output) * weight
             return loss * num_pieces, loss.detach()
 
         return output, weighted
 
     def _loss(self, losses: Sequence[torch.Tensor]) -> float:
-        """Return the loss of the step, which the last stage knows, on all stages. Collective over peers of a sample."""
+        """Return the loss of the step, which the last stages know, on every rank. Collective over all ranks."""
         group = parallel_state.get_pipeline_model_parallel_group()
         total = torch.zeros((), device=self._device)
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             total += sum(loss.float() for loss in losses)
             dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+            total /= parallel_state.get_data_parallel_world_size()
         dist.broadcast(total, dist.get_process_group_ranks(group)[-1], group=group)
         return float(total)
 

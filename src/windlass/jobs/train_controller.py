@@ -355,6 +355,11 @@ class TrainController:
             found[index::size] = value
         return tuple(found)
 
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks that get samples of their own, known after `start`."""
+        return max(rank.data_parallel.data_parallel_size for rank in self._ranks)
+
     def _shard_indices(self) -> list[tuple[int, int]]:
         """(index of its first item, distance between items) of every rank: data-parallel rank and size."""
         return [
