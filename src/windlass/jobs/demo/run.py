@@ -96,12 +96,12 @@ class DemoView:
         self.console = Console(markup=False, highlight=False)
         self._config, self._recipe = config, recipe
         self._frame: RenderableType = ""
-        self._live: Live | None = None
-        if self.console.is_terminal and not plain:
-            self._live = Live(console=self.console, get_renderable=self._draw)
-        self.shown: AbstractContextManager[object] = self._live or nullcontext()
+        is_live = self.console.is_terminal and not plain
         what = f"demo {config.engines[0].kind} {config.engines[0].model}"
-        self.progress = Progress(what, is_shown=self._live is not None)
+        self.progress = Progress(what, is_shown=is_live)
+        # `Live` draws in its constructor, so everything that `_draw` reads is set before.
+        self._live = Live(console=self.console, get_renderable=self._draw) if is_live else None
+        self.shown: AbstractContextManager[object] = self._live or nullcontext()
         self._num_events = self._num_updates = 0
 
     def show(self, controller: Controller) -> None:
