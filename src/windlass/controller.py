@@ -24,6 +24,7 @@ from windlass.rollout.messages import TrainingSample
 from windlass.rollout.routers import RouterUpdates
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.updates.coordinator import Coordinator
+from windlass.updates.report import RoundOutcome, UpdateReport
 from windlass.updates.routes import mount_updates
 
 DEFAULT_CONCURRENCY = 256
@@ -76,6 +77,9 @@ class Controller:
         config = config or ControlConfig()
         self.coordinator = Coordinator(config, journal_path=journal_path)
         self.batches = BatchQueue(lambda: self.coordinator.fleet.num_trainer_ranks)
+        self.coordinator.on_update(self._note_update)
+        self.coordinator.stands_still_if(lambda: self.batches.all_wait)
+        self.batches.on_wait(self.coordinator.serve_again)
         policy = staleness or StalenessPolicy.unbounded(DEFAULT_CONCURRENCY)
         self.rollouts = RolloutController(
             self.coordinator, policy, token=token, config=rollout_config
@@ -108,6 +112,10 @@ class Controller:
     def overview(self) -> dict[str, Any]:
         """What `/v1/overview` answers and the page shows: fleet, updates, rollouts, history. In the loop."""
         return self._operations.overview()
+
+    def _note_update(self, report: UpdateReport) -> None:
+        if report.outcome is RoundOutcome.PUBLISHED:
+            self.batches.published()
 
     async def wait_for_fleet(
         self, *, num_trainers: int, engines: Sequence[str], deadline_s: float

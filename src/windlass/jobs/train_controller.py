@@ -174,7 +174,9 @@ class TrainController:
         self._environment = dict(environment or {})
         self._coordinator = coordinator
         self._under_way: CalledUpdate | None = None
-        self._is_served = False
+        self._is_served = self._stands_still = False
+        if coordinator is not None:
+            coordinator.stands_still_if(lambda: self._stands_still)
         specs = rank_specs(
             name, command, world_size, num_cpus=num_cpus, num_gpus=num_gpus, num_nodes=num_nodes
         )
@@ -281,6 +283,8 @@ class TrainController:
         else:
             await self._finish_update(deadline)
             self._is_served = True
+        self._stands_still = True
+        self._coordinator.serve_again()
 
     async def _finish_update(self, deadline: Deadline) -> None:
         """Wait for the one under way."""
@@ -423,6 +427,8 @@ class TrainController:
             if self._failure:  # of the call before this one, too
                 raise TrainerError(self._failure)
             deadline = Deadline.after(deadline_s, type(commands[0]).__name__)
+            if not isinstance(commands[0], Save):
+                self._stands_still = False
             self._num_calls += 1
             call_id = (1, self._num_calls, 1)
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import threading
 import time
@@ -37,13 +38,15 @@ from windlass.rollout.messages import (
     plain_integers,
     plain_number,
 )
-from windlass.updates.changes import Changes
+from windlass.updates.changes import Changes, tell
 
 MAX_WAIT_S = 3600.0
 KEPT_STEPS = 2
 """Steps that ranks can still ask for again; `put` drops older ones."""
 MAX_ASKED_STEPS = 1024
 """Steps, asked for and not put yet, that a queue remembers; it drops those that were asked for first."""
+ASK_EVERY_S = 20.0
+"""Seconds after which a rank repeats its question: networks forget connections that are silent for longer."""
 ANSWER_MARGIN_S = 2.0
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
@@ -164,10 +167,29 @@ class BatchQueue:
         self._asked: OrderedDict[int, None] = OrderedDict()
         self._changes = Changes()
         self._listeners: list[Callable[[Sequence[TrainingSample]], None]] = []
+        self._wait_listeners: list[Callable[[], None]] = []
+        self._asked_at: dict[int, float] = {}
+        self._world_that_asks = 0
+        self._has_answered = True
 
     def on_put(self, listener: Callable[[Sequence[TrainingSample]], None]) -> None:
         """Call `listener` in the loop with the samples of every batch that is put."""
         self._listeners.append(listener)
+
+    def on_wait(self, listener: Callable[[], None]) -> None:
+        """Call `listener` in the loop when all trainer ranks have come to wait for a batch."""
+        self._wait_listeners.append(listener)
+
+    def published(self) -> None:
+        """Note that all ranks have published the weights that they trained with their last batch."""
+        self._has_answered = False
+
+    @property
+    def all_wait(self) -> bool:
+        """Whether all ranks wait for a batch, and none has got one since they published."""
+        since = asyncio.get_running_loop().time() - 2 * ASK_EVERY_S
+        num_asking = sum(asked_at >= since for asked_at in self._asked_at.values())
+        return not self._has_answered and 0 < self._world_that_asks <= num_asking
 
     async def put(self, step: int, groups: Iterable[Sequence[TrainingSample]]) -> None:
         """Answer everybody who waits for `step`.
@@ -232,6 +254,7 @@ class BatchQueue:
             if len(self._asked) > MAX_ASKED_STEPS:
                 self._asked.popitem(last=False)
             self._changes.notify()
+            self._note_question(rank, world_size)
         await self._changes.until(
             lambda: self._last_step >= step,
             deadline_s,
@@ -240,6 +263,8 @@ class BatchQueue:
         if step not in self._batches:
             raise StaleMessage(f"batch: step must be one of {list(self._batches)}, got {step}")
         self._check_world_size(world_size)
+        self._asked_at.pop(rank, None)
+        self._has_answered = True
         shard = self._batches[step][rank::world_size]
         return TrainingBatch(step, tuple(sample for group in shard for sample in group))
 
@@ -250,6 +275,16 @@ class BatchQueue:
                 f"batch: world_size must divide the number of trainer ranks, {num_ranks}, "
                 f"got {world_size}"
             )
+
+    def _note_question(self, rank: int, world_size: int) -> None:
+        if not self._num_ranks():
+            return
+        if world_size != self._world_that_asks:
+            self._asked_at.clear()
+            self._world_that_asks = world_size
+        self._asked_at[rank] = asyncio.get_running_loop().time()
+        if self.all_wait:
+            tell(self._wait_listeners)
 
     async def serve(self, request: web.Request) -> web.Response:
         """Answer `GET /v1/batches`."""
@@ -316,11 +351,12 @@ class BatchClient(Closing):
         ends = time.monotonic() + deadline_s
         backoff, last = FIRST_BACKOFF_S, "no answer"
         while (left := ends - time.monotonic()) > 0:
+            wait_s = min(left, ASK_EVERY_S)
             query = urlencode(
-                {"step": step, "rank": rank, "world_size": world_size, "deadline_s": left}
+                {"step": step, "rank": rank, "world_size": world_size, "deadline_s": wait_s}
             )
             try:
-                status, body = self._get(f"{self._path}?{query}", left + ANSWER_MARGIN_S)
+                status, body = self._get(f"{self._path}?{query}", wait_s + ANSWER_MARGIN_S)
             except (OSError, http.client.HTTPException) as error:
                 self.close()
                 last = f"{type(error).__name__}: {error}"

@@ -294,6 +294,7 @@ class TrainerClient(Closing):
                 f"{what}: version {number} must wait for the end of the one under way: "
                 "`result` of begin_publish, or publish in another thread"
             )
+        self._agent.hold(number)
         try:
             self.make_whole()  # first: the other ranks wait for this one in it, and nothing else ends that
             if self._channel.ended.done():
@@ -310,6 +311,7 @@ class TrainerClient(Closing):
                 else partial(self._channel.announce, number, deadline_s)
             )
         except BaseException:
+            self._agent.release()
             self._publishing.release()
             raise
         return partial(self._end, number, until_over, copied)
@@ -334,6 +336,7 @@ class TrainerClient(Closing):
         finally:
             if copied is not None and not copied.is_set():
                 self._sender.end_version()
+            self._agent.release()
             self._publishing.release()
 
     def leave(self) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -51,6 +51,8 @@ from windlass.updates.session import AgentSession
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+MAX_ATTEMPTS_WITHOUT_ENGINES = 3
+"""Times that one version is tried again after all engines have ended in its round."""
 
 
 @final
@@ -97,6 +99,7 @@ class Coordinator:
         self._is_closed = False
         self._update_listeners: list[Callable[[UpdateReport], None]] = []
         self._phase_listeners: list[Callable[[int, Phase], None]] = []
+        self._still: list[Callable[[], bool]] = []
         self.num_updates = 0
         self.reports: deque[UpdateReport] = deque(maxlen=KEPT_REPORTS)
 
@@ -122,6 +125,26 @@ class Coordinator:
     def subscribe(self, callback: Callable[[], None]) -> None:
         """Call `callback` in the loop when engines come, go, or change version."""
         self.changes.subscribe(callback)
+
+    def stands_still_if(self, holds: Callable[[], bool]) -> None:
+        """Add a condition under which all trainer ranks wait, with the weights that they published last."""
+        self._still.append(holds)
+
+    @property
+    def trainers_stand_still(self) -> bool:
+        """Whether all trainer ranks are known to wait with the weights of the published version."""
+        trainers = self.fleet.trainers()
+        return (
+            trainers is not None
+            and trainers.complete
+            and trainers.identities == self.members.published_by
+            and any(holds() for holds in self._still)
+        )
+
+    def serve_again(self) -> None:
+        """Bring engines up from the trainers if no engine serves the published version any more."""
+        if self.fleet.unserved:
+            self.catch_ups.settle_soon()
 
     # --- what members say, and what their coming and going means ------------------------------
 
@@ -227,12 +250,18 @@ class Coordinator:
     async def _attempt_until_whole(
         self, ranks: tuple[PendingPublish, ...], version: int
     ) -> UpdateReport:
-        """A broken group serves nobody: form it anew from whoever is left, and send again.
+        """Try again where all engines ended in the round, or where the group of a collective broke.
 
-        Trainers stand still all the while. One-sided writes and files need no second attempt: there
-        an engine that fails takes no other one with it.
+        Trainers stand still all the while. One-sided writes and files need no second attempt for one
+        engine: there an engine that fails takes no other one with it.
         """
         report = await self._attempt(ranks, version)
+        for _ in range(MAX_ATTEMPTS_WITHOUT_ENGINES):
+            if report.outcome is RoundOutcome.PUBLISHED or not self._have_ended(report.left_out):
+                break
+            _log.warning("version %s: waiting for an engine: %s", version, report.reason)
+            # Engines may have been told to serve it: it is the same version still.
+            report = await self._attempt(ranks, version, is_again=True)
         if not self.config.backend.traits.collective:
             return report
         for _ in range(self.config.max_rewrites):
@@ -245,11 +274,28 @@ class Coordinator:
             self.connector.binding = None
         return report
 
-    async def _attempt(self, ranks: tuple[PendingPublish, ...], version: int) -> UpdateReport:
+    def _have_ended(self, left_out: Collection[str]) -> bool:
+        """Return whether no engine is there any more after a round that left these out."""
+        bound = self.connector.binding
+        return (
+            bool(left_out)
+            and bound is not None
+            and all(self._has_ended(bound, name) for name in bound.engines)
+        )
+
+    def _has_ended(self, bound: Binding, name: str) -> bool:
+        engine = self.fleet.group_of(name)
+        return engine is None or engine.identities.isdisjoint(
+            bound.identities_of(bound.engines[name])
+        )
+
+    async def _attempt(
+        self, ranks: tuple[PendingPublish, ...], version: int, *, is_again: bool = False
+    ) -> UpdateReport:
         versions = {rank.trainer[0]: rank.version for rank in ranks}
         if len(set(versions.values())) > 1:
             return failed_report(version, f"trainer ranks announced different versions: {versions}")
-        if refusal := self.run.refusal(version):
+        if not is_again and (refusal := self.run.refusal(version)):
             return failed_report(version, refusal)
         binding = await self.connector.until_enough()
         moved = {rank.trainer for rank in ranks} - binding.signature

@@ -478,6 +478,13 @@ class Fleet:
             for g in self.engines()
         )
 
+    @property
+    def unserved(self) -> str:
+        """Why there is nobody to ask although a version is published; empty if an engine serves it."""
+        if self.published < 0 or any(map(self._is_routable, self.engines())):
+            return ""
+        return f"no engine serves version {self.published}"
+
     def _version_of(self, engine: Group) -> int:
         return engine.version if engine.lineage == self.lineage else -1
 

@@ -296,6 +296,8 @@ class Members:
         session.fail_calls(reason)
         self._coordinator.lost(session.agent, reason, ended=ended)
         _log.info("agent %s lost: %s", session.peer, reason)
+        if session.agent.hello.role is Role.ENGINE and self._fleet.unserved:
+            _log.warning("%s: %s is gone", self._fleet.unserved, session.peer)
         self._changes.notify()
 
     async def refuse(self, engine: str, reason: str) -> None:

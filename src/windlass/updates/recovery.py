@@ -5,6 +5,9 @@ publishes; an engine that serves a version stands still until the next one. So a
 up from a peer, by a round like any other whose sources are that engine's ranks: nobody else is
 paused, and no trainer is asked.
 
+If no engine serves the version, the trainers are the sources, once more and with the same version: as long as
+they wait for answers, which only engines can give, their weights are still those that they published.
+
 `ResumeRetries`: engine ranks that were told to go on and could not. Their weights are whole and of one
 version: nothing is wrong with them but that the engine's own server was away, say, when its agent
 asked. Meanwhile they get no traffic. What ends this: the rank goes on, a round pauses it (and has it
@@ -17,7 +20,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -103,8 +106,42 @@ class CatchUps:
 
     async def bring_up(self) -> None:
         """Bring up every engine that does not serve the published version, one after another."""
+        if not any(map(self._fleet.serves, self._fleet.engines())):
+            await self._bring_up_from_trainers()
         for engine in self._fleet.writable_engines():
             await self._bring_up(engine)
+
+    async def _bring_up_from_trainers(self) -> None:
+        """Have trainers that stand still send the published version again, to all engines."""
+        coordinator, fleet = self._coordinator, self._fleet
+        trainers, engines = fleet.trainers(), fleet.writable_engines()
+        if fleet.published < 0 or trainers is None or not engines:
+            return
+        if self._config.backend.traits.driven_by_trainer or not coordinator.trainers_stand_still:
+            return
+        members = trainers.identities.union(*(engine.identities for engine in engines))
+        attempts = self._attempts_of(trainers.name, members, clean=True)
+        if (
+            attempts.failures.total() >= MAX_ATTEMPTS
+            or asyncio.get_running_loop().time() < attempts.due_s
+        ):
+            return
+        names = ", ".join(engine.name for engine in engines)
+        _log.info("%s: the trainers send it again to %s", fleet.unserved, names)
+        try:
+            # Replicas of the trainers were compared when the version was published.
+            binding = replace(await coordinator.connector.ensure_bound(), replicated=None)
+            report = await coordinator.run_round(fleet.published, fleet.lineage, binding)
+        except WindlassError as error:
+            self._failed(trainers.name, attempts, trainers.identities, str(error))
+            return
+        coordinator.changes.notify()
+        if report.outcome is RoundOutcome.PUBLISHED:
+            self._attempts.pop(trainers.name, None)
+            return
+        if self._config.backend.traits.collective:
+            coordinator.connector.binding = None
+        self._failed(trainers.name, attempts, trainers.identities, report.reason)
 
     def lost(self, agent: Agent, *, ended: bool) -> None:
         """An engine has lost a rank: what comes back begins anew.
@@ -125,7 +162,9 @@ class CatchUps:
         if self._fleet.serves(newcomer):
             self._attempts.pop(newcomer.name, None)
             return
-        attempts = self._attempts_of(newcomer, version)
+        attempts = self._attempts_of(
+            newcomer.name, newcomer.identities, clean=not newcomer.mixed_weights
+        )
         # Before the first version there are none, and nobody looks for them, for each of many engines.
         donors = filter(self._fleet.serves, self._fleet.engines()) if version >= 0 else ()
         trainers = self._fleet.trainers()
@@ -170,11 +209,13 @@ class CatchUps:
         coordinator.changes.notify()
         return report
 
-    def _attempts_of(self, newcomer: Group, version: int) -> _Attempts:
-        known = self._attempts.get(newcomer.name)
-        if known is None or (known.newcomer, known.version) != (newcomer.identities, version):
-            known = _Attempts(newcomer.identities, version, clean=not newcomer.mixed_weights)
-            self._attempts[newcomer.name] = known
+    def _attempts_of(
+        self, name: str, processes: frozenset[Identity], *, clean: bool
+    ) -> _Attempts:
+        known, version = self._attempts.get(name), self._fleet.published
+        if known is None or (known.newcomer, known.version) != (processes, version):
+            known = _Attempts(processes, version, clean=clean)
+            self._attempts[name] = known
             if len(self._attempts) > KEPT_ATTEMPTS:
                 del self._attempts[next(iter(self._attempts))]
         return known

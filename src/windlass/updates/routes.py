@@ -27,6 +27,7 @@ def status_of(coordinator: Coordinator) -> dict[str, object]:
         "epoch": coordinator.run.round_id.epoch,
         "round": coordinator.run.round_id.round,
         "published_version": coordinator.fleet.published,
+        "unserved": coordinator.fleet.unserved,
         "mode": coordinator.config.mode.value,
         "engines": coordinator.fleet.describe(),
         "refused": coordinator.members.describe_refused(),

@@ -58,6 +58,17 @@ class TrainerAgent:
         self._replicated = ReplicatedDigests(sender.manifest, sender.parameters)
         self._bound_in = 0
         self._digested: tuple[Prepare, bytes] | None = None
+        self._version: int | None = None
+        self._is_released = self._has_changed = False
+
+    def hold(self, version: int) -> None:
+        """Expect rounds of the version with which the trainer stands still from now on."""
+        self._version = version
+        self._is_released = self._has_changed = False
+
+    def release(self) -> None:
+        """Expect that the trainer changes its weights: it waits for no round any more."""
+        self._is_released = True
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
         """Carry out a command; see `CommandHandler.handle`.
@@ -67,12 +78,16 @@ class TrainerAgent:
         """
         if not isinstance(command, TrainerCommand):
             raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
+        if self._is_released and isinstance(command, ConnectTrainer | ChangeLinks | Prepare):
+            # These commands locate the parameters again, and `changed` then starts from there.
+            self._has_changed = self._has_changed or bool(self._changed())
         match command:
             case ConnectTrainer() | ChangeLinks():
                 return self._bind(command, epoch)
             case JoinGroups():
                 self._group_member().join(command.offers, command.deadline_s)
             case Prepare():
+                self._check_version(command.version)
                 with self._one_sided.parameters.once():
                     # Before the replica is taken: the weights may change then.
                     prepared = self._compare(command) if command.period else Done()
@@ -93,6 +108,28 @@ class TrainerAgent:
             case _:
                 assert_never(command)
         return Done()
+
+    def _check_version(self, version: int) -> None:
+        """Refuse to send weights that may be others than those of `version`.
+
+        The controller asks for a published version again when no engine serves it any more.
+
+        Raises:
+            RoundAborted: the trainer has not stood still since it published `version`.
+        """
+        if self._version not in {None, version}:
+            raise RoundAborted(
+                f"prepare: version must be {self._version}, whose weights this rank holds, got {version}"
+            )
+        replica = self._one_sided.replica
+        if not self._is_released or (replica is not None and replica.holds(version)):
+            return
+        if self._has_changed:
+            raise RoundAborted(
+                f"prepare: weights must be those of version {version}, but they have changed since "
+                "this rank published it; publish again"
+            )
+        self._one_sided.begin_version(version=version)
 
     def _bind(self, command: ConnectTrainer | ChangeLinks, epoch: int) -> Result:
         """Bind a plan, or change links of it; where that raises, nothing is bound any more."""

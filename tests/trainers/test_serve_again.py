@@ -1,0 +1,111 @@
+"""Trainers that wait for a batch send their version again when no engine serves it any more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from batch_trainer import BatchTrainerSettings, run
+from child_process import running
+from weight_fleet import TOKEN, Rank
+
+import windlass
+from windlass.config import ReplicaPlace
+from windlass.rollout.messages import TrainingSample
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
+DEADLINE_S = 60
+SAMPLE = TrainingSample(
+    prompt_ids=(1,),
+    output_ids=(2,),
+    logprobs=(-1.0,),
+    versions=(0,),
+    reward=1.0,
+    group_id=0,
+    engine="a",
+)
+pytestmark = pytest.mark.timeout(120)
+
+
+def start_engine(stack: ExitStack, name: str, folder: Path, url: str) -> None:
+    stack.enter_context(
+        running(
+            *("-m", "windlass.engines.embedded", "--name", name, "--transport", "cma"),
+            *("--model", str(folder / "config.json"), "--controller", url),
+            token=TOKEN,
+        )
+    )
+
+
+@pytest.mark.parametrize("late", ["a", "b"], ids=["restarted", "another_engine"])
+@pytest.mark.parametrize("replica", [ReplicaPlace.OFF, ReplicaPlace.HOST])
+async def test_a_trainer_that_waits_for_a_batch_sends_its_version_again(
+    tmp_path: Path, late: str, replica: ReplicaPlace
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with ExitStack() as stack:
+        async with windlass.Controller(token=TOKEN) as controller:
+            first = stack.enter_context(ExitStack())
+            start_engine(first, "a", tmp_path, controller.url)
+            settings = BatchTrainerSettings(controller.url, TOKEN, CONFIG, replica, False)
+            stack.callback(Rank(run, settings).close)
+            await controller.wait_for_version(0, engines=["a"], deadline_s=DEADLINE_S)
+            await controller.batches.requested(0, deadline_s=DEADLINE_S)
+            first.close()
+            await controller.coordinator.changes.until(
+                lambda: controller.coordinator.fleet.unserved == "no engine serves version 0",
+                DEADLINE_S,
+                lambda: "the engine is still there",
+            )
+            start_engine(stack, late, tmp_path, controller.url)
+            await controller.wait_for_version(0, engines=[late], deadline_s=DEADLINE_S)
+            assert controller.coordinator.fleet.published == 0
+            await controller.batches.put(0, [[SAMPLE]])
+            await controller.wait_for_version(1, engines=[late], deadline_s=DEADLINE_S)
+
+
+async def test_weights_that_have_changed_are_not_sent_as_the_published_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    refused = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "have changed since this rank published it" in record.getMessage():
+                loop.call_soon_threadsafe(refused.set)
+
+    logging.getLogger("windlass.updates.recovery").addHandler(handler := Heard())
+    with ExitStack() as stack:
+        stack.callback(logging.getLogger("windlass.updates.recovery").removeHandler, handler)
+        async with windlass.Controller(token=TOKEN) as controller:
+            first = stack.enter_context(ExitStack())
+            start_engine(first, "a", tmp_path, controller.url)
+            settings = BatchTrainerSettings(controller.url, TOKEN, CONFIG, ReplicaPlace.OFF, True)
+            stack.callback(Rank(run, settings).close)
+            await controller.wait_for_version(0, engines=["a"], deadline_s=DEADLINE_S)
+            await controller.batches.requested(0, deadline_s=DEADLINE_S)
+            first.close()
+            start_engine(stack, "a", tmp_path, controller.url)
+            async with asyncio.timeout(DEADLINE_S):
+                await refused.wait()
+            assert controller.coordinator.routable() == ()
+            await controller.batches.put(0, [[SAMPLE]])
+            await controller.wait_for_version(1, engines=["a"], deadline_s=DEADLINE_S)
