@@ -105,6 +105,11 @@ class Controller:
         """For routes of others, `TrainController.mount` for one; before the controller is entered."""
         return self._server
 
+    @property
+    def phase(self) -> str:
+        """What the fleet does now: a phase of an update, or binding; empty for neither."""
+        return self._operations.phase
+
     def observe_samples(self, samples: Sequence[TrainingSample]) -> None:
         """Count the staleness of samples that go to trainers by another way than `batches`."""
         self._operations.observe_samples(samples)

@@ -93,6 +93,11 @@ class Job:
         """All that the job has printed so far."""
         return "".join(self.lines)
 
+    @property
+    def error(self) -> str:
+        """The line that names why the job failed."""
+        return next(line for line in self.lines if line.startswith("windlass launch: "))
+
     def read_until(self, part: str) -> str:
         """Return the next line with this part."""
         assert self.process.stdout is not None
@@ -132,13 +137,10 @@ def launched(config: Path) -> Iterator[Job]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    timer = subprocess.Popen(("sleep", str(DEADLINE_S)))
     job = Job(process)
     try:
         yield job
     finally:
-        timer.kill()
-        timer.wait()
         process.kill()
         process.wait()
         if process.stdout is not None:
@@ -168,3 +170,118 @@ def test_engines_that_die_while_the_trainer_waits_get_its_version_again(
         assert job.end() == 0, job.text
     assert "no engine serves version 1" in job.text
     assert "done: 3 steps, version 3 published" in job.text
+
+
+WORKER = """
+import asyncio, sys
+from windlass.rollout import run_rollout_worker, Reject
+async def answer(context):
+    await context.generate((1, 2, context.arguments % 60))
+    return {"reward": 1.0}
+async def raises(context):
+    await context.generate((1, 2, context.arguments % 60))
+    return {"reward": {}["score"]}
+async def too_long(context):
+    await context.generate(tuple(range(1, 31)))
+async def rejects(context):
+    await context.generate((1, 2, context.arguments % 60))
+    raise Reject("too short")
+async def refused_at_four(context):
+    if context.arguments == 3:
+        await asyncio.sleep(1.0)
+        await context.generate(tuple(range(1, 31)))
+    return await answer(context)
+known = (answer, raises, too_long, rejects, refused_at_four)
+sys.exit(run_rollout_worker({each.__name__: each for each in known}))
+"""
+TURNS = """
+import itertools
+from windlass.jobs import Recipe, Task
+from windlass.rollout import TrainingSample
+class R(Recipe):
+    def tasks(self):
+        for n in TASKS:
+            yield Task(workflow="NAME", arguments=n)
+    def rewards(self, group):
+        return [r.value["reward"] for r in group.rollouts]
+    def samples(self, group):
+        return [
+            TrainingSample(
+                prompt_ids=t.prompt_ids, output_ids=t.output.output_ids, logprobs=t.output.logprobs,
+                versions=t.output.versions, reward=r.value["reward"], group_id=group.group_id, engine=r.engine,
+            )
+            for r in group.rollouts for t in r.turns
+        ]
+"""
+
+
+def of_workflow(name: str, tasks: str = "itertools.count()") -> str:
+    return TURNS.replace("NAME", name).replace("TASKS", tasks)
+
+
+def test_tasks_whose_last_group_fails_end_the_job_well(tmp_path: Path) -> None:
+    recipe = of_workflow("refused_at_four", "range(4)")
+    config = write(
+        tmp_path,
+        recipe=recipe,
+        worker=WORKER,
+        groups=1,
+        steps=9,
+        rollout="batch_deadline_s = 60.0",
+    )
+    with launched(config) as job:
+        assert job.end() == 0, job.text
+    assert "the recipe's tasks ended after 3 steps" in job.text
+    assert "done: 3 steps, version 3 published" in job.text
+
+
+@pytest.mark.parametrize(
+    ("workflow", "reason", "tracebacks"),
+    [
+        pytest.param(
+            "fien",
+            "workflow 'fien': workers know ['answer', 'raises', 'refused_at_four', ",
+            0,
+            marks=pytest.mark.long,
+        ),
+        ("raises", "raised the same 3 times in a row (max_same_errors=3): worker worker-0: Key", 3),
+        ("too_long", "refused: engine engine-0 (", 0),
+    ],
+)
+def test_a_failure_that_repeats_ends_the_job_with_its_reason(
+    tmp_path: Path, workflow: str, reason: str, tracebacks: int
+) -> None:
+    config = write(
+        tmp_path,
+        recipe=of_workflow(workflow),
+        worker=WORKER,
+        rollout="batch_deadline_s = 80.0",
+    )
+    with launched(config) as job:
+        assert job.end() == 2, job.text
+    assert reason in job.error, job.text
+    assert "batch_deadline_s" not in job.text
+    log = (tmp_path / "out" / "logs" / "worker-0.log").read_text()
+    assert log.count("Traceback") <= tracebacks
+    assert job.text.count("WARNING") < 10
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "count"),
+    [
+        pytest.param("rejects", "", "rejected ", marks=pytest.mark.long),
+        ("answer", "    def samples(self, group):\n        return []\n", "declined "),
+    ],
+    ids=["rejected", "declined"],
+)
+def test_a_batch_that_does_not_come_is_counted_out(
+    tmp_path: Path, name: str, more: str, count: str
+) -> None:
+    recipe = of_workflow(name) + more
+    config = write(tmp_path, recipe=recipe, worker=WORKER, rollout="batch_deadline_s = 3.0")
+    with launched(config) as job:
+        assert job.end() == 2, job.text
+    assert "no batch within 3 s; it needs 2 groups; 0 are scored" in job.error, job.text
+    assert count in job.error
+    assert f"{count}0" not in job.error
+    assert ("rejected: too short" in job.error) is (name == "rejects")

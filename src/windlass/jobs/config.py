@@ -189,6 +189,7 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
         python: interpreter of the worker processes; this one when empty.
         batch_deadline_s: to wait for the groups of one step, all in all, those that take the place of
             declined ones included; and for the recipe to score one.
+        rewards_at_once: groups that the recipe scores at a time, each in a thread.
     """
 
     _where: ClassVar[str] = "rollout."
@@ -205,10 +206,12 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
     worker_arguments: tuple[str, ...] = ()
     python: str = ""
     batch_deadline_s: float = 600.0
+    rewards_at_once: int = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one = dict.fromkeys(("groups_per_step", "samples_per_group", "max_concurrent"), 1)
+        counts = ("groups_per_step", "samples_per_group", "max_concurrent", "rewards_at_once")
+        one = dict.fromkeys(counts, 1)
         none = dict.fromkeys(("max_staleness", "max_resubmits", "num_workers"), 0)
         check_numbers(self, one | none, ("batch_deadline_s",), where="rollout.")
 

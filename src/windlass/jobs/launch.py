@@ -10,7 +10,8 @@ import secrets
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -38,19 +39,19 @@ from windlass.jobs.config import (
     LaunchConfig,
     read_checkpoint,
 )
-from windlass.jobs.recipe import Recipe, in_thread, load_recipe, recipe_code, score, tasks_of
+from windlass.jobs.recipe import CallThread, Recipe, Task, load_recipe, recipe_code, tasks_of
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.schedulers.configs import create_scheduler
 from windlass.jobs.schedulers.local import LocalSchedulerConfig, visible_gpus
 from windlass.jobs.schedulers.ray import RaySchedulerConfig
 from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
+from windlass.jobs.scoring import Scoring
 from windlass.jobs.train_controller import TrainController, rank_specs
 from windlass.net.access import Access, role_environment
 from windlass.net.addresses import is_loopback
 from windlass.net.logs import LOG_VARIABLES
 from windlass.observability.page import saved_page
-from windlass.observability.progress import Progress
-from windlass.rollout.handles import RolloutGroup
+from windlass.observability.progress import SAID_EVERY_S, Progress
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.transports.registry import parse_transport
@@ -210,6 +211,9 @@ class _Job:
             num_nodes=trainer.num_nodes,
         )
         self._trainers.mount(self.controller.server)
+        self._scoring = Scoring(self.controller.rollouts, recipe, rollout)
+        self._task_calls = CallThread("recipe tasks")
+        self._asked_for_task_at: float | None = None
         self._in_step = asyncio.Lock()
         """Held while the ranks are called for a step or an update, which a signal lets end."""
         self.signals: asyncio.Queue[int] = asyncio.Queue()
@@ -334,6 +338,8 @@ class _Job:
                     await self._start_again(error)
         finally:
             self._progress.end(done=False)
+            self._scoring.close()
+            self._task_calls.close()
             if producer is not None:
                 producer.cancel()
                 await asyncio.gather(producer, return_exceptions=True)
@@ -418,14 +424,25 @@ class _Job:
     async def _publish(self) -> None:
         self.version += 1
         deadline_s = self._config.trainer.publish_deadline_s
-        await self._trainers.publish(self.version, deadline_s=deadline_s)
+        with self._waiting_for(self._describe_update):
+            await self._trainers.publish(self.version, deadline_s=deadline_s)
+
+    def _describe_update(self) -> str:
+        coordinator = self.controller.coordinator
+        names = [engine.name for engine in self._config.engines]
+        missing = coordinator.fleet.missing(self._config.trainer.world_size, names)
+        said = f"the update to version {self.version}"
+        if self.controller.phase:
+            said += f", now in {self.controller.phase}"
+        return f"{said}; not there: {', '.join(missing)}" if missing else said
 
     async def _save(self) -> None:
         """Have the ranks save; a folder without a record is none to start from."""
         folder = self._output_dir / "checkpoints" / str(self._steps)
         record, written = folder / CHECKPOINT_RECORD, folder / f"{CHECKPOINT_RECORD}.new"
         record.unlink(missing_ok=True)
-        await self._trainers.save(str(folder), deadline_s=self._config.trainer.step_deadline_s)
+        with self._waiting_for(lambda: f"the trainer ranks: checkpoint {self._steps}"):
+            await self._trainers.save(str(folder), deadline_s=self._config.trainer.step_deadline_s)
         checkpoint = Checkpoint(steps=self._steps, version=self.version)
         written.write_bytes(msgspec.json.encode(checkpoint))
         written.rename(record)
@@ -438,9 +455,10 @@ class _Job:
             await self._recipe.before_step(step, samples)
         self.controller.observe_samples(samples)
         async with self._in_step:
-            result = await self._trainers.train_step(
-                step, batch, deadline_s=trainer.step_deadline_s
-            )
+            with self._waiting_for(lambda: f"the trainer ranks: step {step + 1}"):
+                result = await self._trainers.train_step(
+                    step, batch, deadline_s=trainer.step_deadline_s
+                )
             await self._publish()
             self._steps = step + 1
             if trainer.save_every and self._steps % trainer.save_every == 0:
@@ -462,7 +480,10 @@ class _Job:
             + trainer.max_restarts
             * (2 * self._config.start_deadline_s + trainer.publish_deadline_s)
         )
-        for task in tasks_of(self._recipe):
+        tasks = tasks_of(self._recipe)
+        while (task := await self._next_task(tasks)) is not None:
+            if unknown := rollouts.refusal(task.workflow):
+                raise ConfigError(f"recipe: tasks: {unknown}")
             await rollouts.wait_for_room(deadline_s=deadline_s)
             if task.workflow:
                 submit = partial(rollouts.submit_workflow_group, task.workflow, task.arguments)
@@ -470,55 +491,43 @@ class _Job:
                 submit = partial(rollouts.submit_group, task.prompt_ids)
             submit(rollout.samples_per_group, rollout.sampling, metadata=task.metadata)
 
-    async def _batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
-        """The groups of a step, scored; None when there are no tasks left for one.
-
-        Groups that the recipe declines are replaced. The deadline is for waiting, all in all, and
-        not for scoring, which has its own.
-        """
-        loop, left_s = asyncio.get_running_loop(), self._config.rollout.batch_deadline_s
-        batch: list[list[TrainingSample]] = []
-        while (missing := self._config.rollout.groups_per_step - len(batch)) > 0:
-            began_s = loop.time()
-            groups = await self._draw(missing, left_s, producer)
-            left_s -= loop.time() - began_s
-            if groups is None:
-                return None
-            for group in groups:
-                samples = await self._score(group)
-                if samples:
-                    batch.append(samples)
-                else:
-                    self.controller.rollouts.decline(group)
-        return batch
-
-    async def _draw(
-        self, num_groups: int, deadline_s: float, producer: asyncio.Task[None]
-    ) -> tuple[RolloutGroup, ...] | None:
-        """So many groups; None when there are no tasks left for them."""
-        rollout, rollouts = self._config.rollout, self.controller.rollouts
-        drawn = asyncio.ensure_future(rollouts.next_batch(num_groups, deadline_s=deadline_s))
+    async def _next_task(self, tasks: Iterator[Task]) -> Task | None:
+        """Return the recipe's next task, or None after the last, without holding up the loop."""
+        self._asked_for_task_at = asyncio.get_running_loop().time()
         try:
-            await asyncio.wait([drawn, producer], return_when=asyncio.FIRST_COMPLETED)
-            if producer.done():
-                producer.result()
-                num_left = rollouts.stats().outstanding
-                if not drawn.done() and num_left < rollout.samples_per_group * num_groups:
-                    return None
-            return await drawn
+            return await self._task_calls.call("tasks", lambda: next(tasks, None))
         finally:
-            drawn.cancel()
+            self._asked_for_task_at = None
 
-    async def _score(self, group: RolloutGroup) -> list[TrainingSample]:
-        deadline_s = self._config.rollout.batch_deadline_s
+    def _describe_batch(self) -> str:
+        said = f"groups of step {self._steps + 1}: {self._scoring.describe()}"
+        if self._asked_for_task_at is not None:
+            waited_s = asyncio.get_running_loop().time() - self._asked_for_task_at
+            if waited_s >= 1:
+                said += f"; the recipe's tasks() has yielded nothing for {waited_s:.0f} s"
+        return said
+
+    async def _batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
+        """Return the groups of a step, scored; None when there are no tasks left for one."""
+        with self._waiting_for(self._describe_batch):
+            return await self._scoring.next_batch(producer)
+
+    @contextmanager
+    def _waiting_for(self, describe: Callable[[], str]) -> Iterator[None]:
+        """Say every `SAID_EVERY_S` what the job waits for inside the block."""
+        began_s = asyncio.get_running_loop().time()
+
+        async def say() -> None:
+            while True:
+                await asyncio.sleep(SAID_EVERY_S)
+                waited_s = asyncio.get_running_loop().time() - began_s
+                self._notify(f"waiting for {waited_s:.0f} s for {describe()}")
+
+        saying = asyncio.create_task(say(), name="waiting line")
         try:
-            async with asyncio.timeout(deadline_s):
-                what = f"samples or rewards of group {group.group_id}"
-                return await in_thread(what, partial(score, self._recipe, group))
-        except TimeoutError as error:
-            raise PeerTimeout(
-                f"recipe: group {group.group_id} was not scored within {deadline_s} s"
-            ) from error
+            yield
+        finally:
+            saying.cancel()
 
 
 def _owner_token() -> str:

@@ -7,6 +7,7 @@ import contextvars
 import importlib.util
 import itertools
 import logging
+import queue
 import sys
 import threading
 import traceback
@@ -15,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, final
 
 from windlass.controller import Controller
 from windlass.errors import ConfigError, WindlassError
@@ -49,11 +51,18 @@ class Task:
 
 
 class Recipe(ABC):
-    """What is asked and how it is scored. Called from the controller's loop and one thread at a time."""
+    """What is asked and how it is scored.
+
+    `tasks` runs in a thread of its own, and `rewards` and `samples` in several threads at a time
+    (`rollout.rewards_at_once`); the other methods are called in the controller's loop.
+    """
 
     @abstractmethod
     def tasks(self) -> Iterator[Task]:
-        """Tasks, drawn as fast as the staleness bound admits them; the end ends the job."""
+        """Yield tasks, as fast as the staleness bound admits them; the end ends the job.
+
+        Runs in a thread, so it may wait for what it yields.
+        """
 
     @abstractmethod
     def rewards(self, group: RolloutGroup) -> Sequence[float]:
@@ -161,6 +170,39 @@ def score(recipe: Recipe, group: RolloutGroup) -> list[TrainingSample]:
     return list(found)
 
 
+@final
+class CallThread:
+    """A daemon thread for calls of user code that must all be made in the same thread.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+    async def call(self, what: str, call: Callable[[], _T]) -> _T:
+        """Run `call` after all calls before it.
+
+        Raises:
+            WindlassError: the code raised; names `what`.
+        """
+        result: Future[_T] = Future()
+        # The caller may give up; the thread goes on.
+        result.set_running_or_notify_cancel()
+        self._calls.put(partial(_run_into, result, contextvars.copy_context(), what, call))
+        return await asyncio.wrap_future(result)
+
+    def close(self) -> None:
+        """End the thread after the call that it runs. Idempotent."""
+        self._calls.put(None)
+
+
 async def in_thread(what: str, call: Callable[[], _T]) -> _T:
     """Run code of the recipe in a thread that ends with the process, so that code that hangs does not keep it.
 
@@ -174,16 +216,19 @@ async def in_thread(what: str, call: Callable[[], _T]) -> _T:
     result: Future[_T] = Future()
     # The caller may give up; the thread goes on.
     result.set_running_or_notify_cancel()
-    context = contextvars.copy_context()  # the fields of log lines
-
-    def run() -> None:
-        try:
-            result.set_result(context.run(call))
-        except BaseException as error:  # noqa: BLE001 - the boundary of user code
-            result.set_exception(recipe_error(what, error))
-
+    run = partial(_run_into, result, contextvars.copy_context(), what, call)
     threading.Thread(target=run, name="recipe", daemon=True).start()
     return await asyncio.wrap_future(result)
+
+
+def _run_into(
+    result: Future[_T], context: contextvars.Context, what: str, call: Callable[[], _T]
+) -> None:
+    """Run code of the recipe with the caller's fields of log lines."""
+    try:
+        result.set_result(context.run(call))
+    except BaseException as error:  # noqa: BLE001 - the boundary of user code
+        result.set_exception(recipe_error(what, error))
 
 
 def recipe_error(what: str, error: BaseException) -> WindlassError:

@@ -7,6 +7,7 @@ meanwhile carries it, a user's own lines too. The fields travel with asyncio tas
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -20,6 +21,8 @@ from windlass.errors import ConfigError
 FORMAT_VARIABLE = "WINDLASS_LOG"
 LEVEL_VARIABLE = "WINDLASS_LOG_LEVEL"
 LOG_VARIABLES = (FORMAT_VARIABLE, LEVEL_VARIABLE)
+MAX_KINDS = 256
+"""Kinds of lines that a `LineLimit` remembers."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 _fields: ContextVar[Mapping[str, str | int]] = ContextVar("windlass_log_fields")
@@ -64,6 +67,29 @@ def log_fields(
     }
     _fields.set({**before, **{name: value for name, value in given.items() if value is not None}})
     return _Undo(before)
+
+
+@final
+class LineLimit:
+    """Decides which of many equal log lines to write: one of each kind in `every_s` seconds.
+
+    Args:
+        every_s: seconds between two lines of one kind.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._kinds: dict[str, tuple[float, int]] = {}
+
+    def count(self, kind: str) -> int:
+        """Return how many lines of this kind came since one was written, this one included; 0 to write none."""
+        now = time.monotonic()
+        next_s, num_held = self._kinds.pop(kind, (now, 0))
+        is_due = now >= next_s
+        if len(self._kinds) >= MAX_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        self._kinds[kind] = (now + self._every_s, 0) if is_due else (next_s, num_held + 1)
+        return num_held + 1 if is_due else 0
 
 
 @final

@@ -67,6 +67,11 @@ class Operations:
         rollouts.on_change(self._on_rollouts)
         batches.on_put(self.observe_samples)
 
+    @property
+    def phase(self) -> str:
+        """What the fleet does now, for a person; empty between updates."""
+        return self._phase
+
     def mount(self, server: ControlServer) -> None:
         """Add the routes to a server that has not started; from the loop."""
         self._started_at = asyncio.get_running_loop().time()

@@ -316,18 +316,59 @@ class RolloutController:
                     self._journal.check()
                     self._life.ready.clear()
                     await self._life.ready.wait()
-                self._journal.check()
-                groups = tuple(self._life.hand_out() for _ in range(num_groups))
-                self._journal.flush()
-                return groups
+                return self.take(self.ready_ids()[:num_groups])
         except TimeoutError as error:
-            stats = self.stats()
             raise PeerTimeout(
-                f"next_batch: {num_groups} groups within {deadline_s} s, got "
-                f"{len(self._table.ready)} (running {stats.running}, waiting {stats.waiting}, "
-                f"failed {stats.failed}, dropped {stats.dropped}, too old {stats.too_old}, stopped "
-                f"early {stats.stopped_early}, workers {stats.workers}, engines {stats.engines})"
+                f"next_batch: {num_groups} groups within {deadline_s:g} s, got "
+                f"{len(self._table.ready)} {self.describe()}"
             ) from error
+
+    def ready_ids(self) -> list[int]:
+        """Return the ids of complete groups that nobody has drawn, in order of completion."""
+        return list(self._table.ready)
+
+    def peek(self, group_id: int) -> RolloutGroup:
+        """Return a group of `ready_ids`, which stays there and may still grow too old."""
+        return self._life.peek(group_id)
+
+    def take(self, group_ids: Iterable[int]) -> tuple[RolloutGroup, ...]:
+        """Hand out groups of `ready_ids`, as `next_batch` does.
+
+        Raises:
+            RolloutError: the journal cannot be written any more.
+        """
+        self._journal.check()
+        groups = tuple([self._life.hand_out(group_id) for group_id in group_ids])
+        self._journal.flush()
+        return groups
+
+    @property
+    def failed_alike(self) -> int:
+        """Rollouts that failed for good since one was accepted: refused, or raised the same again."""
+        return self._life.failed_alike
+
+    def describe(self) -> str:
+        """Return where rollouts are and why they do not come, for a person."""
+        stats = self.stats()
+        names = ("running", "waiting", "parked", "buffered", "failed", "rejected", "declined")
+        more = ("dropped", "too_old", "stopped_early")
+        counts = {name: getattr(stats, name) for name in (*names, *more)}
+        shown = [f"{name.replace('_', ' ')} {count}" for name, count in counts.items()]
+        shown += [f"workers {stats.workers}", f"engines {stats.engines}"]
+        parts = [f"({', '.join(shown)})"]
+        if not stats.engines and stats.version >= 0:
+            parts.append(f"no engine serves version {stats.version}")
+        parts += [self.refusal(name) for name in self._table.parked if self._table.parked[name]]
+        if self._life.newest_failure:
+            parts.append(f"newest failure: {self._life.newest_failure}")
+        return "; ".join(filter(None, parts))
+
+    def refusal(self, workflow: str) -> str:
+        """Return why no worker that has been here can run a workflow; empty if one can, or for a plain prompt."""
+        known = self._pool.workflows
+        if not workflow or workflow in known:
+            return ""
+        return f"workflow {workflow!r}: workers know {sorted(known)}"
 
     def acknowledge(self, task_ids: Iterable[str]) -> None:
         """The owner has these rollouts for good; no later process delivers them. Idempotent.
@@ -363,9 +404,8 @@ class RolloutController:
         def message() -> str:
             stats, policy = self.stats(), self._policy
             return (
-                f"wait_for_room: none within {deadline_s} s (version {stats.version}, running "
-                f"{stats.running}, waiting {stats.waiting}, accepted {policy.accepted}, consumed "
-                f"{policy.consumed}, workers {stats.workers})"
+                f"wait_for_room: none within {deadline_s:g} s (version {stats.version}, accepted "
+                f"{policy.accepted}, consumed {policy.consumed}); {self.describe()}"
             )
 
         await self._room.until(there, deadline_s, message)

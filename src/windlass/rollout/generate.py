@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from windlass.errors import DECODE_ERRORS, PeerUnreachable, RolloutError
-from windlass.rollout.messages import OnAbort, Partial, RolloutTask, Turn
+from windlass.rollout.messages import ErrorKind, OnAbort, Partial, RolloutTask, Turn
 
 MAX_STALLS = 8
 FIRST_STALL_BACKOFF_S = 0.05
@@ -18,12 +18,16 @@ MAX_STALL_BACKOFF_S = 1.0
 ABORT = "abort"
 
 
+PASSING_4XX = frozenset({408, 409, 425, 429})
+"""HTTP statuses of an engine that may accept the same request later."""
+
+
 class AttemptError(RolloutError):
     """The attempt is over; `partial` is what survived of it."""
 
-    def __init__(self, message: str, partial: Partial) -> None:
+    def __init__(self, message: str, partial: Partial, kind: ErrorKind = ErrorKind.PASSING) -> None:
         super().__init__(message)
-        self.partial = partial
+        self.partial, self.kind = partial, kind
 
 
 class AttemptResult(msgspec.Struct, frozen=True):
@@ -96,10 +100,9 @@ class _Progress:
         self.tokens = task.partial
         self.num_calls = 0
 
-    def failure(self, reason: str) -> AttemptError:
-        return AttemptError(
-            f"engine {self.task.engine.name} ({self.task.engine.url}): {reason}", self.tokens
-        )
+    def failure(self, reason: str, kind: ErrorKind = ErrorKind.PASSING) -> AttemptError:
+        engine = self.task.engine
+        return AttemptError(f"engine {engine.name} ({engine.url}): {reason}", self.tokens, kind)
 
     async def run(self, session: aiohttp.ClientSession) -> AttemptResult:
         stalls = 0
@@ -133,7 +136,9 @@ class _Progress:
             body = await response.read()
             if response.status != 200:
                 text = body[:200].decode(errors="replace").replace("\n", " ")
-                raise self.failure(f"HTTP {response.status}: {text}")
+                refused = 400 <= response.status < 500 and response.status not in PASSING_4XX
+                kind = ErrorKind.REFUSED if refused else ErrorKind.PASSING
+                raise self.failure(f"HTTP {response.status}: {text}", kind)
         return msgspec.json.decode(body, type=_Answer)
 
     def _request(self) -> dict[str, Any]:

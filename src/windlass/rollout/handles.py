@@ -22,6 +22,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_attempts: failures (engine, worker, attempt deadline) after which a rollout fails.
+        max_same_errors: times in a row that a workflow may raise the same exception before its rollout fails.
         attempt_deadline_s: one attempt may take this long, then it is tried on another engine.
         retry_backoff_s: wait before the second try, doubled each time up to 2 s.
         engine_grace_s: an engine may be unroutable this long before its work is moved.
@@ -41,6 +42,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_attempts: int = 8
+    max_same_errors: int = 3
     attempt_deadline_s: float = 600.0
     retry_backoff_s: float = 0.05
     engine_grace_s: float = 30.0
@@ -70,6 +72,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 _LEAST = {
     "max_attempts": 1,
+    "max_same_errors": 1,
     "retry_backoff_s": 0.0,
     "engine_grace_s": 0.0,
     "worker_grace_s": 0.0,

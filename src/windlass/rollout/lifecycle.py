@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout, RolloutError
-from windlass.net.logs import log_fields
+from windlass.net.logs import LineLimit, log_fields
 from windlass.rollout.handles import (
     GroupHandle,
     Recovered,
@@ -39,6 +39,7 @@ from windlass.rollout.journal import (
 )
 from windlass.rollout.messages import (
     LOCAL_WORKER,
+    ErrorKind,
     OnAbort,
     OutcomeStatus,
     Partial,
@@ -70,6 +71,8 @@ class Lifecycle:
         first_attempt: attempts are numbered above this, and above all earlier ones.
         journal: is told of every transition that a successor must know.
         table: where every rollout is.
+        newest_failure: why the newest attempt or rollout failed or was rejected; empty for none.
+        failed_alike: rollouts that failed for good since one was accepted.
         ready: set when a group can be handed out, or nothing ever will be.
     """
 
@@ -93,6 +96,9 @@ class Lifecycle:
         self._config = config
         self._handed_out: OrderedDict[str, tuple[str, ...]] = OrderedDict()
         self._silent_until = 0.0
+        self._failures = LineLimit(WARN_EVERY_S)
+        self.newest_failure = ""
+        self.failed_alike = 0
         self._withdraw = withdraw
         self._work_changed = work_changed
 
@@ -284,12 +290,13 @@ class Lifecycle:
                 self._reject(record, outcome.error)
             case OutcomeStatus.ERROR | OutcomeStatus.CANCELLED:
                 reason = outcome.error or f"cancelled by worker {outcome.worker}"
-                self.retry(record, reason, outcome.result)
+                self.retry(record, reason, outcome.result, outcome.error_kind)
 
     def _reject(self, record: Record, reason: str) -> None:
         """The worker does not want the trajectory used."""
         record.rejections += 1
         self.table.counts.rejected += 1
+        self.newest_failure = f"rollout {record.task_id}: rejected: {reason}"
         if record.rejections < self._config.max_rejections:
             self._resubmit(record)
             return
@@ -301,13 +308,32 @@ class Lifecycle:
             ),
         )
 
-    def retry(self, record: Record, reason: str, partial: Partial) -> None:
-        """The running attempt failed: try again after a backoff, preferably on another engine."""
+    def retry(
+        self,
+        record: Record,
+        reason: str,
+        partial: Partial,
+        kind: ErrorKind = ErrorKind.PASSING,
+    ) -> None:
+        """Try again after a backoff, preferably on another engine, unless that fails as well."""
         record.failures += 1
+        record.last_error = reason
+        self.newest_failure = f"rollout {record.task_id}: {reason}"
+        raised, num_raised = record.raised
+        # The same text, wherever it was raised: workers differ, and what they raise does not.
+        text = reason.partition(": ")[2] if kind is ErrorKind.RAISED else ""
+        record.raised = (text, num_raised + 1 if text == raised else 1)
+        if kind is ErrorKind.REFUSED:
+            self._fail_for_good(record, f"refused: {reason}")
+            return
+        if text and record.raised[1] >= self._config.max_same_errors:
+            times = f"raised the same {record.raised[1]} times in a row"
+            limit = f"max_same_errors={self._config.max_same_errors}"
+            self._fail_for_good(record, f"{times} ({limit}): {reason}")
+            return
         record.avoid_engine = record.engine
         if self._config.carry_partial and partial.output_ids:
             record.partial = partial
-        record.last_error = reason
         if record.failures >= self._config.max_attempts:
             self._fail(
                 record,
@@ -327,12 +353,18 @@ class Lifecycle:
         record.timer = asyncio.get_running_loop().call_later(delay, self._requeue, record)
         self._work_changed()
 
+    def _fail_for_good(self, record: Record, reason: str) -> None:
+        """Fail a rollout that another attempt would fail as well."""
+        self.failed_alike += 1
+        self._fail(record, RolloutError(f"rollout {record.task_id}: {reason}"))
+
     def _requeue(self, record: Record) -> None:
         self.table.move(record, State.QUEUED)
         self._work_changed()
 
     def _accept(self, record: Record, outcome: RolloutOutcome) -> None:
         self._policy.accept()
+        self.failed_alike = 0
         record.admitted = False
         record.outcome = outcome
         record.finished_at = asyncio.get_running_loop().time()
@@ -445,12 +477,19 @@ class Lifecycle:
             self._give_up(record)
             self._throw_away(record, record.outcome)
 
-    def hand_out(self) -> RolloutGroup:
-        """The group that has been ready longest; its samples are consumed.
+    def peek(self, group_id: int) -> RolloutGroup:
+        """Return a ready group, which stays ready."""
+        group = self.table.ready[group_id]
+        first = group.records[0]
+        rollouts = tuple([record.rollout() for record in group.records])
+        return RolloutGroup(group_id, first.work.prompt_ids, rollouts, first.metadata)
+
+    def hand_out(self, group_id: int) -> RolloutGroup:
+        """Return a ready group, whose samples are consumed.
 
         Ready groups are never stale: versions only change in `set_version`.
         """
-        _, group = self.table.ready.popitem(last=False)
+        group = self.table.ready.pop(group_id)
         first = group.records[0]
         rollouts = self._rollouts(group)
         self._policy.consume(len(rollouts))
@@ -570,8 +609,12 @@ class Lifecycle:
         self.retry(record, f"engine {record.engine}: no answer in {limit} s", Partial())
 
     def _fail(self, record: Record, error: Exception) -> None:
-        with log_fields(task=record.task_id, attempt=record.attempt, engine=record.engine):
-            logger.warning("%s", error)
+        self.newest_failure = str(error)
+        said = record.last_error or type(error).__name__
+        if num_alike := self._failures.count(said):
+            more = f" ({num_alike} rollouts failed so)" if num_alike > 1 else ""
+            with log_fields(task=record.task_id, attempt=record.attempt, engine=record.engine):
+                logger.warning("%s%s", error, more)
         self._end(record)
         self.journal.add(Ended((record.task_id,)))
         self.table.counts.failed += 1

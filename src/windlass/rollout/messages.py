@@ -79,6 +79,19 @@ class OutcomeStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
+class ErrorKind(StrEnum):
+    """Whether an attempt that failed may succeed when it is made again.
+
+    PASSING: the engine or the worker failed; another one may do better.
+    REFUSED: the engine refuses the request, and so would every other engine.
+    RAISED: the workflow raised; what it raises three times in a row it will raise again.
+    """
+
+    PASSING = "passing"
+    REFUSED = "refused"
+    RAISED = "raised"
+
+
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """How an engine samples, with SGLang's names.
 
@@ -193,6 +206,7 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         result: the tokens; of an error, those that survived.
         finish_reason: the engine's word (`stop`, `length`), empty unless accepted.
         error: one line, empty unless an error.
+        error_kind: of an error.
         engine: name of the engine that made the last token.
         finished_at: Unix time in seconds on the worker's clock.
         turns, value: of a workflow; the value is what it returned, msgpack.
@@ -207,6 +221,7 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     finished_at: float
     finish_reason: str = ""
     error: str = ""
+    error_kind: ErrorKind = ErrorKind.PASSING
     turns: tuple[Turn, ...] = ()
     value: bytes = b""
 

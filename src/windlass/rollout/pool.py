@@ -297,6 +297,7 @@ class WorkerPool:
 
     Attributes:
         workers: by name.
+        workflows: names that workers have known since the start.
     """
 
     def __init__(
@@ -307,6 +308,7 @@ class WorkerPool:
         on_change: Callable[[], None],
     ) -> None:
         self.workers: dict[str, Worker] = {}
+        self.workflows: set[str] = set()
         self._config = config
         self._on_outcomes, self._on_lost, self._on_change = on_outcomes, on_lost, on_change
         self._identity = ""
@@ -350,6 +352,7 @@ class WorkerPool:
     def add(self, worker: Worker) -> None:
         """A worker that has just begun."""
         self.workers[worker.hello.name] = worker
+        self.workflows.update(worker.hello.workflows)
         self._on_change()
 
     def withdraw(self, name: str, task_id: str, attempt: int) -> None:

@@ -146,6 +146,7 @@ class Record(msgspec.Struct, eq=False):
         attempt: of the last dispatch; 0 before the first. Only ever grows, with gaps.
         num_dispatches: how often it was handed to a worker.
         failures: attempts that ended in an error.
+        raised: what the workflow raised in the last attempt, and how often in a row.
         resubmits: how often an answer of it was too old and it was made again.
         oldest_version: version of the oldest token that the running attempt can have; None if not known.
         engine: of the last attempt. load_key: key in `RolloutTable.by_engine`.
@@ -164,6 +165,7 @@ class Record(msgspec.Struct, eq=False):
     attempt: int = 0
     num_dispatches: int = 0
     failures: int = 0
+    raised: tuple[str, int] = ("", 0)
     rejections: int = 0
     resubmits: int = 0
     oldest_version: int | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import final
@@ -17,10 +18,11 @@ import aiohttp
 import msgspec
 
 from windlass.errors import ConfigError, ProtocolError, RolloutError
-from windlass.net.logs import log_fields
+from windlass.net.logs import LineLimit, log_fields
 from windlass.rollout.generate import AttemptError, AttemptResult, generate
 from windlass.rollout.messages import (
     ArrayLike,
+    ErrorKind,
     OutcomeStatus,
     Partial,
     RolloutOutcome,
@@ -33,6 +35,7 @@ from windlass.rollout.messages import (
 )
 
 logger = logging.getLogger(__name__)
+TRACEBACK_EVERY_S = 10.0
 
 
 class Reject(RolloutError):
@@ -181,6 +184,7 @@ class Attempts:
         self._slots = asyncio.Semaphore(hello.max_concurrent)
         self._on_end = ended
         self._stopping = False
+        self._raised = LineLimit(TRACEBACK_EVERY_S)
 
     def start(self, task: RolloutTask) -> None:
         """Run an attempt that does not run yet."""
@@ -266,8 +270,17 @@ class Attempts:
         del self.running[task.task_id, task.attempt]
         self._on_end(self._outcome_of(task, job))
 
+    def _log_raised(self, task: RolloutTask, failure: BaseException) -> None:
+        """Write the traceback of what an attempt raised, unless one like it was written just now."""
+        frames = traceback.extract_tb(failure.__traceback__)
+        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        if num_alike := self._raised.count(f"{type(failure).__name__} {where}"):
+            more = f" ({num_alike} attempts failed so)" if num_alike > 1 else ""
+            with log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name):
+                logger.error("attempt failed in the worker%s", more, exc_info=failure)
+
     def _outcome_of(self, task: RolloutTask, job: asyncio.Task[AttemptResult]) -> RolloutOutcome:
-        result, error = AttemptResult(), ""
+        result, error, kind = AttemptResult(), "", ErrorKind.PASSING
         if job.cancelled():
             status = OutcomeStatus.ERROR if self._stopping else OutcomeStatus.CANCELLED
             error = f"worker {self._worker} shut down" if self._stopping else ""
@@ -281,10 +294,11 @@ class Attempts:
             status, error = OutcomeStatus.ERROR, str(failure)
             if isinstance(failure, AttemptError):
                 result = AttemptResult(Partial() if task.workflow else failure.partial)
+                kind = failure.kind
             else:
-                with log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name):
-                    logger.error("attempt failed in the worker", exc_info=failure)
+                self._log_raised(task, failure)
                 error = f"worker {self._worker}: {type(failure).__name__}: {failure}"
+                kind = ErrorKind.RAISED
         # Half a surrogate pair cannot be sent.
         error = error.encode("utf-8", "replace").decode()
         outcome = RolloutOutcome(
@@ -297,6 +311,7 @@ class Attempts:
             finished_at=time.time(),
             finish_reason=result.finish_reason,
             error=error,
+            error_kind=kind,
             turns=result.turns,
             value=result.value,
         )

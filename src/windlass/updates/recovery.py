@@ -209,9 +209,7 @@ class CatchUps:
         coordinator.changes.notify()
         return report
 
-    def _attempts_of(
-        self, name: str, processes: frozenset[Identity], *, clean: bool
-    ) -> _Attempts:
+    def _attempts_of(self, name: str, processes: frozenset[Identity], *, clean: bool) -> _Attempts:
         known, version = self._attempts.get(name), self._fleet.published
         if known is None or (known.newcomer, known.version) != (processes, version):
             known = _Attempts(processes, version, clean=clean)

@@ -1,0 +1,149 @@
+"""Scores groups in threads as soon as they are complete, and hands out the groups of a step."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import final
+
+from windlass.errors import PeerTimeout, RolloutError
+from windlass.jobs.config import RolloutSection
+from windlass.jobs.recipe import Recipe, in_thread, score
+from windlass.rollout.controller import RolloutController
+from windlass.rollout.handles import RolloutGroup
+from windlass.rollout.messages import TrainingSample
+
+MIN_ALIKE = 8
+"""Rollouts in a row that fail for good before a job fails for it; more where a step takes more groups."""
+
+
+@final
+class Scoring:
+    """Groups that are complete: each is being scored, or has its samples.
+
+    A group stays with `rollouts` until its step takes it: one that grows too old meanwhile is dropped with its samples.
+
+    Args:
+        rollouts: owner of the groups.
+        recipe: makes samples of a group, in a thread; of several groups at a time.
+        config: says how many groups a step takes, and how long it may wait.
+    """
+
+    def __init__(self, rollouts: RolloutController, recipe: Recipe, config: RolloutSection) -> None:
+        self._rollouts, self._recipe, self._config = rollouts, recipe, config
+        self._scores: dict[int, asyncio.Task[list[TrainingSample]]] = {}
+        self._slots = asyncio.Semaphore(config.rewards_at_once)
+        self._changed = asyncio.Event()
+        rollouts.on_change(self._on_rollouts)
+
+    def close(self) -> None:
+        """Wait for no score any more. Idempotent."""
+        for scoring in self._scores.values():
+            scoring.cancel()
+
+    def describe(self) -> str:
+        """Return what the next step waits for, for a person."""
+        num_scored = sum(scoring.done() for scoring in self._scores.values())
+        return (
+            f"{self._config.groups_per_step} groups; {num_scored} are scored, "
+            f"{len(self._scores) - num_scored} are being scored; {self._rollouts.describe()}"
+        )
+
+    async def next_batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
+        """Return the samples of the groups of a step; None if there are no tasks left for so many groups.
+
+        Groups of which the recipe makes no sample are declined, so that others take their place. Only
+        waiting for groups counts for the deadline; scoring one has a deadline of its own.
+
+        Args:
+            producer: submits tasks, and ends with the last of them.
+
+        Raises:
+            PeerTimeout: there were not enough groups within `batch_deadline_s`, or one was not scored within it.
+            RolloutError: rollouts fail the same way, one after another.
+        """
+        num_groups, left_s = self._config.groups_per_step, self._config.batch_deadline_s
+        loop = asyncio.get_running_loop()
+        producer.add_done_callback(self._note_change)
+        try:
+            while True:
+                self._changed.clear()
+                self._look()
+                scored = self._scored()
+                if len(scored) >= num_groups:
+                    taken = scored[:num_groups]
+                    self._rollouts.take(taken)
+                    return [self._scores.pop(group_id).result() for group_id in taken]
+                self._check_failures()
+                is_short = len(self._scores) < num_groups
+                if producer.done():
+                    producer.result()
+                    num_left = self._rollouts.stats().outstanding
+                    if num_left < num_groups * self._config.samples_per_group:
+                        return None
+                began_s = loop.time()
+                try:
+                    async with asyncio.timeout(max(left_s, 0.0) if is_short else None):
+                        await self._changed.wait()
+                except TimeoutError:
+                    raise PeerTimeout(
+                        f"rollout.batch_deadline_s: no batch within {self._config.batch_deadline_s:g} s; "
+                        f"it needs {self.describe()}"
+                    ) from None
+                left_s -= loop.time() - began_s if is_short else 0.0
+        finally:
+            producer.remove_done_callback(self._note_change)
+
+    def _note_change(self, _: object = None) -> None:
+        self._changed.set()
+
+    def _on_rollouts(self) -> None:
+        self._look()
+        self._changed.set()
+
+    def _look(self) -> None:
+        """Begin to score groups that are new, and leave those alone that are gone."""
+        ready = self._rollouts.ready_ids()
+        for group_id in [known for known in self._scores if known not in ready]:
+            self._scores.pop(group_id).cancel()
+        for group_id in ready:
+            if group_id not in self._scores:
+                group = self._rollouts.peek(group_id)
+                scoring = asyncio.create_task(self._score(group), name=f"score-{group_id}")
+                scoring.add_done_callback(self._note_change)
+                self._scores[group_id] = scoring
+
+    def _scored(self) -> list[int]:
+        """Return groups with samples, in order of completion; those without any are declined."""
+        found = []
+        for group_id in self._rollouts.ready_ids():
+            scoring = self._scores[group_id]
+            if not scoring.done():
+                continue
+            if scoring.result():
+                found.append(group_id)
+                continue
+            del self._scores[group_id]
+            (group,) = self._rollouts.take([group_id])
+            self._rollouts.decline(group)
+        return found
+
+    def _check_failures(self) -> None:
+        num_alike = self._rollouts.failed_alike
+        if num_alike >= max(MIN_ALIKE, 2 * self._config.groups_per_step):
+            raise RolloutError(
+                f"rollouts: the last {num_alike} failed for good and none was accepted; "
+                f"{self._rollouts.describe()}"
+            )
+
+    async def _score(self, group: RolloutGroup) -> list[TrainingSample]:
+        deadline_s = self._config.batch_deadline_s
+        async with self._slots:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    what = f"samples or rewards of group {group.group_id}"
+                    return await in_thread(what, partial(score, self._recipe, group))
+            except TimeoutError as error:
+                raise PeerTimeout(
+                    f"recipe: group {group.group_id} was not scored within {deadline_s:g} s"
+                ) from error
