@@ -285,3 +285,42 @@ def test_a_batch_that_does_not_come_is_counted_out(
     assert count in job.error
     assert f"{count}0" not in job.error
     assert ("rejected: too short" in job.error) is (name == "rejects")
+
+
+SANDBOX = """
+import asyncio, os, sys
+from pathlib import Path
+from windlass.rollout import run_rollout_worker
+async def sandbox(context):
+    here = Path(__file__).parent / f"{context.task_id}-{context.attempt}"
+    here.with_suffix(".opened").touch()
+    try:
+        await context.generate((1, 2, context.arguments % 60))
+        await asyncio.sleep(0.2 if context.arguments < 2 else 100)
+        return {"reward": 1.0}
+    finally:
+        await asyncio.sleep(1.0)
+        here.with_suffix(".closed").touch()
+sys.exit(run_rollout_worker({"sandbox": sandbox}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "status"), [(1, 0), pytest.param(2, 130, marks=pytest.mark.long)]
+)
+def test_sandboxes_are_closed_when_a_job_ends(tmp_path: Path, steps: int, status: int) -> None:
+    config = write(
+        tmp_path,
+        recipe=of_workflow("sandbox"),
+        worker=SANDBOX,
+        steps=steps,
+        top="shutdown_s = 20.0",
+    )
+    with launched(config) as job:
+        if status:
+            job.read_until("step 1:")
+            job.process.send_signal(signal.SIGINT)
+        assert job.end() == status, job.text
+    opened, closed = (len(list(tmp_path.glob(f"*.{what}"))) for what in ("opened", "closed"))
+    assert opened > 4
+    assert closed == opened

@@ -219,6 +219,7 @@ class _Job:
         self.signals: asyncio.Queue[int] = asyncio.Queue()
         self.version = -1
         self._steps = self._restarts = self._stopped_by = 0
+        self._insisted = False
 
     async def run(self) -> JobSummary:
         """Run it to its end, and end all that was started."""
@@ -246,11 +247,21 @@ class _Job:
             if config.replica != ReplicaPlace.OFF:
                 # The last update may still be on its way when all else has ended.
                 grace_s = max(grace_s, config.shutdown_s)
-            await self._trainers.close(grace_s=0.5 if in_call else grace_s)
+            ranks_end = asyncio.create_task(
+                self._trainers.close(grace_s=0.5 if in_call else grace_s), name="end of the ranks"
+            )
+            worker_s = await self._clean_up()
+            await ranks_end
             await controller.rollouts.close()
             # The controller is still there, so that workers and engines leave it in peace.
-            left = [status.name for status in self._scheduler.list()]
-            await asyncio.gather(*map(self._scheduler.delete, left))
+            names = [status.name for status in self._scheduler.list()]
+            workers = {_worker_name(number) for number in range(config.rollout.num_workers)}
+            await asyncio.gather(
+                *(
+                    self._scheduler.delete(left, grace_s=worker_s if left in workers else 5.0)
+                    for left in names
+                )
+            )
         summary = JobSummary(
             steps=self._steps,
             version=controller.coordinator.fleet.published,
@@ -264,6 +275,34 @@ class _Job:
             ended = f"stopped by signal {summary.stopped_by}"
         self._notify(f"{ended}: {summary.steps} steps, version {summary.version} published")
         return summary
+
+    async def _clean_up(self) -> float:
+        """Cancel all rollouts and wait for their clean-up, unless a signal says not to.
+
+        Returns:
+            Seconds that worker processes may then take to end.
+        """
+        if self._insisted:
+            return 0.0
+        deadline_s = self._config.shutdown_s
+        cleaning = asyncio.create_task(
+            self.controller.rollouts.cancel_all(deadline_s=deadline_s), name="clean-up"
+        )
+        insisted = asyncio.create_task(self.signals.get())
+        with self._waiting_for(lambda: "workflows to clean up"):
+            await asyncio.wait([cleaning, insisted], return_when=asyncio.FIRST_COMPLETED)
+        cleaning.cancel()
+        insisted.cancel()
+        await asyncio.wait([cleaning, insisted])
+        if cleaning.cancelled():
+            self._notify("a signal cut off the clean-up of rollouts")
+            return 0.0
+        if num_left := cleaning.result():
+            self._notify(
+                f"{num_left} attempts had not cleaned up after shutdown_s={deadline_s:g} and were cut off"
+            )
+            return 5.0
+        return deadline_s
 
     async def _end_at_signal(self, work: asyncio.Task[None]) -> None:
         """A signal lets a step or an update that runs end; dispatches stop at once."""
@@ -282,6 +321,7 @@ class _Job:
                 work.cancel()
                 await asyncio.wait([work])
             else:
+                self._insisted = insisted.done()
                 self._notify(f"given up after {self._config.shutdown_s} s or a second signal")
         finally:
             ended.cancel()
@@ -685,11 +725,16 @@ def _processes(config: LaunchConfig, url: str) -> list[tuple[list[ProcessSpec], 
     ]
 
 
+def _worker_name(number: int) -> str:
+    return f"worker-{number}"
+
+
 def _worker(config: LaunchConfig, number: int, url: str) -> ProcessSpec:
-    script, name = config.rollout.worker_script, f"worker-{number}"
+    script, name = config.rollout.worker_script, _worker_name(number)
     program = (script,) if script else ("-m", "windlass.rollout.worker")
     python = config.rollout.python or sys.executable
     command = (python, *program, "--controller", url, "--name", name)
+    command += ("--shutdown-s", f"{config.shutdown_s:g}")
     return ProcessSpec(name=name, command=(*command, *config.rollout.worker_arguments))
 
 

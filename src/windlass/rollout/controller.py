@@ -55,6 +55,8 @@ from windlass.updates.changes import Changes
 logger = logging.getLogger(__name__)
 MAX_DISPATCHES_PER_TURN = 256
 PREFIX_TOKENS = 256
+CLEAN_UP_S = 5.0
+"""Seconds that workflows have to clean up when a controller is closed."""
 
 
 @final
@@ -111,12 +113,14 @@ class RolloutController:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel everything outstanding and let go of the workers. Idempotent.
+        """Cancel everything outstanding, wait `CLEAN_UP_S` for its clean-up, and let go of the workers. Idempotent.
 
         With a journal the next process goes on with what was outstanding.
         """
         if self._closed:
             return
+        if not self._config.journal:
+            await self.cancel_all(deadline_s=CLEAN_UP_S)
         try:
             await self._journal.close()
         except OSError as error:  # the rest is closed all the same
@@ -130,6 +134,28 @@ class RolloutController:
         self._joined.notify()
         self._life.ready.set()
         await self._pool.close()
+
+    async def cancel_all(self, *, deadline_s: float) -> int:
+        """Cancel everything outstanding, and wait until workflows have cleaned up.
+
+        Nothing is dispatched any more.
+
+        Args:
+            deadline_s: for the clean-up, all in all.
+
+        Returns:
+            How many attempts had not ended by then; they are logged, and end with their worker.
+        """
+        self.pause()
+        for record in list(self._table.records.values()):
+            self._life.cancel(record.group)
+        num_left = await self._pool.wait_for_ends(deadline_s)
+        if num_left:
+            logger.error(
+                "%d attempts were still cleaning up after %g s and are cut off",
+                *(num_left, deadline_s),
+            )
+        return num_left
 
     # --- submission --------------------------------------------------------------------
 
@@ -293,7 +319,7 @@ class RolloutController:
             max_concurrent=max_concurrent,
             workflows=tuple(sorted(known)),
         )
-        worker = LocalWorker(hello, known, self._use, self._token)
+        worker = LocalWorker(hello, known, self._use, self._pool.note_end, self._token)
         self._journal.on_change(worker.deliver)
         self._pool.add(worker)
 

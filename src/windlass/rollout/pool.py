@@ -19,7 +19,7 @@ from typing import Never, final
 
 from aiohttp import web
 
-from windlass.errors import PeerUnreachable, ProtocolError, RolloutError
+from windlass.errors import PeerTimeout, PeerUnreachable, ProtocolError, RolloutError
 from windlass.net.access import Access, role_token
 from windlass.net.messages import Garbled, MustWait, check_name, check_version
 from windlass.net.rpc import Session
@@ -43,6 +43,7 @@ from windlass.rollout.messages import (
     decode_outcomes,
 )
 from windlass.rollout.workflows import Attempts, Workflow
+from windlass.updates.changes import Changes
 
 logger = logging.getLogger(__name__)
 MAX_REPLACED = 4096
@@ -66,12 +67,14 @@ class Worker(ABC):
         hello: how it introduced itself.
         assigned: task_id -> attempt that it is responsible for.
         takes_no_more: it ends.
+        ending: attempts that were cancelled and have not ended: they clean up.
     """
 
     def __init__(self, hello: WorkerHello) -> None:
         self.hello = hello
         self.assigned: dict[str, int] = {}
         self.takes_no_more = False
+        self.ending: set[AttemptKey] = set()
 
     @property
     def free_slots(self) -> int:
@@ -88,6 +91,11 @@ class Worker(ABC):
             return False
         del self.assigned[task_id]
         return True
+
+    def note_ended(self, outcome: RolloutOutcome) -> None:
+        """An attempt of this worker has ended, whoever wants its outcome."""
+        if self.ending:
+            self.ending.discard(AttemptKey(outcome.task_id, outcome.attempt))
 
     @abstractmethod
     def enqueue(self, task: RolloutTask) -> None:
@@ -112,6 +120,7 @@ class LocalWorker(Worker):
     Args:
         on_outcomes: given the outcome of every attempt. Raises `RolloutError` if it cannot be used now;
             it is kept, and given again by `deliver`.
+        on_end: called when an attempt has ended.
         token: the owner's secret; engines are shown the one that it gives rollout clients.
     """
 
@@ -120,9 +129,11 @@ class LocalWorker(Worker):
         hello: WorkerHello,
         workflows: Mapping[str, Workflow],
         on_outcomes: Callable[[Sequence[RolloutOutcome]], None],
+        on_end: Callable[[], None],
         token: str,
     ) -> None:
         super().__init__(hello)
+        self._on_end = on_end
         self._on_outcomes = on_outcomes
         self._kept: list[RolloutOutcome] = []
         self._session = open_http(
@@ -136,6 +147,7 @@ class LocalWorker(Worker):
 
     def withdraw(self, task_id: str, attempt: int) -> None:
         if self.release(task_id, attempt):
+            self.ending.add(AttemptKey(task_id, attempt))
             self._attempts.cancel(task_id, attempt)
 
     async def stop(self) -> None:
@@ -152,8 +164,10 @@ class LocalWorker(Worker):
             self._kept.clear()
 
     def _ended(self, outcome: RolloutOutcome) -> None:
+        self.note_ended(outcome)
         self._kept.append(outcome)
         self.deliver()
+        self._on_end()
 
 
 @final
@@ -196,6 +210,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
     def withdraw(self, task_id: str, attempt: int) -> None:
         """Cancel an attempt, if it is assigned here; one that was not sent never leaves."""
         if self.release(task_id, attempt) and self._outbox.pop(task_id, None) is None:
+            self.ending.add(AttemptKey(task_id, attempt))
             self._cancelled.append(AttemptKey(task_id, attempt))
             self._work.set()
 
@@ -246,8 +261,11 @@ class RemoteWorker(Worker, Session[Never, Never]):
         if self.lost_timer is not None:
             self.lost_timer.cancel()
         self._sender.cancel()
-        await self.close()
         await asyncio.gather(self._sender, return_exceptions=True)
+        if self._acknowledged or self._cancelled:  # else the worker keeps its outcomes when it ends
+            with contextlib.suppress(PeerUnreachable):
+                await self.send(self._next_batch())
+        await self.close()
 
     async def _send_forever(self) -> None:
         clock, may_send_at = asyncio.get_running_loop().time, 0.0
@@ -311,6 +329,7 @@ class WorkerPool:
         self.workflows: set[str] = set()
         self._config = config
         self._on_outcomes, self._on_lost, self._on_change = on_outcomes, on_lost, on_change
+        self._ends = Changes()
         self._identity = ""
         self._absent: dict[str, dict[str, int]] = {}
         self._absent_timers: dict[str, asyncio.TimerHandle] = {}
@@ -342,6 +361,21 @@ class WorkerPool:
         for worker in list(self.workers.values()):
             self._remove(worker)
         await asyncio.gather(*self._stopping, return_exceptions=True)
+
+    async def wait_for_ends(self, deadline_s: float) -> int:
+        """Wait for cancelled attempts to end; return how many of them have not after `deadline_s`."""
+        with contextlib.suppress(PeerTimeout):
+            await self._ends.until(lambda: not self.num_ending, deadline_s, str)
+        return self.num_ending
+
+    def note_end(self) -> None:
+        """Look again whether all cancelled attempts have ended."""
+        self._ends.notify()
+
+    @property
+    def num_ending(self) -> int:
+        """Cancelled attempts that clean up."""
+        return sum(len(worker.ending) for worker in self.workers.values())
 
     @property
     def num_running(self) -> int:
@@ -407,6 +441,9 @@ class WorkerPool:
                     self._on_outcomes(outcomes)
                 except RolloutError:
                     return  # the worker sends them again
+                for outcome in outcomes:
+                    session.note_ended(outcome)
+                self._ends.notify()
                 session.acknowledge(frame.last)
             case WorkerLeaving():
                 session.takes_no_more = True
@@ -476,6 +513,7 @@ class WorkerPool:
 
     def _remove(self, worker: Worker) -> None:
         del self.workers[worker.hello.name]
+        self._ends.notify()
         task = asyncio.create_task(worker.stop(), name=f"stop {worker.hello.name}")
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
@@ -52,6 +53,8 @@ REMEMBERED_ATTEMPTS = 1 << 16
 MAX_BATCH_NBYTES = 16 << 20
 MAX_IN_FLIGHT = 8
 """Batches that are not acknowledged: the controller says so with its next tasks, a few milliseconds later."""
+HAND_OVER_S = 5.0
+"""Seconds that a worker which ends waits for the controller to acknowledge its outcomes."""
 MAX_OUTCOME_NBYTES = MAX_FRAME_NBYTES - (1 << 20)
 CHECKED_NBYTES = 1 << 20
 """An outcome that is larger is read here before it is sent: the controller would refuse it for ever."""
@@ -66,7 +69,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         max_concurrent: attempts at a time.
         call_deadline_s: outcomes that are not acknowledged by then are sent again.
         controller_gone_s: exit when the controller cannot be reached this long.
-        shutdown_s: on SIGTERM, time to hand over what is there.
+        shutdown_s: on SIGTERM, time for workflows to clean up.
     """
 
     controller: str
@@ -281,15 +284,15 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
     async def shut_down(self, deadline_s: float) -> None:
         """End running attempts with an error that makes the controller try them at other workers.
 
-        Returns once the controller has acknowledged all outcomes, or after `deadline_s`.
+        Attempts have `deadline_s` to end, and the controller then has `HAND_OVER_S` to acknowledge all outcomes.
         """
-        try:
-            async with asyncio.timeout(deadline_s):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HAND_OVER_S):
                 await self.send(WorkerLeaving())
-                await self._attempts.stop(deadline_s)
+        await self._attempts.stop(deadline_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HAND_OVER_S):
                 await self._empty.wait()
-        except TimeoutError:
-            return
 
 
 def _encoded(outcome: RolloutOutcome) -> bytes:

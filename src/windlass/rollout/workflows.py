@@ -11,6 +11,7 @@ import logging
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from enum import Enum, auto
 from functools import partial
 from typing import final
 
@@ -160,6 +161,14 @@ def _plain_value(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is none of numbers, text, bytes, lists, maps and None")
 
 
+class _Cause(Enum):
+    """Why an attempt was cancelled."""
+
+    CONTROLLER = auto()
+    DEADLINE = auto()
+    SHUTDOWN = auto()
+
+
 @final
 class Attempts:
     """Attempts of one worker, a process of its own or the controller's event loop.
@@ -183,7 +192,7 @@ class Attempts:
         self._worker = hello.name
         self._slots = asyncio.Semaphore(hello.max_concurrent)
         self._on_end = ended
-        self._stopping = False
+        self._cancelled: dict[tuple[str, int], _Cause] = {}
         self._raised = LineLimit(TRACEBACK_EVERY_S)
 
     def start(self, task: RolloutTask) -> None:
@@ -192,27 +201,37 @@ class Attempts:
         self.running[task.task_id, task.attempt] = job
         job.add_done_callback(partial(self._ended, task))
 
-    def cancel(self, task_id: str, attempt: int) -> bool:
-        """Cancel an attempt; returns whether it was running."""
-        job = self.running.get((task_id, attempt))
-        return job is not None and job.cancel()
+    def cancel(self, task_id: str, attempt: int) -> None:
+        """Cancel an attempt, if it runs."""
+        self._cancel((task_id, attempt), _Cause.CONTROLLER)
 
     def cancel_all(self) -> None:
         """Cancel whatever runs."""
-        for job in self.running.values():
-            job.cancel()
+        for key in self.running:
+            self._cancel(key, _Cause.CONTROLLER)
+
+    def _cancel(self, key: tuple[str, int], cause: _Cause) -> None:
+        """Cancel an attempt once: a second time would cut off the clean-up that the first one began."""
+        if key in self.running and key not in self._cancelled:
+            self._cancelled[key] = cause
+            self.running[key].cancel()
 
     async def stop(self, deadline_s: float) -> None:
         """Cancel whatever runs, as errors that are to be tried again; return once all have ended.
 
-        What has not ended after `deadline_s` (a workflow may not heed its cancellation) is logged.
+        What has not ended after `deadline_s` (it cleans up, or does not heed its cancellation) is cut off
+        with the process, and logged.
         """
-        self._stopping = True
-        self.cancel_all()
+        for key in self.running:
+            self._cancel(key, _Cause.SHUTDOWN)
         if self.running:
             _, left = await asyncio.wait(self.running.values(), timeout=deadline_s)
-            for job in left:
-                logger.error("%s does not heed its cancellation", job.get_name())
+            if left:
+                names = ", ".join(sorted(job.get_name() for job in left))
+                logger.error(
+                    "%d attempts had not ended %g s after their cancellation and are cut off: %s",
+                    *(len(left), deadline_s, names),
+                )
 
     async def _run(self, task: RolloutTask) -> AttemptResult:
         """Run one attempt to its end.
@@ -234,16 +253,14 @@ class Attempts:
                     Partial(),
                 )
             context = WorkflowContext(self._session, task)
-            deadline = asyncio.timeout(task.deadline_s)
+            key = task.task_id, task.attempt
+            deadline = asyncio.get_running_loop().call_later(
+                task.deadline_s, self._cancel, key, _Cause.DEADLINE
+            )
             try:
-                async with deadline:
-                    value = await self._call(workflow, context)
-            except TimeoutError as error:
-                if not deadline.expired():
-                    raise
-                raise AttemptError(
-                    f"workflow {task.workflow}: no end within {task.deadline_s:.3f} s", Partial()
-                ) from error
+                value = await self._call(workflow, context)
+            finally:
+                deadline.cancel()
         return AttemptResult(
             turns=tuple(context.turns),
             value=encode_value(f"workflow {task.workflow}: value", value),
@@ -267,8 +284,9 @@ class Attempts:
         raise RolloutError(f"the workflow raised {raised}")
 
     def _ended(self, task: RolloutTask, job: asyncio.Task[AttemptResult]) -> None:
-        del self.running[task.task_id, task.attempt]
-        self._on_end(self._outcome_of(task, job))
+        key = task.task_id, task.attempt
+        del self.running[key]
+        self._on_end(self._outcome_of(task, job, self._cancelled.pop(key, None)))
 
     def _log_raised(self, task: RolloutTask, failure: BaseException) -> None:
         """Write the traceback of what an attempt raised, unless one like it was written just now."""
@@ -279,11 +297,19 @@ class Attempts:
             with log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name):
                 logger.error("attempt failed in the worker%s", more, exc_info=failure)
 
-    def _outcome_of(self, task: RolloutTask, job: asyncio.Task[AttemptResult]) -> RolloutOutcome:
+    def _outcome_of(
+        self, task: RolloutTask, job: asyncio.Task[AttemptResult], cancelled: _Cause | None
+    ) -> RolloutOutcome:
         result, error, kind = AttemptResult(), "", ErrorKind.PASSING
         if job.cancelled():
-            status = OutcomeStatus.ERROR if self._stopping else OutcomeStatus.CANCELLED
-            error = f"worker {self._worker} shut down" if self._stopping else ""
+            status = OutcomeStatus.ERROR
+            match cancelled:
+                case _Cause.SHUTDOWN:
+                    error = f"worker {self._worker} shut down"
+                case _Cause.DEADLINE:
+                    error = f"workflow {task.workflow}: no end within {task.deadline_s:.3f} s"
+                case _:
+                    status = OutcomeStatus.CANCELLED
         elif (failure := job.exception()) is None:
             status, result = OutcomeStatus.ACCEPTED, job.result()
         elif isinstance(failure, Reject):
@@ -298,7 +324,8 @@ class Attempts:
             else:
                 self._log_raised(task, failure)
                 error = f"worker {self._worker}: {type(failure).__name__}: {failure}"
-                kind = ErrorKind.RAISED
+                # What a workflow raises while it is cancelled says nothing of another attempt.
+                kind = ErrorKind.RAISED if cancelled is None else ErrorKind.PASSING
         # Half a surrogate pair cannot be sent.
         error = error.encode("utf-8", "replace").decode()
         outcome = RolloutOutcome(
