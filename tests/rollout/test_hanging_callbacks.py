@@ -93,51 +93,6 @@ async def test_a_worker_shuts_down_beside_a_workflow_that_ignores_its_cancellati
         await workflow.ended.wait()
 
 
-async def test_a_recipe_that_hangs_while_it_scores_fails_the_step_by_its_deadline() -> None:
-    release = threading.Event()
-
-    def samples(_group: object) -> list[object]:
-        release.wait(DEADLINE_S)
-        return []
-
-    job = SimpleNamespace(
-        _config=SimpleNamespace(rollout=SimpleNamespace(batch_deadline_s=0.3)),
-        _recipe=SimpleNamespace(samples=samples),
-    )
-    group = SimpleNamespace(group_id="group-7")
-    with pytest.raises(PeerTimeout, match=r"group group-7 was not scored within 0\.3 s"):
-        await _Job._score(cast("Any", job), cast("Any", group))
-    hanging = [thread for thread in threading.enumerate() if thread.name == "recipe"]
-    release.set()
-    for thread in hanging:
-        await asyncio.to_thread(thread.join, DEADLINE_S)
-
-
-async def test_time_that_a_recipe_takes_to_score_is_not_taken_from_the_wait_for_groups() -> None:
-    deadlines: list[float] = []
-    declined: list[str] = []
-    groups = iter([("declined",), ("kept",)])
-
-    async def draw(num_groups: int, deadline_s: float, _producer: object) -> tuple[str, ...]:
-        assert num_groups == 1
-        deadlines.append(deadline_s)
-        return next(groups)
-
-    async def score(group: str) -> list[str]:
-        await asyncio.sleep(1.05)
-        return [] if group == "declined" else [group]
-
-    job = SimpleNamespace(
-        _config=SimpleNamespace(rollout=SimpleNamespace(batch_deadline_s=1.0, groups_per_step=1)),
-        controller=SimpleNamespace(rollouts=SimpleNamespace(decline=declined.append)),
-        _draw=draw,
-        _score=score,
-    )
-    batch: Any = await _Job._batch(cast("Any", job), cast("Any", None))
-    assert (batch, declined) == ([["kept"]], ["declined"])
-    assert 0.0 < deadlines[1] <= deadlines[0] == 1.0
-
-
 async def test_a_producer_waits_for_room_as_long_as_a_whole_step_may_take() -> None:
     deadlines: list[float] = []
 
@@ -145,6 +100,12 @@ async def test_a_producer_waits_for_room_as_long_as_a_whole_step_may_take() -> N
         deadlines.append(deadline_s)
         raise PeerTimeout("no room")
 
+    tasks = iter([Task((1,))])
+
+    async def next_task(_: object) -> Task:
+        return next(tasks)
+
+    rollouts = SimpleNamespace(wait_for_room=wait_for_room, refusal=lambda _: "")
     job = SimpleNamespace(
         _config=SimpleNamespace(
             rollout=SimpleNamespace(batch_deadline_s=10.0, groups_per_step=4),
@@ -153,8 +114,9 @@ async def test_a_producer_waits_for_room_as_long_as_a_whole_step_may_take() -> N
             ),
             start_deadline_s=10_000.0,
         ),
-        controller=SimpleNamespace(rollouts=SimpleNamespace(wait_for_room=wait_for_room)),
-        _recipe=SimpleNamespace(tasks=lambda: iter([Task((1,))])),
+        controller=SimpleNamespace(rollouts=rollouts),
+        _recipe=SimpleNamespace(tasks=lambda: tasks),
+        _next_task=next_task,
     )
     with pytest.raises(PeerTimeout):
         await _Job._produce(cast("Any", job))

@@ -593,7 +593,7 @@ async def test_room_that_never_comes_is_an_error_that_says_what_takes_it(rig: Ri
     await rig.controller.wait(handles, deadline_s=10)
     with pytest.raises(
         PeerTimeout,
-        match=r"wait_for_room: none within 0.05 s \(.*running 0.*accepted 2.*workers 1\)",
+        match=r"wait_for_room: none within 0.05 s \(.*accepted 2.*\); \(running 0.*workers 1,",
     ):
         await rig.controller.wait_for_room(deadline_s=0.05)
 

@@ -63,6 +63,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MAX_WORKER_RESTARTS = 3
 RANKS = "trainer"
 """Name of the ranks' controller: they are `trainer-0`, `trainer-1`, and so on."""
+LOG_LINES = 20
+"""Lines of a log that the job prints when the process has ended."""
 RANKS_END_S = 10.0
 """For ranks to hear that the job is over; those that have not connected never do."""
 
@@ -346,11 +348,17 @@ class _Job:
                     wait.cancel()
             status = next(iter(done)).result()
             ended = f"{status.name} ended with {status.returncode} after {restarts} restarts"
+            log = await self._log_end(status.name)
             if restarts == max_restarts:
-                tail = await self._scheduler.log_tail(status.name)
-                raise WindlassError(f"{ended}; its log ends:\n{tail}")
-            self._notify(f"{ended}; starting it again")
+                raise WindlassError(f"{ended}{log}")
+            self._notify(f"{ended}; starting it again{log}")
             await asyncio.gather(*(self._scheduler.delete(spec.name) for spec in parts))
+
+    async def _log_end(self, name: str) -> str:
+        """Return the end of a message about a process: the last lines of its log, and where that is."""
+        tail = await self._scheduler.log_tail(name, LOG_LINES)
+        path = self._output_dir / "logs" / f"{name}.log"
+        return f"; its log, {path}, ends:\n{tail.rstrip()}"
 
     # --- the work ----------------------------------------------------------------------------
 

@@ -70,6 +70,14 @@ class _RankEnded(Exception):
     """More to the point than what a rank's peers say of it."""
 
 
+class _RankFailed(TrainerError):
+    """A rank answered that its call raised, or the update of its weights failed."""
+
+    def __init__(self, rank: str, reason: str) -> None:
+        super().__init__(f"{rank}: {reason}")
+        self.rank = rank
+
+
 _Wait = asyncio.Future[TrainResult] | asyncio.Task[bool]
 
 
@@ -438,12 +446,14 @@ class TrainController:
                         for rank, command in zip(self._ranks, commands, strict=True)
                     )
                 )
-                return await self._wait_for_all(replies, deadline)
+                return await self._wait_for_all(replies, deadline, from_ranks=True)
             finally:
                 for rank in self._ranks:
                     rank.forget(call_id)
 
-    async def _wait_for_all(self, waits: Sequence[_Wait], deadline: Deadline) -> tuple[Done, ...]:
+    async def _wait_for_all(
+        self, waits: Sequence[_Wait], deadline: Deadline, *, from_ranks: bool = False
+    ) -> tuple[Done, ...]:
         """Wait for all; the first rank that dies or raises, or the deadline, fails all.
 
         A rank that has answered may end afterwards: that is how `Stop` looks.
@@ -472,6 +482,10 @@ class TrainController:
                 errors.append(TrainerError(said))
             if errors:
                 self._failure = str(errors[0])
+                if from_ranks and isinstance(errors[0], _RankFailed):
+                    # The traceback is there: a rank logs it before it answers.
+                    tail = await self._log_tail(errors[0].rank)
+                    self._failure += f"; its log ends:\n{tail}"
                 raise TrainerError(self._failure) from errors[0]
             return tuple(answer.result() for answer in answers)
         finally:
@@ -539,7 +553,7 @@ async def _answer(rank: _Rank, wait: _Wait, what: str) -> Done:
         raise _RankEnded(f"{what}: {watches[0].result()}")
     result = wait.result()
     if isinstance(result, Failed):
-        raise TrainerError(f"{rank.peer}: {result.error}")
+        raise _RankFailed(rank.peer, result.error)
     return result if isinstance(result, Done) else Done()
 
 

@@ -484,12 +484,13 @@ class Lifecycle:
         rollouts = tuple([record.rollout() for record in group.records])
         return RolloutGroup(group_id, first.work.prompt_ids, rollouts, first.metadata)
 
-    def hand_out(self, group_id: int) -> RolloutGroup:
-        """Return a ready group, whose samples are consumed.
+    def hand_out(self, group_id: int | None = None) -> RolloutGroup:
+        """Return a ready group, the one that has been ready longest by default; its samples are consumed.
 
         Ready groups are never stale: versions only change in `set_version`.
         """
-        group = self.table.ready.pop(group_id)
+        ready = self.table.ready
+        group = ready.pop(next(iter(ready)) if group_id is None else group_id)
         first = group.records[0]
         rollouts = self._rollouts(group)
         self._policy.consume(len(rollouts))
