@@ -1,4 +1,4 @@
-"""Jobs that lose what they wait for: they get it again, or end with the reason."""
+"""Jobs that lose an engine, a group or a workflow recover, or end with the reason."""
 
 from __future__ import annotations
 

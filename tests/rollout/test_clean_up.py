@@ -1,4 +1,4 @@
-"""Workflows in a real worker process close what they have opened, whatever ends them."""
+"""Workflows in a real worker process clean up after every kind of end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ sys.exit(run_rollout_worker({"sandbox": sandbox}))
 
 
 class Rig:
-    """A controller and a worker process, whose runs say over a pipe that they have begun."""
+    """A controller and a worker process; each run writes to a pipe when it begins."""
 
     def __init__(
         self, folder: Path, controller: RolloutController, worker: asyncio.subprocess.Process

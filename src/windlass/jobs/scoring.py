@@ -19,9 +19,9 @@ MIN_ALIKE = 8
 
 @final
 class Scoring:
-    """Groups that are complete: each is being scored, or has its samples.
+    """Complete groups with their samples, or with the thread that makes them.
 
-    A group stays with `rollouts` until its step takes it: one that grows too old meanwhile is dropped with its samples.
+    A group stays with `rollouts` until a step takes it. If it grows too old before, it is dropped with its samples.
 
     Args:
         rollouts: owner of the groups.
@@ -42,7 +42,7 @@ class Scoring:
             scoring.cancel()
 
     def describe(self) -> str:
-        """Return what the next step waits for, for a person."""
+        """Return a line about the groups of the next step and the rollouts behind them."""
         num_scored = sum(scoring.done() for scoring in self._scores.values())
         return (
             f"{self._config.groups_per_step} groups; {num_scored} are scored, "
@@ -50,10 +50,10 @@ class Scoring:
         )
 
     async def next_batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
-        """Return the samples of the groups of a step; None if there are no tasks left for so many groups.
+        """Return the samples of the groups of one step, or None if too few tasks are left for a step.
 
-        Groups of which the recipe makes no sample are declined, so that others take their place. Only
-        waiting for groups counts for the deadline; scoring one has a deadline of its own.
+        A group without samples is declined, and another group takes its place. The deadline bounds the
+        wait for groups; scoring a group has a deadline of its own.
 
         Args:
             producer: submits tasks, and ends with the last of them.
@@ -102,7 +102,7 @@ class Scoring:
         self._changed.set()
 
     def _look(self) -> None:
-        """Begin to score groups that are new, and leave those alone that are gone."""
+        """Start to score new groups, and stop to wait for groups that were dropped."""
         ready = self._rollouts.ready_ids()
         for group_id in [known for known in self._scores if known not in ready]:
             self._scores.pop(group_id).cancel()
