@@ -61,6 +61,11 @@ class Rig:
         """Return how many sandboxes were opened, or closed."""
         return len(list(self._folder.glob(f"*.{what}")))
 
+    def note_begun(self, reader: int) -> None:
+        """Count the runs that have written to the pipe."""
+        for _ in os.read(reader, 64):
+            self.begun.release()
+
     async def until_begun(self) -> None:
         """Wait until all runs have opened their sandboxes."""
         async with asyncio.timeout(30):
@@ -100,7 +105,7 @@ async def started(
         )
         rig = Rig(folder, controller, worker)
         loop = asyncio.get_running_loop()
-        loop.add_reader(reader, lambda: [rig.begun.release() for _ in os.read(reader, 64)])
+        loop.add_reader(reader, rig.note_begun, reader)
         try:
             yield rig
         finally:
