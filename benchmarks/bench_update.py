@@ -31,6 +31,7 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.torch_dtypes import torch_dtype
 from windlass.observability.ceilings import measure_memcpy_gbps
+from windlass.planning.order import staggered
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.arena import Arena
 from windlass.transfer.base import ParameterMemory
@@ -231,7 +232,8 @@ class Fleet:
         marks = [time.perf_counter()]
         self.ask(self.trainers, "prepare")
         marks.append(time.perf_counter())
-        sent = self.ask(self.trainers, "write", tuple(self.engines))
+        orders = staggered(dict.fromkeys(self.trainers, self.engines))
+        sent = self.ask_each("write", {name: (order,) for name, order in orders.items()})
         marks.append(time.perf_counter())
         expected: dict[str, dict[str, str]] = {w: {} for w in self.engines}
         for trainer, result in sent.items():

@@ -37,6 +37,7 @@ from windlass.config import UpdateMode
 from windlass.layout.manifest import ShardManifest, TensorSpec
 from windlass.memory.cuda.kernels import PIECE, Kernels, PieceTable
 from windlass.memory.cuda.links import WORDS_NBYTES
+from windlass.planning.order import staggered
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.base import ParameterMemory
@@ -713,10 +714,11 @@ def bench_update(
     extra = host.call(host.trainers, "connect_trainer", parts, bindings)
     connect_s = time.perf_counter() - began
     host.call(host.trainers, "fill")
-    destinations = {
-        rank: [plan.destinations[link.dst] for link in plan.links() if link.src == rank]
-        for rank in host.trainers
-    }
+    links: dict[str, list[str]] = {name: [] for name in plan.sources}
+    for link in plan.links():
+        links[plan.sources[link.src]].append(plan.destinations[link.dst])
+    orders = staggered(links)
+    destinations = {rank: list(orders[plan.sources[rank]]) for rank in host.trainers}
     regions = host.call(host.engines, "map_self")
     host.call(host.trainers, "map_peer", dict(zip(host.trainers, regions, strict=True)))
     least = min(m.nbytes for m in (*sources, *targets))

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from tools.plan.topology import Fabric
 from windlass.errors import ConfigError
+from windlass.planning.order import staggered
 from windlass.planning.plan import CopyMode, TransferPlan
 from windlass.transfer.base import LINKS_AT_ONCE
 
@@ -191,16 +192,12 @@ def _nic_of(rank: Int64Array, per_node: int, nics: int) -> Int64Array:
 
 
 def _queues(plan: TransferPlan, flows: _Flows, stagger: bool) -> list[list[int]]:
-    """Per source, its links in the order in which they begin."""
-    names = np.argsort(np.argsort(np.array(plan.destinations)))
-    order = np.lexsort([names[flows.dst], flows.src]) if len(flows.src) else np.zeros(0, np.int64)
-    bounds = np.searchsorted(flows.src[order], np.arange(len(plan.sources) + 1))
-    queues = []
-    for source in range(len(plan.sources)):
-        mine = order[bounds[source] : bounds[source + 1]].tolist()
-        shift = source % len(mine) if mine and stagger else 0
-        queues.append(mine[shift:] + mine[:shift])
-    return queues
+    """Return, for each source, its links in the order in which they begin: that of a round, if `stagger`."""
+    links: dict[str, dict[str, int]] = {source: {} for source in plan.sources}
+    for link, (src, dst) in enumerate(zip(flows.src.tolist(), flows.dst.tolist(), strict=True)):
+        links[plan.sources[src]][plan.destinations[dst]] = link
+    orders = staggered(links) if stagger else {source: sorted(links[source]) for source in links}
+    return [[links[source][name] for name in orders[source]] for source in plan.sources]
 
 
 # --- events ------------------------------------------------------------------------------------------

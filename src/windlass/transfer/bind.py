@@ -140,7 +140,6 @@ class SentLinks:
         programs: by destination, in the order of their places in the arena.
         peers: that bytes are written to.
         read_in_place: parameters that are written from where they lie.
-        first: index of this rank in the plan.
     """
 
     digest_kind: DigestKind
@@ -148,7 +147,6 @@ class SentLinks:
     programs: Mapping[str, LinkProgram] = field(default_factory=dict)
     peers: Mapping[str, Peer] = field(default_factory=dict)
     read_in_place: tuple[int, ...] = ()
-    first: int = 0
 
     @property
     def written(self) -> tuple[LinkProgram, ...]:
@@ -159,11 +157,6 @@ class SentLinks:
     def stored(self) -> tuple[LinkProgram, ...]:
         """Links whose bytes kernels store."""
         return tuple(p for name, p in self.programs.items() if name not in self.peers)
-
-    def in_turn(self, destinations: Sequence[str]) -> tuple[str, ...]:
-        """Each rank begins with another one."""
-        shift = self.first % max(len(destinations), 1)
-        return (*destinations[shift:], *destinations[:shift])
 
     def none(self) -> SentLinks:
         """No links, and the peers that there were, for those that are kept."""
@@ -189,9 +182,9 @@ class SentLinks:
             PlanError: the plan was made for another layout, or a destination has no binding.
             BindingsRefused: what some destinations offer cannot be written, or is hashed otherwise.
         """
-        first, added = self.first, dict[str, LinkProgram]()
+        added = dict[str, LinkProgram]()
         if plan is not None:
-            first = check_part(manifest, plan.sources, plan.source_digests, "sources")
+            check_part(manifest, plan.sources, plan.source_digests, "sources")
             added = {program.peer: program for program in bind_links(plan, sending=True)}
         known = bind_peers(added.values(), bindings, self._check)
         kept = {n: p for n, p in self.programs.items() if n not in gone and n not in added}
@@ -201,7 +194,7 @@ class SentLinks:
         peers = {name: peer for name, peer in self.peers.items() if name in kept}
         peers |= {n: Peer.bound_to(known[n]) for n in added if n not in near}
         stored = tuple(added[name] for name in added if name in near)
-        links = replace(self, programs=programs, peers=peers, first=first)
+        links = replace(self, programs=programs, peers=peers)
         read = {i for p in links.written for i in np.unique(p.direct.src_parameter).tolist()}
         return replace(links, read_in_place=tuple(read)), NewLinks(added, known, stored)
 

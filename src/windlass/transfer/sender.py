@@ -288,14 +288,14 @@ class Sender:
         destinations: Sequence[str],
         deadline_s: float,
     ) -> Written:
-        """Write the links to `destinations`. Idempotent.
+        """Write the links to `destinations`, in this order. Idempotent.
 
         What is written for a second time is packed again first, unless from a replica: the weights must
         still have the digests of `prepare`, and the arena may have lost bits.
 
-        Each rank begins with another destination, so that ranks which send to the same engines
-        do not all begin with the same one. A link that could not begin before the deadline is
-        FAILED, not UNKNOWN: nothing of it was sent.
+        Ranks that send to the same engines should each begin with another destination, see
+        `windlass.planning.order`. A link that could not begin before the deadline is FAILED, not UNKNOWN: nothing
+        of it was sent.
 
         Raises:
             RoundAborted: a destination that this rank does not send to.
@@ -309,9 +309,7 @@ class Sender:
             if stores is None or len(far) == len(destinations):
                 return self._write(far, deadline)
             near = [name for name in destinations if name not in self._links.peers]
-            store = partial(
-                stores.write, version, near, self._links.in_turn(near), deadline, self.replica
-            )
+            store = partial(stores.write, version, near, deadline, self.replica)
             if not far:
                 return store()
             return joined_results(
@@ -364,22 +362,21 @@ class Sender:
     # --- links and relays --------------------------------------------------------------------
 
     def _write(self, destinations: Sequence[str], deadline: Deadline) -> Written:
-        order = self._links.in_turn(destinations)
         pack_s, self._pack_s = self._pack_s, 0.0
         register_s, self._register_s = self._register_s, 0.0
-        lost = self._pack_again(name for name in order if name in self._sent)
-        self._sent.update(order)
+        lost = self._pack_again(name for name in destinations if name in self._sent)
+        self._sent.update(destinations)
         ready = {
             name: self._relays.groups[name].packed_link(name)
             if name in self._relays.groups
             else self._ready.get(name)
-            for name in order
+            for name in destinations
             if name not in lost
         }
         packed = {name: link for name, link in ready.items() if link is not None}
         outcomes, wire_s = self._write_ready(packed, deadline)
         outcomes |= lost
-        for name in order:
+        for name in destinations:
             if name not in outcomes and self.replica is not None:
                 reason = (
                     "replica: nothing is packed for this link, and the weights may have changed"

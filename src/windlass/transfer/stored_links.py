@@ -117,11 +117,10 @@ class StoredLinks:
         self,
         version: int,
         destinations: Sequence[str],
-        order: Sequence[str],
         deadline: Deadline,
         replica: Replica | None,
     ) -> Written:
-        """Store the links to `destinations`, in this `order`.
+        """Store the links to `destinations`, in this order.
 
         `replica`: what is read; it stands still whatever is queued. Without one, work that this process has
         queued on the GPU before, such as an optimiser step, is waited for first; where that takes all of the
@@ -147,12 +146,12 @@ class StoredLinks:
             links = tuple(failed_link(name, str(error), status) for name in destinations)
             return Written(links, 0.0, 0.0)
         began = time.perf_counter()
-        gone = {name: why for name in order if (why := self._is_gone(name))}
+        gone = {name: why for name in destinations if (why := self._is_gone(name))}
         write = secrets.token_hex(8)
         try:
             queued = [
                 (name, part, event)
-                for name in order
+                for name in destinations
                 if name not in gone
                 for part, event in self._queue(name, version, write)
             ]
@@ -160,11 +159,11 @@ class StoredLinks:
         except Exception as error:
             end_queued(self.gpu, error, deadline.remaining_s)
             raise
-        took = dict.fromkeys(order, 0.0)
+        took = dict.fromkeys(destinations, 0.0)
         late = self._follow(queued, took, deadline)
         wire_s = time.perf_counter() - began
         outcomes = {
-            name: self._outcome(name, gone.get(name, ""), late, took[name]) for name in order
+            name: self._outcome(name, gone.get(name, ""), late, took[name]) for name in destinations
         }
         return Written(tuple(outcomes[name] for name in destinations), 0.0, wire_s)
 

@@ -42,6 +42,7 @@ import numpy as np
 
 from windlass.config import BackendTraits, ControlConfig, P2pBackend, UpdateMode
 from windlass.errors import ProtocolError
+from windlass.planning.order import staggered
 from windlass.planning.replicated import DIGESTED, Replicated, decode_digested
 from windlass.transfer.bindings import Carried, LinkOutcome, LinkStatus, Relayed, Written
 from windlass.updates.links import Link, LinkLedger, RelayPass
@@ -519,6 +520,8 @@ class RoundMachine:
         if self._spec.traits.collective:
             links = self._links.among(links, self.active_workers)
             self._send_receives(links)
+        else:
+            links = staggered(links)
         relayed = self._relay.begin(self.active_workers)
         # Less than the phase has: one link that is stuck must not cost the answer about the others.
         within_s = reply_budget_s(self._config.deadlines.write_s)

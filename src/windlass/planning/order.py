@@ -1,0 +1,30 @@
+"""The order in which each source writes to its destinations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+
+def staggered(links: Mapping[str, Collection[str]]) -> dict[str, tuple[str, ...]]:
+    """Return the destinations of each source in an order that spreads the load.
+
+    A source writes to one destination after another. If all sources began with the same destination, it would
+    receive at the speed of one link while the others waited: n destinations would take n times as long. So each source
+    begins with the destination that the fewest sources before it begin with, and continues in a common circular
+    order. For n sources with the same n destinations this is a Latin square: at each turn, each destination
+    receives from one source.
+
+    Args:
+        links: the destinations of each source.
+    """
+    begun: Counter[str] = Counter()
+    found = {}
+    for source in sorted(links):
+        circle = sorted(links[source])
+        if circle:
+            first = circle.index(min(circle, key=begun.__getitem__))
+            begun[circle[first]] += 1
+            circle = circle[first:] + circle[:first]
+        found[source] = tuple(circle)
+    return found
