@@ -777,6 +777,34 @@ def hello(name: str = "w", *, version: int = PROTOCOL_VERSION) -> WorkerHello:
     return WorkerHello(protocol_version=version, name=name, incarnation="i", max_concurrent=1)
 
 
+@pytest.mark.parametrize(("deadline_s", "num_done"), [(600.0, 184), (1.0, 200)])
+async def test_a_worker_that_answers_nothing_takes_its_share_and_no_more(
+    rig: Rig, deadline_s: float, num_done: int
+) -> None:
+    """It took 255 of 256 attempts, and all of them again after each deadline."""
+    rig.policy = StalenessPolicy.unbounded(32)
+    rig.config = RolloutConfig(
+        attempt_deadline_s=deadline_s, max_attempts=100, retry_backoff_s=0.01
+    )
+    await rig.up()
+    greedy = WorkerHello(
+        protocol_version=PROTOCOL_VERSION, name="greedy", incarnation="i", max_concurrent=1 << 18
+    )
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
+        session.ws_connect(f"{rig.server.url}/v1/workers") as socket,
+    ):
+        await socket.send_bytes(encode(greedy))
+        await rig.controller.wait_for_workers(2, deadline_s=20)
+        waiting = set(rig.submit(200))
+        async with asyncio.timeout(40):
+            while len(waiting) > 200 - num_done:
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
 async def test_a_closed_controller_tells_workers_to_come_back_not_to_end(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -88,9 +88,17 @@ class RolloutController:
         self._token = token
         self._config = config if config is not None else RolloutConfig()
         self.recovered = Recovered()
-        self._life = Lifecycle(policy, self._config, self._withdraw, self._schedule_dispatch)
+        self._life = Lifecycle(
+            policy,
+            self._config,
+            self._withdraw,
+            self._schedule_dispatch,
+            unanswered=lambda record: self._pool.note_unanswered(record.worker),
+        )
         self._table, self._journal = self._life.table, self._life.journal
-        self._pool = WorkerPool(self._config, self._use, self._try_again, self._worker_joined)
+        self._pool = WorkerPool(
+            self._config, self._use, self._try_again, self._worker_joined, policy.max_concurrent
+        )
         self._workers = self._pool.workers
         self._engine_timers: dict[str, asyncio.TimerHandle] = {}
         self._choice = EngineChoice(self._config.affinity_slack)
@@ -618,7 +626,7 @@ class RolloutController:
         engine = self._choice.choose(
             engines, self._table.engine_load, hash(prefix), record.avoid_engine
         )
-        worker = min(workers, key=lambda each: len(each.assigned) / each.hello.max_concurrent)
+        worker = min(workers, key=lambda each: len(each.assigned) / each.limit)
         deadline_s = self._life.start_attempt(record, engine.name, worker.hello.name)
         trains_on_stale = self._policy.on_stale is OnStale.TRAIN
         worker.enqueue(

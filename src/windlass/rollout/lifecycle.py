@@ -64,6 +64,7 @@ class Lifecycle:
 
     Args:
         withdraw: takes a running attempt back from its worker.
+        unanswered: called before that for an attempt that its worker did not answer in time.
         work_changed: called when something may be dispatched or admitted.
 
     Attributes:
@@ -82,6 +83,7 @@ class Lifecycle:
         config: RolloutConfig,
         withdraw: Callable[[Record], None],
         work_changed: Callable[[], None],
+        unanswered: Callable[[Record], None] = lambda _: None,
     ) -> None:
         self.journal = RolloutJournal(config)
         self.first_attempt = 0
@@ -99,7 +101,7 @@ class Lifecycle:
         self._failures = LineLimit(WARN_EVERY_S)
         self.newest_failure = ""
         self.failed_alike = 0
-        self._withdraw = withdraw
+        self._withdraw, self._unanswered = withdraw, unanswered
         self._work_changed = work_changed
 
     # --- begin -----------------------------------------------------------------------------
@@ -605,6 +607,7 @@ class Lifecycle:
         )
 
     def _attempt_expired(self, record: Record) -> None:
+        self._unanswered(record)
         self._withdraw(record)
         limit = self._config.attempt_deadline_s
         self.retry(record, f"engine {record.engine}: no answer in {limit} s", Partial())

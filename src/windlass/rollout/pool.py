@@ -66,7 +66,10 @@ class Worker(ABC):
     Attributes:
         hello: how it introduced itself.
         assigned: task_id -> attempt that it is responsible for.
-        takes_no_more: it ends.
+        takes_no_more: the worker is ending.
+        limit: attempts that it may have at once, see `WorkerPool`.
+        has_answered: an outcome of this process has arrived.
+        is_silent: an attempt of it went unanswered past its deadline, and no outcome has arrived since.
         ending: attempts that were cancelled and have not ended: they clean up.
     """
 
@@ -74,12 +77,14 @@ class Worker(ABC):
         self.hello = hello
         self.assigned: dict[str, int] = {}
         self.takes_no_more = False
+        self.limit = hello.max_concurrent
+        self.has_answered = self.is_silent = False
         self.ending: set[AttemptKey] = set()
 
     @property
     def free_slots(self) -> int:
-        """How many more attempts the worker takes."""
-        return 0 if self.takes_no_more else self.hello.max_concurrent - len(self.assigned)
+        """Number of further attempts that the worker takes now."""
+        return 0 if self.takes_no_more else max(self.limit - len(self.assigned), 0)
 
     def can_run(self, workflow: str) -> bool:
         """Whether it has a slot now and knows the workflow; "" is a plain prompt."""
@@ -312,6 +317,9 @@ class WorkerPool:
             then the worker keeps them.
         on_lost: given attempts that nobody works on any more, and why.
         on_change: called when there is another worker.
+        max_running: attempts of all workers together. A worker that has answered nothing yet gets at most an even
+            share of them, and a silent one a single attempt: a worker that accepts everything and answers nothing
+            must not stop the others.
 
     Attributes:
         workers: by name.
@@ -324,7 +332,9 @@ class WorkerPool:
         on_outcomes: Callable[[Sequence[RolloutOutcome]], None],
         on_lost: Callable[[Iterable[AttemptKey], str], None],
         on_change: Callable[[], None],
+        max_running: int,
     ) -> None:
+        self._max_running = max_running
         self.workers: dict[str, Worker] = {}
         self.workflows: set[str] = set()
         self._config = config
@@ -387,7 +397,29 @@ class WorkerPool:
         """A worker that has just begun."""
         self.workers[worker.hello.name] = worker
         self.workflows.update(worker.hello.workflows)
+        worker.has_answered |= isinstance(worker, LocalWorker)
+        self._set_limits()
         self._on_change()
+
+    def note_unanswered(self, name: str) -> None:
+        """Note that a worker did not answer an attempt in time."""
+        if name in self.workers and not self.workers[name].is_silent:
+            self.workers[name].is_silent = True
+            self._set_limits()
+
+    def _note_answer(self, worker: Worker) -> None:
+        if worker.is_silent or not worker.has_answered:
+            worker.has_answered, worker.is_silent = True, False
+            self._set_limits()
+            self._on_change()
+
+    def _set_limits(self) -> None:
+        share = max(-(-self._max_running // max(len(self.workers), 1)), 1)
+        for worker in self.workers.values():
+            most = worker.hello.max_concurrent
+            worker.limit = (
+                1 if worker.is_silent else most if worker.has_answered else min(share, most)
+            )
 
     def withdraw(self, name: str, task_id: str, attempt: int) -> None:
         """Cancel an attempt that a worker has, or will have when it is back."""
@@ -441,6 +473,7 @@ class WorkerPool:
                     self._on_outcomes(outcomes)
                 except RolloutError:
                     return  # the worker sends them again
+                self._note_answer(session)
                 for outcome in outcomes:
                     session.note_ended(outcome)
                 self._ends.notify()
@@ -513,6 +546,7 @@ class WorkerPool:
 
     def _remove(self, worker: Worker) -> None:
         del self.workers[worker.hello.name]
+        self._set_limits()
         self._ends.notify()
         task = asyncio.create_task(worker.stop(), name=f"stop {worker.hello.name}")
         self._stopping.add(task)
