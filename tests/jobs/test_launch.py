@@ -20,6 +20,8 @@ import pytest
 from certificates import Authority
 from slurm_cluster import missing_reason, slurm_cluster
 
+from windlass.wording import shortest_path
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "launch"
 RANK = Path(__file__).parents[1] / "support" / "launch_rank.py"
@@ -104,7 +106,12 @@ def check_example(tmp_path: Path, config: Path, **environment: str) -> None:
         printed, _ = job.communicate(timeout=DEADLINE_S)
         assert job.returncode == 0, printed + (tmp_path / "stderr").read_text()
     lines = printed.splitlines()
-    assert [line.split(":")[0] for line in lines[1:]] == ["step 1", "step 2", "done"], printed
+    assert [line.split(":")[0] for line in lines[1:]] == [
+        "step 1",
+        "step 2",
+        "done",
+        f"in {shortest_path(tmp_path / 'out')}",
+    ], printed
     found = summary(tmp_path)
     assert (found["steps"], found["version"], found["stopped_by"]) == (2, 2, 0)
     assert found["outcomes"] == ["published"] * 3
@@ -228,7 +235,7 @@ def test_sigterm_in_an_update_waits_for_it_within_a_bound_and_ends_everything(
     with launched(config, PUBLISHING=str(publishing), GO_ON=str(go_on)) as job:
         wait_for(publishing, job)
         job.send_signal(signal.SIGTERM)
-        read_until(job, "signal 15: ending what runs")
+        read_until(job, "SIGTERM: ending what runs")
         if goes_on:
             go_on.write_text("go")
         job.communicate(timeout=DEADLINE_S)
@@ -251,7 +258,7 @@ def test_a_last_version_that_was_not_published_fails_the_job(tmp_path: Path) -> 
     with launched(config, LOST="1") as job:
         said, _ = job.communicate(timeout=DEADLINE_S)
         assert job.returncode == 2
-    assert said.splitlines()[-1] == "failed: 1 steps, version 0 published"
+    assert said.splitlines()[-2] == "failed: 1 step, version 0 published"
     printed = (tmp_path / "stderr").read_text()
     assert "version 1 must be published at the end, got 0" in printed
     found = summary(tmp_path)

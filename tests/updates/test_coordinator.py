@@ -203,7 +203,7 @@ async def test_without_engines_a_round_fails_by_its_deadline_and_says_why() -> N
         await rig.start({})
         report = await rig.publish(0)
         assert report.outcome is RoundOutcome.FAILED
-        assert "needs 1 engines, 0 were there" in report.reason
+        assert "needs 1 engine, 0 were there" in report.reason
 
 
 async def test_an_engine_of_another_model_is_refused_and_the_others_go_on() -> None:
@@ -600,11 +600,11 @@ async def test_a_write_that_ends_late_and_unknown_quarantines_its_engine() -> No
         assert (await rig.publish(0)).outcome is RoundOutcome.ABORTED
         gate.open.set()
         report = await rig.publish(1)
-        assert "needs 1 engines, 0 were there" in report.reason
+        assert "needs 1 engine, 0 were there" in report.reason
         # The same process stays quarantined over a new connection; another process does not.
         await asyncio.to_thread(rig.channels["a/0"].close)
         await rig.add_engine("a")
-        assert "needs 1 engines" in (await rig.publish(2)).reason
+        assert "needs 1 engine" in (await rig.publish(2)).reason
         await asyncio.to_thread(rig.channels["a/0"].close)
         await rig.add_engine("a", incarnation="second")
         assert (await rig.publish(3)).outcome is RoundOutcome.PUBLISHED

@@ -56,6 +56,7 @@ from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.transports.registry import parse_transport
 from windlass.updates.report import RoundOutcome
+from windlass.wording import counted, shortest_path
 
 _log = logging.getLogger(__name__)
 
@@ -249,13 +250,15 @@ class _Job:
             if config.replica != ReplicaPlace.OFF:
                 # The last update may still be on its way when all else has ended.
                 grace_s = max(grace_s, config.shutdown_s)
+            controller.coordinator.expect_departures()
             ranks_end = asyncio.create_task(
                 self._trainers.close(grace_s=0.5 if in_call else grace_s), name="end of the ranks"
             )
             worker_s = await self._clean_up()
             await ranks_end
-            await controller.rollouts.close()
-            # The controller is still there, so that workers and engines leave it in peace.
+            # Processes end while the rollout controller still takes what workers hand over: a closed one
+            # would refuse them until their deadline.
+            controller.rollouts.pause()
             names = [status.name for status in self._scheduler.list()]
             workers = {_worker_name(number) for number in range(config.rollout.num_workers)}
             await asyncio.gather(
@@ -264,6 +267,7 @@ class _Job:
                     for left in names
                 )
             )
+            await controller.rollouts.close()
         summary = JobSummary(
             steps=self._steps,
             version=controller.coordinator.fleet.published,
@@ -274,8 +278,14 @@ class _Job:
         )
         ended = "done" if summary.version >= self.version else "failed"
         if summary.stopped_by:
-            ended = f"stopped by signal {summary.stopped_by}"
-        self._notify(f"{ended}: {summary.steps} steps, version {summary.version} published")
+            ended = f"stopped by {signal.Signals(summary.stopped_by).name}"
+        self._notify(
+            f"{ended}: {counted(summary.steps, 'step')}, version {summary.version} published"
+        )
+        written = ["report.html", "summary.json", "logs"]
+        if self._newest is not None and self._newest[0].is_relative_to(self._output_dir):
+            written.append(str(self._newest[0].relative_to(self._output_dir)))
+        self._notify(f"in {shortest_path(self._output_dir)}: {', '.join(written)}")
         return summary
 
     async def _clean_up(self) -> float:
@@ -310,7 +320,7 @@ class _Job:
         """A signal lets a step or an update that runs end; dispatches stop at once."""
         self._stopped_by = await self.signals.get()
         self.controller.rollouts.pause()
-        self._notify(f"signal {self._stopped_by}: ending what runs")
+        self._notify(f"{signal.Signals(self._stopped_by).name}: ending what runs")
         ended = asyncio.create_task(self._in_step.acquire())
         insisted = asyncio.create_task(self.signals.get())
         try:

@@ -541,8 +541,9 @@ class TrainController:
         session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
 
     async def lost(self, session: _Rank, reason: str, *, ended: bool) -> None:  # noqa: ARG002
-        """See `rpc.Owner`. A process that has ended is seen by its scheduler."""
-        _log.info("%s: %s", session.peer, reason)
+        """See `rpc.Owner`. The scheduler reports the end of a process."""
+        level = logging.DEBUG if self._failure else logging.INFO
+        _log.log(level, "%s: %s", session.peer, reason)
 
 
 async def _answer(rank: _Rank, wait: _Wait, what: str) -> Done:

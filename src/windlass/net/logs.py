@@ -7,11 +7,12 @@ meanwhile carries it, a user's own lines too. The fields travel with asyncio tas
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import final
+from typing import TextIO, final
 
 import msgspec
 
@@ -136,6 +137,15 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode()
 
 
+@final
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Handler that writes each line to the `sys.stderr` of that moment, which a live view replaces."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def configure_logging(process: str) -> None:
     """Log to stderr as WINDLASS_LOG (`text`, `json`) and WINDLASS_LOG_LEVEL (`INFO`) say.
 
@@ -151,7 +161,7 @@ def configure_logging(process: str) -> None:
     level = environment_value(LEVEL_VARIABLE).upper() or "INFO"
     if level not in LEVELS:
         raise ConfigError(f"{LEVEL_VARIABLE} must be one of {LEVELS}, got {level!r}")
-    handler = logging.StreamHandler()
+    handler = _StderrHandler()
     handler.setFormatter(JsonFormatter(process) if kind == "json" else _TextFormatter(process))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("windlass").setLevel(level)

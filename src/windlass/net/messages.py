@@ -123,6 +123,10 @@ class MustWait(ProtocolError):
     """The peer may belong here, but not yet: it may come again."""
 
 
+class OwnerClosed(MustWait):
+    """The owner is being closed: a successor may take the peer."""
+
+
 class Garbled(ProtocolError):
     """The fault may be the connection's and not the peer's: it may come again."""
 

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import WSMessage, WSMsgType, web
 
 from windlass.errors import PeerUnreachable, PlanError, ProtocolError
-from windlass.net.messages import Codec, Garbled, MustWait, Refused, encode
+from windlass.net.messages import Codec, Garbled, MustWait, OwnerClosed, Refused, encode
 from windlass.net.rpc import Session
 from windlass.net.server import FIRST_FRAMES, OPEN_SOCKETS
 from windlass.net.sockets import MAX_PART_NBYTES, PartJoiner, close_socket, send_frame
@@ -111,9 +111,11 @@ async def serve(
             reason = f"connection broke: {socket.exception()}"
         # Not by its silence: TimeoutError is what a heartbeat raises, and one that did not read was cut off.
         ended = not (session.was_cut or isinstance(socket.exception(), TimeoutError))
-    except MustWait as error:  # whose owner says so to a person, where it is not in order
+    except MustWait as error:
+        # Where that is not in order, the owner has told a person.
         reason = str(error)
-        await _refuse(socket, reason, final=False, level=logging.INFO)
+        level = logging.DEBUG if isinstance(error, OwnerClosed) else logging.INFO
+        await _refuse(socket, reason, final=False, level=level)
     except ProtocolError as error:
         reason = str(error)
         await _refuse(socket, reason, final=not isinstance(error, Garbled))

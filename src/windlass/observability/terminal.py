@@ -5,20 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from windlass.net.logs import printable
 from windlass.updates.report import Measure
+from windlass.wording import counted
 
 MAX_LINKS = 20
-"""Of a fleet, shown in a table."""
+"""Links of a fleet that the table shows."""
+MAX_ROUNDS = 10
+"""Newest rounds that the table shows."""
 
 
-def status_of(view: Mapping[str, Any], *, last_rounds: int = 10) -> RenderableType:
-    """Draw what `/v1/overview` answers; nothing of it is cut off on 80 columns."""
-    return Group(*_parts(_printable({**view, "rounds": view["rounds"][-last_rounds:]})))
+def status_of(
+    view: Mapping[str, Any], *, last_rounds: int = MAX_ROUNDS, max_links: int = MAX_LINKS
+) -> RenderableType:
+    """Draw the answer of `/v1/overview`, without cutting anything off on 80 columns."""
+    rounds = view["rounds"][max(len(view["rounds"]) - last_rounds, 0) :]
+    return Group(*_parts(_printable({**view, "rounds": rounds}), max_links))
+
+
+def status_within(
+    view: Mapping[str, Any], console: Console, height: int, *, last_rounds: int = MAX_ROUNDS
+) -> RenderableType:
+    """Draw the answer of `/v1/overview` with as many rounds and links as `height` lines of the console hold.
+
+    A terminal cuts off what is longer, and the totals stand at the end.
+    """
+    sizes = [(last_rounds, MAX_LINKS), (last_rounds, 6), (last_rounds, 0), (3, 0), (1, 0), (0, 0)]
+    drawn: RenderableType = ""
+    for rounds, links in sizes:
+        drawn = status_of(view, last_rounds=min(rounds, last_rounds), max_links=links)
+        if len(console.render_lines(drawn, pad=False)) <= height:
+            break
+    return drawn
 
 
 def _printable(value: Any) -> Any:
@@ -43,14 +65,14 @@ def _table(*columns: str, right: int = 0, gap: int = 2) -> Table:
     return table
 
 
-def _parts(view: dict[str, Any]) -> Iterator[RenderableType]:
+def _parts(view: dict[str, Any], max_links: int) -> Iterator[RenderableType]:
     now = f", now in {view['phase']} for {view['phase_for_s']:.1f} s" if view["phase"] else ""
     yield Text(
         f"published version {view['published_version']}, epoch {view['epoch']}, "
         f"mode {view['mode']}{now}"
     )
     yield from _engines(view)
-    yield from _links(view["links"])
+    yield from _links(view["links"], max_links)
     yield from _rounds(view["rounds"])
     rollouts = view["rollouts"]
     for what, words in (
@@ -85,18 +107,18 @@ def _engines(view: dict[str, Any]) -> Iterator[RenderableType]:
         yield Text(f"refused: {who}: {reason}", style="red")
 
 
-def _links(links: list[dict[str, Any]]) -> Iterator[RenderableType]:
-    if not links:
-        return
+def _links(links: list[dict[str, Any]], max_links: int) -> Iterator[RenderableType]:
     table = _table("from", "to", "transport", "ms", "GB/s", "at best", right=3)
-    for each in links[:MAX_LINKS]:
+    for each in links[:max_links]:
         reached = f"{each['gbps']:.2f}" if each["gbps"] else "-"
         ends = each["source"], each["destination"], each["transport"]
         took = f"{1e3 * each['wire_s']:.1f}" if each["wire_s"] else "-"
         table.add_row(*ends, took, reached, f"{each['ceiling_gbps']:g}")
-    yield table
-    if (left := len(links) - MAX_LINKS) > 0:
-        yield Text(f"and {left} links more: --json shows all")
+    if table.rows:
+        yield table
+    if (left := len(links) - max_links) > 0:
+        shown = f"and {left} more" if table.rows else counted(left, "link")
+        yield Text(f"{shown}: `windlass status URL --json` shows all")
     for transport, reason in dict.fromkeys((e["transport"], e["reason"]) for e in links):
         yield Text(f"{transport}: {reason}", style="dim")
 

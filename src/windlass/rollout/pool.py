@@ -21,7 +21,7 @@ from aiohttp import web
 
 from windlass.errors import PeerTimeout, PeerUnreachable, ProtocolError, RolloutError
 from windlass.net.access import Access, role_token
-from windlass.net.messages import Garbled, MustWait, check_name, check_version
+from windlass.net.messages import Garbled, OwnerClosed, check_name, check_version
 from windlass.net.rpc import Session
 from windlass.net.rpc_server import serve
 from windlass.net.sockets import close_socket, open_http
@@ -500,12 +500,12 @@ class WorkerPool:
         """Let a worker in, for the first time or again.
 
         Raises:
-            MustWait: the controller is closed; its successor may take the worker.
+            OwnerClosed: the controller is closed; its successor may take the worker.
             ProtocolError: another version, a name that is none or the controller's, or another process
                 has taken over this worker's name.
         """
         if not self._identity:
-            raise MustWait("rollout controller: is closed")
+            raise OwnerClosed("rollout controller: is closed")
         check_version(hello.protocol_version, "worker")
         check_name(hello.name, "worker: name")
         if hello.name == LOCAL_WORKER:

@@ -13,6 +13,7 @@ from windlass.updates.binding import Binding, EnginesUnbound, FleetBinder, Plann
 from windlass.updates.fleet import Group
 from windlass.updates.links import Link
 from windlass.updates.report import BindCost
+from windlass.wording import counted
 
 if TYPE_CHECKING:
     from windlass.updates.coordinator import Coordinator
@@ -64,7 +65,7 @@ class Connector:
             lambda: there() >= needed,
             deadline_s,
             lambda: (
-                f"publish: needs {needed} engines, {there()} were there after {deadline_s} s"
+                f"publish: needs {counted(needed, 'engine')}, {there()} were there after {deadline_s} s"
                 + "".join(f"; {name} was refused: {why}" for name, why in self._members.refused())
             ),
         )

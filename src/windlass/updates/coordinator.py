@@ -97,6 +97,7 @@ class Coordinator:
         self._copied: asyncio.Event | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
+        self.is_ending = False
         self._update_listeners: list[Callable[[UpdateReport], None]] = []
         self._phase_listeners: list[Callable[[int, Phase], None]] = []
         self._still: list[Callable[[], bool]] = []
@@ -406,9 +407,14 @@ class Coordinator:
             task.cancel()
         return task
 
+    def expect_departures(self) -> None:
+        """Note that the job is over: from now on, a member that leaves is not worth a line of the log."""
+        self.is_ending = True
+
     async def close(self) -> None:
         """Stop rounds and close every connection. Idempotent."""
         self._is_closed = True
+        self.expect_departures()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

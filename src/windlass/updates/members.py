@@ -295,8 +295,10 @@ class Members:
         self._fleet.remove(session.agent)
         session.fail_calls(reason)
         self._coordinator.lost(session.agent, reason, ended=ended)
-        _log.info("agent %s lost: %s", session.peer, reason)
-        if session.agent.hello.role is Role.ENGINE and self._fleet.unserved:
+        level = logging.DEBUG if self._coordinator.is_ending else logging.INFO
+        _log.log(level, "agent %s lost: %s", session.peer, reason)
+        is_wanted = not self._coordinator.is_ending
+        if is_wanted and session.agent.hello.role is Role.ENGINE and self._fleet.unserved:
             _log.warning("%s: %s is gone", self._fleet.unserved, session.peer)
         self._changes.notify()
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
-from rich.live import Live
 
 from windlass.cli import Command
 from windlass.envs import TOKEN_VARIABLE, secret_value
 from windlass.net.logs import configure_logging
+from windlass.wording import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from windlass.jobs.config import load_config, mend_line
     from windlass.jobs.launch import check_job, run_job
     from windlass.jobs.recipe import find_recipe
+    from windlass.observability.live import LiveView, can_draw
     from windlass.observability.progress import Progress
 
     configure_logging("controller")
@@ -42,15 +42,13 @@ def run(args: argparse.Namespace) -> int:
             secret_value(TOKEN_VARIABLE)
             find_recipe(Path(config.recipe.file), config.recipe.name)
     if args.check:
-        print(f"{args.config}: {config.steps} steps, {len(config.engines)} engines: valid")
+        steps, engines = counted(config.steps, "step"), counted(len(config.engines), "engine")
+        print(f"{args.config}: {steps}, {engines}: valid")
         return 0
-    console = Console(stderr=True, markup=False, highlight=False)
-    progress = Progress(str(args.config.resolve()), is_shown=console.is_terminal)
-    # Gone where nothing slow is under way; without a terminal the log says it.
-    shown = Live(
-        console=console, get_renderable=progress.text, transient=True, redirect_stdout=False
-    )
-    with shown if console.is_terminal else nullcontext():
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    # The view is empty while nothing slow is under way. Where none is drawn, the log says it.
+    progress = Progress(str(args.config.resolve()), is_shown=can_draw(console))
+    with LiveView(console, progress.text, is_transient=True):
         summary = asyncio.run(run_job(config, notify=_print, progress=progress))
     return 128 + summary.stopped_by if summary.stopped_by else 0
 

@@ -6,13 +6,13 @@ import argparse
 import asyncio
 
 import msgspec
-from rich.console import Console
-from rich.live import Live
+from rich.console import Console, RenderableType
 
 from windlass.cli import Command
 from windlass.cli.controller import add_controller, follow_overview, overview
 from windlass.envs import control_token
-from windlass.observability.terminal import status_of
+from windlass.observability.live import LiveView
+from windlass.observability.terminal import status_of, status_within
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the fleet, the last rounds, staleness and outstanding work."""
-    console = Console(markup=False, highlight=False)
+    console = Console(markup=False, highlight=False, emoji=False)
     if args.watch:
         asyncio.run(_watch(args, console))
         return 0
@@ -40,15 +40,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _watch(args: argparse.Namespace, console: Console) -> None:
-    """A live view on a terminal, one view after the other without one; the controller says when."""
+    """Show a live view on a terminal, one view after the other elsewhere; the controller says when."""
     views = follow_overview(args.url.rstrip("/"), control_token(), args.deadline_s)
-    if not console.is_terminal:
+    newest: RenderableType = ""
+    with LiveView(console, lambda: newest, fills_screen=True) as shown:
         async for view in views:
-            console.print(status_of(view), "")
-        return
-    with Live(console=console, auto_refresh=False, screen=True) as live:
-        async for view in views:
-            live.update(status_of(view), refresh=True)
+            if shown.is_drawn:
+                newest = status_within(view, console, console.height)
+                shown.refresh()
+            else:
+                console.print(status_of(view), "")
 
 
 COMMAND = Command("what a running controller knows of its fleet", add_arguments, run)

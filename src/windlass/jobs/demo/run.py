@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import final
 
 import msgspec
 import torch
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.text import Text
 
 import windlass
@@ -28,13 +25,17 @@ from windlass.jobs.demo.recipe import RepeatOperand
 from windlass.jobs.demo.trainer import build_model
 from windlass.jobs.launch import JobSummary, run_job
 from windlass.observability.ceilings import measure_memcpy_gbps
+from windlass.observability.live import LiveView
 from windlass.observability.progress import Progress
-from windlass.observability.terminal import status_of
+from windlass.observability.terminal import status_within
 from windlass.updates.report import RoundOutcome
+from windlass.wording import shortest_path
 
 BARS = " ▁▂▃▄▅▆▇█"
 NUM_BARS = 60
 LAST_UPDATES = 5
+ROOM_FOR_PROGRESS = 3
+"""Lines of a terminal that the view leaves for the slow part that a job is in."""
 
 
 def make_directory(config: LaunchConfig) -> None:
@@ -93,24 +94,27 @@ class DemoView:
     """
 
     def __init__(self, config: LaunchConfig, recipe: RepeatOperand, *, plain: bool) -> None:
-        self.console = Console(markup=False, highlight=False)
+        self.console = Console(markup=False, highlight=False, emoji=False)
         self._config, self._recipe = config, recipe
         self._frame: RenderableType = ""
-        is_live = self.console.is_terminal and not plain
+        self.shown = LiveView(self.console, self._draw, is_wanted=not plain)
         what = f"demo {config.engines[0].kind} {config.engines[0].model}"
-        self.progress = Progress(what, is_shown=is_live)
-        # `Live` draws in its constructor, so everything that `_draw` reads is set before.
-        self._live = Live(console=self.console, get_renderable=self._draw) if is_live else None
-        self.shown: AbstractContextManager[object] = self._live or nullcontext()
+        self.progress = Progress(what, is_shown=self.shown.is_drawn)
         self._num_events = self._num_updates = 0
 
     def show(self, controller: Controller) -> None:
         """Show what has happened since the last call."""
         recipe, rewards = self._recipe, self._recipe.rewards_by_step
-        if self._live is not None:
-            fleet = status_of(controller.overview(), last_rounds=LAST_UPDATES)
-            self._frame = Group(self._training(), fleet)
-            self._live.refresh()
+        if self.shown.is_drawn:
+            training = self._training()
+            height = (
+                self.console.height - len(self.console.render_lines(training)) - ROOM_FOR_PROGRESS
+            )
+            fleet = status_within(
+                controller.overview(), self.console, height, last_rounds=LAST_UPDATES
+            )
+            self._frame = Group(training, fleet)
+            self.shown.refresh()
             return
         for event in recipe.events[self._num_events :]:
             self.console.print(event, style="yellow")
@@ -125,7 +129,7 @@ class DemoView:
         self._num_events, self._num_updates = len(recipe.events), len(recipe.updates)
 
     def _draw(self) -> RenderableType:
-        """Called by a thread of `Live`, several times a second: the time that something takes goes on."""
+        """Return the newest frame, and the slow part with the seconds that it has taken by now."""
         return Group(self._frame, *filter(None, [self.progress.text()]))
 
     def _training(self) -> Text:
@@ -219,9 +223,9 @@ async def run_demo(
 
 def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
     """Return what to look at and to try now, for somebody who has seen a demo for the first time."""
-    folder, program = _shortest(Path(config.output_dir)), "windlass"
+    folder, program = shortest_path(Path(config.output_dir)), "windlass"
     if shutil.which(program) is None:  # the environment is not active: `make demo` has made it
-        program = _shortest(Path(sys.executable).with_name(program))
+        program = shortest_path(Path(sys.executable).with_name(program))
     rows = [
         (f"{folder}/report.html", "in a browser: updates, rollouts"),
         (f"ls {folder}/logs", "what each process printed"),
@@ -235,10 +239,6 @@ def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
         ]
     width = max(len(command) for command, _ in rows)
     return ["\nnext:", *(f"  {command:<{width}}  {why}" for command, why in rows)]
-
-
-def _shortest(path: Path) -> str:
-    return min(os.path.relpath(path), str(path.absolute()), key=len)
 
 
 def find_problems(

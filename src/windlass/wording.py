@@ -1,0 +1,31 @@
+"""Numbers and paths as messages to people say them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def counted(number: int, noun: str) -> str:
+    """Return `1 engine`, `2 engines`; for nouns whose plural ends in s."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def rounded_seconds(seconds: float) -> str:
+    """Return `40 s` for 39.9987, `0.25 s` for 0.25: four digits at most, or whole seconds."""
+    return f"{seconds:.4g} s" if seconds < 1000 else f"{seconds:.0f} s"
+
+
+def install_command(extra: str = "", python: str = "") -> str:
+    """Return how a person installs Windlass, with an extra, for an interpreter.
+
+    By its sources, never by the name `windlass`: on PyPI that is another project.
+    """
+    what = f"'.[{extra}]'" if extra else "."
+    by = f"{python} -m pip" if python else "pip"
+    return f"`{by} install {what}` in the folder of Windlass's sources"
+
+
+def shortest_path(path: Path) -> str:
+    """Return the path from the current folder, or the absolute one where that is shorter."""
+    return min(os.path.relpath(path), str(path.absolute()), key=len)

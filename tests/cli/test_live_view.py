@@ -1,0 +1,254 @@
+"""Every command that draws, in a real terminal: what a person sees there, and without a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from screens import Terminal, on_screen, unwrapped
+from trained import report, sample
+
+import windlass
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLE = REPOSITORY / "examples/launch"
+WINDLASS = (sys.executable, "-m", "windlass.cli.main")
+SIZES = [(80, 24), (140, 40)]
+TOKEN = "a token of the tests"
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} controller (INFO|WARNING|ERROR) ")
+CLEAN_END = ("WARNING", "ERROR", "connection broke", "is closed", " lost:", "Traceback")
+"""What no log of a job that ended well may contain."""
+
+pytestmark = pytest.mark.timeout(300)
+
+NOISY = """
+import logging, sys, threading, time
+from rich.console import Console
+from windlass.net.logs import configure_logging
+from windlass.observability.live import LiveView
+
+configure_logging("controller")
+log, count = logging.getLogger("windlass.noise"), 0
+long = "word " * 40
+
+def make_noise(name):
+    for n in range(20):
+        log.info("%s says %d: %s", name, n, long)
+        print(f"{name} prints {n}")
+        time.sleep(0.01)
+
+def draw():
+    return f"frame {count}\\nsecond line of the frame"
+
+console = Console(markup=False, highlight=False, stderr=sys.argv[1] == "stderr")
+with LiveView(console, draw) as view:
+    threads = [threading.Thread(target=make_noise, args=(f"thread {n}",)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        count += 1
+        view.refresh()
+        time.sleep(0.005)
+    log.info("the last line")
+log.info("after the view")
+print("the end")
+"""
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("size", SIZES)
+def test_lines_of_many_threads_leave_a_live_view_whole(size: tuple[int, int], stream: str) -> None:
+    status, terminal = on_screen((sys.executable, "-c", NOISY, stream), *size, cwd=REPOSITORY)
+    lines = terminal.lines()
+    assert status == 0, lines
+    assert sum(line.startswith("frame ") for line in lines) == 1, lines
+    assert lines.count("second line of the frame") == 1
+    assert lines[-1] == "the end"
+    assert "after the view" in lines[-2]
+    text = unwrapped(lines)
+    for name in ("thread 0", "thread 1", "thread 2"):
+        for number in range(20):
+            assert lines.count(f"{name} prints {number}") == 1
+            assert text.count(f"INFO {name} says {number}: {('word ' * 40).strip()}") == 1
+    assert_log_lines_are_whole(lines)
+
+
+def test_a_view_that_may_be_damaged_is_not_drawn() -> None:
+    """A pipe can end in the same terminal; a colour that is asked for makes no terminal of a file."""
+    script = "import sys; exec(sys.argv.pop())"
+    piped = (
+        "bash", "-c", '"$0" -c "$1" stdout "$2" 2>&1 | cat; "$0" -c "$1" stderr "$2" | cat',
+        sys.executable, script, NOISY,
+    )  # fmt: skip
+    status, terminal = on_screen(piped, 80, 24, cwd=REPOSITORY)
+    assert status == 0
+    assert not any(line.startswith("frame ") for line in terminal.lines())
+    done = subprocess.run(
+        (sys.executable, "-c", NOISY, "stdout"),
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "FORCE_COLOR": "1"},
+        timeout=60,
+        check=True,
+    )
+    assert "frame " not in done.stdout
+    assert "\x1b[" not in done.stdout + done.stderr
+    status, terminal = on_screen(
+        (sys.executable, "-c", NOISY, "stdout"),
+        80,
+        24,
+        cwd=REPOSITORY,
+        environment={"TERM": "dumb"},
+    )
+    assert status == 0
+    assert not any(line.startswith("frame ") for line in terminal.lines())
+
+
+def assert_log_lines_are_whole(lines: list[str]) -> None:
+    """A log line that is not at the start of a line has the rest of an old frame before it."""
+    for line in lines:
+        found = LOG_LINE.search(line)
+        assert found is None or found.start() == 0, line
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_demo_leaves_one_frame_whole_lines_and_no_warning(
+    size: tuple[int, int], tmp_path: Path
+) -> None:
+    middle: list[list[str]] = []
+
+    def look(terminal: Terminal, _process: subprocess.Popen[bytes]) -> None:
+        shown = terminal.shown()
+        if any("step 1/2" in line for line in shown) and len(middle) < 10:
+            middle.append(shown)
+
+    demo = (*WINDLASS, "demo", "--steps", "2", "--output", str(tmp_path / "out"))
+    status, terminal = on_screen(demo, *size, cwd=tmp_path, look=look)
+    lines = terminal.lines()
+    assert status == 0, lines
+    assert [line for line in lines if line.startswith("step ")] == [
+        next(line for line in lines if line.startswith("step 2/2   reward "))
+    ]
+    assert sum(line.startswith("published version ") for line in lines) == 1
+    assert not any("s of at most" in line for line in lines), "a frame of the start is left"
+    assert_log_lines_are_whole(lines)
+    text = unwrapped(lines)
+    for said in (
+        "engines load their model and capture its layout (at most 600 s",
+        "worker worker-0 connected",
+        "staleness of trained samples (versions: count): ",
+        "versions published, reward ",
+        "what each process printed",
+    ):
+        assert text.count(said) == 1, said
+    assert not [word for word in CLEAN_END if word in text]
+    assert middle
+    for shown in middle:
+        frame = shown[next(n for n, line in enumerate(shown) if line.startswith("step ")) :]
+        assert any(line.startswith("staleness of trained samples") for line in frame), shown
+
+
+def job_file(tmp_path: Path) -> Path:
+    text = (EXAMPLE / "job.toml").read_text().replace("{here}", str(EXAMPLE))
+    text = text.replace("launch-output", "out").replace("steps = 4", "steps = 1")
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_launched_job_leaves_no_frame_and_no_warning(
+    size: tuple[int, int], tmp_path: Path
+) -> None:
+    command = (*WINDLASS, "launch", str(job_file(tmp_path)))
+    begun: list[list[str]] = []
+
+    def look(terminal: Terminal, _process: subprocess.Popen[bytes]) -> None:
+        if "not there yet" in unwrapped(terminal.shown()) and len(begun) < 10:
+            begun.append(terminal.lines())
+
+    status, terminal = on_screen(command, *size, cwd=tmp_path, look=look)
+    lines = terminal.lines()
+    assert status == 0, lines
+    assert begun
+    for each in begun:
+        assert unwrapped(each).count("not there yet") == 1, each
+    assert not any("s of at most" in line for line in lines), "a frame of the start is left"
+    assert_log_lines_are_whole(lines)
+    text = unwrapped(lines)
+    assert text.count("worker worker-0 connected") == 1
+    assert not [word for word in CLEAN_END if word in text], lines
+    assert lines[-2] == "done: 1 step, version 1 published"
+    assert lines[-1] == "in out: report.html, summary.json, logs"
+
+
+def test_a_launched_job_without_a_terminal_draws_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        (*WINDLASS, "launch", str(job_file(tmp_path))),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[1:]] == [
+        "step 1",
+        "done",
+        "in out",
+    ]
+    assert all(LOG_LINE.match(line) for line in done.stderr.splitlines()), done.stderr
+    assert not [word for word in CLEAN_END if word in done.stderr], done.stderr
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_status_watch_fills_the_terminal_and_restores_it(size: tuple[int, int]) -> None:
+    seen: list[list[str]] = []
+    loop = asyncio.get_running_loop()
+    async with windlass.Controller(token=TOKEN) as controller:
+
+        def look(terminal: Terminal, process: subprocess.Popen[bytes]) -> None:
+            if seen and "count): 2: 1" in unwrapped(seen[-1]):
+                return
+            seen.append(terminal.shown())
+            if len(seen) == 1:
+
+                def change() -> None:
+                    controller.coordinator.reports.extend(report(n) for n in range(40))
+                    controller.observe_samples([sample(-3)])
+
+                loop.call_soon_threadsafe(change)
+            elif "count): 2: 1" in unwrapped(seen[-1]):
+                process.send_signal(signal.SIGINT)
+
+        command = (*WINDLASS, "status", controller.url, "--watch")
+        environment = {"WINDLASS_TOKEN": TOKEN}
+        status, terminal = await asyncio.to_thread(
+            on_screen, command, *size, cwd=REPOSITORY, environment=environment, look=look
+        )
+    assert status == 130
+    assert seen[0][0].startswith("published version -1")
+    last = seen[-1]
+    assert last[0].startswith("published version -1")
+    assert "count): 2: 1" in unwrapped(last)
+    assert any(line.startswith("39 ") for line in last), last
+    assert "Traceback" not in unwrapped(terminal.lines())
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_doctor_fits_its_terminal(columns: int, tmp_path: Path) -> None:
+    status, terminal = on_screen((*WINDLASS, "doctor"), columns, 24, cwd=tmp_path)
+    lines = terminal.lines()
+    assert status == 0
+    # The first line names the interpreter: what a library prints comes before no result.
+    assert lines[0].startswith(sys.executable[: columns - 1]), lines[:3]
+    assert "found, and what to do" in unwrapped(lines[:4])
+    assert "…" not in unwrapped(lines)
