@@ -12,7 +12,7 @@ def write_entry_points(folder: Path) -> Path:
     """Write a `dist-info` with the entry points of pyproject.toml; `folder` then goes on PYTHONPATH, beside `src`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     name, version = project["name"], project["version"]
-    info = folder / f"{name}-{version}.dist-info"
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     lines = [

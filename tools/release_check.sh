@@ -41,9 +41,9 @@ silent = [f["name"] for f in findings if f["status"] == "fails" and not f["remed
 assert not silent, f"no remedy: {silent}"
 said = " ".join(f["remedy"] for f in findings)
 for extra in ("torch", "vllm", "sglang", "mooncake"):
-    assert f"windlass[{extra}]" in said, extra'
+    assert f".[{extra}]" in said, extra'
 if empty/bin/windlass demo 2>said; then echo "windlass demo ran without torch"; exit 1; fi
-grep -qF "next: pip install 'windlass[demo]'" said || { cat said; exit 1; }
+grep -qF "next: \`pip install '.[demo]'\`" said || { cat said; exit 1; }
 empty/bin/python -c '
 import sys, windlass
 heavy = {"torch", "numpy", "aiohttp", "rich"} & set(sys.modules)

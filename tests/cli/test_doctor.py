@@ -162,7 +162,7 @@ def test_a_machine_with_gpus_is_offered_mooncake_for_their_memory(
         return
     assert finding.status is Status.LIMITED
     assert "built for host memory" in finding.found
-    assert f"pip install 'windlass[{extra}]'" in finding.remedy
+    assert f"pip install '.[{extra}]'" in finding.remedy
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (wanted,) = declared["optional-dependencies"][extra]
     assert "non-cuda" not in wanted

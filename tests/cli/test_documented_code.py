@@ -160,5 +160,7 @@ def test_a_package_that_is_missing_is_told_with_the_extra_that_brings_it(
     monkeypatch.setattr(f"windlass.cli.commands.{name}.COMMAND", command)
     assert cli.main([name]) == 2
     assert "needs torch.distributed, " in (said := capsys.readouterr().err)
-    assert said.endswith(f"\nnext: pip install 'windlass[{extra}]'\n")
+    assert said.endswith(
+        f"\nnext: `pip install '.[{extra}]'` in the folder of Windlass's sources\n"
+    )
     assert said.count("\n") == 2

@@ -176,7 +176,10 @@ def test_a_missing_package_names_the_extra_of_the_command(
     for name in [n for n in sys.modules if n.startswith("windlass.jobs.demo")]:
         monkeypatch.delitem(sys.modules, name)
     assert main(["demo", "--output", str(tmp_path / "out")]) == 2
-    assert "next: pip install 'windlass[demo]'" in capsys.readouterr().err
+    assert (
+        "next: `pip install '.[demo]'` in the folder of Windlass's sources"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.fixture

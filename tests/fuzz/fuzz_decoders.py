@@ -5,7 +5,7 @@ a process of its own, from the messages of `decoders.DECODERS` and from what ear
 raises anything but a named error is printed and kept as a file; run that again with `--input FILE NAME`,
 and add it to `FOUND` in `tests/updates/test_decoders.py` with the mend.
 
-atheris has wheels for Linux on x86-64 only, so it is an extra (`windlass[fuzz]`) and no part of `make test`:
+atheris has wheels for Linux on x86-64 only, so it is an extra (`pip install '.[fuzz]'`) and no part of `make test`:
 there Hypothesis looks for bytes that reach more lines (`target`).
 """
 

@@ -41,7 +41,7 @@ RUN: Mapping[str, str] = {
     r"make test": ".ci/run::make test",
     r"make test-rdma.*": "tools/rdma/guest_tests.sh::tests/rdma",
     r"pytest -m cluster tests/rdma --rdma-device .*": "tests/rdma/conftest.py::--rdma-device",
-    r"pip install ('?(\.|windlass)(\[\w+\])?'?)": f"{HERE}::test_extras_that_are_installed_exist",
+    r"pip install ('?\.(\[\w+\])?'?)": f"{HERE}::test_extras_that_are_installed_exist",
     r"windlass doctor": "tools/release_check.sh::windlass doctor",
     r"windlass doctor --engine-flags .*": "tools/release_check.sh::--engine-flags 'vllm --enable-sleep-mode'",
     r"windlass launch --check examples/launch/slurm.toml": "tests/jobs/test_launch_config.py::test_the_examples_of_several_nodes_are_valid",

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import threading
 import time
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ import transformers
 from hosts import Host
 from servers import FLAGS, ROOT, TOKEN, VENVS, Layout, Server, environment
 
+from tools.entry_points import write_entry_points
 from windlass.net.access import Access, role_token
 from windlass.net.addresses import free_port
 
@@ -33,18 +33,7 @@ def install(site: Path) -> str:
     """PYTHONPATH of an environment into which Windlass was installed: with its entry points."""
     if not (python := VENVS["sglang"] / "bin/python").exists():
         pytest.skip(f"no {python}: make engines installs sglang")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    metadata = site / f"windlass-{project['version']}.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: windlass\nVersion: {project['version']}\n"
-    )
-    (metadata / "entry_points.txt").write_text(
-        "".join(
-            f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
-            for group, points in project["entry-points"].items()
-        )
-    )
+    write_entry_points(site)
     path = f"{site}:{ROOT / 'src'}:{ROOT / 'tests/support'}"
     found = (
         "import importlib.metadata as m; print(*m.entry_points(group='sglang.srt.plugins').names)"

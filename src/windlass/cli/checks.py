@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import resource
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from importlib import metadata
 from itertools import permutations
 from pathlib import Path
 
+import windlass
 from windlass.engines.quantised import require_followed
 from windlass.engines.spec import ENGINES, expandable_segments, refuse_options
 from windlass.engines.versions import EngineReleases, device_of, installed_version, warnings_of
@@ -27,6 +31,7 @@ from windlass.transports.registry import (
     transport_names,
 )
 from windlass.transports.traits import MemoryType
+from windlass.wording import install_command
 
 _RDMA_FOLDER = Path("/sys/class/infiniband")
 _VERBS_FOLDER = Path("/dev/infiniband")
@@ -34,6 +39,16 @@ _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written
 _USUAL_CONTAINER_MIB = 64
 """What Docker gives a container."""
+
+
+STDERR = 2
+PACKAGE = "windlass"
+DISTRIBUTION = "windlass-rl"
+"""Name under which Windlass is installed."""
+OTHER_PROJECT = "windlass"
+"""Distribution on PyPI that is not ours."""
+SUMMARY = "One-sided, verified, transactional weight updates and asynchronous rollouts for RL post-training"
+"""Description in our metadata, by which an installation under the old name is told from the other project."""
 
 
 class Status(StrEnum):
@@ -60,6 +75,7 @@ class Finding:
 def run_checks(checkpoint: Path | None = None) -> tuple[Finding, ...]:
     """Every check, in the order of the report. `checkpoint`: see `windlass doctor --help`."""
     findings = [
+        _package(),
         *_transports(),
         _ptrace(),
         _shared_memory(),
@@ -72,6 +88,29 @@ def run_checks(checkpoint: Path | None = None) -> tuple[Finding, ...]:
     if checkpoint is not None:
         findings.append(_checkpoint(checkpoint))
     return tuple(findings)
+
+
+def _package() -> Finding:
+    """Say which Windlass runs, and whether a distribution that is called `windlass` can replace its files."""
+    found = f"{windlass.__version__} in {Path(windlass.__file__).parent}"
+    for other in metadata.distributions(name=OTHER_PROJECT):
+        remedy = (
+            f"{sys.executable} -m pip uninstall {OTHER_PROJECT}, then install again: "
+            f"{install_command(python=sys.executable)}"
+        )
+        if other.metadata["Summary"] == SUMMARY:
+            found = f"{found}; installed under its old name {OTHER_PROJECT} as well"
+            return Finding(PACKAGE, LIMITED, found, remedy)
+        return Finding(PACKAGE, FAILS, f"{found}; {of_other_project(other.version)}", remedy)
+    return Finding(PACKAGE, WORKS, found)
+
+
+def of_other_project(version: str) -> str:
+    """Return what a person has to know of the other distribution."""
+    return (
+        f"the distribution {OTHER_PROJECT} {version} is installed here too: another project of PyPI, with "
+        f"the same import name and command as ours, which is called {DISTRIBUTION}"
+    )
 
 
 def _transports() -> list[Finding]:
@@ -96,17 +135,32 @@ def _transports() -> list[Finding]:
 
 def _start(config: TransportConfig) -> tuple[Finding, tuple[TransportOffer, ...]]:
     try:
-        transport = create_transport(config)
+        with _quiet_libraries():
+            transport = create_transport(config)
+            try:
+                report, traits, offers = transport.report(), transport.traits, transport.offers()
+            finally:
+                transport.close()
     except WindlassError as error:
         return Finding(config.name, FAILS, str(error), config.remedy), ()
-    try:
-        report, traits, offers = transport.report(), transport.traits, transport.offers()
-    finally:
-        transport.close()
     reach = "processes of this host" if traits.same_host else "other hosts too"
     one_sided = "" if traits.one_sided else "; the receiving process must run"
     found = f"{report.protocol}, {report.detail}; reaches {reach}{one_sided}"
     return Finding(config.name, WORKS, found), offers
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Discard what libraries write to stderr: Mooncake logs an error each time that it starts, and the finding says the rest."""
+    sys.stderr.flush()
+    kept = os.dup(STDERR)
+    try:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), STDERR)
+        yield
+    finally:
+        os.dup2(kept, STDERR)
+        os.close(kept)
 
 
 def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
@@ -140,7 +194,7 @@ def _of_mooncake(finding: Finding) -> Finding:
         else:
             release = torch.version.cuda or ""
         extra = "mooncake-cuda12" if release.startswith("12.") else "mooncake-cuda13"
-    install = f"pip install 'windlass[{extra}]' and the package libibverbs1"
+    install = f"{install_command(extra)}, and the package libibverbs1"
     if finding.status is FAILS:
         return replace(finding, remedy=install)
     if extra != "mooncake" and is_installed(WITHOUT_CUDA):
@@ -218,7 +272,7 @@ def _peer_access() -> Finding:
     try:
         import torch
     except ImportError:
-        return Finding(name, LIMITED, "torch is not installed", "pip install 'windlass[torch]'")
+        return Finding(name, LIMITED, "torch is not installed", install_command("torch"))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         return Finding(name, LIMITED, f"torch {torch.__version__}, no CUDA device: no cuda_ipc")
@@ -251,7 +305,7 @@ def _engines() -> list[Finding]:
             missing.append(releases.name)
     if findings:
         return findings
-    remedy = "pip install 'windlass[vllm]' or 'windlass[sglang]'; or --engine-python PATH, which looks into theirs"
+    remedy = f"{install_command('vllm')}, or '.[sglang]'; or --engine-python PATH, which looks into theirs"
     return [Finding(" and ".join(missing), LIMITED, "not in this environment", remedy)]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
 from windlass.cli.checks import FAILS, LIMITED, WORKS, Finding
+from windlass.wording import install_command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +132,7 @@ def _entry_point(framework: Framework) -> Finding:
         if point.value.partition(":")[0] == framework.module:
             return Finding(framework.group, WORKS, f"{point.name} = {point.value}")
     found = "no entry point of Windlass: it is on a path here, and not installed"
-    remedy = f"pip install windlass in this environment; else {framework.without}"
+    remedy = f"{install_command(python=sys.executable)}; else {framework.without}"
     return Finding(framework.group, LIMITED, found, remedy)
 
 

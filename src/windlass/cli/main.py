@@ -19,6 +19,7 @@ from windlass.errors import (
     TransportUnavailable,
     WindlassError,
 )
+from windlass.wording import install_command
 
 _Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         extra = _OWN_EXTRAS.get(chosen, extra)
         print(
             f"windlass {chosen}: needs {error.name}, which is not installed here\n"
-            f"next: pip install 'windlass[{extra}]'",
+            f"next: {install_command(extra)}",
             file=sys.stderr,
         )
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,19 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.cli import Command
-from windlass.cli.checks import FAILS, LIMITED, WORKS, Finding, check_flags, run_checks
+from windlass.cli.checks import (
+    FAILS,
+    LIMITED,
+    OTHER_PROJECT,
+    PACKAGE,
+    WORKS,
+    Finding,
+    check_flags,
+    of_other_project,
+    run_checks,
+)
 from windlass.cli.frameworks import FRAMEWORKS, check_framework
+from windlass.wording import install_command
 
 _STYLES = {WORKS: "green", LIMITED: "yellow", FAILS: "red"}
 _INTERPRETER_DEADLINE_S = 180.0
@@ -81,7 +93,7 @@ def _print(report: Mapping[str, Sequence[Finding]]) -> None:
             if finding.remedy:
                 found.append(f"\nto do: {finding.remedy}", style="bold")
             table.add_row(finding.name, Text(finding.status, style=style), found)
-        Console(markup=False).print(table)
+        Console(markup=False, emoji=False).print(table)
 
 
 def _check_interpreter(path: str, framework: str | None) -> tuple[Finding, ...]:
@@ -102,15 +114,36 @@ def _check_interpreter(path: str, framework: str | None) -> tuple[Finding, ...]:
         found = f"no answer within {_INTERPRETER_DEADLINE_S:.0f} s"
         return (Finding("interpreter", FAILS, found),)
     lines = done.stdout.splitlines()
-    if not lines or (done.returncode != 0 and not framework):
+    try:
+        (findings,) = msgspec.json.decode(lines[-1], type=Report).values()
+    except (IndexError, ValueError, msgspec.MsgspecError):
+        findings = ()
+    if not findings or (done.returncode != 0 and not framework):
+        if version := _other_project(path):
+            remedy = f"{path} -m pip uninstall {OTHER_PROJECT}, then {install_command(python=path)}"
+            return (Finding(PACKAGE, FAILS, of_other_project(version), remedy),)
         said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         remedy = (
-            f"{path} -m pip install windlass, or put its src and its light dependencies "
+            f"{install_command(python=path)}, or put its src and its light dependencies "
             "(docs/engines.md) on PYTHONPATH"
         )
-        return (Finding("windlass", FAILS, f"does not run there: {said[-1]}", remedy),)
-    (findings,) = msgspec.json.decode(lines[-1], type=Report).values()
+        return (Finding(PACKAGE, FAILS, f"does not run there: {said[-1]}", remedy),)
     return findings
+
+
+def _other_project(path: str) -> str:
+    """Return the version of the distribution `windlass`, which is not ours, in the environment of an interpreter."""
+    code = f"import importlib.metadata as m; print(m.version({OTHER_PROJECT!r}))"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [path, "-c", code],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_INTERPRETER_DEADLINE_S,
+            check=True,
+        )
+        return done.stdout.decode(errors="replace").strip()
+    return ""
 
 
 def _missing(report: Mapping[str, Sequence[Finding]], required: list[str]) -> list[str]:

@@ -20,6 +20,7 @@ from windlass.envs import inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
 from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, first_node
 from windlass.jobs.schedulers.local import LocalBackend
+from windlass.wording import install_command
 
 MAX_CALLS = 1000
 CALL_DEADLINE_S = 60.0
@@ -59,7 +60,7 @@ class RayBackend(ClusterBackend):
         try:
             import ray
         except ImportError as error:
-            raise TransportUnavailable("ray: not installed; pip install 'windlass[ray]'") from error
+            raise TransportUnavailable(f"ray: not installed; {install_command('ray')}") from error
         inherited_environment()  # takes the tokens out of what Ray's own processes inherit
         address = self._config.address
         tries = 1 if address else START_TRIES

@@ -25,6 +25,7 @@ from windlass.envs import environment_value, set_defaults
 from windlass.errors import ConfigError, TransportUnavailable
 from windlass.transports.inbound import OPENING, listening_ports
 from windlass.transports.liveness import listen_on
+from windlass.wording import install_command
 
 if TYPE_CHECKING:
     from windlass.transports.mooncake.transport import MooncakeConfig
@@ -192,8 +193,8 @@ def _installed_version() -> str:
     found = [f"{name} {version(name)}" for name in _DISTRIBUTIONS if is_installed(name)]
     if not found:
         raise TransportUnavailable(
-            "mooncake: not installed; pip install 'windlass[mooncake]', on machines with GPUs "
-            "'windlass[mooncake-cuda13]' or 'windlass[mooncake-cuda12]'"
+            f"mooncake: not installed; {install_command('mooncake')}, on machines with GPUs "
+            "'.[mooncake-cuda13]' or '.[mooncake-cuda12]'"
         )
     if len(found) > 1:
         raise TransportUnavailable(

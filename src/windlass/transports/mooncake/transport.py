@@ -59,6 +59,7 @@ from windlass.transports.network import (
     Outcome,
 )
 from windlass.transports.traits import CEILING_BYTES_PER_S, TransportTraits, WireReport
+from windlass.wording import install_command
 
 TOKEN_NBYTES = 16
 KEPT_PAGES = 64
@@ -91,7 +92,7 @@ class MooncakeConfig(NetworkConfig, frozen=True, tag="mooncake"):
     the NICs say and MC_MAX_MR_SIZE.
     """
 
-    remedy: ClassVar[str] = "pip install 'windlass[mooncake]' and the package libibverbs1"
+    remedy: ClassVar[str] = f"{install_command('mooncake')}, and the package libibverbs1"
 
     protocol: MooncakeProtocol = MooncakeProtocol.AUTO
 
