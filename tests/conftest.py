@@ -50,6 +50,7 @@ LONGEST = (
     "jobs/test_waits.py",
     "trainers/test_serve_again.py",
     "rollout/test_clean_up.py",
+    "jobs/test_job_runs.py",
     "jobs/test_fsdp_engine_mesh.py",
     "engines/test_embedded_engine.py",
     "engines/test_attach_killed.py",

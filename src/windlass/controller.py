@@ -8,8 +8,8 @@ async with windlass.Controller(token=token) as controller:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -23,6 +23,7 @@ from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.routers import RouterUpdates
 from windlass.rollout.staleness import StalenessPolicy
+from windlass.rollout.workflows import Workflow
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.report import RoundOutcome, UpdateReport
 from windlass.updates.routes import mount_updates
@@ -70,7 +71,7 @@ class Controller:
         ):
             if given is not None and not isinstance(given, kind):
                 raise ConfigError(f"Controller: {what} must be {kind.__name__}, got {given!r}")
-        self._has_port = port != 0
+        self._has_port, self._token = port != 0, token
         self._server = ControlServer(
             host=host, port=port, advertise_host=advertise_host, token=token
         )
@@ -109,6 +110,24 @@ class Controller:
     def phase(self) -> str:
         """What the fleet does now: a phase of an update, or binding; empty for neither."""
         return self._operations.phase
+
+    @asynccontextmanager
+    async def evaluation(
+        self, workflows: Mapping[str, Workflow] | None = None, *, max_concurrent: int = 64
+    ) -> AsyncIterator[RolloutController]:
+        """Give a second rollout controller on the same engines, whose rollouts count towards no bound of training.
+
+        Used as `async with controller.evaluation() as evaluation`, with `evaluation.submit` and `evaluation.wait`
+        inside. It runs plain prompts, and `workflows`, in this event loop.
+
+        Args:
+            workflows: user code by name.
+            max_concurrent: rollouts that run at a time.
+        """
+        policy = StalenessPolicy.unbounded(max_concurrent)
+        async with RolloutController(self.coordinator, policy, token=self._token) as evaluation:
+            evaluation.run_here(workflows or {}, max_concurrent=max_concurrent)
+            yield evaluation
 
     def observe_samples(self, samples: Sequence[TrainingSample]) -> None:
         """Count the staleness of samples that go to trainers by another way than `batches`."""

@@ -130,6 +130,28 @@ def inherited_environment(*, with_tokens: bool = False) -> dict[str, str]:
     return {**os.environ, **given}
 
 
+_OF_ALLOCATION = ("SLURM_", "SLURMD_", "SRUN_", "PMIX_", "PMI_")
+"""Beginnings of variables that Slurm sets for the job, the step or the task that a process runs in."""
+_OF_CLUSTER = ("SLURM_CONF", "SLURM_JWT")
+"""Variables that begin so and say how to reach Slurm."""
+
+
+def environment_outside_jobs() -> dict[str, str]:
+    """Return a copy of this process's environment without the variables of a Slurm job that it runs in.
+
+    `sbatch` and `srun` read these as options, and MPI would take the child for a task of that job. SBATCH_
+    variables are a user's own defaults outside of a job.
+    """
+    environment = inherited_environment()
+    is_in_job = "SLURM_JOB_ID" in environment or "SLURM_JOBID" in environment
+    prefixes = (*_OF_ALLOCATION, "SBATCH_") if is_in_job else _OF_ALLOCATION
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _OF_CLUSTER or not name.startswith(prefixes)
+    }
+
+
 def set_defaults(values: Mapping[str, str]) -> dict[str, str]:
     """Set variables that are not set yet; returns the values now in force."""
     return {name: os.environ.setdefault(name, value) for name, value in values.items()}

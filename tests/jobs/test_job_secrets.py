@@ -12,7 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from windlass.envs import control_token, inherited_environment, secret_value
+from windlass.envs import (
+    control_token,
+    environment_outside_jobs,
+    inherited_environment,
+    secret_value,
+)
 from windlass.jobs.launch import _owner_token
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.schedulers.configs import create_scheduler
@@ -77,6 +82,12 @@ async def test_a_slurm_job_gets_the_token_of_its_role_alone(
         tool.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("RECORDED", str(tmp_path))
+    outer = {
+        f"{name}7": "outer" for name in ("SLURM_CPU_BIND", "SRUN_DEBUG", "PMIX_RANK", "PMI_FD")
+    }
+    for name, value in {**outer, "SLURM_JOB_ID": "77", "SBATCH_PARTITION": "outer"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
     config = SlurmSchedulerConfig(host="127.0.0.1")
     async with create_scheduler(config, tmp_path / "logs") as scheduler:
         check((await shown(scheduler)).partition(" b'")[0])
@@ -92,6 +103,11 @@ async def test_a_slurm_job_gets_the_token_of_its_role_alone(
     assert not any(name in batch for name in NAMES)
     assert SECRET not in batch + step
     assert f"WINDLASS_TOKEN={role_token(SECRET, Access.ENGINE)}\n" in step
+    # Of the job that this process runs in, sbatch and srun would read options.
+    for seen in (batch, step):
+        assert "SLURM_CONF=/etc/slurm/slurm.conf\n" in seen
+        assert not [line for line in seen.splitlines() if line.endswith("=outer")]
+        assert "SLURM_JOB_ID=" not in seen
 
 
 async def test_a_local_process_gets_the_token_of_its_role_alone(tmp_path: Path) -> None:
@@ -170,3 +186,14 @@ def test_a_job_takes_its_token_from_the_file_that_other_commands_read(
     assert _owner_token() == control_token() == "of-the-file"
     monkeypatch.setenv("WINDLASS_TOKEN", "of-the-variable")
     assert _owner_token() == "of-the-variable"
+
+
+def test_a_user_keeps_defaults_of_slurm_outside_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SLURM_JOB")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    monkeypatch.setenv("SLURM_CPU_BIND", "quiet,mask_cpu:0x3")
+    monkeypatch.setenv("PMIX_RANK", "0")
+    found = environment_outside_jobs()
+    assert found["SBATCH_ACCOUNT"] == "mine"
+    assert not {"SLURM_CPU_BIND", "PMIX_RANK"} & {*found}

@@ -14,8 +14,8 @@ from idle_scheduler import IdleScheduler
 from windlass.cli.main import main
 from windlass.config import DiskBackend, UpdateMode
 from windlass.errors import ConfigError
-from windlass.jobs import load_config
-from windlass.jobs.launch import _Job, _processes, check_job
+from windlass.jobs import LaunchConfig, load_config
+from windlass.jobs.launch import _Job, _processes, check_host, check_job
 from windlass.jobs.recipe import load_recipe
 from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 from windlass.observability.progress import Progress
@@ -370,6 +370,12 @@ GPUS = (LOCAL, LOCAL + '\ngpus = ["0", "1", "2"]')
 ON_GPUS = ("world_size = 2", "world_size = 2\nnum_gpus = 1")
 
 
+def check(config: LaunchConfig) -> None:
+    """What the command does before it starts anything."""
+    check_job(config)
+    check_host(config)
+
+
 def with_arguments(*words: str) -> tuple[str, str]:
     return ('arguments = ["--max-positions", "32"]', f"arguments = {list(words)}")
 
@@ -488,7 +494,7 @@ def test_what_a_start_would_be_refused_for_is_refused_before_it(
 ) -> None:
     config = load_config(write(tmp_path, *changes))
     with pytest.raises(ConfigError, match=says):
-        check_job(config)
+        check(config)
 
 
 @pytest.mark.parametrize(
@@ -506,7 +512,7 @@ def test_what_a_start_would_be_refused_for_is_refused_before_it(
 def test_what_can_start_is_not_refused(
     tmp_path: Path, changes: tuple[tuple[str, str], ...]
 ) -> None:
-    check_job(load_config(write(tmp_path, *changes)))
+    check(load_config(write(tmp_path, *changes)))
 
 
 def test_an_engine_of_two_nodes_is_one_reservation_with_a_part_of_its_server_on_each() -> None:

@@ -96,16 +96,13 @@ async def test_a_worker_shuts_down_beside_a_workflow_that_ignores_its_cancellati
 async def test_a_producer_waits_for_room_as_long_as_a_whole_step_may_take() -> None:
     deadlines: list[float] = []
 
-    async def wait_for_room(*, deadline_s: float) -> None:
+    async def submit(_task: Task, deadline_s: float) -> None:
         deadlines.append(deadline_s)
         raise PeerTimeout("no room")
 
-    tasks = iter([Task((1,))])
+    async def next_task(_: object) -> tuple[Task, bytes]:
+        return Task((1,)), b""
 
-    async def next_task(_: object) -> Task:
-        return next(tasks)
-
-    rollouts = SimpleNamespace(wait_for_room=wait_for_room, refusal=lambda _: "")
     job = SimpleNamespace(
         _config=SimpleNamespace(
             rollout=SimpleNamespace(batch_deadline_s=10.0, groups_per_step=4),
@@ -114,8 +111,9 @@ async def test_a_producer_waits_for_room_as_long_as_a_whole_step_may_take() -> N
             ),
             start_deadline_s=10_000.0,
         ),
-        controller=SimpleNamespace(rollouts=rollouts),
-        _recipe=SimpleNamespace(tasks=lambda: tasks),
+        _newest=None,
+        _submit=submit,
+        _recipe=SimpleNamespace(tasks=lambda: iter(())),
         _next_task=next_task,
     )
     with pytest.raises(PeerTimeout):

@@ -8,6 +8,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -64,9 +65,10 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
         environment: added to every rank's.
         step_deadline_s: of one optimiser step. publish_deadline_s: of one weight update.
         save_every: steps between checkpoints in `output_dir/checkpoints`; 0 for none.
-        max_restarts: how often the ranks are started again, from the newest checkpoint of the job, when one
-            dies, hangs or raises; the job fails after that, and where there is no checkpoint.
-        resume_from: checkpoint folder of a job, which this one goes on from: its steps and its version.
+        keep: newest checkpoints that stay when another one is saved; 0 for all.
+        max_restarts: restarts of the ranks, from the newest checkpoint of the job, after one dies, hangs or raises,
+            before another checkpoint is saved; the job fails at the next, and where there is no checkpoint.
+        resume_from: checkpoint folder of a job; this job continues from its steps and its version.
     """
 
     script: str
@@ -81,12 +83,13 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
     step_deadline_s: float = 600.0
     publish_deadline_s: float = 600.0
     save_every: int = 0
+    keep: int = 0
     max_restarts: int = 3
     resume_from: str = ""
 
     def __post_init__(self) -> None:
         least = {"world_size": 1, "num_nodes": 1, "num_cpus": 1, "num_gpus": 0, "save_every": 0}
-        least |= {"max_restarts": 0, "data_parallel_size": 0}
+        least |= {"max_restarts": 0, "data_parallel_size": 0, "keep": 0}
         check_numbers(self, least, ("step_deadline_s", "publish_deadline_s"), where="trainer.")
         if self.world_size % self.num_nodes:
             raise ConfigError(
@@ -106,11 +109,16 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """What a job writes into a checkpoint's folder once all ranks have saved there: `job.json`.
 
     Attributes:
-        steps: that the weights have been trained. version: that they were published as.
+        steps: optimiser steps that the weights have been trained.
+        version: number that the weights were published under.
+        recipe: what `Recipe.state` returned, msgpack; empty for None.
+        tasks: tasks that were drawn and not trained on, msgpack; empty unless the recipe has a state.
     """
 
     steps: int
     version: int
+    recipe: bytes = b""
+    tasks: bytes = b""
 
 
 def read_checkpoint(folder: str) -> Checkpoint:
@@ -130,6 +138,16 @@ def read_checkpoint(folder: str) -> Checkpoint:
         ) from error
 
 
+class Resume(StrEnum):
+    """What a job does with the checkpoints in its output folder.
+
+    NEVER: refuse a folder that has another run. AUTO: continue from the newest; begin if there is none.
+    """
+
+    NEVER = "never"
+    AUTO = "auto"
+
+
 class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout engine.
 
@@ -146,7 +164,7 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
             have GPUs, else none.
         colocate_with: a rank, `trainer-0` for example, whose node and cores this engine shares, and the
             GPUs from that rank's on, one per rank of its own; it reserves nothing then.
-        max_restarts: how often it is started again after a death; the job fails after that.
+        max_restarts: restarts after a death until the job has trained another step; the job fails at the next.
     """
 
     name: str
@@ -187,6 +205,8 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
         worker_script: calls `run_rollout_worker`; the plain worker when empty.
         worker_arguments: added to its own.
         python: interpreter of the worker processes; this one when empty.
+        max_worker_restarts: restarts of a worker after a death until the job has trained another step; the job fails
+            at the next.
         batch_deadline_s: to wait for the groups of one step, all in all, those that take the place of
             declined ones included; and for the recipe to score one.
         rewards_at_once: groups that the recipe scores at a time, each in a thread.
@@ -205,6 +225,7 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
     worker_script: str = ""
     worker_arguments: tuple[str, ...] = ()
     python: str = ""
+    max_worker_restarts: int = 3
     batch_deadline_s: float = 600.0
     rewards_at_once: int = 16
 
@@ -212,7 +233,9 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
         super().__post_init__()
         counts = ("groups_per_step", "samples_per_group", "max_concurrent", "rewards_at_once")
         one = dict.fromkeys(counts, 1)
-        none = dict.fromkeys(("max_staleness", "max_resubmits", "num_workers"), 0)
+        none = dict.fromkeys(
+            ("max_staleness", "max_resubmits", "num_workers", "max_worker_restarts"), 0
+        )
         check_numbers(self, one | none, ("batch_deadline_s",), where="rollout.")
 
     def limits(self) -> RolloutConfig:
@@ -227,7 +250,8 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         steps: optimiser steps, each followed by a published version.
-        output_dir: logs, checkpoints, `summary.json`.
+        output_dir: folder of logs, checkpoints, `metrics.jsonl`, `summary.json` and `report.html`.
+        resume: whether checkpoints in `output_dir` are continued from.
         transport: of engines; trainers find it in WINDLASS_TRANSPORT.
         replica: name of a `ReplicaPlace`: what trainers find in WINDLASS_REPLICA, for `connect_trainer`.
         update: mode, backend, deadlines: `windlass.ControlConfig`.
@@ -242,6 +266,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineSection, ...]
     rollout: RolloutSection
     output_dir: str
+    resume: Resume = Resume.NEVER
     transport: str = "auto"
     replica: str = ReplicaPlace.OFF.value
     scheduler: SchedulerConfig = LocalSchedulerConfig()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
-import itertools
 import logging
+import math
 import secrets
 import shutil
 import signal
@@ -37,21 +37,31 @@ from windlass.jobs.config import (
     Checkpoint,
     EngineSection,
     LaunchConfig,
-    read_checkpoint,
 )
-from windlass.jobs.recipe import CallThread, Recipe, Task, load_recipe, recipe_code, tasks_of
+from windlass.jobs.output import REPORT, SUMMARY, OutputFolder, find_start
+from windlass.jobs.recipe import (
+    CallThread,
+    Recipe,
+    Task,
+    decode_tasks,
+    encode_tasks,
+    load_recipe,
+    recipe_code,
+    tasks_of,
+)
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.schedulers.configs import create_scheduler
 from windlass.jobs.schedulers.local import LocalSchedulerConfig, visible_gpus
 from windlass.jobs.schedulers.ray import RaySchedulerConfig
 from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 from windlass.jobs.scoring import Scoring
-from windlass.jobs.train_controller import TrainController, rank_specs
+from windlass.jobs.train_controller import StepResult, TrainController, rank_specs
 from windlass.net.access import Access, role_environment
 from windlass.net.addresses import is_loopback
 from windlass.net.logs import LOG_VARIABLES
 from windlass.observability.page import saved_page
 from windlass.observability.progress import SAID_EVERY_S, Progress
+from windlass.rollout.handles import GroupHandle, RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.transports.registry import parse_transport
@@ -61,7 +71,8 @@ from windlass.wording import counted, shortest_path
 _log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-MAX_WORKER_RESTARTS = 3
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+"""Pause before a process is started again; it doubles with each restart without progress."""
 RANKS = "trainer"
 """Name of the ranks' controller: they are `trainer-0`, `trainer-1`, and so on."""
 LOG_LINES = 20
@@ -129,7 +140,18 @@ async def run_job(
         "WINDLASS_REPLICA": config.replica,
     }
     scheduler = create_scheduler(config.scheduler, output_dir / "logs", environment)
-    job = _Job(config, output_dir, recipe, scheduler, notify, progress or Progress())
+    start = find_start(config)
+    if start is not None and start[1].steps >= config.steps:
+        notify(f"done already: {start[0]} has {counted(start[1].steps, 'step')}")
+        return JobSummary(
+            steps=start[1].steps,
+            version=start[1].version,
+            trainer_restarts=0,
+            stopped_by=0,
+            outcomes=(),
+            rollouts={},
+        )
+    job = _Job(config, output_dir, recipe, scheduler, notify, progress or Progress(), start)
     loop = asyncio.get_running_loop()
 
     def listen() -> None:
@@ -146,7 +168,7 @@ async def run_job(
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
-    write_file(output_dir / "summary.json", msgspec.json.format(msgspec.json.encode(summary)))
+    write_file(output_dir / SUMMARY, msgspec.json.format(msgspec.json.encode(summary)))
     # With a replica the last update ends in the ranks' `close`, which answers nobody.
     if not summary.stopped_by and summary.version < job.version:
         raise WindlassError(
@@ -175,16 +197,24 @@ class _Job:
         scheduler: Scheduler,
         notify: Callable[[str], None],
         progress: Progress,
+        start: tuple[Path, Checkpoint] | None = None,
     ) -> None:
         self._config, self._output_dir, self._recipe = config, output_dir, recipe
+        self._output = OutputFolder(output_dir)
         self._scheduler, self._notify, self._progress = scheduler, notify, progress
         self._token = _owner_token()
-        self._newest: tuple[Path, Checkpoint] | None = None
+        self._newest = start
         """Checkpoint that the ranks start from, with its folder; None for the weights they begin with."""
+        self._first_steps = start[1].steps if start else 0
+        self._recipe_state = b""
+        """State of the recipe after the newest task that it has yielded."""
+        self._drawn: Task | None = None
+        """Task that waits for room."""
+        self._open: dict[int, tuple[Task, GroupHandle]] = {}
+        """Groups that were submitted, and neither trained on, declined nor failed."""
+        self._trained: list[str] = []
+        """A rollout of each group that was trained on since the newest checkpoint."""
         trainer, rollout = config.trainer, config.rollout
-        if trainer.resume_from:
-            resumed = read_checkpoint(trainer.resume_from)
-            self._newest = Path(trainer.resume_from).resolve(), resumed
         self.controller = Controller(
             token=self._token,
             host=config.controller.host,
@@ -214,7 +244,7 @@ class _Job:
             num_nodes=trainer.num_nodes,
         )
         self._trainers.mount(self.controller.server)
-        self._scoring = Scoring(self.controller.rollouts, recipe, rollout)
+        self._scoring = Scoring(self.controller.rollouts, recipe, rollout, self._forget)
         self._task_calls = CallThread("recipe tasks")
         self._asked_for_task_at: float | None = None
         self._in_step = asyncio.Lock()
@@ -223,6 +253,7 @@ class _Job:
         self.version = -1
         self._steps = self._restarts = self._stopped_by = 0
         self._insisted = False
+        self._num_trained = self._restarts_since_checkpoint = 0
 
     async def run(self) -> JobSummary:
         """Run it to its end, and end all that was started."""
@@ -232,16 +263,16 @@ class _Job:
         processes = _processes(config, controller.url)
         others = [asyncio.create_task(self._end_at_signal(work))]
         others += [asyncio.create_task(self._guard(*process)) for process in processes]
+        rollouts: dict[str, int] | None = None
         try:
             await asyncio.wait([work, *others], return_when=asyncio.FIRST_COMPLETED)
             for task in [work, *others]:
                 if task.done() and not task.cancelled():
                     task.result()
-            rollouts: dict[str, int] = msgspec.to_builtins(controller.rollouts.stats())
+            rollouts = msgspec.to_builtins(controller.rollouts.stats())
         finally:
-            # Before everybody leaves; of a job that fails, too.
-            page = saved_page(controller.overview(), f"the job in {self._output_dir.name}/")
-            write_file(self._output_dir / "report.html", page.encode())
+            # Of a job that fails, too, and before members leave.
+            self._write_report()
             in_call = not work.done()  # ranks that stand in a call hear nothing else
             for task in (work, *others):
                 task.cancel()
@@ -255,38 +286,72 @@ class _Job:
                 self._trainers.close(grace_s=0.5 if in_call else grace_s), name="end of the ranks"
             )
             worker_s = await self._clean_up()
-            await ranks_end
-            # Processes end while the rollout controller still takes what workers hand over: a closed one
-            # would refuse them until their deadline.
-            controller.rollouts.pause()
-            names = [status.name for status in self._scheduler.list()]
-            workers = {_worker_name(number) for number in range(config.rollout.num_workers)}
-            await asyncio.gather(
-                *(
-                    self._scheduler.delete(left, grace_s=worker_s if left in workers else 5.0)
-                    for left in names
+            try:
+                await ranks_end
+                if rollouts is not None:
+                    # Engines still serve the last version.
+                    await self._call_ended(self._summary(rollouts))
+            finally:
+                # Processes end while the rollout controller still takes what workers hand over: a closed one
+                # would refuse them until their deadline.
+                controller.rollouts.pause()
+                names = [status.name for status in self._scheduler.list()]
+                workers = {_worker_name(number) for number in range(config.rollout.num_workers)}
+                await asyncio.gather(
+                    *(
+                        self._scheduler.delete(left, grace_s=worker_s if left in workers else 5.0)
+                        for left in names
+                    )
                 )
-            )
-            await controller.rollouts.close()
-        summary = JobSummary(
-            steps=self._steps,
-            version=controller.coordinator.fleet.published,
-            trainer_restarts=self._restarts,
-            stopped_by=self._stopped_by,
-            outcomes=tuple(report.outcome for report in controller.coordinator.reports),
-            rollouts=rollouts,
-        )
+                await controller.rollouts.close()
+        summary = self._summary(rollouts)
         ended = "done" if summary.version >= self.version else "failed"
         if summary.stopped_by:
             ended = f"stopped by {signal.Signals(summary.stopped_by).name}"
         self._notify(
             f"{ended}: {counted(summary.steps, 'step')}, version {summary.version} published"
         )
-        written = ["report.html", "summary.json", "logs"]
+        written = [REPORT, SUMMARY, "logs"]
         if self._newest is not None and self._newest[0].is_relative_to(self._output_dir):
             written.append(str(self._newest[0].relative_to(self._output_dir)))
         self._notify(f"in {shortest_path(self._output_dir)}: {', '.join(written)}")
         return summary
+
+    def _summary(self, rollouts: dict[str, int]) -> JobSummary:
+        coordinator = self.controller.coordinator
+        return JobSummary(
+            steps=self._steps,
+            version=coordinator.fleet.published,
+            trainer_restarts=self._restarts,
+            stopped_by=self._stopped_by,
+            outcomes=tuple(report.outcome for report in coordinator.reports),
+            rollouts=rollouts,
+        )
+
+    def _write_report(self) -> None:
+        page = saved_page(self.controller.overview(), f"the job in {self._output_dir.name}/")
+        try:
+            write_file(self._output_dir / REPORT, page.encode())
+        except OSError as error:
+            # A full disk must not keep the processes from being ended in order.
+            _log.warning("%s is not written: %s", self._output_dir / REPORT, error)
+
+    async def _call_ended(self, summary: JobSummary) -> None:
+        """Call the recipe's `ended`, until a signal; after a signal for at most `shutdown_s`."""
+        with recipe_code("ended"):
+            hook = asyncio.ensure_future(self._recipe.ended(summary))
+            insisted = asyncio.create_task(self.signals.get())
+            try:
+                timeout_s = self._config.shutdown_s if summary.stopped_by else None
+                await asyncio.wait(
+                    [hook, insisted], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if hook.done():
+                    hook.result()
+            finally:
+                hook.cancel()
+                insisted.cancel()
+                await asyncio.gather(hook, insisted, return_exceptions=True)
 
     async def _clean_up(self) -> float:
         """Cancel all rollouts and wait for their clean-up, unless a signal says not to.
@@ -344,7 +409,8 @@ class _Job:
 
         When one of them ends, all are ended and started again, in another reservation.
         """
-        for restarts in itertools.count():
+        restarts = num_trained = 0
+        while True:
             if parts[0].colocate_with:
                 await self._trainers.ranks_started.wait()
             for spec in parts:
@@ -357,12 +423,16 @@ class _Job:
                 for wait in waits:
                     wait.cancel()
             status = next(iter(done)).result()
+            if self._num_trained > num_trained:
+                restarts, num_trained = 0, self._num_trained
             ended = f"{status.name} ended with {status.returncode} after {restarts} restarts"
             log = await self._log_end(status.name)
             if restarts == max_restarts:
                 raise WindlassError(f"{ended}{log}")
             self._notify(f"{ended}; starting it again{log}")
             await asyncio.gather(*(self._scheduler.delete(spec.name) for spec in parts))
+            await asyncio.sleep(_pause_s(restarts))
+            restarts += 1
 
     async def _log_end(self, name: str) -> str:
         """Return the end of a message about a process: the last lines of its log, and where that is."""
@@ -388,7 +458,7 @@ class _Job:
             while self._steps < config.steps:
                 batch = await self._batch(producer)
                 if batch is None:
-                    self._notify(f"the recipe's tasks ended after {self._steps} steps")
+                    self._end_of_tasks()
                     break
                 try:
                     await self._step(batch)
@@ -401,6 +471,25 @@ class _Job:
             if producer is not None:
                 producer.cancel()
                 await asyncio.gather(producer, return_exceptions=True)
+
+    def _end_of_tasks(self) -> None:
+        """Say what is left over.
+
+        Raises:
+            WindlassError: this job has trained nothing.
+        """
+        rollout, stats = self._config.rollout, self.controller.rollouts.stats()
+        said = f"the recipe's tasks ended after {counted(self._steps, 'step')}"
+        if num_left := len(self._open):
+            said += (
+                f"; {counted(num_left, 'group')} left over, a step takes "
+                f"{rollout.groups_per_step}"
+            )
+        if stats.failed or stats.declined or stats.dropped:
+            said += f"; rollouts: {stats.failed} failed, {stats.declined} declined, {stats.dropped} dropped"
+        if not self._num_trained:
+            raise WindlassError(f"{said}; the job has trained nothing")
+        self._notify(said)
 
     async def _start(self) -> None:
         config, controller, progress = self._config, self.controller, self._progress
@@ -453,8 +542,13 @@ class _Job:
             folder, checkpoint = self._newest
             await self._trainers.load(str(folder), deadline_s=deadline_s)
             self._steps = checkpoint.steps
-            self.version = max(self.version, checkpoint.version - 1)
+            self.version = max(self.version, checkpoint.version - 1, self._journalled_version())
             self._notify(f"resumed from {folder}: {self._steps} steps")
+
+    def _journalled_version(self) -> int:
+        """Return the newest version that a journal of rollouts names; its number is not used for other weights."""
+        rollouts = self.controller.rollouts
+        return rollouts.stats().version if rollouts.recovered.groups else -1
 
     async def _start_again(self, error: TrainerError) -> None:
         """A call of the ranks has failed: go back to the newest checkpoint.
@@ -463,12 +557,14 @@ class _Job:
         ones. Rollouts go on meanwhile; what was trained on since, and the batch at hand, is lost.
         """
         max_restarts = self._config.trainer.max_restarts
-        while self._newest is not None and self._restarts < max_restarts:
+        while self._newest is not None and self._restarts_since_checkpoint < max_restarts:
+            await asyncio.sleep(_pause_s(self._restarts_since_checkpoint))
             self._restarts += 1
+            self._restarts_since_checkpoint += 1
             _log.warning("trainer ranks failed: %s", error)
             reason, where = (
                 str(error).partition("\n")[0],
-                f"{self._restarts} of at most {max_restarts}",
+                f"{self._restarts_since_checkpoint} of at most {max_restarts}",
             )
             self._notify(f"{reason}; starting the ranks again, {where}")
             try:
@@ -496,15 +592,37 @@ class _Job:
 
     async def _save(self) -> None:
         """Have the ranks save; a folder without a record is none to start from."""
-        folder = self._output_dir / "checkpoints" / str(self._steps)
-        record, written = folder / CHECKPOINT_RECORD, folder / f"{CHECKPOINT_RECORD}.new"
-        record.unlink(missing_ok=True)
+        folder = self._output.checkpoint_folder(self._steps)
+        (folder / CHECKPOINT_RECORD).unlink(missing_ok=True)
+        # What is drawn and trained while the ranks save belongs to the next checkpoint.
+        state, tasks, trained = self._recipe_state, self._open_tasks(), self._trained
+        self._trained = []
         with self._waiting_for(lambda: f"the trainer ranks: checkpoint {self._steps}"):
             await self._trainers.save(str(folder), deadline_s=self._config.trainer.step_deadline_s)
-        checkpoint = Checkpoint(steps=self._steps, version=self.version)
-        written.write_bytes(msgspec.json.encode(checkpoint))
-        written.rename(record)
-        self._newest = folder, checkpoint
+        checkpoint = Checkpoint(
+            steps=self._steps, version=self.version, recipe=state, tasks=tasks if state else b""
+        )
+        self._newest = self._output.save_record(checkpoint), checkpoint
+        self._restarts_since_checkpoint = 0
+        self._acknowledge(trained)
+        await asyncio.to_thread(self._output.prune, self._config.trainer.keep)
+
+    def _open_tasks(self) -> bytes:
+        """Return the tasks that were drawn and not trained on; none where a journal keeps them."""
+        if self._config.rollout.journal is not None or not self._recipe_state:
+            return b""
+        tasks = [task for task, _ in self._open.values()]
+        tasks += [] if self._drawn is None else [self._drawn]
+        try:
+            return encode_tasks(tasks)
+        except ConfigError as error:
+            _log.warning("tasks that are not trained on are not in the checkpoint: %s", error)
+            return b""
+
+    def _acknowledge(self, task_ids: Sequence[str]) -> None:
+        """Have the journal of rollouts forget groups, whose training is saved."""
+        if self._config.rollout.acknowledge:
+            self.controller.rollouts.acknowledge(task_ids)
 
     async def _step(self, batch: list[list[TrainingSample]]) -> None:
         trainer, step = self._config.trainer, self._steps
@@ -517,18 +635,36 @@ class _Job:
                 result = await self._trainers.train_step(
                     step, batch, deadline_s=trainer.step_deadline_s
                 )
+            _check_metrics(step + 1, result)
             await self._publish()
             self._steps = step + 1
+            self._num_trained += 1
+            for group_id in {sample.group_id for sample in samples}:
+                if (group := self._open.pop(group_id, None)) is not None:
+                    self._trained += group[1].task_ids[:1]
+            if not trainer.save_every:
+                self._acknowledge(self._trained)
+                self._trained = []
             if trainer.save_every and self._steps % trainer.save_every == 0:
                 await self._save()
         reward = sum(sample.reward for sample in samples) / max(len(samples), 1)
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
         self._notify(f"step {self._steps}: reward {reward:.4f}, {len(samples)} samples, {metrics}")
+        self._output.add_metrics(
+            {
+                "step": self._steps,
+                "version": self.version,
+                "reward": reward,
+                "samples": len(samples),
+                **result.metrics,
+            }
+        )
+        with recipe_code(f"after_step of step {step}"):
+            await self._recipe.after_step(step, result)
 
     async def _produce(self) -> None:
-        """Tasks as fast as the staleness bound admits them."""
-        rollout, rollouts = self._config.rollout, self.controller.rollouts
-        trainer = self._config.trainer
+        """Submit the recipe's tasks, as fast as the staleness bound admits them."""
+        rollout, trainer = self._config.rollout, self._config.trainer
         # Room comes with a version: after a batch and its scores, a step, a checkpoint, the update; or after
         # ranks that have failed meanwhile were started again.
         deadline_s = (
@@ -538,24 +674,53 @@ class _Job:
             + trainer.max_restarts
             * (2 * self._config.start_deadline_s + trainer.publish_deadline_s)
         )
+        if self._newest is not None and (checkpoint := self._newest[1]).recipe:
+            state = msgspec.msgpack.decode(checkpoint.recipe)
+            await self._task_calls.call("load", lambda: self._recipe.load(state))
+            self._recipe_state = checkpoint.recipe
+            for task in decode_tasks(checkpoint.tasks):
+                await self._submit(task, deadline_s)
         tasks = tasks_of(self._recipe)
-        while (task := await self._next_task(tasks)) is not None:
-            if unknown := rollouts.refusal(task.workflow):
-                raise ConfigError(f"recipe: tasks: {unknown}")
-            await rollouts.wait_for_room(deadline_s=deadline_s)
-            if task.workflow:
-                submit = partial(rollouts.submit_workflow_group, task.workflow, task.arguments)
-            else:
-                submit = partial(rollouts.submit_group, task.prompt_ids)
-            submit(rollout.samples_per_group, rollout.sampling, metadata=task.metadata)
+        while (drawn := await self._next_task(tasks)) is not None:
+            task, self._recipe_state = drawn
+            await self._submit(task, deadline_s)
 
-    async def _next_task(self, tasks: Iterator[Task]) -> Task | None:
-        """Return the recipe's next task, or None after the last, without holding up the loop."""
+    async def _next_task(self, tasks: Iterator[tuple[Task, bytes]]) -> tuple[Task, bytes] | None:
+        """Return the recipe's next task and its state, or None after the last, without holding up the loop."""
         self._asked_for_task_at = asyncio.get_running_loop().time()
         try:
             return await self._task_calls.call("tasks", lambda: next(tasks, None))
         finally:
             self._asked_for_task_at = None
+
+    async def _submit(self, task: Task, deadline_s: float) -> None:
+        """Submit a task as soon as the staleness bound has room for it.
+
+        Raises:
+            ConfigError: no worker knows the task's workflow.
+        """
+        rollout, rollouts = self._config.rollout, self.controller.rollouts
+        if unknown := rollouts.refusal(task.workflow):
+            raise ConfigError(f"recipe: tasks: {unknown}")
+        self._drawn = task
+        await rollouts.wait_for_room(deadline_s=deadline_s)
+        if task.workflow:
+            submit = partial(rollouts.submit_workflow_group, task.workflow, task.arguments)
+        else:
+            submit = partial(rollouts.submit_group, task.prompt_ids)
+        handle = submit(rollout.samples_per_group, rollout.sampling, metadata=task.metadata)
+        self._drawn = None
+        self._open[handle.group_id] = task, handle
+        handle.add_done_callback(partial(self._group_ended, handle.group_id))
+
+    def _group_ended(self, group_id: int, ended: asyncio.Future[RolloutGroup]) -> None:
+        """Forget a group that failed; one that was handed out is trained on or declined later."""
+        if ended.cancelled() or ended.exception() is not None:
+            self._forget(group_id)
+
+    def _forget(self, group_id: int) -> None:
+        """Forget a group that will not be trained on."""
+        self._open.pop(group_id, None)
 
     def _describe_batch(self) -> str:
         said = f"groups of step {self._steps + 1}: {self._scoring.describe()}"
@@ -588,6 +753,29 @@ class _Job:
             saying.cancel()
 
 
+def _check_metrics(number: int, result: StepResult) -> None:
+    """Raise unless a step has left weights that may be published.
+
+    Raises:
+        WindlassError: a metric is NaN or infinite.
+    """
+    found = {
+        f"{name} {value}"
+        for rank in result.ranks
+        for name, value in rank.items()
+        if not math.isfinite(value)
+    }
+    if found:
+        raise WindlassError(
+            f"step {number}: metrics must be finite, got {', '.join(sorted(found))}; its weights are neither "
+            f"published nor saved"
+        )
+
+
+def _pause_s(restarts: int) -> float:
+    return float(min(FIRST_PAUSE_S * 2**restarts, MAX_PAUSE_S))
+
+
 def _owner_token() -> str:
     """Return the token of WINDLASS_TOKEN or of the file of WINDLASS_TOKEN_FILE; a new one where neither is set."""
     if secret_value(TOKEN_VARIABLE) or environment_value(TOKEN_FILE_VARIABLE):
@@ -604,10 +792,10 @@ def check_job(config: LaunchConfig) -> None:
     Raises:
         ConfigError: an engine's options; processes on several hosts with an address or a transport of
             one host, or several nodes of a host; GPUs that do not add up; an engine beside a process that
-            there is not; options of Slurm for processes that there are not; a Python, a model or a port that this
-            host does not have, where all processes run on it.
+            there is not; options of Slurm for processes that there are not; an output folder of another run.
     """
     scheduler = config.scheduler
+    find_start(config)
     _check_context(config)
     specs = [*_ranks(config), *(spec for parts, _, _ in _processes(config, "") for spec in parts)]
     match scheduler:
@@ -638,11 +826,6 @@ def check_job(config: LaunchConfig) -> None:
                 f"trainer.num_gpus: trainers and engines together must ask for at most the {len(gpus)} "
                 f"GPUs of this host, got {num_gpus}"
             )
-    match scheduler:
-        case LocalSchedulerConfig() | RaySchedulerConfig(address=""):
-            _check_this_host(config)
-        case _:
-            return
 
 
 def _check_context(config: LaunchConfig) -> None:
@@ -659,8 +842,17 @@ def _check_context(config: LaunchConfig) -> None:
             )
 
 
-def _check_this_host(config: LaunchConfig) -> None:
-    """Refuse programs, models and ports that a job of this host alone cannot have."""
+def check_host(config: LaunchConfig) -> None:
+    """Refuse programs, models and ports that a job of this host alone cannot have.
+
+    Raises:
+        ConfigError: a Python or a model does not exist, or two processes have one port.
+    """
+    match config.scheduler:
+        case LocalSchedulerConfig() | RaySchedulerConfig(address=""):
+            pass
+        case _:
+            return
     pythons = {"trainer.": config.trainer.python, "rollout.": config.rollout.python}
     ports = {config.controller.port: "the controller"} if config.controller.port else {}
     for engine in config.engines:
@@ -739,7 +931,8 @@ def _processes(config: LaunchConfig, url: str) -> list[tuple[list[ProcessSpec], 
     ]
     workers = range(config.rollout.num_workers)
     return engines + [
-        ([_worker(config, n, url)], Access.WORKER, MAX_WORKER_RESTARTS) for n in workers
+        ([_worker(config, n, url)], Access.WORKER, config.rollout.max_worker_restarts)
+        for n in workers
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import dataclasses
 import importlib.util
 import itertools
 import logging
@@ -18,7 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+import msgspec
 
 from windlass.controller import Controller
 from windlass.errors import ConfigError, WindlassError
@@ -27,7 +30,11 @@ from windlass.jobs.schedulers.base import Scheduler
 from windlass.rollout.batches import check_groups, training_samples
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
-from windlass.rollout.workflows import Workflow
+from windlass.rollout.workflows import Workflow, encode_value
+
+if TYPE_CHECKING:
+    from windlass.jobs.launch import JobSummary
+    from windlass.jobs.train_controller import StepResult
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +95,32 @@ class Recipe(ABC):
         self, step: int, samples: Sequence[TrainingSample]
     ) -> None:
         """See what step `step`, from 0, trains on; it begins when this returns. In the controller's loop."""
+
+    async def after_step(  # noqa: B027 - as above
+        self, step: int, result: StepResult
+    ) -> None:
+        """See the metrics of step `step`, from 0, whose version is published (with a replica, under way).
+
+        In the controller's loop. `Controller.evaluation`, of the controller that `started` was given, generates
+        here with the new weights; the next step begins when this returns.
+        """
+
+    async def ended(self, summary: JobSummary) -> None:  # noqa: B027 - as above
+        """See how the job ended, while engines still serve the last version. Not called for a job that fails.
+
+        In the controller's loop. A signal ends it.
+        """
+
+    def state(self) -> object:
+        """Return where the recipe stands in its tasks, msgpack-plain, for a checkpoint; None if it keeps nothing.
+
+        Called after each task that `tasks` yields, in the same thread. Tasks that were yielded and not trained on are
+        saved with it, and are submitted again by a job that continues from there.
+        """
+        return None
+
+    def load(self, state: Any) -> None:  # noqa: B027 - as above
+        """Continue from what `state` returned; called before `tasks`, of a job that continues from a checkpoint."""
 
     def workflows(self) -> Mapping[str, Workflow]:
         """Workflows that the controller's loop runs when there are no worker processes."""
@@ -260,8 +293,8 @@ def recipe_code(what: str) -> Iterator[None]:
         raise recipe_error(what, error) from error
 
 
-def tasks_of(recipe: Recipe) -> Iterator[Task]:
-    """Yield the recipe's tasks.
+def tasks_of(recipe: Recipe) -> Iterator[tuple[Task, bytes]]:
+    """Yield the recipe's tasks, each with the state after it, msgpack; empty for None.
 
     Raises:
         WindlassError: the recipe raised. ConfigError: it yielded anything but a `Task`.
@@ -275,4 +308,24 @@ def tasks_of(recipe: Recipe) -> Iterator[Task]:
             return
         if not isinstance(task, Task):
             raise ConfigError(f"recipe: tasks[{number}] must be a Task, got {task!r}")
-        yield task
+        with recipe_code("state"):
+            state = recipe.state()
+        yield task, b"" if state is None else encode_value("recipe: state", state)
+
+
+def encode_tasks(tasks: Iterable[Task]) -> bytes:
+    """Return tasks as msgpack, for a checkpoint.
+
+    Raises:
+        ConfigError: arguments or metadata of a task are not msgpack-plain.
+    """
+    return encode_value("tasks", [dataclasses.astuple(task) for task in tasks])
+
+
+def decode_tasks(encoded: bytes) -> list[Task]:
+    """Return the tasks of a checkpoint; tuples of arguments and metadata have become lists."""
+    found = msgspec.msgpack.decode(encoded) if encoded else []
+    return [
+        Task(tuple(prompt), workflow, arguments, metadata)
+        for prompt, workflow, arguments, metadata in found
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import final
 
@@ -27,9 +28,17 @@ class Scoring:
         rollouts: owner of the groups.
         recipe: makes samples of a group, in a thread; of several groups at a time.
         config: says how many groups a step takes, and how long it may wait.
+        declined: is told the number of each group that the recipe declines.
     """
 
-    def __init__(self, rollouts: RolloutController, recipe: Recipe, config: RolloutSection) -> None:
+    def __init__(
+        self,
+        rollouts: RolloutController,
+        recipe: Recipe,
+        config: RolloutSection,
+        declined: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._declined = declined
         self._rollouts, self._recipe, self._config = rollouts, recipe, config
         self._scores: dict[int, asyncio.Task[list[TrainingSample]]] = {}
         self._slots = asyncio.Semaphore(config.rewards_at_once)
@@ -126,6 +135,7 @@ class Scoring:
             del self._scores[group_id]
             (group,) = self._rollouts.take([group_id])
             self._rollouts.decline(group)
+            self._declined(group_id)
         return found
 
     def _check_failures(self) -> None:

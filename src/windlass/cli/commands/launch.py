@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the job; 128 + the signal's number when a signal ended it."""
     from windlass.jobs.config import load_config, mend_line
-    from windlass.jobs.launch import check_job, run_job
+    from windlass.jobs.launch import check_host, check_job, run_job
     from windlass.jobs.recipe import find_recipe
     from windlass.observability.live import LiveView, can_draw
     from windlass.observability.progress import Progress
@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config)
     with mend_line(args.config):
         check_job(config)
+        check_host(config)
         if args.check:
             # Code of the user's must not find the token.
             secret_value(TOKEN_VARIABLE)

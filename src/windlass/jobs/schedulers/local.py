@@ -16,7 +16,7 @@ from typing import final
 
 import msgspec
 
-from windlass.envs import environment_value, inherited_environment
+from windlass.envs import environment_outside_jobs, environment_value, inherited_environment
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.jobs.schedulers import parent_watchdog
 from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, Scheduler
@@ -121,7 +121,7 @@ class LocalBackend(ClusterBackend):
             of_node = gpus or visible_gpus()
             gpus = tuple(of_node[gpu] for gpu in spec.gpus)
         environment = {
-            **inherited_environment(),
+            **environment_outside_jobs(),
             **spec.environment,
             **({VISIBLE: ",".join(gpus)} if gpus else {}),
             **await self.mark(),

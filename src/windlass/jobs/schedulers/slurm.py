@@ -30,7 +30,7 @@ from typing import final
 
 import msgspec
 
-from windlass.envs import inherited_environment
+from windlass.envs import environment_outside_jobs
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
 from windlass.jobs.schedulers import parent_watchdog
 from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, first_node
@@ -185,7 +185,7 @@ class SlurmBackend(ClusterBackend):
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**inherited_environment(), **mark, parent_watchdog.LEASE_VARIABLE: lease},
+            env={**environment_outside_jobs(), **mark, parent_watchdog.LEASE_VARIABLE: lease},
             start_new_session=True,
         )
         job = self._unclaimed[lease] = _Job(client, spec.num_cpus)
@@ -333,7 +333,7 @@ async def _run(*command: str, tolerate: bool = False) -> str:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env=inherited_environment(),
+        env=environment_outside_jobs(),
     )
     try:
         async with asyncio.timeout(COMMAND_DEADLINE_S):

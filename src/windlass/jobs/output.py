@@ -1,0 +1,112 @@
+"""A job's output folder: checkpoints, metrics of the steps, and what an earlier run has left there."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Any, final
+
+import msgspec
+
+from windlass.errors import DECODE_ERRORS, ConfigError
+from windlass.jobs.config import (
+    CHECKPOINT_RECORD,
+    Checkpoint,
+    LaunchConfig,
+    Resume,
+    read_checkpoint,
+)
+
+_log = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"
+METRICS, SUMMARY, REPORT = "metrics.jsonl", "summary.json", "report.html"
+OF_A_RUN = (METRICS, SUMMARY)
+"""Files that a run leaves once it has trained a step."""
+
+
+@final
+class OutputFolder:
+    """The folder that `output_dir` names.
+
+    Attributes:
+        path: absolute.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._warned = False
+
+    def checkpoints(self) -> list[tuple[Path, Checkpoint]]:
+        """Return the finished checkpoints with their folders, oldest first."""
+        found = []
+        for record in (self.path / CHECKPOINTS).glob(f"*/{CHECKPOINT_RECORD}"):
+            try:
+                checkpoint = msgspec.json.decode(record.read_bytes(), type=Checkpoint)
+            except (OSError, *DECODE_ERRORS) as error:
+                _log.warning("%s is not used: %s", record.parent, error)
+                continue
+            found.append((record.parent, checkpoint))
+        return sorted(found, key=lambda each: each[1].steps)
+
+    def save_record(self, checkpoint: Checkpoint) -> Path:
+        """Mark the folder that the ranks have saved into as a finished checkpoint, and return it."""
+        folder = self.checkpoint_folder(checkpoint.steps)
+        record, written = folder / CHECKPOINT_RECORD, folder / f"{CHECKPOINT_RECORD}.new"
+        written.write_bytes(msgspec.json.encode(checkpoint))
+        written.rename(record)
+        return folder
+
+    def checkpoint_folder(self, steps: int) -> Path:
+        """Return the folder of the checkpoint after so many steps."""
+        return self.path / CHECKPOINTS / str(steps)
+
+    def prune(self, keep: int) -> None:
+        """Delete all checkpoints but the newest `keep`, and older folders that were never finished; 0 deletes none."""
+        finished = [folder for folder, _ in self.checkpoints()]
+        if not keep or len(finished) <= keep:
+            return
+        oldest_kept = int(finished[-keep].name)
+        for folder in (self.path / CHECKPOINTS).iterdir():
+            if folder.name.isdecimal() and int(folder.name) < oldest_kept:
+                # First, so that a folder of which a part is left is no checkpoint.
+                (folder / CHECKPOINT_RECORD).unlink(missing_ok=True)
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def add_metrics(self, line: dict[str, Any]) -> None:
+        """Append a step to the file of metrics; a full disk is logged once and does not end the job."""
+        try:
+            with (self.path / METRICS).open("ab") as file:
+                file.write(msgspec.json.encode({**line, "time": time.time()}) + b"\n")
+        except OSError as error:
+            if not self._warned:
+                _log.warning("%s: metrics are not written: %s", self.path / METRICS, error)
+            self._warned = True
+
+
+def find_start(config: LaunchConfig) -> tuple[Path, Checkpoint] | None:
+    """Return the checkpoint that a job begins with, and its folder; None for the weights of the trainers.
+
+    Raises:
+        ConfigError: the output folder has another run, or `resume_from` is no finished checkpoint.
+    """
+    output = OutputFolder(Path(config.output_dir).resolve())
+    found = output.checkpoints()
+    resume_from = config.trainer.resume_from
+    if config.resume is Resume.AUTO and found:
+        return found[-1]
+    named = (Path(resume_from).resolve(), read_checkpoint(resume_from)) if resume_from else None
+    if config.resume is Resume.AUTO:
+        return named
+    if named is not None and found and named[0] == found[-1][0]:
+        return named
+    left = [f"{CHECKPOINTS}/{folder.name}" for folder, _ in found]
+    left += [name for name in OF_A_RUN if (output.path / name).exists()]
+    if left:
+        raise ConfigError(
+            f"output_dir must be a folder without another run, got {config.output_dir!r} with "
+            f'{", ".join(left)}; set resume = "auto" to continue that run, or name another folder'
+        )
+    return named

@@ -1,0 +1,249 @@
+"""Jobs with real processes: what a recipe returns, where it stops and continues, what is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_job import EXAMPLE, launch, start, write_job
+
+pytestmark = pytest.mark.timeout(240)
+
+COUNTING = """
+    import itertools
+    import torch
+    from windlass.jobs import Recipe, Task
+    from windlass.rollout import SamplingParams
+
+    async def two_turns(context):
+        first = await context.generate((1, 2, context.arguments))
+        await context.generate((*first.prompt_ids, *first.output.output_ids, 9))
+        return {"first": first.output.output_ids[0]}
+
+    class R(Recipe):
+        number = 0
+
+        def started(self, config, controller, scheduler):
+            self.controller = controller
+
+        def workflows(self):
+            return {"two_turns": two_turns}
+
+        def tasks(self):
+            while self.number < 24:
+                self.number += 1
+                yield Task(workflow="two_turns", arguments=self.number, metadata=self.number)
+
+        def state(self):
+            return {"number": self.number}
+
+        def load(self, state):
+            print("LOAD", state, flush=True)
+            self.number = state["number"]
+
+        def rewards(self, group):
+            return torch.tensor([rollout.value["first"] % 2 == 0 for rollout in group.rollouts])
+
+        async def before_step(self, step, samples):
+            asked = sorted({s.prompt_ids[2] for s in samples})
+            print("TRAIN", asked, {len(s.output_ids) for s in samples}, len(samples), flush=True)
+
+        async def evaluate(self):
+            async with self.controller.evaluation() as evaluation:
+                greedy = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
+                handles = [evaluation.submit((3, 4, n), greedy) for n in range(4)]
+                answers = await evaluation.wait(handles, deadline_s=30)
+            return {version for answer in answers for version in answer.versions}
+
+        async def after_step(self, step, result):
+            print("AFTER", step, sorted(result.metrics), await self.evaluate(), flush=True)
+
+        async def ended(self, summary):
+            print("ENDED", summary.steps, summary.version, await self.evaluate(), flush=True)
+"""
+
+
+PADDED = """
+import sys
+sys.argv[0] = {example!r}
+exec(compile(open({example!r}).read().partition("if __name__")[0], "trainer.py", "exec"))
+
+def loss(model, groups):
+    samples = [sample for group in groups for sample in group]
+    longest = max(len(s.prompt_ids + s.output_ids) for s in samples)
+    tokens, trained = torch.zeros(len(samples), longest, dtype=torch.long), torch.zeros(len(samples), longest)
+    for row, s in enumerate(samples):
+        tokens[row, : len(s.prompt_ids + s.output_ids)] = torch.tensor(s.prompt_ids + s.output_ids)
+        trained[row, len(s.prompt_ids) : len(s.prompt_ids + s.output_ids)] = 1.0
+    chosen = model(tokens[:, :-1]).logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    rewards = torch.tensor([s.reward for s in samples])
+    return -(rewards[:, None] * chosen * trained[:, 1:]).sum() / trained.sum()
+
+torch.set_num_threads(1)
+run_train_worker(FsdpEngine(model=build_model, loss=loss, transport=os.environ["WINDLASS_TRANSPORT"],
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-2)))
+"""
+
+
+def lines(printed: str, start: str) -> list[str]:
+    return [
+        line.removeprefix(start).strip() for line in printed.splitlines() if line.startswith(start)
+    ]
+
+
+def test_a_job_that_was_stopped_continues_by_the_same_command(tmp_path: Path) -> None:
+    """Its recipe has workflows, rewards that are a tensor of booleans, a state and an evaluation."""
+    top = 'steps = 8\nresume = "auto"'
+    script = tmp_path / "padded.py"
+    script.write_text(PADDED.format(example=str(EXAMPLE / "trainer.py")))
+    saving = "save_every = 2\nkeep = 2"
+    job = write_job(tmp_path, COUNTING, top=top, trainer=saving, script=script)
+    first = ""
+    with start(job) as (process, output):
+        for line in output:
+            first += line
+            if line.startswith("AFTER 4"):
+                process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM, first
+    stopped_at = len(lines(first, "step "))
+    assert 5 <= stopped_at < 8
+    # A sample for each of two turns of two rollouts of two groups.
+    assert {line.partition("]")[2] for line in lines(first, "TRAIN ")} == {" {4} 8"}
+    assert lines(first, "AFTER ")[:2] == [
+        "0 ['grad_norm', 'loss'] {1}",
+        "1 ['grad_norm', 'loss'] {2}",
+    ]
+    saved = stopped_at - stopped_at % 2
+    assert sorted(os.listdir(tmp_path / "out/checkpoints"), key=int) == [str(saved - 2), str(saved)]
+
+    status, second = launch(job)
+    assert status == 0, second
+    assert f"resumed from {tmp_path}/out/checkpoints/{saved}: {saved} steps" in second
+    assert lines(second, "LOAD ")
+    assert len(lines(second, "step ")) == 8 - saved
+    assert lines(second, "ENDED ") == ["8 8 {8}"]
+    # What the first run had drawn and not trained on came again, and no other prompt did.
+    before = [n for line in lines(first, "TRAIN ")[:saved] for n in numbers(line)]
+    after = [n for line in lines(second, "TRAIN ") for n in numbers(line)]
+    assert sorted(before + after) == sorted({*before, *after})
+    assert len(before + after) == 16
+    assert {*before, *after} <= {*range(1, 25)}
+    of_steps = [
+        json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()
+    ]
+    assert [each["step"] for each in of_steps] == [*range(1, stopped_at + 1), *range(saved + 1, 9)]
+    assert {*of_steps[0]} == {"step", "version", "reward", "samples", "loss", "grad_norm", "time"}
+    assert lines(second, "done: ") == ["8 steps, version 8 published"]
+    assert lines(second, "in ")[0].endswith("logs, checkpoints/8")
+
+    status, third = launch(job)
+    assert (status, third) == (0, f"done already: {tmp_path}/out/checkpoints/8 has 8 steps\n")
+    job.write_text(job.read_text().replace('resume = "auto"', ""))
+    status, other = launch(job)
+    assert status == 2
+    assert "output_dir must be a folder without another run, got " in other
+    assert 'checkpoints/6, checkpoints/8, metrics.jsonl, summary.json; set resume = "auto"' in other
+
+
+def numbers(line: str) -> list[int]:
+    found: list[int] = json.loads(line.partition("]")[0] + "]")
+    return found
+
+
+PLAIN = """
+    import itertools, math
+    from windlass.jobs import Recipe, Task
+
+    class R(Recipe):
+        def tasks(self):
+            for n in TASKS:
+                yield Task(prompt_ids=(1, 2, n % 60))
+
+        def rewards(self, group):
+            return REWARDS
+"""
+
+
+def plain(tasks: str = "itertools.count()", rewards: str = "[1.0, 0.0]") -> str:
+    return PLAIN.replace("TASKS", tasks).replace("REWARDS", rewards)
+
+
+def published(tmp_path: Path) -> Any:
+    page = (tmp_path / "out" / "report.html").read_text()
+    return json.loads(page.partition('"published_version":')[2].partition(",")[0])
+
+
+def test_a_step_with_a_metric_that_is_not_finite_is_neither_published_nor_saved(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "trainer.py"
+    source = (EXAMPLE / "trainer.py").read_text()
+    assert "return found" in source
+    script.write_text(source.replace("return found", "return found * found.new_tensor(math.nan)"))
+    script.write_text(script.read_text().replace("import json", "import json, math"))
+    job = write_job(tmp_path, plain(), top="steps = 3", trainer="save_every = 1", script=script)
+    status, printed = launch(job)
+    assert status == 2, printed
+    assert "step 1: metrics must be finite, got grad_norm nan, loss nan; its weights are" in printed
+    assert published(tmp_path) == 0
+    assert not (tmp_path / "out/checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        (plain(rewards="[1.0, math.nan]"), r"group 0: rewards[1] must be finite, got nan"),
+        (
+            plain(tasks="(5,)"),
+            "tasks ended after 0 steps; 1 group left over, a step takes 2; the job has trained nothing",
+        ),
+    ],
+)
+def test_a_job_that_trains_nothing_fails_and_says_why(
+    tmp_path: Path, recipe: str, says: str
+) -> None:
+    status, printed = launch(write_job(tmp_path, recipe, top="steps = 3"))
+    assert status == 2, printed
+    assert says in printed.splitlines()[-1]
+    assert "Traceback" not in printed
+
+
+def test_groups_that_are_left_over_are_counted(tmp_path: Path) -> None:
+    status, printed = launch(write_job(tmp_path, plain(tasks="range(3)"), top="steps = 3"))
+    assert status == 0, printed
+    assert "the recipe's tasks ended after 1 step; 1 group left over, a step takes 2\n" in printed
+
+
+def test_restarts_of_a_worker_count_only_until_the_job_makes_progress(tmp_path: Path) -> None:
+    job = write_job(
+        tmp_path, plain(), top="steps = 30", rollout="max_worker_restarts = 1", num_workers=1
+    )
+    printed, killed, waits_for = "", 0, 0
+    with start(job) as (process, output):
+        for line in output:
+            printed += line
+            num_steps = len(lines(printed, "step "))
+            if "worker worker-0 connected" in line and killed < 3:
+                waits_for = num_steps + 2
+            elif line.startswith("step ") and killed < 3 and num_steps == waits_for:
+                killed += 1
+                kill_worker(process.pid)
+        assert process.wait(timeout=60) == 0, printed
+    assert killed == 3
+    assert printed.count("worker-0 ended with -9 after 0 restarts; starting it again") == 3
+
+
+def kill_worker(parent: int) -> None:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_text()
+                is_child = f"\nPPid:\t{parent}\n" in (entry / "status").read_text()
+            except OSError:
+                continue  # it has ended
+            if is_child and "windlass.rollout.worker" in words:
+                os.kill(int(entry.name), signal.SIGKILL)

@@ -1,0 +1,89 @@
+"""Small jobs of `windlass launch` for tests: one rank, one engine, rollouts in the controller's loop."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+__all__ = ["EXAMPLE", "launch", "start", "write_job"]
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "launch"
+DEADLINE_S = 120.0
+
+
+def write_job(
+    folder: Path,
+    recipe: str,
+    *,
+    top: str = "",
+    trainer: str = "",
+    rollout: str = "",
+    script: Path | None = None,
+    num_workers: int = 0,
+) -> Path:
+    """Write a job and its recipe, of class `R`, into `folder`; the rest are lines of its tables."""
+    (folder / "recipe.py").write_text(textwrap.dedent(recipe))
+    path = folder / "job.toml"
+    path.write_text(
+        f"""
+output_dir = "{folder}/out"
+transport = "cma"
+{top}
+
+[environment]
+OMP_NUM_THREADS = "1"
+HF_HUB_OFFLINE = "1"
+
+[recipe]
+file = "{folder}/recipe.py"
+name = "R"
+
+[trainer]
+script = "{script or EXAMPLE / "trainer.py"}"
+arguments = ["{EXAMPLE}/model.json"]
+{trainer}
+
+[[engines]]
+name = "engine-a"
+model = "{EXAMPLE}/model.json"
+arguments = ["--max-positions", "32"]
+
+[rollout]
+groups_per_step = 2
+samples_per_group = 2
+num_workers = {num_workers}
+sampling = {{ max_new_tokens = 4, ignore_eos = true }}
+{rollout}
+"""
+    )
+    return path
+
+
+@contextmanager
+def start(job: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """Start a job, which ends with the block; its output and its log are one pipe."""
+    with subprocess.Popen(
+        (sys.executable, "-m", "windlass.cli.main", "launch", str(job)),
+        env=dict(os.environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout
+        finally:
+            process.kill()
+
+
+def launch(job: Path) -> tuple[int, str]:
+    """Run a job to its end; returns its status and what it printed."""
+    with start(job) as (process, _):
+        printed, _ = process.communicate(timeout=DEADLINE_S)
+        return process.returncode, printed
