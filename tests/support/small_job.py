@@ -14,7 +14,7 @@ from typing import IO
 __all__ = ["EXAMPLE", "launch", "start", "write_job"]
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "launch"
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 
 def write_job(

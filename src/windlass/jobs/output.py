@@ -1,4 +1,4 @@
-"""A job's output folder: checkpoints, metrics of the steps, and what an earlier run has left there."""
+"""A job's output folder: its checkpoints, the metrics of its steps, and files of an earlier run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class OutputFolder:
         oldest_kept = int(finished[-keep].name)
         for folder in (self.path / CHECKPOINTS).iterdir():
             if folder.name.isdecimal() and int(folder.name) < oldest_kept:
-                # First, so that a folder of which a part is left is no checkpoint.
+                # First, because a folder that is deleted in part must not count as a checkpoint.
                 (folder / CHECKPOINT_RECORD).unlink(missing_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -87,7 +87,7 @@ class OutputFolder:
 
 
 def find_start(config: LaunchConfig) -> tuple[Path, Checkpoint] | None:
-    """Return the checkpoint that a job begins with, and its folder; None for the weights of the trainers.
+    """Return the checkpoint that a job begins with, and its folder, or None if trainers begin with their own weights.
 
     Raises:
         ConfigError: the output folder has another run, or `resume_from` is no finished checkpoint.

@@ -120,7 +120,10 @@ class Recipe(ABC):
         return None
 
     def load(self, state: Any) -> None:  # noqa: B027 - as above
-        """Continue from what `state` returned; called before `tasks`, of a job that continues from a checkpoint."""
+        """Continue from a value that `state` returned.
+
+        Called before `tasks`, in the same thread, by a job that continues from a checkpoint.
+        """
 
     def workflows(self) -> Mapping[str, Workflow]:
         """Workflows that the controller's loop runs when there are no worker processes."""

@@ -192,7 +192,7 @@ class BatchQueue:
         return not self._has_answered and 0 < self._world_that_asks <= num_asking
 
     async def put(self, step: int, groups: Iterable[Sequence[TrainingSample]]) -> None:
-        """Answer everybody who waits for `step`.
+        """Answer all ranks that wait for `step`.
 
         Raises:
             ConfigError: the step is not above every earlier one, there is no group, or a value of a
