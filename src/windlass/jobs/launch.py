@@ -482,8 +482,7 @@ class _Job:
         said = f"the recipe's tasks ended after {counted(self._steps, 'step')}"
         if num_left := len(self._open):
             said += (
-                f"; {counted(num_left, 'group')} left over, a step takes "
-                f"{rollout.groups_per_step}"
+                f"; {counted(num_left, 'group')} left over, a step takes {rollout.groups_per_step}"
             )
         if stats.failed or stats.declined or stats.dropped:
             said += f"; rollouts: {stats.failed} failed, {stats.declined} declined, {stats.dropped} dropped"
