@@ -17,7 +17,6 @@ two differ in a mesh whose ranks do not ascend.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import final
@@ -253,16 +252,20 @@ def _bare(name: str, parallel: Sequence[str]) -> str:
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose elements do not lie in memory of its own; `name` is for the message.
+    """Refuse a tensor whose memory does not contain its elements; `name` is for the message.
 
     Raises:
-        UnsupportedLayout: on the meta device, sparse, or of a subclass that is made of other tensors.
+        UnsupportedLayout: on the meta device, sparse, of a subclass that is made of other tensors, or with torch's
+            negative or conjugate bit: such a tensor's memory contains other values than the tensor.
     """
     lacks = "one on the meta device" if tensor.is_meta else ""
     if not lacks and tensor.layout is not torch.strided:
         lacks = f"one with {tensor.layout}"
     if not lacks and not _has_memory(local := local_tensor(tensor)):
         lacks = f"a {type(local).__name__} without any of its own"
+    if not lacks and (local.is_neg() or local.is_conj()):
+        bit, remedy = ("negative", "neg") if local.is_neg() else ("conjugate", "conj")
+        lacks = f"one with torch's {bit} bit; publish `tensor.resolve_{remedy}()`"
     if lacks:
         raise UnsupportedLayout(
             f"parameter {name!r}: must be a tensor with memory and strides, got {lacks}"
@@ -409,7 +412,7 @@ class LiveTensors:
         self._located: tuple[ParameterMemory, ...] = ()
         self._registered: tuple[list[str], list[int]] = [], []
         self._positions: list[int] = []
-        self._watched: list[tuple[weakref.ref[torch.Tensor], int, int]] = []
+        self._watched: list[tuple[int, int]] = []
 
     def locate(self) -> tuple[ParameterMemory, ...]:
         """Where each lies now, in manifest order; the same objects for as long as none has moved.
@@ -418,7 +421,7 @@ class LiveTensors:
             PlanError: tensors are missing or new, or one has another layout or no memory now.
         """
         held: list[torch.Tensor] = []
-        watched: list[tuple[weakref.ref[torch.Tensor], int, int]] = []
+        watched: list[tuple[int, int]] = []
         for index, tensor in enumerate(self._find()):
             if _signature(tensor) != self._signatures[index]:
                 self._compare(index, tensor)
@@ -429,25 +432,38 @@ class LiveTensors:
                 self._addresses[index] = address
                 self._located = ()  # others may be of another storage now, at the address they had
             held.append(local)
-            watched.append((weakref.ref(tensor), address, _num_writes(tensor)))
+            watched.append((address, _num_writes(tensor)))
         if not self._located:
             self._located = tuple(map(_memory_of, held, self._nbytes))
         self._watched = watched
         return self._located
 
     def changed(self) -> str:
-        """The first tensor that was written to or moved since `locate`, as far as torch knows; or empty.
+        """Return the name of the first tensor that was written to or moved since `locate`; empty if none was.
 
-        Torch counts what its operators change in place. It does not count what is written through
-        `Tensor.data`, by numpy or by kernels of others.
+        Torch counts the writes of its own operators. It does not count writes through `Tensor.data`, by numpy, or by
+        kernels of others. The tensors are looked up again: a reference that was kept, even a weak one, would make
+        torch refuse to move a module's tensors (`Module.to`, `torch.utils.swap_tensors`).
         """
-        for name, (reference, address, num_writes) in zip(self._parts, self._watched, strict=False):
-            tensor = reference()
-            if tensor is not None and (
-                _num_writes(tensor) != num_writes or _local(tensor).data_ptr() != address
-            ):
-                return name
+        now = self._now() if self._watched else []
+        for index, (tensor, (address, num_writes)) in enumerate(
+            zip(now, self._watched, strict=False)
+        ):
+            is_gathered = self._signatures[index][-1] is not None and not isinstance(
+                tensor, DTensor
+            )
+            if is_gathered:  # a forward pass of FSDP2; the shard that was located is unchanged
+                continue
+            if _num_writes(tensor) != num_writes or _local(tensor).data_ptr() != address:
+                return self._names[index]
         return ""
+
+    def _now(self) -> list[torch.Tensor]:
+        """Return the tensors in manifest order, and those of gathered FSDP2 modules as they are."""
+        keys, tensors = _registered(self._modules, reshards=False)
+        if self._positions and keys == self._registered[0]:
+            return [tensors[position] for position in self._positions]
+        return self._find()
 
     def _find(self) -> list[torch.Tensor]:
         """The tensors, in manifest order."""
@@ -474,6 +490,7 @@ class LiveTensors:
 
     def _compare(self, index: int, tensor: torch.Tensor) -> None:
         name = self._names[index]
+        check_memory(name, tensor)
         then, now = self._parts[name], local_shard(name, tensor, by_fsdp=self._by_fsdp[index])
         for field in fields(HeldPart):
             was, has = getattr(then, field.name), getattr(now, field.name)
@@ -486,11 +503,10 @@ class LiveTensors:
 
 
 def _signature(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What cannot change without a change of layout, cheaply: equal ones are of equal layouts."""
-    if not isinstance(tensor, DTensor):
-        return tensor.dtype, tensor.shape, tensor.stride()
-    local = tensor._local_tensor
-    return local.dtype, local.shape, local.stride(), tensor._spec
+    """Return values that are cheap to compare; tensors with equal values have equal layouts."""
+    local = _local(tensor)
+    spec = tensor._spec if isinstance(tensor, DTensor) else None
+    return local.dtype, local.shape, local.stride(), local.is_neg(), local.is_conj(), spec
 
 
 def _memory_of(local: torch.Tensor, nbytes: int) -> ParameterMemory:
@@ -511,9 +527,12 @@ def _num_writes(tensor: torch.Tensor) -> int:
 
 
 def _registered(
-    modules: Sequence[torch.nn.Module],
+    modules: Sequence[torch.nn.Module], *, reshards: bool = True
 ) -> tuple[list[str], list[torch.Tensor]]:
-    """Names and tensors of all modules, in an order that only they decide; FSDP2 modules are resharded."""
+    """Return names and tensors of all modules, in an order that depends on the modules alone.
+
+    FSDP2 modules are resharded first, unless `reshards` is false.
+    """
     keys: list[str] = []
     tensors: list[torch.Tensor] = []
     left, seen = [*modules], set[int]()
@@ -522,7 +541,7 @@ def _registered(
         if id(module) in seen:
             continue
         seen.add(id(module))
-        if isinstance(module, FSDPModule):
+        if reshards and isinstance(module, FSDPModule):
             module.reshard()
         for held in (module._parameters, module._buffers):
             for key, tensor in held.items():
