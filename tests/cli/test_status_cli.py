@@ -9,6 +9,7 @@ import pytest
 from http_answers import answering
 
 from windlass.cli.main import main
+from windlass.net.addresses import free_port
 
 OVERVIEW = {
     "links": [],
@@ -71,6 +72,18 @@ def test_the_brackets_of_an_ipv6_address_and_what_was_thrown_away_are_printed(
         "rollouts thrown away: too old 5, stopped early 7, dropped 4, rejected 1, wasted tokens 96"
         in shown
     )
+
+
+def test_a_controller_that_is_not_there_is_told_without_words_about_tls(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WINDLASS_TOKEN", "secret of the test")
+    for watch in ([], ["--watch"]):
+        port = free_port()
+        assert main(["status", f"http://127.0.0.1:{port}", *watch]) == 2
+        said = capsys.readouterr().err
+        assert f"no connection to 127.0.0.1:{port}: " in said
+        assert "ssl" not in said
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from http_answers import answering
 from plain_vllm import syncing
 from servers import save
 
@@ -18,7 +21,7 @@ from windlass.net.access import Access
 from windlass.net.addresses import free_port
 
 TOLD_S = 20.0
-"""For all ranks to have heard; their deadline is 240 s."""
+"""For all ranks to have heard."""
 NOWHERE = "http://127.0.0.1:1"
 
 
@@ -53,9 +56,49 @@ def test_a_server_that_is_not_there_is_told_by_its_url() -> None:
     servers.close()
 
 
-def test_every_rank_hears_at_once_that_a_server_is_not_there(tmp_path: Path) -> None:
+def test_a_server_that_does_not_listen_yet_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    servers = VllmServers([url])
+    with ThreadPoolExecutor(1) as pool, caplog.at_level("INFO", "windlass"):
+        asked = pool.submit(servers.world_size, url, 5.0, listens_within_s=60.0)
+        with pytest.raises(TimeoutError):
+            asked.result(0.5)
+        body = json.dumps({"world_size": 3}).encode()
+        with answering(lambda _path, _asked: (200, body), port=port):
+            assert asked.result(30) == 3
+    assert caplog.text.count(f"waiting for {url}, which does not listen yet: at most 60 s") == 1
+    began_s = time.monotonic()
+    with pytest.raises(PeerUnreachable, match="ConnectionRefusedError"):
+        servers.world_size(url, 5.0, listens_within_s=0.3)
+    assert time.monotonic() - began_s < 10
+    servers.close()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "RuntimeError: Weight transfer not configured. Please set weight_transfer_config",
+        "ValueError: Invalid init_info for NCCLWeightTransferEngine: unexpected argument 'name'",
+    ],
+)
+def test_a_server_without_our_backend_is_told_with_the_flag(told: str) -> None:
+    with answering(lambda _path, _asked: (500, told.encode())) as url:
+        servers = VllmServers([url])
+        with pytest.raises(PeerUnreachable) as raised:
+            servers.init_weight_transfer_engine({url: {}}, 5.0)
+        servers.close()
+    flag = """--weight-transfer-config '{"backend": "windlass"}'"""
+    assert str(raised.value).endswith(f"; start the server with {flag}")
+
+
+def test_every_rank_hears_that_a_server_is_not_there(tmp_path: Path) -> None:
     source, url = save("dense", 1, tmp_path / "source"), f"http://127.0.0.1:{free_port()}"
-    with syncing(tmp_path / "trainers", 2, source=str(source), servers=[url]) as trainers:
+    with syncing(
+        tmp_path / "trainers", 2, source=str(source), servers=[url], deadline_s=4.0
+    ) as trainers:
         first, second = trainers.answers()
     for sent in (first, second):
         assert f"GET {url}/get_world_size: ConnectionRefusedError" in sent.error

@@ -15,14 +15,18 @@ POLL_S = 0.01
 
 def answering(
     answer: Callable[[str, bytes], tuple[int, bytes]],
+    *,
+    port: int = 0,
 ) -> AbstractContextManager[str]:
     """Like `answering_requests`, for an `answer(path, body)` that needs no headers."""
-    return answering_requests(lambda path, _headers, body: answer(path, body))
+    return answering_requests(lambda path, _headers, body: answer(path, body), port=port)
 
 
 @contextmanager
 def answering_requests(
     answer: Callable[[str, Mapping[str, str], bytes], tuple[int, bytes]],
+    *,
+    port: int = 0,
 ) -> Iterator[str]:
     """Yield the URL of a server on this host that runs until the block ends.
 
@@ -44,7 +48,7 @@ def answering_requests(
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002
             """Nothing is logged."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="http-answers")
         thread.start()
         try:

@@ -14,7 +14,7 @@ import msgspec
 from windlass.envs import control_token
 from windlass.errors import AuthenticationError, PeerTimeout, PeerUnreachable, ProtocolError
 from windlass.net.addresses import check_url
-from windlass.net.sockets import open_http
+from windlass.net.sockets import connection_error, open_http
 from windlass.observability.operations import HEARTBEAT_S
 
 
@@ -90,6 +90,6 @@ def _errors_of(url: str, deadline_s: float) -> Iterator[None]:
     except TimeoutError:
         raise PeerTimeout(f"{url}: no answer within {deadline_s} s") from None
     except aiohttp.ClientError as error:
-        raise PeerUnreachable(f"{url}: {error}") from error
+        raise PeerUnreachable(f"{url}: {connection_error(error)}") from error
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"{url}: {error}") from error

@@ -194,6 +194,7 @@ class TrainController:
         self._job = ""
         self._num_calls = 0
         self._failure = ""
+        self._is_closing = False
         self._lock = asyncio.Lock()
 
     def mount(self, server: ControlServer) -> None:
@@ -396,6 +397,7 @@ class TrainController:
         Args:
             grace_s: for ranks to stop, and then to end; after a failure at most `BROKEN_GRACE_S`.
         """
+        self._is_closing = True
         if not self._failure:
             try:
                 await self._finish_update(Deadline.after(grace_s, "publish"))
@@ -542,7 +544,7 @@ class TrainController:
 
     async def lost(self, session: _Rank, reason: str, *, ended: bool) -> None:  # noqa: ARG002
         """See `rpc.Owner`. The scheduler reports the end of a process."""
-        level = logging.DEBUG if self._failure else logging.INFO
+        level = logging.DEBUG if self._is_closing else logging.INFO
         _log.log(level, "%s: %s", session.peer, reason)
 
 

@@ -40,7 +40,13 @@ from windlass.net.messages import (
     unread_call,
 )
 from windlass.net.rpc import Callee
-from windlass.net.sockets import MAX_PART_NBYTES, PartJoiner, open_http, send_frame
+from windlass.net.sockets import (
+    MAX_PART_NBYTES,
+    PartJoiner,
+    connection_error,
+    open_http,
+    send_frame,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -263,8 +269,8 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
                     self._end(error)
                     return
                 except (aiohttp.ClientError, OSError, PeerUnreachable) as error:
-                    self.last_error = f"{type(error).__name__}: {error}"
-                    _log.info("controller %s: %s", self._url, error)
+                    self.last_error = connection_error(error)
+                    _log.info("controller %s: %s", self._url, self.last_error)
                 finally:
                     was_connected, self._socket = self._socket is not None, None
                     if not self._keeps_calls:

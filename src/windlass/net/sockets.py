@@ -55,6 +55,17 @@ _turns: WeakKeyDictionary[WebSocket, asyncio.Lock] = WeakKeyDictionary()
 the parts of each one after another."""
 
 
+def connection_error(error: BaseException) -> str:
+    """Return what an error of a connection says to a person.
+
+    aiohttp's own text of a refused connection says `ssl:default`, of http URLs too.
+    """
+    if isinstance(error, aiohttp.ClientConnectorError):
+        why = error.os_error.strerror or error.os_error
+        return f"no connection to {error.host}:{error.port}: {why}"
+    return f"{type(error).__name__}: {error}"
+
+
 async def send_frame(
     websocket: WebSocket,
     data: bytes,

@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 
 from windlass.errors import DECODE_ERRORS, PeerUnreachable, RolloutError
+from windlass.net.sockets import connection_error
 from windlass.rollout.messages import ErrorKind, OnAbort, Partial, RolloutTask, Turn
 
 MAX_STALLS = 8
@@ -91,7 +92,7 @@ async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> Attempt
         reason = f"no answer within {task.deadline_s:.3f} s"
         raise progress.failure(reason) from error
     except (aiohttp.ClientError, OSError, PeerUnreachable, *DECODE_ERRORS) as error:
-        raise progress.failure(f"{type(error).__name__}: {error}") from error
+        raise progress.failure(connection_error(error)) from error
 
 
 class _Progress:

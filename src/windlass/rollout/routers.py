@@ -21,7 +21,7 @@ from windlass.config import RouterConfig, RouterKind
 from windlass.envs import ROUTER_TOKEN_VARIABLE, check_token, secret_value
 from windlass.errors import PeerUnreachable, ProtocolError
 from windlass.net.addresses import check_url
-from windlass.net.sockets import open_http
+from windlass.net.sockets import connection_error, open_http
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.fleet import EngineState
 
@@ -206,7 +206,7 @@ class RouterUpdates:
             except TimeoutError:
                 reason = f"no answer within {config.deadline_s} s"
             except (aiohttp.ClientError, OSError, PeerUnreachable, ProtocolError) as error:
-                reason = f"{type(error).__name__}: {error}"
+                reason = connection_error(error)
             # A router that is away, or works it off: nothing can signal that it has come so far.
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)

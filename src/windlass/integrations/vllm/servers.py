@@ -7,13 +7,14 @@ a server has them with VLLM_SERVER_DEV_MODE=1.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
 import msgspec
 
-from windlass.engines.http import EngineHttp, NoSuchRoute
+from windlass.engines.http import EngineHttp, NoSuchRoute, NotListening
 from windlass.engines.vllm.engine_core import WHOLE
 from windlass.errors import ConfigError, PeerUnreachable, WindlassError
 from windlass.net.addresses import check_url
@@ -21,6 +22,8 @@ from windlass.net.addresses import check_url
 __all__ = ["PAUSE_MODES", "VllmServers"]
 
 logger = logging.getLogger(__name__)
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
+FLAG = """--weight-transfer-config '{"backend": "windlass"}'"""
 PAUSE_MODES = ("abort", "wait", "keep")
 """Of `/pause`: running requests end, are waited for, or go on afterwards where they are."""
 
@@ -66,19 +69,43 @@ class VllmServers:
         # One thread more for each: a call may last as long as weights are mixed.
         self._pool = ThreadPoolExecutor(2 * len(self.urls), "windlass-vllm")
 
-    def world_size(self, url: str, deadline_s: float) -> int:
-        """Return how many ranks a server has, replicas included.
+    def world_size(self, url: str, deadline_s: float, *, listens_within_s: float = 0.0) -> int:
+        """Return the number of ranks of a server, replicas included.
+
+        Args:
+            url: the server.
+            deadline_s: for its answer.
+            listens_within_s: for a server that still starts to listen.
 
         Raises:
-            PeerUnreachable, PeerTimeout: it does not answer, or has no such route.
+            PeerUnreachable, PeerTimeout: the server does not listen, does not answer, or has no such route.
         """
+        gives_up_at = time.monotonic() + listens_within_s
         try:
-            answer = self._http[url].get("/get_world_size", deadline_s)
+            answer = self._when_listening(url, deadline_s, gives_up_at)
         except NoSuchRoute as error:
             raise PeerUnreachable(
                 f"{url}: must be started with VLLM_SERVER_DEV_MODE=1 in its environment: {error}"
             ) from error
         return msgspec.json.decode(answer, type=_WorldSize).world_size
+
+    def _when_listening(self, url: str, deadline_s: float, gives_up_at: float) -> bytes:
+        """GET the world size, again and again until the server listens: nothing can signal that it does."""
+        is_told, backoff_s = False, FIRST_BACKOFF_S
+        while True:
+            try:
+                return self._http[url].get("/get_world_size", deadline_s)
+            except NotListening:
+                left_s = gives_up_at - time.monotonic()
+                if left_s <= 0:
+                    raise
+            if not is_told:
+                logger.info(
+                    "waiting for %s, which does not listen yet: at most %.0f s", url, left_s
+                )
+            is_told = True
+            time.sleep(min(backoff_s, left_s))
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     def init_weight_transfer_engine(
         self, init_info: Mapping[str, Mapping[str, object]], deadline_s: float
@@ -99,7 +126,10 @@ class VllmServers:
             deadline_s,
         )
         if reasons:
-            raise PeerUnreachable("; ".join(reasons.values()))
+            what_to_do = (
+                f"; start the server with {FLAG}" if _lacks_backend(reasons.values()) else ""
+            )
+            raise PeerUnreachable("; ".join(reasons.values()) + what_to_do)
 
     def pause(self, among: Collection[str], mode: str, deadline_s: float) -> dict[str, str]:
         """POST `/pause?mode=...`; vLLM's caches are not cleared: they are kept apart by version.
@@ -176,6 +206,11 @@ class VllmServers:
         for reason in reasons.values():
             logger.warning("%s", reason)
         return reasons
+
+
+def _lacks_backend(reasons: Iterable[str]) -> bool:
+    """Return whether a server has no weight-transfer backend, or another one than ours."""
+    return any("transfer not configured" in told or "Invalid init_info" in told for told in reasons)
 
 
 def _nothing(_url: str) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
@@ -31,6 +32,8 @@ __all__ = ["SentWeights", "WeightSync"]
 logger = logging.getLogger(__name__)
 REASON_S = 1.0
 """For the reason of a refusal to come, once a server has answered that it refuses."""
+LISTENS_WITHIN = 0.9
+"""Part of the time for joining in which a server may begin to listen: the other trainer ranks still hear why not."""
 CALL_S = 30.0
 """For a route that does nothing that takes long."""
 PROBE_S = 2.0
@@ -133,7 +136,7 @@ class WeightSync:
 
             def join() -> None:
                 if self._fleet is not None:
-                    self._fleet.join([*self._urls], deadline_s)
+                    self._fleet.join([*self._urls], deadline_s, are_starting=True)
 
             self._ranks.meet("servers", host, connect, join, deadline_s)
             undo.pop_all()
@@ -229,13 +232,30 @@ class _Fleet:
         self.hosted = HostedController(routes.urls, config, self._listen)
         self._coordinator = self.hosted.controller.coordinator
 
-    def join(self, names: Sequence[str], deadline_s: float, *, answer_s: float = CALL_S) -> None:
-        """Have servers capture their layouts and join. `answer_s`: for each to say that it is there.
+    def join(
+        self,
+        names: Sequence[str],
+        deadline_s: float,
+        *,
+        answer_s: float = CALL_S,
+        are_starting: bool = False,
+    ) -> None:
+        """Have servers capture their layouts and join.
+
+        Args:
+            names: of the servers.
+            deadline_s: for all of them to join.
+            answer_s: for each to say that it is there.
+            are_starting: wait for servers that do not listen yet.
 
         Raises:
             EngineRefused: one cannot be updated; its reason. PeerUnreachable. PeerTimeout.
         """
-        address = self.hosted.address(Access.ENGINE)
+        address, ends_at = self.hosted.address(Access.ENGINE), time.monotonic() + deadline_s
+
+        def left_s() -> float:
+            return max(ends_at - time.monotonic(), 0.0)
+
         infos = {
             self._urls[name]: {
                 "name": name,
@@ -243,19 +263,23 @@ class _Fleet:
                 "token": address.token,
                 "transport": self._transport,
                 "url": self._urls[name],
-                "world_size": self._routes.world_size(self._urls[name], answer_s),
+                "world_size": self._routes.world_size(
+                    self._urls[name],
+                    answer_s,
+                    listens_within_s=LISTENS_WITHIN * left_s() if are_starting else 0.0,
+                ),
             }
             for name in names
         }
         self._joined.update(names)
         try:
-            self._routes.init_weight_transfer_engine(infos, deadline_s)
+            self._routes.init_weight_transfer_engine(infos, max(left_s(), 1.0))
         except PeerUnreachable:
             # Of a refusal the answer says less than the rank that has told the controller.
             with suppress(PeerTimeout):
                 self.hosted.wait_for_fleet(names, REASON_S)
             raise
-        self.hosted.wait_for_fleet(names, deadline_s)
+        self.hosted.wait_for_fleet(names, max(left_s(), 1.0))
 
     def rejoin(self, deadline_s: float) -> Mapping[str, str]:
         """Have servers join that are not in the fleet, at once.

@@ -24,6 +24,7 @@ from windlass.jobs.demo.checker import TornReport, check_served
 from windlass.jobs.demo.recipe import RepeatOperand
 from windlass.jobs.demo.trainer import build_model
 from windlass.jobs.launch import JobSummary, run_job
+from windlass.jobs.schedulers.local import visible_gpus
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.observability.live import LiveView
 from windlass.observability.progress import Progress
@@ -60,6 +61,13 @@ def make_directory(config: LaunchConfig) -> None:
         raise ConfigError(f"demo: --output {folder} cannot be made: {error}") from error
 
 
+def engine_install(kind: str) -> str:
+    """Return how a person gets an engine for this machine: the repository's own are built for CPUs."""
+    if visible_gpus():
+        return f"`pip install {kind}` there, docs/integrations/{kind}.md"
+    return "`make engines` first"
+
+
 def prepare_server(config: LaunchConfig) -> None:
     """Check a server's environment and write the checkpoint that it starts with.
 
@@ -72,7 +80,7 @@ def prepare_server(config: LaunchConfig) -> None:
     if not Path(server.python).exists():
         raise ConfigError(
             f"demo: WINDLASS_{server.kind.upper()}_VENV must name an environment with {server.kind}, "
-            f"got no {server.python} (`make engines` installs one for CPUs)"
+            f"got no {server.python}; {engine_install(server.kind)}"
         )
     model_config, _, seed, _ = config.trainer.arguments
     torch.manual_seed(int(seed) + 1)
@@ -233,7 +241,7 @@ def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
     if not problems:
         rows += [
             (f"{program} demo --kill-engine-at 6", "an engine dies in mid-update"),
-            (f"{program} demo --engine vllm", "a real vLLM: `make engines` first"),
+            (f"{program} demo --engine vllm", f"a real vLLM: {engine_install('vllm')}"),
             (f"{program} doctor", "what works on this machine"),
             (f"{program} launch JOB.toml", "yours, like examples/launch"),
         ]
