@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -324,3 +325,21 @@ def test_sandboxes_are_closed_when_a_job_ends(tmp_path: Path, steps: int, status
     opened, closed = (len(list(tmp_path.glob(f"*.{what}"))) for what in ("opened", "closed"))
     assert opened > 4
     assert closed == opened
+
+
+STALLS = RECIPE.replace(
+    "            yield", "            time.sleep(100 if n == 5 else 0)\n            yield"
+)
+
+
+def test_sigint_is_obeyed_while_tasks_wait_for_data_and_the_line_says_so(tmp_path: Path) -> None:
+    config = write(tmp_path, recipe=STALLS, steps=9, top="shutdown_s = 5.0")
+    with launched(config) as job:
+        line = job.read_until("waiting for 15 s for groups of step 3")
+        assert "the recipe's tasks() has yielded nothing for " in line
+        assert "2 groups; 1 are scored" in line
+        job.process.send_signal(signal.SIGINT)
+        began_s = time.monotonic()
+        assert job.end() == 130, job.text
+        assert time.monotonic() - began_s < 12
+    assert "step 2:" in job.text

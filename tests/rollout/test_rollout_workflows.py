@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -27,6 +28,7 @@ from windlass.rollout import (
     StalenessPolicy,
     StaticEngines,
     WorkflowContext,
+    blocked,
     lifecycle,
     mount_rollout_routes,
     workflows,
@@ -343,3 +345,22 @@ async def test_groups_and_single_rollouts_that_are_declined_are_replaced(rig: Ri
             rig.controller.decline(rollout)
     stats = rig.controller.stats()
     assert (stats.completed, stats.declined, stats.lost, stats.capacity) == (15, 15, 0, 2)
+
+
+async def blocks(context: WorkflowContext) -> None:
+    await context.generate((1, 2))
+    time.sleep(0.6)  # noqa: ASYNC251 - the fault
+
+
+async def test_a_workflow_that_blocks_the_loop_is_named(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(blocked, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(blocked, "BLOCKED_AFTER_S", 0.2)
+    await rig.start()
+    rig.controller.run_here({"blocks": blocks})
+    handle = rig.controller.submit_workflow("blocks", None, SAMPLING)
+    await rig.controller.wait([handle], deadline_s=20)
+    said = f"workflow blocks (rollout {handle.task_id}) has blocked the event loop of the controller for 0 s"
+    assert said in caplog.text
+    assert "time.sleep(0.6)" in caplog.text

@@ -21,6 +21,8 @@ from typing import cast, final
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from windlass.net.sockets import keep_alive
+
 BACKLOG = 16
 """Connections that the kernel completes and nobody has accepted: accepting is quick."""
 STRANGER_S = 10.0
@@ -143,6 +145,7 @@ class Listener:
 
     def _on_accepted(self, transport: asyncio.Transport, accepted: _Accepted) -> None:
         key = transport.get_extra_info("socket")
+        keep_alive(key)
         if len(self._strangers) >= self._max_strangers or _takes_reserved(key):
             self._make_room()
         timer = asyncio.get_running_loop().call_later(STRANGER_S, self._drop, key)

@@ -18,6 +18,7 @@ import resource
 import socket
 import sys
 import types
+from asyncio.trsock import TransportSocket
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from types import SimpleNamespace
 from typing import Self, final
@@ -44,6 +45,10 @@ Where there is a heartbeat, pings queue behind a part and what the two kernels h
 """
 CLOSE_DEADLINE_S = 12.0
 """More than aiohttp gives the other end to answer a close, which is 10 s."""
+
+KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_COUNT = 20, 10, 6
+"""Seconds of silence after which the kernel probes the other end, seconds between probes, and unanswered probes that
+end a connection. Load balancers forget connections after 60 s of silence, address translation after 350 s."""
 
 _FIRST, _MIDDLE, _LAST = b"\xc1\x00", b"\xc1\x01", b"\xc1\x02"
 """Before a part; no frame begins so, since MessagePack never uses the byte c1."""
@@ -190,6 +195,42 @@ def raise_file_limit() -> int:
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
+def keep_alive(connection: socket.socket | TransportSocket) -> None:
+    """Have the kernel send probes while a TCP connection is silent, so that no network on its way forgets it."""
+    if connection.family not in {socket.AF_INET, socket.AF_INET6}:
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S),
+        (socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S),
+        (socket.TCP_KEEPCNT, KEEPALIVE_COUNT),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _kept_alive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, *_ = address
+    connection = socket.socket(family, kind, protocol)
+    keep_alive(connection)
+    return connection
+
+
+class _HTTPConnection(http.client.HTTPConnection):
+    """A connection that no network forgets while an answer takes long."""
+
+    def connect(self) -> None:
+        super().connect()
+        keep_alive(self.sock)
+
+
+class _HTTPSConnection(http.client.HTTPSConnection):
+    """As `_HTTPConnection`, with TLS."""
+
+    def connect(self) -> None:
+        super().connect()
+        keep_alive(self.sock)
+
+
 def open_http(
     token: str, *, to_controller: bool, many_connections: bool = False
 ) -> aiohttp.ClientSession:
@@ -207,7 +248,9 @@ def open_http(
     # Half of them for connections in use: as many may be kept open beside them.
     limit = max((raise_file_limit() - OTHER_DESCRIPTORS) // 2, 1) if many_connections else 100
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=limit, ssl=True if tls is None else tls),
+        connector=aiohttp.TCPConnector(
+            limit=limit, ssl=True if tls is None else tls, socket_factory=_kept_alive_socket
+        ),
         timeout=aiohttp.ClientTimeout(total=None if many_connections else 300),
         headers=authorization(token),
         trace_configs=[trace],
@@ -224,8 +267,8 @@ def open_connection(
     parts = urlsplit(url)
     host = parts.hostname or ""
     if parts.scheme != "https":
-        return http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
-    return http.client.HTTPSConnection(
+        return _HTTPConnection(host, parts.port, timeout=timeout_s)
+    return _HTTPSConnection(
         host, parts.port, timeout=timeout_s, context=client_context(to_controller=to_controller)
     )
 

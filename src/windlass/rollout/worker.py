@@ -29,6 +29,7 @@ from windlass.net.logs import configure_logging
 from windlass.net.messages import PROTOCOL_VERSION, Envelope, check_name, encode
 from windlass.net.rpc_client import Client
 from windlass.net.sockets import open_http
+from windlass.rollout.blocked import BlockWatch
 from windlass.rollout.messages import (
     CONTROLLER_FRAMES,
     MAX_ATTEMPTS,
@@ -275,9 +276,11 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
     async def run(self) -> None:
         """Stay connected and deliver until cancelled, refused, or too long without a controller."""
         delivery = asyncio.create_task(self._deliver(), name="outcomes")
+        watch = BlockWatch(self._loop, f"worker {self._settings.name}")
         try:
             await super().run()
         finally:
+            watch.close()
             delivery.cancel()
             await asyncio.gather(delivery, return_exceptions=True)
 

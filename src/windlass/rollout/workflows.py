@@ -74,6 +74,11 @@ class WorkflowContext:
         self.arguments: object = msgspec.msgpack.decode(task.arguments)
         self.turns: list[Turn] = []
 
+    @property
+    def workflow(self) -> str:
+        """Name of the workflow."""
+        return self._task.workflow
+
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None
     ) -> Turn:

@@ -1,0 +1,80 @@
+"""Names a workflow that blocks the event loop in which it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+from typing import final
+
+from windlass.rollout.workflows import WorkflowContext
+
+logger = logging.getLogger(__name__)
+LOOK_EVERY_S = 1.0
+BLOCKED_AFTER_S = 5.0
+"""Seconds without a turn of the loop after which it counts as blocked: half of what ends a silent connection."""
+SAY_EVERY_S = 15.0
+
+
+@final
+class BlockWatch:
+    """A daemon thread that logs which workflow keeps an event loop from its turns, and where.
+
+    Its peers only see that a blocked process is silent, and take it for a dead one.
+
+    Args:
+        loop: the loop of the calling thread.
+        where: whose loop it is, for the log.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, where: str) -> None:
+        self._loop, self._where = loop, where
+        self._thread_id = threading.get_ident()
+        self._ended, self._turned = threading.Event(), threading.Event()
+        threading.Thread(target=self._watch, name="block watch", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._ended.set()
+        self._turned.set()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(LOOK_EVERY_S):
+            self._turned.clear()
+            try:
+                self._loop.call_soon_threadsafe(self._turned.set)
+            except RuntimeError:
+                # The loop is closed.
+                return
+            began_s, next_s = time.monotonic(), BLOCKED_AFTER_S
+            while not self._turned.wait(began_s + next_s - time.monotonic()):
+                self._say(time.monotonic() - began_s)
+                next_s += SAY_EVERY_S
+
+    def _say(self, blocked_s: float) -> None:
+        frame = sys._current_frames().get(self._thread_id)
+        if frame is None:
+            return
+        context, frames = _context_of(frame), traceback.extract_stack(frame)
+        who = "something"
+        if context is not None:
+            who = f"workflow {context.workflow} (rollout {context.task_id})"
+        stack = "".join(traceback.format_list(frames[-4:]))
+        logger.warning(
+            "%s has blocked the event loop of %s for %.0f s; call blocking code with asyncio.to_thread:\n%s",
+            *(who, self._where, blocked_s, stack),
+        )
+
+
+def _context_of(frame: FrameType | None) -> WorkflowContext | None:
+    """Return the context of the workflow that runs in this stack, if one does."""
+    while frame is not None:
+        for value in frame.f_locals.values():
+            if isinstance(value, WorkflowContext):
+                return value
+        frame = frame.f_back
+    return None

@@ -1,0 +1,129 @@
+"""Networks that forget silent connections: the kernel keeps them in use, and questions are repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack
+
+import pytest
+from aiohttp import web
+
+from windlass.net.server import ControlServer
+from windlass.net.sockets import open_connection, open_http
+from windlass.rollout import BatchClient, BatchQueue, TrainingSample, batches
+
+TOKEN = "a-token"
+SAMPLE = TrainingSample(
+    prompt_ids=(1,),
+    output_ids=(2,),
+    logprobs=(-1.0,),
+    versions=(0,),
+    reward=1.0,
+    group_id=0,
+    engine="a",
+)
+
+
+def is_kept_alive(connection: socket.socket) -> bool:
+    """Return whether the kernel probes the other end after less than a minute of silence."""
+    idle_s = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)) and idle_s < 60
+
+
+async def test_both_ends_of_every_connection_are_kept_alive() -> None:
+    served: list[bool] = []
+
+    async def look(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        served.append(is_kept_alive(request.transport.get_extra_info("socket")))
+        return web.Response()
+
+    server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    server.add_routes([web.get("/v1/status", look)])
+    await server.start()
+    try:
+        async with (
+            open_http(TOKEN, to_controller=True) as http,
+            http.get(f"{server.url}/v1/status") as response,
+        ):
+            assert response.status == 200
+        connection = open_connection(server.url, 10.0, to_controller=True)
+        await asyncio.to_thread(connection.connect)
+        assert connection.sock is not None
+        assert is_kept_alive(connection.sock)
+        connection.close()
+    finally:
+        await server.close()
+    assert served == [True]
+
+
+async def test_sockets_of_sessions_are_kept_alive() -> None:
+    async with open_http(TOKEN, to_controller=True) as http, AsyncExitStack() as stack:
+        app = web.Application()
+        app.router.add_get("/", _answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        (address, port), *_ = runner.addresses
+        response = await stack.enter_async_context(http.get(f"http://{address}:{port}/"))
+        assert response.connection is not None
+        transport = response.connection.transport
+        assert transport is not None
+        assert is_kept_alive(transport.get_extra_info("socket"))
+
+
+async def _answer(_: web.Request) -> web.StreamResponse:
+    return web.Response(body=b"x" * (1 << 20))
+
+
+async def test_a_question_is_repeated_over_a_network_that_forgets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(batches, "ASK_EVERY_S", 0.5)
+    monkeypatch.setattr(batches, "ANSWER_MARGIN_S", 0.2)
+    queue, asked = BatchQueue(), asyncio.Event()
+    server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    server.add_routes([web.get("/v1/batches", queue.serve)])
+    await server.start()
+    host, port = server.url.removeprefix("http://").split(":")
+    num_connections = 0
+
+    async def forget(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass the question on; the first connection never brings an answer back."""
+        nonlocal num_connections
+        num_connections += 1
+        is_forgotten = num_connections == 1
+        there, to_server = await asyncio.open_connection(host, int(port))
+
+        async def back() -> None:
+            while data := await there.read(1 << 16):
+                if not is_forgotten:
+                    writer.write(data)
+
+        answers = asyncio.create_task(back())
+        while data := await reader.read(1 << 16):
+            to_server.write(data)
+            asked.set()
+        answers.cancel()
+        to_server.close()
+        writer.close()
+
+    proxy = await asyncio.start_server(forget, "127.0.0.1", 0)
+    name, proxy_port = proxy.sockets[0].getsockname()
+    try:
+        with BatchClient(f"http://{name}:{proxy_port}", TOKEN) as client:
+            waiting = asyncio.create_task(
+                asyncio.to_thread(client.next_batch, 0, 0, 1, deadline_s=20.0)
+            )
+            await asked.wait()
+            await queue.put(0, [[SAMPLE]])
+            async with asyncio.timeout(10):
+                batch = await waiting
+        assert batch.samples == (SAMPLE,)
+        assert num_connections == 2
+    finally:
+        proxy.close()
+        await server.close()
