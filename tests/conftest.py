@@ -54,6 +54,7 @@ LONGEST = (
     "jobs/test_fsdp_engine_mesh.py",
     "engines/test_embedded_engine.py",
     "engines/test_attach_killed.py",
+    "engines/test_derived_state.py",
     "transfer/test_gpu_over_network.py",
     "rollout/test_rollout_loop.py",
     "updates/test_fleet_growth.py",

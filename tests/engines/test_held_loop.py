@@ -37,7 +37,7 @@ def engine(*, serves_own_weights: bool) -> Iterator[tuple[EngineAgent, QuiesceGa
     ]
     receiver, gate = Receiver(transport, manifest, addresses, regions), QuiesceGate()
     captured = Captured(manifest, tuple(addresses), (), (), ())
-    hooks = RankHooks(captured.finalise, gate, None)
+    hooks = RankHooks(captured, gate, None)
     agent = EngineAgent(receiver, hooks, serves_own_weights=serves_own_weights)
     try:
         yield agent, gate

@@ -107,8 +107,7 @@ def hooks_of(loops: Loops, url: str, *, blocks: bool) -> list[RankHooks]:
     captured = Captured(empty, (), (), (), ())
     api = SglangApi(EngineHttp(url), len(loops.gates), loops.gates[0], blocks=blocks)
     return [
-        RankHooks(captured.finalise, gate, None if rank else api)
-        for rank, gate in enumerate(loops.gates)
+        RankHooks(captured, gate, None if rank else api) for rank, gate in enumerate(loops.gates)
     ]
 
 

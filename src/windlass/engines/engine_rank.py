@@ -70,14 +70,19 @@ class EngineApi(Protocol):
 class RankHooks:
     """`EngineHooks` of one rank.
 
-    `finalise` brings what is derived from weights up to date. `api` is None on other ranks than the first, and where
-    the trainer has the engine pause and resume, and stamps it.
+    `captured` brings derived values up to date; None for an engine that derives none. `api` is None on all ranks but the
+    first, and where the trainer has the engine pause and resume, and stamps it. `looks`: see `EngineRank`.
     """
 
     def __init__(
-        self, finalise: Callable[[], None], gate: QuiesceGate, api: EngineApi | None
+        self,
+        captured: Captured | None,
+        gate: QuiesceGate,
+        api: EngineApi | None,
+        *,
+        looks: bool = True,
     ) -> None:
-        self._finalise, self._gate, self._api = finalise, gate, api
+        self._captured, self._gate, self._api, self._looks = captured, gate, api, looks
         self._paused = False
         self._blocked: threading.Thread | None = None
 
@@ -92,6 +97,8 @@ class RankHooks:
             if not blocked and self._api is not None:
                 self._stop(self._api, pause_id, mode, deadline_s)
             self._gate.wait(pause_id, deadline_s)
+            if self._captured is not None and self._looks:
+                self._captured.look()
         except WindlassError:
             self._gate.end()
             raise
@@ -130,7 +137,8 @@ class RankHooks:
         self._paused = False
 
     def finalise(self) -> None:
-        self._finalise()
+        if self._captured is not None:
+            self._captured.finalise()
 
     def set_version(self, version: int, deadline_s: float) -> None:
         """See `EngineHooks.set_version`.
@@ -153,9 +161,12 @@ class EngineRank:
     The layout is captured once, while the engine still has the weights of its start. Later joins, after
     the controller of the fleet before has ended, use it again: with another controller, transport or
     mode of updates, the engine neither starts nor captures anew.
+
+    `looks`: whether the agent calls `Captured.look` once the engine is quiesced; if not, the engine's loop does so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, looks: bool = True) -> None:
+        self._looks = looks
         self.gate = QuiesceGate()
         self._first: tuple[AgentSettings, Captured, RankHooks] | None = None
         self._client: EngineClient | None = None
@@ -207,7 +218,8 @@ class EngineRank:
         ):
             begun = time.perf_counter()
             captured = capture()
-            hooks = RankHooks(captured.finalise, self.gate, api() if api and rank == 0 else None)
+            own_api = api() if api and rank == 0 else None
+            hooks = RankHooks(captured, self.gate, own_api, looks=self._looks)
             self._first = settings, captured, hooks
             _freeze_heap()
             seconds = {**captured.seconds, "all": time.perf_counter() - begun}

@@ -33,8 +33,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, final
 
 import torch
@@ -49,15 +48,19 @@ from windlass.engines.capture.memory import (
     Held,
     Holding,
     Kind,
+    Watched,
+    differing,
     fingerprint,
-    held_by,
     prints_of,
     refuse,
 )
+from windlass.engines.capture.mirrors import Found, Later, Mirror, find_mirrors
+from windlass.engines.capture.reach import Number
 from windlass.engines.capture.recompute import Recompute, plan_recompute
 from windlass.engines.capture.snapshot import Snapshot, undone_if_it_fails
 from windlass.engines.rank_reports import RefusedByOtherRank
 from windlass.errors import UnsupportedLayout, WindlassError
+from windlass.layout.naming.patterns import patterns_of
 
 _Found = TypeVar("_Found")
 EXACT_NUMEL = 1 << 20
@@ -72,6 +75,8 @@ _NOT_REPEATED = (
 _SEEDS = itertools.count(4)
 """Of random values: no two loads of this process have the same, so that what an earlier one left is never taken for
 what a later one has written."""
+CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Types that updates cast into one another."""
 MAX_EXACT_NUMEL = 1 << 30
 """Read place by place if need be: 8 GiB of numbers."""
 
@@ -122,14 +127,19 @@ def capture(
             no load of a part computes again, a parameter (other than a scalar) that the loader does
             not write, memory that moves with every load, or that only loads make; names all of them.
     """
-    held = partial(held_by, model, ignored)
+    held = Watched(model, ignored)
     seconds: dict[str, float] = {}
     codes = Codes(specs, _device(held()))
-    guarded = undone_if_it_fails(load, model)
+    guarded = undone_if_it_fails(load, held)
+    held.settle()
+    early = None
+    if made_up:
+        with _timed(seconds, "copies of weights"):
+            early = _early(held())
     with _timed(seconds, "copies"):
-        before = Snapshot(model, ignored, copies=True, parameters=not made_up)
+        before = Snapshot(held, copies=True, parameters=not made_up)
     try:
-        start = before.prints if reference is not None else {}
+        start = _Start(held.all_numbers(), before.prints if reference is not None else {})
         with _timed(seconds, "digits"):
             factors_of = _multiplied(codes, guarded, held, factors)
         loads = _Loads(codes, guarded, held, factors_of, start, seconds)
@@ -152,6 +162,7 @@ def capture(
     finally:
         with _timed(seconds, "putting back"):
             before.restore()
+            held.changed()
     # Where tensors lie is told of those that are there again, not of what the last load has made.
     now = held()
     made = [n for n in seen.numbers if n not in now or now[n].reach != seen.holdings[n].reach]
@@ -159,11 +170,52 @@ def capture(
     if reference is not None:
         with _timed(seconds, "own checkpoint"):
             _require_samples(reference, codes, replace(seen, holdings=now), apart)
+    with _timed(seconds, "copies of weights"):
+        found = _mirrors(loads, seen, now, early)
     if part is not None:
-        part.fix_addresses()
+        part.fix_addresses(found.keys())
     with _timed(seconds, "description"):
         captured = describe(replace(seen, holdings=now), codes, worker, part, placed, read)
-    return replace(captured, seconds=seconds)
+        written = {p.name for p in captured.manifest.parameters} - {*captured.repacked}
+        weights = seen.numbers.keys() | seen.computed
+        later = Later(Watched(model, ignored), written, weights, found)
+    held.changed()
+    return replace(captured, later=later, seconds=seconds)
+
+
+def _early(held: Mapping[str, Holding]) -> Found:
+    weights = [h for h in held.values() if h.kind is Kind.PARAMETER]
+    return find_mirrors([h for h in held.values() if h.kind is not Kind.PARAMETER], weights)
+
+
+def _mirrors(
+    loads: _Loads, seen: Seen, now: Mapping[str, Holding], early: Found | None
+) -> Mapping[str, Mirror]:
+    """Return mirrors of the constants that are copies of weights.
+
+    `early`: result of a search before the first load, if the parameters have lost the values of the start.
+
+    Raises:
+        UnsupportedLayout: a constant follows from weights in another way; names all of them.
+    """
+    weights = seen.numbers.keys() | seen.computed
+    constants = {
+        name
+        for name, holding in now.items()
+        if name not in weights and holding.kind not in (Kind.PARAMETER, Kind.NUMBER)
+    }
+    if early is None:
+        early = find_mirrors(
+            [now[name] for name in constants],
+            [now[name] for name in weights & now.keys()],
+            {path: n for path, n in loads.held.all_numbers().items() if path not in loads.counted},
+        )
+    found = Found(
+        {name: mirror for name, mirror in early.mirrors.items() if name in constants},
+        {name: how for name, how in early.derived.items() if name in constants or name not in now},
+    )
+    found.require_refilled()
+    return found.mirrors
 
 
 def capture_on_every_rank(
@@ -212,18 +264,32 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Loads:
-    """What is loaded, how, and what the model holds now.
+class _Start:
+    """State of the model when its capture began.
 
-    `start`: fingerprints of what it held at its start, if that is the loader's work. `seconds`: see `Captured`.
+    Attributes:
+        numbers: its Python numbers, by path.
+        prints: fingerprints of its tensors; empty unless the loader filled them from a known checkpoint.
+    """
+
+    numbers: Mapping[str, Number]
+    prints: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    """The loads of a capture, and the model that they fill.
+
+    `seconds`: see `Captured`. `counted`: paths of Python numbers that a load has changed.
     """
 
     codes: Codes
     load: Load
-    held: Held
+    held: Watched
     factors: Mapping[str, float]
-    start: Mapping[str, int]
+    start: _Start
     seconds: dict[str, float]
+    counted: set[str] = field(default_factory=set)
 
     def random(self, seed: int) -> None:
         with _timed(self.seconds, "random values"):
@@ -256,7 +322,7 @@ def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen
         except _PartRefused:
             layers = None
             continue
-        if layers is not None and (seen.computed or seen.unproven):
+        if layers is not None and (seen.computed - loads.held.numbers or seen.unproven):
             layers = None
             continue
         if not (more := seen.scattered(loads.codes) - scattered):
@@ -268,7 +334,7 @@ def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen
         refuse(seen.computed, "tensors that the engine computes from the checkpoint")
     with _timed(loads.seconds, "computed tensors"):
         part = plan_recompute(seen.computed, seen.numbers, loads.codes, loads.load, loads.held)
-    return seen, part
+    return replace(seen, computed=seen.computed & frozenset(part.names if part else ())), part
 
 
 def _observe(
@@ -289,6 +355,7 @@ def _observe(
     with _timed(seconds, "fingerprints"):
         prints = prints_of(held)
     places = {name: h.address for name, h in held.items()}
+    counted = loads.held.all_numbers()
     loaded = {n: h for n, h in held.items() if prints[n] != before.get(n)}
     with _timed(seconds, "digits"):
         numbers = _read_digits(loads, loaded, exact_numel, scattered, chosen)
@@ -321,6 +388,8 @@ def _observe(
         right = {n for n in right if again[n] == checks[n]}
         unwritten = [n for n, constant in idle.items() if not _same(held[n].memory(), constant)]
         refuse(unwritten, "parameters that the engine's loader does not write")
+    loads.held.numbers |= (changed := _counted(counted, loads))
+    loads.counted.update(changed)
     moved = [n for n in changing if held[n].address != places.get(n) and _must_stay(held[n])]
     refuse(moved, "tensors that move with every load")
     unproven = frozenset(
@@ -331,16 +400,31 @@ def _observe(
         and n not in scattered
         and held[n].reach <= MAX_EXACT_NUMEL
     )
+    derived_numbers = loads.held.numbers
+    right = {n for n in right if _is_received(held[n], loads.codes)} - derived_numbers
     # What random values do not change, but the checkpoint of the start did, depends on it too.
-    hidden = {n for n in constants if n in loads.start and prints[n] != loads.start[n]}
+    hidden = {
+        n for n in constants if n in loads.start.prints and prints[n] != loads.start.prints[n]
+    }
     return Seen(
         holdings=held,
         numbers={n: numbers[n] for n in changing if n in right or n in unproven},
         factors=loads.factors,
-        constants=tuple(n for n in constants if n not in hidden),
+        constants=tuple(n for n in constants if n not in hidden and n not in derived_numbers),
         unproven=unproven,
-        computed=frozenset(n for n in changing if n not in right and n not in unproven) | hidden,
+        computed=frozenset(n for n in changing if n not in right and n not in unproven)
+        | hidden
+        | derived_numbers,
     )
+
+
+def _counted(before: Mapping[str, Number], loads: _Loads) -> frozenset[str]:
+    """Return the numbers that a load has changed, and the same numbers of all other layers."""
+    changed = patterns_of(differing(before, loads.held.all_numbers()))
+    if not changed:
+        return frozenset()
+    every = patterns_of(loads.start.numbers)
+    return frozenset(path for pattern in changed for path in every.get(pattern, ()))
 
 
 def _checks(
@@ -421,7 +505,16 @@ def _watched(loads: _Loads, names: frozenset[str]) -> _Reading:
 
 
 def _must_stay(holding: Holding) -> bool:
+    """Return whether a tensor is refused if every load moves it. HELD tensors are put back instead."""
+    if holding.kind is Kind.HELD:
+        return False
     return holding.kind is not Kind.ATTRIBUTE or holding.tensor.device.type != "cpu"
+
+
+def _is_received(holding: Holding, codes: Codes) -> bool:
+    """Return whether updates can write a copy that lies there. The loader makes others: of other types, and numbers."""
+    is_module = holding.kind in (Kind.PARAMETER, Kind.BUFFER)
+    return is_module or holding.tensor.dtype in (*codes.dtypes, *CAST_DTYPES)
 
 
 def _is_weight(holding: Holding) -> bool:
@@ -521,6 +614,7 @@ def _require_repeated(
     computed = frozenset() if part is None else frozenset(part.names)
     buffers = frozenset() if part is None else frozenset(spec.name for spec, _ in part.buffers)
     apart = frozenset[str]()
+    before = loads.held.all_numbers()
     if layers is not None:
         given = layers.loaded | buffers
         try:
@@ -535,11 +629,23 @@ def _require_repeated(
             )
     if layers is None:
         _load_reference(loads, reference.tensors(), part)
+    _refuse_numbers(loads, before)
     _require_start(loads, apart | computed)
     if part is not None:
         part.run()
         _require_start(loads, apart)
     return apart
+
+
+def _refuse_numbers(loads: _Loads, before: Mapping[str, Number]) -> None:
+    """Raise UnsupportedLayout if only the own checkpoint gives numbers their values of the start."""
+    start, now = loads.start.numbers, loads.held.all_numbers()
+    hidden = differing(start, before) - differing(start, now) - loads.counted
+    refuse(
+        sorted(hidden & now.keys()),
+        "numbers that the engine takes from its checkpoint, and that random values do not change; have the engine "
+        "compute them from its weights at every step",
+    )
 
 
 def _load_reference(
@@ -553,7 +659,9 @@ def _require_start(loads: _Loads, ignored: Collection[str]) -> None:
     changed = [
         n
         for n, h in loads.held().items()
-        if n in loads.start and n not in ignored and fingerprint(h.memory()) != loads.start[n]
+        if n in loads.start.prints
+        and n not in ignored
+        and fingerprint(h.memory()) != loads.start.prints[n]
     ]
     refuse(changed, _NOT_REPEATED)
 

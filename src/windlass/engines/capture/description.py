@@ -13,6 +13,7 @@ from windlass.engines.capture.boxes import PlacedBox, TooManyBoxes
 from windlass.engines.capture.codes import Codes, bits_of, quantized_tensors
 from windlass.engines.capture.element_ids import ElementIds, Parts, parts_of, scaled
 from windlass.engines.capture.memory import Holding
+from windlass.engines.capture.mirrors import Later
 from windlass.engines.capture.recompute import Recompute
 from windlass.errors import UnsupportedLayout
 from windlass.layout.box import Box
@@ -124,6 +125,7 @@ class Captured:
         unread: those of `unplaced` at whose elements the loader did not look.
         recompute: what the engine's own loader has to do after every update, if anything.
         roundings: to be applied after every update, before the repacks.
+        later: fills copies of weights that no load refreshes, and finds new ones.
         seconds: that the stages of capture took.
     """
 
@@ -135,6 +137,7 @@ class Captured:
     unread: tuple[str, ...] = ()
     recompute: Recompute | None = None
     roundings: tuple[Rounding, ...] = ()
+    later: Later | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -173,6 +176,13 @@ class Captured:
             torch.cuda.synchronize(device)  # the engine's next step may run on another stream
         if self.recompute is not None:
             self.recompute.run()
+        if self.later is not None:
+            self.later.refill()
+
+    def look(self) -> None:
+        """Look for values that the engine has derived from weights since its capture; see `Later.look`."""
+        if self.later is not None:
+            self.later.look()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,14 @@ import torch
 
 from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
 from windlass.engines.capture.element_ids import ElementIds
-from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, prints_of, refuse
+from windlass.engines.capture.memory import (
+    Holding,
+    Kind,
+    Watched,
+    fingerprint,
+    prints_of,
+    refuse,
+)
 from windlass.errors import UnsupportedLayout, WindlassError
 from windlass.layout.naming.patterns import NUMBER, patterns_of, said
 from windlass.memory.torch_dtypes import torch_dtype
@@ -86,7 +93,7 @@ class Recompute:
     written: frozenset[str]
     unwritten: Mapping[str, int]
     load: Load
-    held: Held
+    held: Watched
     entered: Callable[[], AbstractContextManager[None]]
     _fixed: Mapping[str, int] = field(default_factory=dict)
     _constants: Mapping[str, int] = field(default_factory=dict)
@@ -97,8 +104,8 @@ class Recompute:
         """Return the manifest's names of the buffers."""
         return tuple(PREFIX + spec.name for spec, _ in self.buffers)
 
-    def fix_addresses(self) -> None:
-        """Take note of where the model's tensors lie, which they do from now on, and of its constants."""
+    def fix_addresses(self, refilled: Collection[str]) -> None:
+        """Record the addresses of the model's tensors, which must not change, and its constants, without `refilled`."""
         held = self.held()
         self._fixed = _places(held, self.written, self.names)
         self._constants = {
@@ -106,7 +113,9 @@ class Recompute:
             for name, h in held.items()
             if name not in self.written
             and name not in self.names
-            and h.kind is not Kind.ATTRIBUTE  # which may be scratch memory of steps
+            and name not in refilled
+            # Others may be scratch memory of steps.
+            and h.kind in (Kind.PARAMETER, Kind.BUFFER)
         }
 
     def run(self) -> None:
@@ -118,11 +127,15 @@ class Recompute:
                 with bytes of which nothing is known.
         """
         was_proven, self._is_proven = self._is_proven, False
-        with self.entered():
-            if was_proven:
-                self._load_once()
-            else:
-                self._load_until_repeated()
+        self.held.changed()
+        try:
+            with self.entered():
+                if was_proven:
+                    self._load_once()
+                else:
+                    self._load_until_repeated()
+        finally:
+            self.held.changed()
         self._is_proven = True
 
     def _load_until_repeated(self) -> None:
@@ -272,8 +285,8 @@ def plan_recompute(
     numbers: Mapping[str, ElementIds],
     codes: Codes,
     load: Load,
-    held: Held,
-) -> Recompute:
+    held: Watched,
+) -> Recompute | None:
     """Find what the loader has to be given, and prove that it can be given that alone.
 
     Where a load of a part leaves other tensors wrong (a layer that is made anew as a whole), it is
@@ -292,7 +305,15 @@ def plan_recompute(
     base = prints()
     load(codes.random(0))
     unsteady = sorted(name for name, value in prints().items() if base.get(name) != value)
-    refuse(unsteady, "tensors that the engine computes, and otherwise each time")
+    refuse({*unsteady} - held.numbers, "tensors that the engine computes, and otherwise each time")
+    # A number that differs after two equal loads counts something. It does not follow from weights.
+    ignored = {*unsteady} | _saturated(base, codes, load, held)
+    held.numbers -= ignored
+    computed -= ignored
+    if not computed:
+        return None
+    load(codes.random(0))
+    base = prints()
     part = _Part(computed, numbers, codes, load, held)
     sources = Search(codes, load, prints, base).sources()
     bad = part.disturbed(sources)
@@ -306,6 +327,25 @@ def plan_recompute(
     return part.recompute(sources)
 
 
+def _saturated(base: Mapping[str, int], codes: Codes, load: Load, held: Watched) -> frozenset[str]:
+    """Return numbers that no values change any more: they count up to a limit.
+
+    Raises:
+        UnsupportedLayout: digits change a number, and the values of a search do not; names all of them.
+    """
+    if not held.numbers:
+        return frozenset()
+    load(codes.mixed(frozenset(spec.name for spec in codes.specs), _SEEDS[0]))
+    now = prints_of(held())
+    deaf = frozenset(n for n in held.numbers & base.keys() if now.get(n) == base[n])
+    if deaf:
+        load(codes.digits(0))
+        now = prints_of(held())
+        hidden = sorted(n for n in deaf if now.get(n) != base[n])
+        refuse(hidden, "numbers that the engine takes from weights, in a way that few values show")
+    return deaf
+
+
 @final
 @dataclass(frozen=True)
 class _Part:
@@ -315,7 +355,7 @@ class _Part:
     numbers: Mapping[str, ElementIds]
     codes: Codes
     load: Load
-    held: Held
+    held: Watched
 
     @cached_property
     def copied(self) -> Mapping[str, frozenset[str]]:
@@ -385,7 +425,11 @@ class _Part:
     def _unwritten(self, sources: frozenset[str]) -> dict[str, int]:
         """See `Recompute`; without tensors from whose old values the loader computes something."""
         held = self.held()
-        names = {n for n in self._filled(sources) if held[n].tensor.dtype in _MARKS}
+        names = {
+            n
+            for n in self._filled(sources)
+            if held[n].tensor.dtype in _MARKS and held[n].kind is not Kind.NUMBER
+        }
         self.load(self.codes.some(sources, _SEEDS[0]))
         plain = prints_of(self.held())
         while names:

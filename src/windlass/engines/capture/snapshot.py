@@ -9,48 +9,29 @@ kernels and compiled code refer, at the addresses that they had.
 
 from __future__ import annotations
 
-import enum
 import mmap
 import os
-import socket
-import sys
-import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from types import MemberDescriptorType
-from typing import Any, cast, final
+from types import CellType, FunctionType, MemberDescriptorType
+from typing import Any, final
 
+import numpy as np
 import torch
-import torch.distributed as dist
 
 from windlass.engines.capture.codes import Load
-from windlass.engines.capture.memory import Holding, Kind, distinct, fingerprint, tensors_of
+from windlass.engines.capture.memory import Holding, Kind, Watched, fingerprint, has_memory
+from windlass.engines.capture.reach import Form, Node, contents_of, slots_of, value_of
 
 CHUNK_NBYTES = 32 << 20
 MAX_THREADS = 16
 """Of copies between a GPU and the host."""
 _Pair = tuple[torch.Tensor, torch.Tensor]
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_Container = dict[object, object] | list[object] | set[object] | deque[object]
-_PLAIN = frozenset({dict, OrderedDict, list, set, deque})
-"""Containers that have no attributes; an `OrderedDict` could, and nobody gives it any."""
-_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
-_APART = frozenset({"compilation", "config", "configs", "distributed"})
-"""Objects of these packages, and of these parts of an engine, are left alone; containers, modules and
-tensors are not. Compiled code refers to memory of its graphs, configurations belong to everybody."""
-_UNSET = object()
-_MADE_IN_PYTHON = 1 << 9
-"""`Py_TPFLAGS_HEAPTYPE`: slots of others are no state that Python code may set."""
-_SHARED = (
-    *((dist.ProcessGroup,) if dist.is_available() else ()),
-    *(threading.Thread, type(threading.Lock()), type(threading.RLock()), socket.socket),
-)
-"""An object that holds one of these (a communicator) has state that others share: it is left alone."""
 
 
 @final
@@ -70,27 +51,25 @@ class Snapshot:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | Watched,
         ignored: frozenset[int] = frozenset(),
         *,
         copies: bool = False,
         parameters: bool = True,
     ) -> None:
+        watched = model if isinstance(model, Watched) else Watched(model, ignored)
+        found = watched.reach
         self._kept: list[tuple[Callable[[Any, Any], None], object, object]] = []
         self._tensors: list[_KeptTensor] = []
-        self._empty: list[_Container] = []
-        for item, kind in _reached(model, self._empty):
-            self._keep(item, kind)
+        self._empty = [*found.empty]
+        for node in found.nodes:
+            self._keep(node)
+        self._globals, self._empty_globals = [*found.globals], [*found.empty_globals]
         held: Mapping[str, Holding] = {}
         if copies:
-            others = (
-                (f"#{number}", kept.tensor, Kind.ATTRIBUTE)
-                for number, kept in enumerate(self._tensors)
-                if kept.data is not None
-            )
             held = {
                 name: holding
-                for name, holding in distinct((*tensors_of(model), *others), ignored).items()
+                for name, holding in watched().items()
                 if parameters or holding.kind is not Kind.PARAMETER or not holding.tensor.dim()
             }
         self._keep_bytes(held)
@@ -110,27 +89,41 @@ class Snapshot:
         }
         self._on_host = HostCopies([on_gpu[name] for name in self._moved]) if self._moved else None
 
-    def _keep(self, item: object, kind: _Kind) -> None:
-        if kind.has_dict:
+    def _keep(self, node: Node) -> None:
+        item, shape = node.item, node.shape
+        if node.is_global and not _holds_values(item):
+            return
+        if shape.has_dict:
             self._kept.append((_refill, vars(item), vars(item).copy()))
-        if kind.members:
-            self._kept.append((_restore_slots, item, _slots(item, kind)))
-        if not kind.exempt:
-            return
-        if isinstance(item, torch.Tensor):
-            self._tensors.append(_KeptTensor.of(item))
-            return
-        for container in (dict, list, set, deque):
-            if isinstance(item, container):
-                self._kept.append((_refill, item, container(item)))
-                return
+        if shape.members:
+            self._kept.append((_restore_slots, item, slots_of(item, shape)))
+        match shape.form:
+            case Form.TENSOR:
+                self._tensors.append(_KeptTensor.of(item))
+            case Form.DICT | Form.SEQUENCE | Form.SET:
+                for container in (dict, list, set, deque):
+                    if isinstance(item, container):
+                        self._kept.append((_refill, item, container(item)))
+            case Form.CELL:
+                self._kept.append((_restore_cell, item, [*contents_of(item)]))
+            case Form.PARTIAL:
+                self._kept.append((_restore_partial, item, (item.func, item.args, item.keywords)))
+            case Form.FUNCTION:
+                self._kept.append((_restore_function, item, (item.__defaults__, item.__kwdefaults__)))  # fmt: skip
+            case Form.CLASS:
+                self._kept.append((_restore_class, item, dict(vars(item))))
+            case _:
+                pass
 
     def restore(self) -> None:
         """Put everything back. Idempotent."""
-        for container in self._empty:
+        for container in (*self._empty, *filter(_holds_values, self._empty_globals)):
             container.clear()
         for restore, item, held in self._kept:
             restore(item, held)
+        for names, name, value in self._globals:
+            if names.get(name) is not value:
+                names[name] = value
         for tensor in self._tensors:
             tensor.restore()
         # Tensors that were made in inference mode are written in it only; others may be.
@@ -158,22 +151,91 @@ def _members(container: Any) -> tuple[object, ...]:
 
 def _restore_slots(item: object, values: dict[MemberDescriptorType, object]) -> None:
     for member, value in values.items():
-        if _value(member, item) is not value:
+        if value_of(member, item) is not value:
             member.__set__(item, value)
 
 
-def undone_if_it_fails(load: Load, model: torch.nn.Module) -> Load:
-    """`load`, after which the model holds what it held before, if it raises; bytes apart."""
+def _restore_cell(cell: CellType, kept: list[tuple[str, object]]) -> None:
+    for _, value in kept:
+        if not any(held is value for _, held in contents_of(cell)):
+            cell.cell_contents = value
+
+
+def _restore_partial(item: Any, kept: tuple[object, ...]) -> None:
+    if not _same((item.func, item.args, item.keywords), kept):
+        item.__setstate__((*kept, vars(item)))
+
+
+def _restore_function(function: FunctionType, kept: tuple[Any, Any]) -> None:
+    if not _same((function.__defaults__, function.__kwdefaults__), kept):
+        function.__defaults__, function.__kwdefaults__ = kept
+
+
+def _restore_class(kind: type, kept: dict[str, object]) -> None:
+    for name, value in kept.items():
+        if not name.startswith("__") and vars(kind).get(name) is not value:
+            setattr(kind, name, value)
+
+
+def _holds_values(item: object) -> bool:
+    """Return whether a shared object holds a tensor, an array or a float, which may follow from weights."""
+    held: Iterable[object] = vars(item).values() if type(item).__dictoffset__ else ()
+    if isinstance(item, dict):
+        held = (*held, *item.values())
+    elif isinstance(item, list | tuple | set | deque):
+        held = (*held, *item)
+    return any(isinstance(value, torch.Tensor | np.ndarray | float) for value in held)
+
+
+def undone_if_it_fails(load: Load, watched: Watched) -> Load:
+    """Return a load that leaves tensors at their addresses. The model is quiesced.
+
+    If `load` raises, the model holds the same objects as before; their bytes may differ.
+    """
 
     def guarded(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        before = Snapshot(model)
+        before, held = Snapshot(watched), watched()
         try:
             load(weights)
         except BaseException:
             before.restore()
             raise
+        finally:
+            watched.changed()
+        if _put_back(held, watched()):
+            watched.changed()
 
     return guarded
+
+
+def _put_back(before: Mapping[str, Holding], now: Mapping[str, Holding]) -> bool:
+    """Copy tensors that a load made again into the tensors of the start; return whether there were any.
+
+    Graphs refer to the tensors of the start, and updates write them.
+    """
+    made = [
+        (old, new)
+        for name, old in before.items()
+        if old.kind in (Kind.ATTRIBUTE, Kind.HELD)
+        and (new := now.get(name)) is not None
+        and new.kind is old.kind
+        and new.address != old.address
+        and _lies_alike(old.tensor, new.tensor)
+    ]
+    with torch.inference_mode():  # as tensors that were made in it demand
+        for old, new in made:
+            if old.node is None or new.node is None:
+                continue
+            item = old.node.item
+            if type(item) is type(new.node.item) and new.node.put(item):
+                old.tensor.copy_(new.tensor)
+    return bool(made)
+
+
+def _lies_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.stride(), one.dtype, one.device) == (
+        *(other.shape, other.stride(), other.dtype, other.device),
+    )
 
 
 @final
@@ -266,7 +328,7 @@ class _KeptTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _KeptTensor:
-        data = tensor.data if _has_memory(tensor) else None
+        data = tensor.data if has_memory(tensor) else None
         return cls(tensor, tensor.__class__, tensor.requires_grad, data)
 
     def restore(self) -> None:
@@ -278,101 +340,9 @@ class _KeptTensor:
             self.tensor.requires_grad_(self.requires_grad)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What is looked at in objects of a class; `exempt`: whether they cannot be shared state."""
-
-    has_dict: bool
-    members: tuple[MemberDescriptorType, ...]
-    exempt: bool
-
-
-_KINDS: dict[type, _Kind | None] = {}
-
-
-def _kind_of(item: object) -> _Kind | None:
-    """Return what is looked at in an object; None for what is left alone, with all that it holds."""
-    kind = type(item)  # and not what a proxy says that it is
-    if kind not in _KINDS:
-        _KINDS[kind] = _look_at(kind)
-    return _KINDS[kind]
-
-
-def _look_at(kind: type) -> _Kind | None:
-    exempt = issubclass(kind, (torch.nn.Module, torch.Tensor, *_CONTAINERS))
-    if not exempt:
-        package, *parts = kind.__module__.split(".")
-        foreign = package in _FOREIGN or not _APART.isdisjoint(parts)
-        if foreign or issubclass(kind, (type, enum.Enum)):
-            return None
-    members = (member for base in kind.__mro__ for member in vars(base).values())
-    return _Kind(
-        has_dict=kind.__dictoffset__ != 0 and kind not in _PLAIN,
-        members=tuple(
-            m
-            for m in members
-            if isinstance(m, MemberDescriptorType) and m.__objclass__.__flags__ & _MADE_IN_PYTHON
-        ),
-        exempt=exempt,
-    )
-
-
-def _reached(model: torch.nn.Module, empty: list[_Container]) -> Iterator[tuple[object, _Kind]]:
-    """Yield every object whose state is kept, once; put containers that hold nothing into `empty`.
-
-    A loader that runs after every update is guarded by this, in the pause: most of what modules hold
-    are their hooks, which are none, and plain values.
-    """
-    seen: dict[int, object] = {}  # as long as they are kept here their numbers are theirs
-    waiting: list[object] = [model]
-    known = _KINDS
-    while waiting:
-        item = waiting.pop()
-        if type(item) in _PLAIN and not item:
-            empty.append(cast("_Container", item))
-            continue
-        kind = _kind_of(item)
-        if kind is None or id(item) in seen:
-            continue
-        held: Iterable[object] = vars(item).values() if kind.has_dict else ()
-        if not kind.exempt and any(isinstance(value, _SHARED) for value in held):
-            continue
-        seen[id(item)] = item
-        yield item, kind
-        if kind.members:
-            held = (*held, *_slots(item, kind).values())
-        if isinstance(item, dict):
-            held = (*held, *item.values())
-        elif isinstance(item, list | tuple | set | frozenset | deque):
-            held = (*held, *item)
-        waiting += [value for value in held if known.get(type(value), value) is not None]
-
-
-def _slots(item: object, kind: _Kind) -> dict[MemberDescriptorType, object]:
-    """Return values in `__slots__`, of classes in Python."""
-    return {m: v for m in kind.members if (v := _value(m, item)) is not _UNSET}
-
-
-def _value(member: MemberDescriptorType, item: object) -> object:
-    try:
-        return member.__get__(item)
-    except AttributeError:
-        return _UNSET
-
-
 def _same(one: Collection[object], other: Collection[object]) -> bool:
     """Return whether these are the same objects in the same order."""
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether it lies in one storage: subclasses that wrap others do not, and those are kept."""
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        return False
-    try:
-        return tensor.data_ptr() != 0
-    except RuntimeError:
-        return False
 
 
 def _is_at(tensor: torch.Tensor, kept: torch.Tensor) -> bool:

@@ -63,7 +63,7 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
 
     if rank:
         gate = QuiesceGate()
-        join_fleet(RankHooks(lambda: None, gate, None))  # nothing is derived from weights
+        join_fleet(RankHooks(None, gate, None))  # nothing is derived from weights
         while True:
             step = _broadcast(None)
             if step.pause_id:

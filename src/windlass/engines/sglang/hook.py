@@ -22,7 +22,7 @@ import torch.distributed as dist
 from windlass.engines.capture.capture import all_ranks, capture, capture_on_every_rank
 from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.capture.description import Captured
-from windlass.engines.capture.memory import fingerprints, held_by
+from windlass.engines.capture.memory import fingerprints, held_by, prints_of
 from windlass.engines.capture.snapshot import Snapshot
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.rank_reports import Secrets, carry_out
@@ -46,7 +46,7 @@ class _Rank:
         namespace: of the prefix caches of the weights that are held now, on every rank; empty before the first update.
     """
 
-    engine_rank: EngineRank = field(default_factory=EngineRank)
+    engine_rank: EngineRank = field(default_factory=partial(EngineRank, looks=False))
     can_block: bool = False
     namespace: str = ""
 
@@ -67,7 +67,7 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
                 server_url=order.settings.url,
             )
         case Quiesce():
-            _quiesce(model, order.namespace)
+            _quiesce(order.namespace)
             if order.blocked_s is None:
                 _rank.engine_rank.gate.quiesced(order.pause_id)
             else:
@@ -172,12 +172,11 @@ def _orders_change_nothing(model: torch.nn.Module) -> bool:
         before.restore()
 
 
-def _state(model: torch.nn.Module) -> Mapping[str, tuple[int, str]]:
-    """Address and digest of every tensor."""
+def _state(model: torch.nn.Module) -> Mapping[str, tuple[int, int]]:
+    """Return the address and the fingerprint of every tensor."""
     held = held_by(model)
-    addresses = [holding.address for holding in held.values()]
-    digests = fingerprints(held).items()
-    return {name: (a, digest) for a, (name, digest) in zip(addresses, digests, strict=True)}
+    prints = prints_of(held)
+    return {name: (holding.address, prints[name]) for name, holding in held.items()}
 
 
 def load_again(model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -249,16 +248,13 @@ def _outdate_caches(namespace: str) -> None:
             embeddings.clear()
 
 
-def _quiesce(model: torch.nn.Module, namespace: str) -> None:
-    """Called between two steps, before anything is written."""
+def _quiesce(namespace: str) -> None:
+    """Called between two steps, before anything is written, and with weights as they lie within an order.
+
+    Raises:
+        UnsupportedLayout: see `Captured.look`.
+    """
     _outdate_caches(namespace)
-    captured = _rank.engine_rank.captured
-    held = held_by(model)
-    parameters = captured.manifest.parameters
-    addresses = {p.name: a for p, a in zip(parameters, captured.addresses, strict=True)}
-    known = addresses.keys() - set(captured.repacked)
-    moved = sorted(n for n in known if n not in held or held[n].address != addresses[n])
-    if moved:
-        raise UnsupportedLayout(f"{moved}: tensors that moved since the layout was captured")
+    _rank.engine_rank.captured.look()
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # the last step may still be running

@@ -301,8 +301,6 @@ def reloading(model: torch.nn.Module) -> Iterator[None]:
     - 0.32 packs experts for its CPU kernel only while there is no kernel yet, so weights that are loaded again
       would stay unpacked. The kernels of the start are put back afterwards: they, and not those made
       meanwhile, refer to the tensors that the model keeps.
-    - Attention makes matrices anew that it computes from weights (latent attention in float8, absorbed
-      projections). They are copied to where those of the start lie, to which graphs refer.
     - It warns of every layer for which a load has nothing; capture proves what loads leave.
     - It keeps tensors that have come for a layer beside the model (`LAYERWISE_INFO`), and takes a layer that
       has some for one that is being loaded: after a load that failed the next one would go on with it.
@@ -323,16 +321,12 @@ def reloading(model: torch.nn.Module) -> Iterator[None]:
     ]
     for holder, _ in kernels:
         vars(holder)["moe_kernel"] = None
-    attributes = [(m, n, t) for m in model.modules() for n, t in vars(m).items() if isinstance(t, torch.Tensor)]  # fmt: skip
     loggers = [logging.getLogger(f"{_RELOAD}.{name}") for name in ("layerwise", "inplace")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
         yield
-        with torch.inference_mode():  # as tensors that were made in it demand
-            for module, name, tensor in attributes:
-                _put_back(module, name, tensor)
     except BaseException:
         from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
@@ -345,16 +339,6 @@ def reloading(model: torch.nn.Module) -> Iterator[None]:
             logger.setLevel(level)
         for holder, found in kernels:
             vars(holder).update(found)
-
-
-def _put_back(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Copy what a module has made in place of `tensor` to it, if it is like it."""
-    made = vars(module).get(name)
-    if not isinstance(made, torch.Tensor) or made.data_ptr() == tensor.data_ptr():
-        return
-    if (made.shape, made.stride(), made.dtype) == (tensor.shape, tensor.stride(), tensor.dtype):
-        tensor.copy_(made)
-        vars(module)[name] = tensor
 
 
 def cache_storages(worker: Worker) -> frozenset[int]:

@@ -1,0 +1,649 @@
+"""Walk all objects that a model reaches: modules, tensors, containers, objects, functions.
+
+Engines keep values that they derive from weights in many places besides parameters: in dicts, objects, closures, attributes
+of tensors, numpy arrays. Discovery and `Snapshot` use the same walk, so that discovery sees every tensor that a snapshot restores.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import gc
+import socket
+import sys
+import threading
+import types
+import weakref
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    SimpleNamespace,
+)
+from typing import Any, final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
+_APART = frozenset({"compilation", "config", "configs", "distributed"})
+"""Packages, and parts of an engine's package, whose objects the walk leaves alone. Compiled code refers to memory of its
+graphs, and many parts of an engine share a configuration. The walk does enter containers, modules and tensors there."""
+_RUNNERS = (
+    *("vllm.v1.worker", "vllm.v1.core", "vllm.v1.engine", "vllm.v1.executor", "vllm.entrypoints"),
+    *("sglang.srt.managers", "sglang.srt.mem_cache", "sglang.srt.model_executor"),
+    "sglang.srt.entrypoints",
+)
+"""Packages of the parts of an engine that run its model. A callable of a model may refer to one of their objects, from
+which the walk would reach caches and requests."""
+_OPENED = (UserDict, UserList, ChainMap, SimpleNamespace, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)  # fmt: skip
+"""Classes of the standard library that are plain containers of values."""
+_SHARED = (
+    *((dist.ProcessGroup,) if dist.is_available() else ()),
+    *(threading.Thread, type(threading.Lock()), type(threading.RLock()), socket.socket),
+)
+"""The walk leaves an object that holds one of these (a communicator) alone, because others share its state."""
+_MADE_IN_PYTHON = 1 << 9
+"""`Py_TPFLAGS_HEAPTYPE`: only slots of classes that were made in Python are state that Python code may set."""
+_UNSET = object()
+Number = bool | int | float | complex
+
+
+class Form(enum.Enum):
+    """How the walk looks into an object."""
+
+    MODULE = enum.auto()
+    TENSOR = enum.auto()
+    ARRAY = enum.auto()
+    DICT = enum.auto()
+    SEQUENCE = enum.auto()
+    SET = enum.auto()
+    OBJECT = enum.auto()
+    FUNCTION = enum.auto()
+    METHOD = enum.auto()
+    PARTIAL = enum.auto()
+    CELL = enum.auto()
+    REFERENCE = enum.auto()
+    CALL_CACHE = enum.auto()
+    CLASS = enum.auto()
+
+
+class Join(enum.Enum):
+    """How an object holds another."""
+
+    ATTRIBUTE = enum.auto()
+    SLOT = enum.auto()
+    ITEM = enum.auto()
+    MEMBER = enum.auto()
+    CONTENTS = enum.auto()
+    CALL = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Description of how the walk enters objects of one class."""
+
+    form: Form
+    has_dict: bool = False
+    members: tuple[MemberDescriptorType, ...] = ()
+
+
+_NUMBER, _SHARED_STATE = object(), object()
+_SHAPES: dict[type, Any] = {}
+"""Class -> `Shape`, one of the two markers above, or None for classes that the walk skips."""
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Node:
+    """An object that the walk has reached.
+
+    Attributes:
+        holder: the object through which the walk reached it first; None for modules of the model and for globals.
+        join, key: how `holder` holds it.
+        is_global: whether it belongs to a class or to a Python module, and so perhaps to other models as well.
+    """
+
+    item: Any
+    shape: Shape
+    holder: Node | None
+    join: Join = Join.ATTRIBUTE
+    key: Any = ""
+    is_global: bool = False
+    _path: str | None = None
+
+    @property
+    def path(self) -> str:
+        """Return where the object is, as Python code would reach it."""
+        if self._path is None:
+            self._path = joined(self.holder.path if self.holder else "", self.join, self.key)
+        return self._path
+
+    def put(self, value: object) -> bool:
+        """Have the holder hold another object in place of this one; return whether that is possible."""
+        holder = self.holder
+        if holder is None or not _put(holder, self.join, self.key, self.item, value):
+            return False
+        self.item = value
+        return True
+
+
+def joined(path: str, join: Join, key: Any) -> str:
+    """Return the path of a value that an object at `path` holds."""
+    match join:
+        case Join.ATTRIBUTE:
+            return f"{path}.{key}" if path else str(key)
+        case Join.SLOT:
+            return f"{path}.{key.__name__}"
+        case Join.ITEM:
+            return f"{path}[{_spelt(key)}]"
+        case Join.MEMBER:
+            return f"{path}{{{key}}}"
+        case _:
+            return path if join is Join.CONTENTS else f"{path}()"
+
+
+def _spelt(key: object) -> str:
+    if isinstance(key, str | int | float | bool | torch.dtype | torch.device) or key is None:
+        return repr(key)
+    if type(key) is tuple:
+        return ", ".join(map(_spelt, key))
+    return f"<{type(key).__name__}>"
+
+
+def _put(holder: Node, join: Join, key: Any, old: object, value: object) -> bool:
+    item = holder.item
+    match holder.shape.form:
+        case Form.DICT if join is Join.ITEM or not holder.shape.has_dict:
+            item[key] = value
+        case Form.SEQUENCE if isinstance(item, tuple):
+            members = [value if at == key else member for at, member in enumerate(item)]
+            made = _named_or_plain(type(item), members)
+            return holder.put(made)
+        case Form.SEQUENCE if join is Join.ITEM:
+            item[key] = value
+        case Form.SET if isinstance(item, set):
+            item.discard(old)
+            item.add(value)
+        case Form.CELL:
+            item.cell_contents = value
+        case Form.PARTIAL:
+            parts = {"func": item.func, "args": item.args, "keywords": item.keywords, key: value}
+            state = (parts["func"], parts["args"], parts["keywords"], vars(item))
+            item.__setstate__(state)
+        case Form.FUNCTION if key == "__defaults__":
+            item.__defaults__ = value
+        case Form.CLASS:
+            setattr(item, key, value)
+        case _ if join is Join.SLOT:
+            key.__set__(item, value)
+        case _ if join is Join.ATTRIBUTE and holder.shape.has_dict:
+            vars(item)[key] = value
+        case _:
+            return False
+    return True
+
+
+def _named_or_plain(kind: Any, members: list[object]) -> object:
+    """Make a tuple of the same class; a named tuple takes its members one by one."""
+    return kind(*members) if "_fields" in dir(kind) else kind(members)
+
+
+@final
+@dataclass(slots=True)
+class Reach:
+    """Result of one walk.
+
+    Attributes:
+        nodes: all objects that can hold values, once each; modules of the model first.
+        tensors: tensors and arrays among them: parameters of the model's modules first, then buffers, then other
+            attributes of these modules.
+        num_parameters, num_buffers, num_attributes: how many of these `tensors` begins with.
+        empty, empty_globals: containers that hold nothing, of the model alone, and of classes and Python modules.
+        globals: state of Python modules that functions of the model name: namespace, name, value.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    tensors: list[Node] = field(default_factory=list)
+    num_parameters: int = 0
+    num_buffers: int = 0
+    num_attributes: int = 0
+    empty: list[Any] = field(default_factory=list)
+    empty_globals: list[Any] = field(default_factory=list)
+    globals: list[tuple[dict[str, Any], str, object]] = field(default_factory=list)
+    _numbers: list[tuple[Node, Join, Any, Number]] = field(default_factory=list)
+
+    def numbers(self) -> dict[str, Number]:
+        """Return the numbers that the objects hold, by path."""
+        return {joined(n.path, join, key): value for n, join, key, value in self._numbers}
+
+
+@final
+class Signature:
+    """Identities of all objects that a model reached. It keeps containers alive, but no tensors."""
+
+    def __init__(self, found: Reach) -> None:
+        self._dicts: list[tuple[Mapping[Any, Any], list[int], list[int]]] = []
+        self._others: list[tuple[Any, Shape, list[int]]] = []
+        self._globals = [(names, name, id(value)) for names, name, value in found.globals]
+        with _uncollected():
+            for node in found.nodes:
+                self._note(node.item, node.shape)
+            for item in (*found.empty, *found.empty_globals):
+                self._note(item, _shape_of(item))
+
+    def _note(self, item: Any, shape: Shape) -> None:
+        if shape.has_dict:
+            self._add(vars(item))
+        if isinstance(item, dict):
+            self._add(item)
+        elif shape.members or shape.form in _COMPARED:
+            self._others.append((item, shape, _followed(_members(item, shape))))
+
+    def _add(self, held: Mapping[Any, Any]) -> None:
+        self._dicts.append((held, [*map(id, held.values())], _followed(held.values())))
+
+    def holds(self) -> bool:
+        """Return whether the model reaches the same objects. Numbers and texts may differ."""
+        try:
+            return self._holds()
+        except RuntimeError:  # another thread changed a container during the comparison
+            return False
+
+    def _holds(self) -> bool:
+        for held, every, followed in self._dicts:
+            if [*map(id, held.values())] != every and _followed(held.values()) != followed:
+                return False
+        return all(id(names.get(name)) == value for names, name, value in self._globals) and all(
+            _followed(_members(item, shape)) == kept for item, shape, kept in self._others
+        )
+
+
+def _followed(values: Iterable[object]) -> list[int]:
+    return [id(v) for v in values if _SHAPES.get(type(v), _UNSET) not in (None, _NUMBER)]
+
+
+def _members(item: Any, shape: Shape) -> Iterable[object]:
+    """Return the members of an object that is no dict, without its attributes."""
+    held: Iterable[object] = ()
+    match shape.form:
+        case Form.SEQUENCE | Form.SET:
+            held = item
+        case Form.CELL:
+            held = [value for _, value in contents_of(item)]
+        case Form.REFERENCE:
+            held = (item(),)
+        case Form.CALL_CACHE:
+            held = gc.get_referents(item)
+        case Form.FUNCTION:
+            held = item.__defaults__ or ()
+        case Form.PARTIAL:
+            held = (item.args, item.keywords)
+        case _:
+            pass
+    return (*held, *slots_of(item, shape).values()) if shape.members else held
+
+
+def reach(model: torch.nn.Module) -> Reach:
+    """Walk a model, breadth first, so that every object has a short path."""
+    with _uncollected():
+        return _reached(model)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Disable the garbage collector: thousands of new nodes, none of them garbage, would start a full collection."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _reached(model: torch.nn.Module) -> Reach:
+    found = Reach()
+    walk = _Walk(found)
+    modules = [walk.begin(module, path) for path, module in model.named_modules()]
+    for node in modules:
+        walk.of_module(node, "_parameters")
+    found.num_parameters = len(found.tensors)
+    for node in modules:
+        walk.of_module(node, "_buffers")
+    found.num_buffers = len(found.tensors) - found.num_parameters
+    for node in modules:
+        walk.enter(node)
+    found.num_attributes = len(found.tensors) - found.num_parameters - found.num_buffers
+    walk.enter_others(len(modules))
+    return found
+
+
+@final
+class _Walk:
+    def __init__(self, found: Reach) -> None:
+        self._found = found
+        # The nodes keep every object alive, so that no other object gets its number.
+        self._seen: set[int] = set()
+        self._classes: dict[type, None] = {}
+
+    def begin(self, module: torch.nn.Module, path: str) -> Node:
+        """Add a module of the model."""
+        node = Node(module, _shape_of(module), None, _path=path)
+        self._seen.add(id(module))
+        self._found.nodes.append(node)
+        self._classes[type(module)] = None
+        return node
+
+    def of_module(self, module: Node, which: str) -> None:
+        """Add a module's dict of parameters or buffers, and the tensors in it."""
+        held = vars(module.item)[which]
+        if id(held) in self._seen:
+            return
+        if not held:
+            self._found.empty.append(held)
+            return
+        node = Node(held, _shape_of(held), module, _path=module.path)
+        self._seen.add(id(held))
+        self._found.nodes.append(node)
+        for name, tensor in held.items():
+            if tensor is not None:
+                self._add(tensor, _shape_of(tensor), node, Join.ITEM, name, joined(module.path, Join.ATTRIBUTE, name))  # fmt: skip
+
+    def enter_others(self, begin: int) -> None:
+        """Enter every node from index `begin` on, including new ones, then classes and globals."""
+        nodes = self._found.nodes
+        at, num_classes = begin, 0
+        while True:
+            while at < len(nodes):
+                self.enter(nodes[at])
+                at += 1
+            classes = [*self._classes][num_classes:]
+            num_classes += len(classes)
+            for kind in classes:
+                self._enter_class(kind)
+            if at == len(nodes):
+                return
+
+    def _add(
+        self, item: object, shape: Shape, holder: Node, join: Join, key: object, path: str | None = None
+    ) -> None:  # fmt: skip
+        if id(item) in self._seen:
+            return
+        self._seen.add(id(item))
+        node = Node(item, shape, holder, join, key, holder.is_global, path)
+        self._found.nodes.append(node)
+        if shape.form is Form.TENSOR or shape.form is Form.ARRAY:
+            self._found.tensors.append(node)
+        elif shape.form is Form.MODULE:
+            self._classes[type(item)] = None
+
+    def enter(self, node: Node) -> None:
+        """Add the values of an object."""
+        shape, item = node.shape, node.item
+        if shape.has_dict and not self._attributes(node, vars(item)):
+            return
+        if shape.members:
+            slots = slots_of(item, shape)
+            self._values(node, Join.SLOT, slots.items())
+        match shape.form:
+            case Form.DICT:
+                self._values(node, Join.ITEM, item.items())
+            case Form.SEQUENCE:
+                self._values(node, Join.ITEM, enumerate(item))
+            case Form.SET:
+                self._values(node, Join.MEMBER, enumerate(item))
+            case Form.FUNCTION:
+                self._function(node, item)
+            case Form.METHOD:
+                self._values(node, Join.ATTRIBUTE, (("__self__", item.__self__), ("__func__", item.__func__)))  # fmt: skip
+            case Form.PARTIAL:
+                parts = (("func", item.func), ("args", item.args), ("keywords", item.keywords))
+                self._values(node, Join.ATTRIBUTE, parts)
+            case Form.CELL:
+                self._values(node, Join.CONTENTS, contents_of(item))
+            case Form.REFERENCE:
+                self._values(node, Join.CALL, (("", item()),))
+            case Form.CALL_CACHE:
+                self._values(node, Join.CALL, (("", value) for value in gc.get_referents(item)))
+            case _:
+                pass
+
+    def _attributes(self, node: Node, held: Mapping[str, Any]) -> bool:
+        """Add values of an object's dict, unless it holds state that others share; return whether it does not."""
+        if node.shape.form is Form.OBJECT:
+            shapes = _SHAPES
+            for value in held.values():
+                kind = type(value)
+                if (shapes[kind] if kind in shapes else _look_at(kind)) is _SHARED_STATE:
+                    self._found.nodes.remove(node)
+                    return False
+        self._values(node, Join.ATTRIBUTE, held.items())
+        return True
+
+    def _values(self, node: Node, join: Join, held: Iterable[tuple[Any, Any]]) -> None:
+        """Add values that a node holds: pairs of key and value."""
+        shapes, found, seen = _SHAPES, self._found, self._seen
+        for key, value in held:
+            kind = type(value)
+            shape = shapes[kind] if kind in shapes else _look_at(kind)
+            if shape is None or shape is _SHARED_STATE:
+                continue
+            if shape is _NUMBER:
+                found._numbers.append((node, join, key, value))
+                continue
+            if id(value) in seen:
+                continue
+            if kind in PLAIN and not value:
+                (found.empty_globals if node.is_global else found.empty).append(value)
+                continue
+            if shape.form is Form.FUNCTION and _is_foreign(value.__module__ or "torch"):
+                continue
+            if shape.form is Form.METHOD and id(value.__self__) in seen and id(value.__func__) in seen:  # fmt: skip
+                continue
+            self._add(value, shape, node, join, key)
+
+    def _function(self, node: Node, function: FunctionType) -> None:
+        if function.__closure__:
+            names = function.__code__.co_freevars
+            self._values(node, Join.ATTRIBUTE, zip(names, function.__closure__, strict=True))
+        parts = ("__defaults__", function.__defaults__), ("__kwdefaults__", function.__kwdefaults__)
+        self._values(node, Join.ATTRIBUTE, parts)
+        self._globals(_globals_of(function))
+
+    def _enter_class(self, kind: type) -> None:
+        """Add the state of a module's class, and globals that the class's functions name."""
+        for base in kind.__mro__:
+            if not _is_foreign(base.__module__):
+                self._class_state(base)
+                self._globals(_globals_of_class(base))
+
+    def _class_state(self, kind: type) -> None:
+        if id(kind) in self._seen:
+            return
+        self._seen.add(id(kind))
+        path = f"{kind.__module__}.{kind.__qualname__}"
+        node = Node(kind, Shape(Form.CLASS), None, is_global=True, _path=path)
+        held = [(n, v) for n, v in vars(kind).items() if not n.startswith("__") and _is_data(v)]
+        if held:
+            self._found.nodes.append(node)
+            self._values(node, Join.ATTRIBUTE, held)
+
+    def _globals(self, named: Iterable[tuple[dict[str, Any], str]]) -> None:
+        for names, name in named:
+            value = names.get(name)
+            if isinstance(value, type):
+                if not _is_foreign(value.__module__) and not issubclass(value, enum.Enum):
+                    self._class_state(value)
+            elif value is None or _is_data(value):
+                node = Node(names, Shape(Form.DICT), None, is_global=True, _path=str(names.get("__name__")))  # fmt: skip
+                self._found.globals.append((names, name, value))
+                self._values(node, Join.ATTRIBUTE, ((name, value),))
+
+
+_COMPARED = frozenset(
+    {Form.SEQUENCE, Form.SET, Form.CELL, Form.REFERENCE, Form.CALL_CACHE, Form.FUNCTION, Form.PARTIAL}
+)  # fmt: skip
+"""Forms for which `_members` returns values."""
+PLAIN = frozenset({dict, OrderedDict, list, set, deque})
+"""Containers without attributes. An `OrderedDict` could have some, but engines set none."""
+
+
+def contents_of(cell: CellType) -> Iterator[tuple[str, object]]:
+    """Yield an empty key and the value in a closure's cell; nothing for an empty cell."""
+    try:
+        yield "", cell.cell_contents
+    except ValueError:  # it is empty
+        return
+
+
+def slots_of(item: object, shape: Shape) -> dict[MemberDescriptorType, object]:
+    """Return values in `__slots__`, of classes that were made in Python."""
+    return {m: v for m in shape.members if (v := value_of(m, item)) is not _UNSET}
+
+
+def value_of(member: MemberDescriptorType, item: object) -> object:
+    """Return the value in a slot, `_UNSET` for an empty slot."""
+    try:
+        return member.__get__(item)
+    except AttributeError:
+        return _UNSET
+
+
+def _shape_of(item: object) -> Shape:
+    # `__class__` of a proxy would name another class.
+    kind = type(item)
+    found: Shape = _SHAPES[kind] if kind in _SHAPES else _look_at(kind)
+    return found
+
+
+_FORMS: tuple[tuple[type | tuple[type, ...], Form], ...] = (
+    (torch.nn.Module, Form.MODULE),
+    (torch.Tensor, Form.TENSOR),
+    (dict, Form.DICT),
+    ((list, tuple, deque), Form.SEQUENCE),
+    ((set, frozenset), Form.SET),
+    (np.ndarray, Form.ARRAY),
+    (FunctionType, Form.FUNCTION),
+    (MethodType, Form.METHOD),
+    (functools.partial, Form.PARTIAL),
+    (CellType, Form.CELL),
+    (weakref.ReferenceType, Form.REFERENCE),
+    (type(functools.lru_cache(len)), Form.CALL_CACHE),
+)
+_LINKS = "_lru_list_elem"
+
+
+def _look_at(kind: type) -> Any:
+    """Make and return the entry of `_SHAPES` for a class."""
+    _SHAPES[kind] = found = _looked_at(kind)
+    return found
+
+
+def _looked_at(kind: type) -> Any:
+    if issubclass(kind, _SHARED):
+        return _SHARED_STATE
+    if kind in (bool, int, float, complex) or issubclass(kind, np.generic):
+        return _NUMBER
+    form = next((form for of, form in _FORMS if issubclass(kind, of)), Form.OBJECT)
+    if kind.__name__ == _LINKS:
+        form = Form.CALL_CACHE
+    elif form is Form.OBJECT:
+        if not issubclass(kind, _OPENED) and (_is_foreign(kind.__module__) or _is_apart(kind)):
+            return None
+        if issubclass(kind, type | enum.Enum | types.ModuleType):
+            return None
+    elif issubclass(kind, torch.Size):
+        return None
+    members = (member for base in kind.__mro__ for member in vars(base).values())
+    return Shape(
+        form,
+        has_dict=kind.__dictoffset__ != 0 and kind not in PLAIN,
+        members=tuple(
+            m
+            for m in members
+            if isinstance(m, MemberDescriptorType) and m.__objclass__.__flags__ & _MADE_IN_PYTHON
+        ),
+    )
+
+
+@functools.cache
+def _is_foreign(module: str) -> bool:
+    return module.partition(".")[0] in _FOREIGN
+
+
+def _is_apart(kind: type) -> bool:
+    parts = kind.__module__.split(".")
+    return not _APART.isdisjoint(parts) or kind.__module__.startswith(_RUNNERS)
+
+
+def _is_data(value: object) -> bool:
+    """Return whether a value of a class or of a Python module is state rather than code."""
+    kind = type(value)
+    shape = _SHAPES[kind] if kind in _SHAPES else _look_at(kind)
+    if shape is _NUMBER:
+        return True
+    return isinstance(shape, Shape) and shape.form not in (Form.FUNCTION, Form.METHOD, Form.CLASS)
+
+
+_Named = tuple[tuple[dict[str, Any], str], ...]
+_OF_CODE: dict[CodeType, _Named] = {}
+_OF_CLASS: weakref.WeakKeyDictionary[type, _Named] = weakref.WeakKeyDictionary()
+
+
+def _globals_of(function: FunctionType) -> _Named:
+    """Return globals (state and classes) that a function may read, directly or through a function that it calls."""
+    if function.__code__ not in _OF_CODE:
+        _OF_CODE[function.__code__] = tuple(_named([function]))
+    return _OF_CODE[function.__code__]
+
+
+def _globals_of_class(kind: type) -> _Named:
+    if kind not in _OF_CLASS:
+        functions = [f for value in vars(kind).values() if (f := _function_in(value)) is not None]
+        _OF_CLASS[kind] = tuple(_named(functions))
+    return _OF_CLASS[kind]
+
+
+def _function_in(value: object) -> FunctionType | None:
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    return value if isinstance(value, FunctionType) and not _is_foreign(value.__module__ or "torch") else None  # fmt: skip
+
+
+def _named(functions: list[FunctionType]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield globals that functions name. Follow calls within a Python module, and one call into another module."""
+    waiting = [(function, True) for function in functions]
+    seen = {function.__code__ for function in functions}
+    names = set[tuple[int, str]]()
+    while waiting:
+        function, goes_on = waiting.pop()
+        space = function.__globals__
+        for name in _names_in(function.__code__):
+            value = space.get(name)
+            if (id(space), name) in names or name not in space or isinstance(value, types.ModuleType):  # fmt: skip
+                continue
+            names.add((id(space), name))
+            called = _function_in(value)
+            if called is None:
+                if not isinstance(value, str):
+                    yield space, name
+            elif called.__code__ not in seen and goes_on:
+                seen.add(called.__code__)
+                waiting.append((called, called.__globals__ is space))
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
