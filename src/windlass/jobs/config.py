@@ -63,6 +63,7 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
         num_nodes: that the ranks are spread over, the same number on each; granted together.
         python: interpreter; this one when empty.
         environment: added to every rank's.
+        allow_unused: what the ranks find in WINDLASS_ALLOW_UNUSED, as `allow_unused` of `connect_trainer`.
         step_deadline_s: of one optimiser step. publish_deadline_s: of one weight update.
         save_every: steps between checkpoints in `output_dir/checkpoints`; 0 for none.
         keep: newest checkpoints that stay when another one is saved; 0 for all.
@@ -80,6 +81,7 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size: int = 0
     python: str = ""
     environment: Mapping[str, str] = {}
+    allow_unused: tuple[str, ...] = ()
     step_deadline_s: float = 600.0
     publish_deadline_s: float = 600.0
     save_every: int = 0

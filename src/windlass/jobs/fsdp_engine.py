@@ -170,6 +170,7 @@ class FsdpEngine(TrainEngine):
         publish_to_fleet: whether to connect to the controller's fleet.
         transport: see `connect_trainer`.
         replica: see `connect_trainer`, and `TrainController.publish` for what a replica does.
+        allow_unused: see `connect_trainer`.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class FsdpEngine(TrainEngine):
         publish_to_fleet: bool = True,
         transport: str | TransportConfig = "auto",
         replica: ReplicaPlace = ReplicaPlace.OFF,
+        allow_unused: Sequence[str] = (),
     ) -> None:
         self._build, self._build_optimizer, self._loss = model, optimizer, loss
         if num_groups < 0:
@@ -211,6 +213,7 @@ class FsdpEngine(TrainEngine):
         self._backend, self._seed, self._max_grad_norm = backend, seed, max_grad_norm
         self._publish_to_fleet, self._transport = publish_to_fleet, transport
         self._replica = take_name("replica", replica, ReplicaPlace)
+        self._allow_unused = allow_unused
         self._model: torch.nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._client: TrainerClient | None = None
@@ -265,6 +268,7 @@ class FsdpEngine(TrainEngine):
                 token=context.token,
                 transport=self._transport,
                 replica=self._replica,
+                allow_unused=self._allow_unused,
                 connect_deadline_s=context.deadline_s,
             )
         index = mesh.get_local_rank("dp_shard")

@@ -65,6 +65,7 @@ from windlass.rollout.handles import GroupHandle, RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.transports.registry import parse_transport
+from windlass.updates.connect_messages import ALLOW_UNUSED_VARIABLE
 from windlass.updates.report import RoundOutcome
 from windlass.wording import counted, shortest_path
 
@@ -238,7 +239,10 @@ class _Job:
             token=self._token,
             name=RANKS,
             coordinator=self.controller.coordinator,
-            environment=trainer.environment,
+            environment={
+                ALLOW_UNUSED_VARIABLE: " ".join(trainer.allow_unused),
+                **trainer.environment,
+            },
             num_cpus=trainer.num_cpus,
             num_gpus=trainer.num_gpus,
             num_nodes=trainer.num_nodes,

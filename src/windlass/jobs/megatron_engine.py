@@ -78,6 +78,7 @@ class MegatronEngine(TrainEngine):
         publish_to_fleet: whether to connect to the controller's fleet.
         transport: see `connect_megatron_trainer`.
         replica: see `connect_megatron_trainer`.
+        allow_unused: see `connect_trainer`.
         use_main_params: see `connect_megatron_trainer`.
         ignore: see `connect_megatron_trainer`.
 
@@ -106,6 +107,7 @@ class MegatronEngine(TrainEngine):
         publish_to_fleet: bool = True,
         transport: str | TransportConfig = "auto",
         replica: ReplicaPlace = ReplicaPlace.OFF,
+        allow_unused: Sequence[str] = (),
         use_main_params: bool = False,
         ignore: Sequence[str] = (),
     ) -> None:
@@ -126,6 +128,7 @@ class MegatronEngine(TrainEngine):
         self._seed, self._backend, self._device = seed, backend, torch.device(device)
         self._publish_to_fleet, self._transport = publish_to_fleet, transport
         self._replica = take_name("replica", replica, ReplicaPlace)
+        self._allow_unused = allow_unused
         self._use_main_params, self._ignore = use_main_params, tuple(ignore)
         self._chunks: list[DistributedDataParallel] = []
         self._optimizer: MegatronOptimizer | None = None
@@ -172,6 +175,7 @@ class MegatronEngine(TrainEngine):
                 use_main_params=self._use_main_params,
                 ignore=self._ignore,
                 replica=self._replica,
+                allow_unused=self._allow_unused,
                 connect_deadline_s=context.deadline_s,
             )
         return (

@@ -49,7 +49,6 @@ class PlanPolicy:
             this long is written run by run without packing.
         min_split_bytes: an op smaller than this is never split over several sources.
         staging_alignment: bytes; every payload in staging memory starts at a multiple.
-        forbid_unused: refuse tensors that sources hold and no destination wants.
 
     Raises:
         ConfigError: a size is < 1.
@@ -58,7 +57,6 @@ class PlanPolicy:
     direct_min_run_bytes: int = 16 * 1024
     min_split_bytes: int = 256 * 1024
     staging_alignment: int = 256
-    forbid_unused: bool = False
 
     def __post_init__(self) -> None:
         sizes = ("direct_min_run_bytes", "min_split_bytes", "staging_alignment")
@@ -108,8 +106,6 @@ def route(
     dst = gather_rows(destinations, names)
     refuse_overlaps(dst, names, destinations)
     dst = widen_scales(dst, names)
-    if policy.forbid_unused:
-        _refuse_unused(src, dst, names)
     pieces, holders, boxes = _pieces(src, dst, names, destinations)
     candidates = Candidates.expand(pieces, boxes, dst)
     group_of_atom, groups = group_by_holders(src.rank[holders.rows], holders.start)
@@ -130,15 +126,6 @@ def route(
         routed=routed,
         direct_min_run_nbytes=policy.direct_min_run_bytes,
     )
-
-
-def _refuse_unused(src: RowTable, dst: RowTable, names: TensorNames) -> None:
-    unused = sorted(names.names[int(index)] for index in np.setdiff1d(src.tensor, dst.tensor))
-    if unused:
-        raise ManifestError(
-            f"tensor {unused[0]!r} is held by a source and wanted by no destination "
-            f"({len(unused)} such tensor(s), PlanPolicy.forbid_unused is set)"
-        )
 
 
 def _pieces(

@@ -193,10 +193,11 @@ def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> N
     }
     shapes = dict(zip(names.names, names.shapes, strict=True))
     there = {name: shape for name, shape in shapes.items() if name not in needed}
+    matched = shapes.keys() - there.keys() - missing
     others = f" and {len(workers) - 1} more" if len(workers) > 1 else ""
     raise IncompleteCoverage(
         f"{said(missing)} of {workers[0]}{others} {'has' if len(missing) == 1 else 'have'} no source at all"
-        f"{renaming({name: shapes[name] for name in missing}, there)}"
+        f"{renaming({name: shapes[name] for name in missing}, there, matched)}"
     )
 
 

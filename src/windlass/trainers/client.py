@@ -101,6 +101,7 @@ class TrainerWeights:
         make_whole: see `TrainerClient.make_whole`; None where weights are whole after every optimizer step.
         step_stream: the stream of the weights' GPU that the calling thread queues its steps in, for
             the copy of `begin_publish` to wait for; None to wait for all of the GPU's work.
+        allow_unused: see `connect_trainer`.
     """
 
     manifest: ShardManifest
@@ -108,6 +109,7 @@ class TrainerWeights:
     changed: Callable[[], str] = str
     make_whole: Callable[[], None] | None = None
     step_stream: Callable[[], int] | None = None
+    allow_unused: tuple[str, ...] = ()
 
 
 @final
@@ -181,6 +183,7 @@ class TrainerClient(Closing):
                 manifest=manifest.encode(),
                 offers=transport.offers(),
                 job=job,
+                allow_unused=weights.allow_unused,
             )
             handler = agent if intercept is None else intercept(agent)
             self._channel = TrainerChannel(controller, token, lambda: hello, handler)

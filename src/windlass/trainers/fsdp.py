@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,13 +13,19 @@ import torch.distributed as dist
 from windlass.config import ReplicaPlace
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
-from windlass.layout.manifest import Role
+from windlass.layout.manifest import Role, ShardManifest
 from windlass.layout.naming.stacked import StackedRule
 from windlass.memory.cuda.driver import gpu_of
 from windlass.trainers.client import TrainerClient, TrainerWeights
-from windlass.transfer.dtensor import LiveTensors, NameMap, describe_module, own_tensors
+from windlass.transfer.dtensor import (
+    LiveTensors,
+    NameMap,
+    describe_module,
+    local_tensor,
+    own_tensors,
+)
 from windlass.transports.registry import TransportConfig, create_transport, parse_transport
-from windlass.updates.connect_messages import JOB_VARIABLE
+from windlass.updates.connect_messages import ALLOW_UNUSED_VARIABLE, JOB_VARIABLE
 
 
 def connect_described(
@@ -29,13 +36,15 @@ def connect_described(
     *,
     arena_nbytes: int,
     replica: ReplicaPlace,
+    allow_unused: Sequence[str],
     connect_deadline_s: float,
 ) -> TrainerClient:
     """Connect this rank with what was described; arguments and errors are `connect_trainer`'s."""
+    allowed = (*weights.allow_unused, *patterns_from(allow_unused), *_launched_patterns())
     config = parse_transport(transport)
     memory_at = next((memory.address for memory in weights.parameters() if memory.nbytes), 0)
     return TrainerClient(
-        replace(weights, step_stream=step_stream(memory_at)),
+        replace(weights, step_stream=step_stream(memory_at), allow_unused=allowed),
         transport=create_transport(config, towards=controller, memory_at=memory_at),
         controller=controller,
         token=token,
@@ -45,6 +54,27 @@ def connect_described(
         replica=replica,
         connect_deadline_s=connect_deadline_s,
     )
+
+
+def patterns_from(allow_unused: Sequence[str]) -> tuple[str, ...]:
+    """Return the checked patterns of `allow_unused`.
+
+    Raises:
+        ConfigError: a single string, or something that is no string.
+    """
+    if isinstance(allow_unused, str) or not all(
+        isinstance(p, str) and p for p in list[object](allow_unused)
+    ):
+        raise ConfigError(
+            f"allow_unused: must be a sequence of patterns, got {allow_unused!r}; pass "
+            "`allow_unused=('value_head.*',)`"
+        )
+    return tuple(allow_unused)
+
+
+def _launched_patterns() -> tuple[str, ...]:
+    """Return the patterns of `trainer.allow_unused` in the file of `windlass launch`."""
+    return tuple(environment_value(ALLOW_UNUSED_VARIABLE).split())
 
 
 def _is_distributed() -> bool:
@@ -94,11 +124,34 @@ def describe_trainer(
     """
     worker = f"{group}/{dist.get_rank() if _is_distributed() else 0}"
     tensors = LiveTensors((module,), lambda: own_tensors(module, name_map))
+    manifest = describe_module(module, worker, Role.TRAINER, name_map=name_map, stacked=stacked)
     return TrainerWeights(
-        manifest=describe_module(module, worker, Role.TRAINER, name_map=name_map, stacked=stacked),
+        manifest=manifest,
         parameters=tensors.locate,
         changed=tensors.changed,
+        allow_unused=_harmless(module, manifest, name_map),
     )
+
+
+def _harmless(
+    module: torch.nn.Module, manifest: ShardManifest, name_map: NameMap | None
+) -> tuple[str, ...]:
+    """Return patterns of the tensors that engines need not take: buffers, and second names of one memory."""
+    buffers = {id(buffer) for buffer in module.buffers()}
+    memory: dict[tuple[object, ...], str] = {}
+    spared: set[str] = set()
+    for held in own_tensors(module, name_map):
+        local = local_tensor(held.tensor)
+        at = (local.data_ptr(), local.dtype, local.shape, local.stride(), held.tensor.shape)
+        if id(held.tensor) in buffers:
+            spared.add(held.name)
+        elif local.numel() and memory.setdefault(at, held.name) != held.name:
+            spared |= {held.name, memory[at]}
+    if not spared:
+        return ()
+    rows = zip(manifest.table.tensor.tolist(), manifest.table.parameter.tolist(), strict=True)
+    names = {manifest.tensors[t].name for t, p in rows if manifest.parameters[p].name in spared}
+    return tuple(map(glob.escape, sorted(names)))
 
 
 def connect_trainer(
@@ -112,6 +165,7 @@ def connect_trainer(
     stacked: Sequence[StackedRule] | None = None,
     group: str = "trainer",
     replica: ReplicaPlace = ReplicaPlace.OFF,
+    allow_unused: Sequence[str] = (),
     connect_deadline_s: float = 60.0,
 ) -> TrainerClient:
     """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
@@ -136,6 +190,9 @@ def connect_trainer(
             not wait for the fleet, and parameters are never registered. HOST: in host memory, pinned
             where weights are on a GPU (`cuda_ipc`). DEVICE: on the weights' GPU. AUTO: the one of the
             weights' kind. OFF: none. A place or its name.
+        allow_unused: patterns (`fnmatch`) of tensors that engines need not take: a value head, the vision tower of a
+            model whose text part is served. Any other tensor that no engine takes is refused before anything is
+            sent. Buffers, rotary tables and layers that predict further tokens (MTP) need no pattern.
         connect_deadline_s: how long to wait for the controller.
 
     Raises:
@@ -152,5 +209,6 @@ def connect_trainer(
         token,
         arena_nbytes=arena_nbytes,
         replica=replica,
+        allow_unused=allow_unused,
         connect_deadline_s=connect_deadline_s,
     )

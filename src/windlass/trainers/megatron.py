@@ -54,6 +54,7 @@ def connect_megatron_trainer(
     ignore: Sequence[str] = (),
     group: str = "trainer",
     replica: ReplicaPlace = ReplicaPlace.OFF,
+    allow_unused: Sequence[str] = (),
     connect_deadline_s: float = 60.0,
 ) -> TrainerClient:
     """Connect this rank of a Megatron-core trainer.
@@ -73,6 +74,7 @@ def connect_megatron_trainer(
         ignore: prefixes of parameters that no engine needs (`mtp.`).
         group: name of the trainer job.
         replica: see `connect_trainer`.
+        allow_unused: see `connect_trainer`.
         connect_deadline_s: how long to wait for the controller.
 
     Raises:
@@ -95,6 +97,7 @@ def connect_megatron_trainer(
         token,
         arena_nbytes=arena_nbytes,
         replica=replica,
+        allow_unused=allow_unused,
         connect_deadline_s=connect_deadline_s,
     )
 

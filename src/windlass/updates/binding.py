@@ -23,6 +23,7 @@ from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.planning.relay import RelayGroup, children_of, find_replicas, stripes_of
 from windlass.planning.replicated import Replicated, find_replicated
+from windlass.planning.unused import find_unused, refuse_unused
 from windlass.transfer.bindings import Carried, DestinationBinding, GroupOffer
 from windlass.transports.base import TransportOffer
 from windlass.transports.choice import LinkChoice, choose_transport, unreachable_reason
@@ -86,6 +87,7 @@ class Binding:
         replicated: what several of the trainers hold; None where engines are the source.
         bound_in: trainer -> epoch of the command that it was bound by last.
         ended: links that trainers still have and that are no part of it any more.
+        unused: trainer tensors that no engine has taken since these trainers are connected.
         costs: rank -> what it cost, of those that were asked when it was made.
     """
 
@@ -98,6 +100,7 @@ class Binding:
     replicated: Replicated | None = None
     bound_in: Mapping[str, int] = field(default_factory=dict)
     ended: frozenset[Link] = frozenset()
+    unused: frozenset[str] = frozenset()
     costs: Mapping[str, BindCost] = field(default_factory=dict)
 
     @property
@@ -184,6 +187,7 @@ class Binding:
             transports={**self.transports, **new.transports},
             bound_in={**self.bound_in, **new.bound_in},
             ended=frozenset(),
+            unused=new.unused,
             costs=new.costs,
         )
 
@@ -337,6 +341,7 @@ class FleetBinder:
         config: mode, backend, and the deadline for every rank to bind.
         round_id: of the commands.
         held: what the fleet has bound before.
+        unused: tensors of these trainers that no engine has taken so far; None where no engine was bound yet.
     """
 
     def __init__(
@@ -349,7 +354,9 @@ class FleetBinder:
         config: ControlConfig,
         round_id: RoundId,
         held: Binding | None = None,
+        unused: frozenset[str] | None = None,
     ) -> None:
+        self._all, self._of_trainers, self._unused = tuple(engines), trainers, unused
         kept, backend = None, config.backend
         if held is not None and not find_relay_groups(trainers, engines, backend):
             kept = held.part_for(trainers, engines) if backend.traits.one_sided else None
@@ -414,11 +421,12 @@ class FleetBinder:
             What is bound now, and the commands of engines and of trainers, these without addresses.
         """
         if self._kept is not None and not self._engines:
-            binding = Binding(signature=self._signature, engines={})
+            binding = Binding(signature=self._signature, engines={}, unused=self._kept.unused)
             return binding, {}, self._change_trainers(self._kept, (), {})
         destinations = [m for manifests in self._manifests.values() for m in manifests]
         planned = [m for m in destinations if m.worker not in self._copies]
         plan = self._plan(planned)
+        unused = self._find_unused()
         links = {
             (plan.sources[link.src], plan.destinations[link.dst]): int(
                 plan.ops.nbytes[link.start : link.stop].sum()
@@ -446,6 +454,7 @@ class FleetBinder:
             transports=self._transports.choices,
             relay=below,
             replicated=None if self._kept else self._find_replicated(),
+            unused=unused,
         )
         to_engines = {
             w: ConnectEngine(part.encode(), digest, self._mode, self._backend, w in self._group_of)
@@ -466,6 +475,20 @@ class FleetBinder:
             for w in self._trainers
         }
         return binding, to_engines, to_trainers
+
+    def _find_unused(self) -> frozenset[str]:
+        """Return the trainer tensors that no engine takes; raise ManifestError if one of them must not stay unused.
+
+        A tensor that an engine took before counts as used: the death of that engine must not stop the others.
+        """
+        if self._of_trainers.role is not Role.TRAINER:
+            return frozenset()
+        manifests = self._of_trainers.manifests
+        unused = find_unused(manifests, (m for engine in self._all for m in engine.manifests))
+        if self._unused is not None:
+            unused &= self._unused
+        refuse_unused(unused, self._of_trainers.allow_unused, manifests)
+        return unused
 
     def _find_replicated(self) -> Replicated | None:
         """Engines verify what they serve: they may hold copies of a tensor that they use differently."""

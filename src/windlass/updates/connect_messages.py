@@ -18,6 +18,7 @@ from windlass.transfer.bindings import DestinationBinding, GroupOffer, RelayAddr
 from windlass.transports.base import TransportOffer
 
 JOB_VARIABLE = "WINDLASS_JOB"
+ALLOW_UNUSED_VARIABLE = "WINDLASS_ALLOW_UNUSED"
 
 # --- joining -----------------------------------------------------------------------------
 
@@ -63,6 +64,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
             (`PauseMode.IN_PLACE`). If rank 0 does not, whoever hosts the controller does, by the engine's own routes.
         not_resumed: see `Done`.
         registered: by an engine rank.
+        allow_unused: of a trainer rank: patterns of tensors that engines need not take.
     """
 
     protocol_version: int
@@ -86,6 +88,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     lineage: str = ""
     job: str = ""
     registered: Registered = Registered()
+    allow_unused: tuple[str, ...] = ()
 
 
 def group_and_rank(worker: str) -> tuple[str, int]:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, final
 
 from windlass.config import ControlConfig
 from windlass.errors import ConfigError, PeerUnreachable, PlanError, WindlassError
+from windlass.layout.manifest import Role
+from windlass.layout.naming.patterns import said
 from windlass.transfer.bindings import Carried
 from windlass.updates.binding import Binding, EnginesUnbound, FleetBinder, Planner, signature_of
-from windlass.updates.fleet import Group
+from windlass.updates.fleet import Group, Identity
 from windlass.updates.links import Link
 from windlass.updates.report import BindCost
 from windlass.wording import counted
@@ -40,6 +42,7 @@ class Connector:
         self.binds: tuple[str, ...] = ()
         self._costs: dict[str, BindCost] = {}
         self._carried: dict[Link, Carried] = {}
+        self._unused: tuple[frozenset[Identity], frozenset[str] | None] = frozenset(), None
 
     async def until_enough(self) -> Binding:
         """Wait until `min_engines` are there, and have them bound.
@@ -131,6 +134,7 @@ class Connector:
         planner: Planner,
         held: Binding | None = None,
     ) -> Binding:
+        known, unused = self._unused
         round_id = self._run.new_epoch()
         self._run.has_bound, self._members.unbindable = True, ""
         self._fleet.bound_since(round_id.epoch)
@@ -142,14 +146,20 @@ class Connector:
             config=self._config,
             round_id=round_id,
             held=held,
+            unused=unused if known == sources.identities else None,
         )
         self.binds = tuple(engine.name for engine in engines)
         self._changes.notify()
         try:
-            return await binder.bind()
+            binding = await binder.bind()
         finally:
             self.binds = ()
             self._changes.notify()
+        if sources.role is Role.TRAINER:
+            if binding.unused and (known, unused) != (sources.identities, binding.unused):
+                _log.warning("no engine takes %s of the trainers", said(binding.unused))
+            self._unused = sources.identities, binding.unused
+        return binding
 
     async def _part_with(self, unbound: EnginesUnbound) -> None:
         """Who was late takes part again once it answers, but not for ever; who said no is refused."""

@@ -19,6 +19,7 @@ import msgspec
 
 from windlass.config import ControlConfig
 from windlass.errors import PeerTimeout, ProtocolError, RoundAborted
+from windlass.layout.naming.patterns import patterns_of
 from windlass.net.logs import log_fields
 from windlass.net.messages import Reply
 from windlass.planning.planner import plan_transfer
@@ -314,7 +315,8 @@ class Coordinator:
         report = await self.run_round(version, self.run.lineage, binding)
         if report.outcome is RoundOutcome.PUBLISHED:
             self.members.published_by = binding.identities_of(binding.trainers)
-        return msgspec.structs.replace(report, bound=costs)
+        unused = {pattern: len(of) for pattern, of in patterns_of(sorted(binding.unused)).items()}
+        return msgspec.structs.replace(report, bound=costs, unused=unused)
 
     # --- a round -----------------------------------------------------------------------------
 

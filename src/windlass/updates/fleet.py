@@ -144,6 +144,11 @@ class Group:
         return tuple(self.agents[rank].manifest for rank in sorted(self.agents))
 
     @property
+    def allow_unused(self) -> frozenset[str]:
+        """Patterns of tensors that engines need not take, of all ranks of a trainer job."""
+        return frozenset(p for agent in self.agents.values() for p in agent.hello.allow_unused)
+
+    @property
     def url(self) -> str:
         """Address of the engine; empty for trainers."""
         return self.agents[0].hello.url if 0 in self.agents else ""

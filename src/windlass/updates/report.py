@@ -149,6 +149,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
         bound: rank -> what it cost to connect it, of those that were bound since the last update: all of
             them in the first one, nobody where the fleet has not changed. Trainers are told of the 64 that
             took longest, the controller's own process of all.
+        unused: pattern of names -> number of trainer tensors that no engine takes.
     """
 
     version: int
@@ -163,6 +164,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
     transports: dict[str, int] = {}
     wire: dict[str, TransportWire] = {}
     bound: dict[str, BindCost] = {}
+    unused: dict[str, int] = {}
 
     def measure(self, measure: Measure) -> float:
         """A figure of the round; 0 where it was not measured."""

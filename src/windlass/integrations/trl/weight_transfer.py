@@ -26,7 +26,7 @@ from windlass.errors import ConfigError
 from windlass.integrations.tensor_module import TensorModule
 from windlass.integrations.vllm import SentWeights, WeightSync
 from windlass.integrations.vllm.servers import server_urls
-from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
+from windlass.layout.naming.stacked import StackedRule
 
 __all__ = ["WeightTransfer"]
 
@@ -49,7 +49,8 @@ class WeightTransfer:
         servers: URLs of the servers, in one order on every rank.
         config: see `WeightSync`, as for all that follow.
         transport: name of the transport, or its configuration in JSON.
-        stacked: how stacked tensors of the model are named in a checkpoint.
+        stacked: see `connect_trainer`.
+        allow_unused: see `connect_trainer`.
         pause: one of `PAUSE_MODES`, or None.
         api_key: what the servers were started to ask for; empty for nothing.
         deadline_s: for all servers to join, and then for every version.
@@ -64,7 +65,8 @@ class WeightTransfer:
         *,
         config: ControlConfig | None = None,
         transport: str = "auto",
-        stacked: Sequence[StackedRule] = TRANSFORMERS_EXPERTS,
+        stacked: Sequence[StackedRule] | None = None,
+        allow_unused: Sequence[str] = (),
         pause: str | None = "keep",
         api_key: str = "",
         deadline_s: float = 600.0,
@@ -76,6 +78,7 @@ class WeightTransfer:
             config=config,
             transport=transport,
             stacked=stacked,
+            allow_unused=allow_unused,
             pause=pause,
             api_key=api_key,
             deadline_s=deadline_s,

@@ -18,7 +18,7 @@ from windlass.controller import Controller
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 from windlass.integrations.hosted import HostAddress, HostedController, TrainerRanks
 from windlass.integrations.vllm.servers import PAUSE_MODES, VllmServers
-from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
+from windlass.layout.naming.stacked import StackedRule
 from windlass.net.access import Access
 from windlass.net.addresses import check_url
 from windlass.updates.report import UpdateReport
@@ -76,6 +76,7 @@ class WeightSync:
         transport: name of the transport, or its configuration in JSON.
         name_map: see `connect_trainer`.
         stacked: see `connect_trainer`.
+        allow_unused: see `connect_trainer`.
         pause: one of `PAUSE_MODES`: what becomes of running requests. With `keep` they stop between two steps and go
             on where they are; for the others `/pause` is asked before a version, and `/resume` follows. None where
             the caller has it pause and resume, which is as `keep` if nobody does.
@@ -98,7 +99,8 @@ class WeightSync:
         config: ControlConfig | None = None,
         transport: str = "auto",
         name_map: Callable[[str], str | None] | None = None,
-        stacked: Sequence[StackedRule] = TRANSFORMERS_EXPERTS,
+        stacked: Sequence[StackedRule] | None = None,
+        allow_unused: Sequence[str] = (),
         pause: str | None = "keep",
         api_key: str = "",
         deadline_s: float = 600.0,
@@ -130,6 +132,7 @@ class WeightSync:
                     transport=transport,
                     name_map=name_map,
                     stacked=stacked,
+                    allow_unused=allow_unused,
                     connect_deadline_s=deadline_s,
                 )
                 undo.callback(self._trainer.close)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A part of a dotted name."""
 _MOST = 6
-_LEAST_ALIKE = 0.5
 
 _Shape = tuple[int, ...]
 
@@ -33,60 +32,177 @@ def said(names: Iterable[str]) -> str:
     return ", ".join(words[:_MOST]) + (f" and {rest} more" if rest else "")
 
 
-def renaming(missing: Mapping[str, _Shape], there: Mapping[str, _Shape]) -> str:
-    """Say what the other side has in place of missing tensors, and which `name_map` would join them.
+def renaming(
+    missing: Mapping[str, _Shape], there: Mapping[str, _Shape], matched: Collection[str] = ()
+) -> str:
+    """Return the end of a message about missing tensors: the remedy, or a `name_map` that joins the two sides.
+
+    A `name_map` is proposed only if one change of a prefix, or of the last part, gives every missing tensor a
+    source of its own and no other change does. Names that are merely alike are listed and never paired.
 
     Args:
-        missing: names that one side needs, with their shapes.
-        there: what the other side has and nobody needs.
+        missing: names and shapes of tensors that an engine needs and no trainer has.
+        there: names and shapes of trainer tensors that the engine does not need.
+        matched: names that both have.
 
     Returns:
-        Words for the end of a message; empty where nothing is alike.
+        Empty if `there` is empty.
     """
-    wanted, held = patterns_of(sorted(missing)), patterns_of(sorted(there))
-    steps: dict[tuple[str, str], None] = {}
-    words: list[str] = []
-    for pattern, names in wanted.items():
-        shapes = {missing[name] for name in names}
-        alike = [one for one, of in held.items() if shapes & {there[name] for name in of}]
-        nearest = difflib.get_close_matches(pattern, alike, 1, _LEAST_ALIKE)
-        if not nearest:
-            continue
-        of = held[nearest[0]]
-        words.append(
-            f"{nearest[0]!r} for {pattern!r}" if len(of) > 1 else f"{of[0]!r} for {names[0]!r}"
-        )
-        step = _step(nearest[0], pattern)
-        if {one.replace(*step) for one in of} >= set(names):
-            steps[step] = None
-    if not words:
+    if not there:
         return ""
-    said_of = f"; the other side has {', '.join(words[:_MOST])}"
-    calls = "".join(f".replace({old!r}, {new!r})" for old, new in steps)
-    line = f": pass `name_map=lambda name: name{calls}`" if steps else ""
-    return said_of + line
+    held = f"; the other side has {said(there)} instead"
+    for mark, remedy in _WRAPPERS:
+        if any(mark.search(name) for name in there):
+            return f"{held}: {remedy}"
+    changes = {
+        tuple(sorted(change.pairs.items())): change
+        for change in sorted(_changes(missing, there), key=lambda change: -len(change.line))
+        if change.fits(there, matched)
+    }
+    if len(changes) == 1:
+        (change,) = changes.values()
+        return f"{held}: pass `name_map={change.line}`"
+    return f"{held}: pass a `name_map` from these names to those that are missing"
 
 
-def _step(old: str, new: str) -> tuple[str, str]:
-    """What to replace by what, in whole parts of names and with a dot on each side that has one."""
-    ours, theirs = old.split("."), new.split(".")
-    begin = _num_common(ours, theirs)
-    end = _num_common(ours[begin:][::-1], theirs[begin:][::-1])
-    # A part that both have stands on each side: what is replaced must be found, and nowhere else.
-    low = max(begin - 1, 0)
-    if begin and "*" in ours[low:begin]:
-        low = begin
-    high = end - 1 if end and ours[-end] != "*" else end
+_WRAPPERS = tuple(
+    (re.compile(mark), remedy)
+    for mark, remedy in (
+        (
+            r"(^|\.)(_fsdp_wrapped_module\.|_flat_param$)",
+            (
+                "they are sharded by FSDP1, which hides the parameters: shard with FSDP2 (`fully_shard`), or publish "
+                "inside `FSDP.summon_full_params` with a `name_map` that takes `_fsdp_wrapped_module.` out"
+            ),
+        ),
+        (
+            (
+                r"(^|\.)(lora_|base_layer(\.|$)|modules_to_save(\.|$)|original_module(\.|$)|base_model\.model\.|"
+                r"prompt_encoder\.|prompt_embeddings|ia3_l|hada_|lokr_|oft_|vera_lambda|boft_|trainable_tokens)"
+            ),
+            (
+                "they are those of a PEFT model: its base lacks what its adapters add. Merge the adapters first "
+                "(`merge_and_unload()`, or `merge_adapter()` while an update runs, with a `name_map`), or serve "
+                "the adapter (`name_map=adapter_names()`); prompt tuning cannot be served as weights"
+            ),
+        ),
+        (
+            r"(^|\.)parametrizations\.|\.weight_[gv]$|(^|\.)\w+_orig$|(^|\.)original[01]?$",
+            (
+                "they are the parts of parametrised weights (weight norm, spectral norm, pruning), and no engine "
+                "computes these: publish a copy of the model without them "
+                "(`torch.nn.utils.parametrize.remove_parametrizations`)"
+            ),
+        ),
+        (
+            r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|weight_format)$|\.quant_state\.",
+            (
+                "they are quantised by bitsandbytes, whose codes are no weights: train the model unquantised, or "
+                "publish dequantised weights"
+            ),
+        ),
+        (
+            r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)\.",
+            (
+                "torch.compile or activation checkpointing wraps them: pass the bare module, or take "
+                "`_orig_mod.` and `_checkpoint_wrapped_module.` out of the names by a `name_map`"
+            ),
+        ),
+    )
+)
+"""Marks of wrappers in names, and what to do about each."""
+_FEWEST_PARTS = 3
+"""Parts of a name, numbers aside, that tell which tensor it is although its prefix differs."""
 
-    def middle(parts: list[str]) -> str:
-        return ".".join(parts[low : len(parts) - high])
 
-    left = "." if low else ""
-    right = "." if high else ""
-    return left + middle(ours) + right, left + middle(theirs) + right
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change of names that serves all missing tensors.
+
+    Attributes:
+        pairs: missing name -> name of its source.
+        begins: prefixes of the names that the change applies to. ends: their suffix.
+        line: the function, as Python.
+    """
+
+    pairs: Mapping[str, str]
+    begins: tuple[str, ...]
+    ends: str
+    line: str
+
+    def fits(self, there: Mapping[str, _Shape], matched: Collection[str]) -> bool:
+        """Return whether the change keeps the names in `matched` and gives no name twice."""
+        changed = [n for n in matched if f"{n}.".startswith(self.begins) and n.endswith(self.ends)]
+        others = there.keys() - self.pairs.values()
+        return not changed and self.pairs.keys().isdisjoint({*matched, *others})
+
+
+def _changes(missing: Mapping[str, _Shape], there: Mapping[str, _Shape]) -> Iterator[_Change]:
+    """Yield the changes of a prefix or of the last part that give every missing tensor a source of its shape."""
+    first = min(missing)
+    parts = first.split(".")
+    prefixes: set[tuple[str, str]] = set()
+    suffixes: set[tuple[str, str]] = set()
+    for other, shape in there.items():
+        if shape != missing[first] or other == first:
+            continue
+        held = other.split(".")
+        common = _num_common(parts[::-1], held[::-1])
+        for keep in range(1, common + 1):
+            new, old = parts[: len(parts) - keep], held[: len(held) - keep]
+            if not any(map(str.isdecimal, (*new, *old))):
+                prefixes.add((".".join(old), ".".join(new)))
+        if held[:-1] == parts[:-1] and not (parts[-1].isdecimal() or held[-1].isdecimal()):
+            suffixes.add((held[-1], parts[-1]))
+    for old_prefix, new_prefix in sorted(prefixes):
+        yield from _prefix_change(old_prefix, new_prefix, missing, there)
+    for old_suffix, new_suffix in sorted(suffixes):
+        yield from _suffix_change(old_suffix, new_suffix, missing, there)
+
+
+def _prefix_change(
+    old: str, new: str, missing: Mapping[str, _Shape], there: Mapping[str, _Shape]
+) -> Iterator[_Change]:
+    before, after = old and f"{old}.", new and f"{new}."
+    pairs = {n: before + n.removeprefix(after) for n in missing if n.startswith(after)}
+    if not _serves(pairs, missing, there):
+        return
+    tails = patterns_of(name.removeprefix(after) for name in missing)
+    num_parts = min(sum(part != "*" for part in tail.split(".")) for tail in tails)
+    fewest = _FEWEST_PARTS if before and after else _FEWEST_PARTS - 1
+    if num_parts < fewest and len(tails) < 2:
+        return
+    if before:
+        begins: tuple[str, ...] = (before,)
+        line = f"name.removeprefix({before!r})"
+        if after:
+            line = f"{after!r} + {line} if name.startswith({before!r}) else name"
+    else:
+        heads = tuple(sorted({name.split(".")[0] for name in pairs.values()}))
+        begins = tuple(f"{head}." for head in heads)
+        line = f"{after!r} + name if name.split('.')[0] in {heads!r} else name"
+    yield _Change(pairs, begins, "", f"lambda name: {line}")
+
+
+def _suffix_change(
+    old: str, new: str, missing: Mapping[str, _Shape], there: Mapping[str, _Shape]
+) -> Iterator[_Change]:
+    before, after = f".{old}", f".{new}"
+    pairs = {n: n.removesuffix(after) + before for n in missing if n.endswith(after)}
+    if _serves(pairs, missing, there) and len(patterns_of(missing)) > 1:
+        line = f"name.removesuffix({before!r}) + {after!r} if name.endswith({before!r}) else name"
+        yield _Change(pairs, ("",), before, f"lambda name: {line}")
+
+
+def _serves(
+    pairs: Mapping[str, str], missing: Mapping[str, _Shape], there: Mapping[str, _Shape]
+) -> bool:
+    return len(pairs) == len(missing) and all(
+        there.get(source) == missing[name] for name, source in pairs.items()
+    )
 
 
 def _num_common(ours: Sequence[str], theirs: Sequence[str]) -> int:
-    """How many parts two names begin with alike."""
+    """Return how many parts two names begin with in common."""
     pairs = enumerate(zip(ours, theirs, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(ours), len(theirs)))

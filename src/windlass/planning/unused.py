@@ -1,0 +1,90 @@
+"""Tensors that trainers hold and no engine takes: which of them may stay unpublished."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from windlass.errors import ManifestError
+from windlass.layout.manifest import ShardManifest
+from windlass.layout.naming.patterns import patterns_of, said
+
+_HARMLESS = re.compile(
+    r"(^|\.)(mtp(_[a-z_]+)?\.|rotary_emb\.|inv_freq$|position_ids$|masked_bias$|(cos|sin)_cached$)"
+)
+"""Tables that every engine computes, and layers that predict further tokens (MTP)."""
+_MTP_MARK = ".eh_proj.weight"
+"""Name of the projection that only a layer for further tokens has (DeepSeek, GLM): `model.layers.61.eh_proj.weight`."""
+_HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
+_MOST_PATTERNS = 6
+
+
+def find_unused(
+    sources: Sequence[ShardManifest], destinations: Iterable[ShardManifest]
+) -> frozenset[str]:
+    """Return the tensors of `sources` that no destination takes.
+
+    Names of one tensor (ties) count as one: if a destination takes one of the names, it takes the tensor.
+    """
+    held: dict[str, set[str]] = {}
+    for manifest in sources:
+        for spec in manifest.tensors:
+            held.setdefault(spec.name, {spec.name})
+    for manifest in sources:
+        for alias, target in manifest.aliases.items():
+            held[target].add(alias)
+            if alias in held:
+                held[alias].add(target)
+    for manifest in destinations:
+        if not held:
+            break
+        taken = {spec.name for spec in manifest.tensors} | manifest.aliases.keys()
+        held = {name: names for name, names in held.items() if taken.isdisjoint(names)}
+    return frozenset(held)
+
+
+def refuse_unused(
+    unused: Collection[str], allowed: Collection[str], sources: Sequence[ShardManifest]
+) -> None:
+    """Refuse trainer tensors that no engine takes, unless they are harmless or allowed.
+
+    Args:
+        unused: see `find_unused`.
+        allowed: patterns of `fnmatch`.
+        sources: manifests of the trainers.
+
+    Raises:
+        ManifestError: an engine would serve weights without these tensors, and nobody allowed that.
+    """
+    layers = tuple(n.removesuffix(_MTP_MARK[1:]) for n in unused if n.endswith(_MTP_MARK))
+    refused = sorted(
+        name
+        for name in unused
+        if not _HARMLESS.search(name)
+        and not name.startswith(layers)
+        and not any(fnmatchcase(name, pattern) for pattern in allowed)
+    )
+    if not refused:
+        return
+    patterns = [of[0] if len(of) == 1 else p for p, of in patterns_of(refused).items()]
+    shown = ", ".join(map(repr, patterns[:_MOST_PATTERNS]))
+    raise ManifestError(
+        f"allow_unused: every tensor of the trainers must be one that an engine takes or match a pattern, got "
+        f"{said(refused)} that no engine takes{''.join(_tie_hints(refused, sources))}; serve the model that is "
+        f"trained, or pass `allow_unused=({shown},)` to the trainer if engines shall never have "
+        f"{'it' if len(refused) == 1 else 'them'}"
+    )
+
+
+def _tie_hints(refused: Collection[str], sources: Sequence[ShardManifest]) -> Iterator[str]:
+    """Yield what to say of an output matrix that the engines take from the embedding."""
+    shapes = {spec.name: spec.shape for manifest in sources for spec in manifest.tensors}
+    for head in (name for name in refused if name.endswith(_HEADS)):
+        for name, shape in shapes.items():
+            if "embed" in name and shape == shapes[head] and name not in refused:
+                yield (
+                    f" (engines use {name!r} in place of {head!r}, and the trainers hold them as two separate "
+                    "tensors: keep the two tied in training, or serve the model with tie_word_embeddings=false)"
+                )
+                return
