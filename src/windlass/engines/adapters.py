@@ -36,6 +36,13 @@ class Adapter:
     scalings: tuple[float, ...]
 
 
+_KEEP_BASE = frozenset({"gaussian", "orthogonal", "eva", "mica"})
+"""Initialisations of PEFT 0.21 that set the adapter's own matrices only. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base."""
+_OUTER = frozenset(
+    {"embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out", "word_embeddings"}
+)
+
+
 class _Config(msgspec.Struct, frozen=True):
     """The part of PEFT's `adapter_config.json` that decides whether updates can reach it."""
 
@@ -51,6 +58,18 @@ class _Config(msgspec.Struct, frozen=True):
     modules_to_save: list[str] | None = None
     trainable_token_indices: Any = None
     layer_replication: Any = None
+    init_lora_weights: bool | str | None = True
+    alora_invocation_tokens: list[int] | None = None
+    target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
+    loftq_config: dict[str, Any] | None = None
+    corda_config: Any = None
+    use_qalora: bool = False
+    use_bdlora: Any = None
+    velora_config: Any = None
+    monteclora_config: Any = None
+    kasa_config: Any = None
+    arrow_config: Any = None
 
     def ranks(self) -> set[int]:
         return {self.r, *(self.rank_pattern or {}).values()}
@@ -69,7 +88,50 @@ class _Config(msgspec.Struct, frozen=True):
             "modules_to_save: engines serve low-rank weights only": bool(self.modules_to_save),
             "trainable_token_indices: these are embeddings": bool(self.trainable_token_indices),
             "layer_replication: layers share weights": bool(self.layer_replication),
+            f"init_lora_weights: must be one of {sorted(_KEEP_BASE)} or a bool, got {self.init_lora_weights!r}, which "
+            "changes the weights of the base model, so that the adapter does not fit the base that engines hold; "
+            "convert the adapter when it is saved (`path_initial_model_for_weight_conversion` of `save_pretrained`), "
+            "or train one with the default initialisation": self._changes_base,
+            "alora_invocation_tokens: engines apply an adapter to all tokens, and this one begins at its invocation "
+            "tokens; train it without them": bool(self.alora_invocation_tokens),
+            f"target_modules: must leave out embeddings and the output matrix, got {self._outer}: engines serve "
+            "adapters of linear layers inside the model; train the adapter without them": bool(
+                self._outer
+            ),
+            "target_parameters: engines serve adapters of modules only": bool(
+                self.target_parameters
+            ),
+            f"{', '.join(self._variants)}: this variant computes with more than two matrices; train plain LoRA": bool(
+                self._variants
+            ),
         }
+
+    @property
+    def _changes_base(self) -> bool:
+        """Whether the adapter is relative to a base that its initialisation changed."""
+        if isinstance(self.init_lora_weights, str):
+            return self.init_lora_weights.lower() not in _KEEP_BASE
+        return False
+
+    @property
+    def _outer(self) -> list[str]:
+        """Embeddings and output matrices among the target modules."""
+        given = self.target_modules or []
+        names = [given] if isinstance(given, str) else given
+        return sorted(name for name in names if name.rpartition(".")[2] in _OUTER)
+
+    @property
+    def _variants(self) -> list[str]:
+        """Settings of variants of LoRA that engines do not compute."""
+        names = (
+            "use_qalora",
+            "use_bdlora",
+            "velora_config",
+            "monteclora_config",
+            "kasa_config",
+            "arrow_config",
+        )
+        return [name for name in names if getattr(self, name)]
 
 
 def adapter_of(text: str) -> Adapter | None:

@@ -9,11 +9,13 @@ lies there.
 
 from __future__ import annotations
 
+import codecs
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, final
 
 import msgspec
@@ -54,6 +56,8 @@ _EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
 _SAFETENSORS = {dtype.safetensors_name: dtype for dtype in _EXACT}
 _INTEGERS_STORED = ("BOOL", "U8", "I8", "I16", "I32", "I64")
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
+"""File of an adapter that was saved beside the model."""
 SCALE_SUFFIX = "_scale_inv"
 """What the name of a float8 matrix gets to name its scales."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -136,17 +140,36 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that count: those of the index, beside which others may hold the same (`consolidated`), or all."""
+    """Return the model's files in the order in which engines load them: of a tensor in two files the later one counts.
+
+    These are the files that the index names, or all but those of an adapter. Engines sort them naturally
+    (`model-2` before `model-10`).
+    """
     index = folder / INDEX
     if not index.exists():
-        return sorted(folder.glob("*.safetensors"))
+        found = (file for file in folder.glob("*.safetensors") if file.name != ADAPTER)
+        return sorted(found, key=_natural)
     try:
-        named = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        content = index.read_bytes().removeprefix(codecs.BOM_UTF8)
+        named = msgspec.json.decode(content, type=_Index).weight_map
     except msgspec.DecodeError as error:
         raise ConfigError(
             f"checkpoint: {index} must have a `weight_map` of names to files: {error}"
         ) from error
-    return sorted({folder / file for file in named.values()})
+    for name, file in named.items():
+        place = PurePath(file)
+        if place.is_absolute() or ".." in place.parts:
+            raise ConfigError(
+                f"checkpoint: {index} must name files inside the folder, got {file!r} for {name!r}; put the file "
+                "into the folder, or a link to it"
+            )
+    return sorted({folder / file for file in named.values()}, key=_natural)
+
+
+def _natural(file: Path) -> tuple[list[tuple[int, str]], str]:
+    """Return a sort key of a file's name in which numbers count as numbers."""
+    pieces = re.split(r"(\d+)", file.name)
+    return [(int(p), "") if p.isdecimal() else (-1, p) for p in pieces], str(file)
 
 
 @contextmanager

@@ -1,0 +1,60 @@
+"""Adapters that do not fit the base of an engine are refused with the remedy when the engine is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass.engines.adapters import CONFIG, WEIGHTS, adapter_of
+from windlass.errors import UnsupportedLayout
+
+
+def folder(tmp_path: Path, **config: Any) -> str:
+    (tmp_path / WEIGHTS).write_bytes(b"")
+    (tmp_path / CONFIG).write_text(json.dumps({"r": 4, "peft_type": "LORA", **config}))
+    return f"mine={tmp_path}"
+
+
+@pytest.mark.parametrize(
+    "how", ["pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "loftq", "lora_ga", "unheard_of"]
+)
+def test_adapter_whose_initialisation_changes_the_base_is_refused(tmp_path: Path, how: str) -> None:
+    with pytest.raises(
+        UnsupportedLayout,
+        match=f"--adapter mine: init_lora_weights: .*{how}.*path_initial_model_for_weight_conversion",
+    ):
+        adapter_of(folder(tmp_path, init_lora_weights=how))
+
+
+@pytest.mark.parametrize("how", [True, False, "gaussian", "orthogonal", "eva", "mica", None])
+def test_adapter_whose_initialisation_keeps_the_base_is_taken(
+    tmp_path: Path, how: bool | str | None
+) -> None:
+    assert adapter_of(folder(tmp_path, init_lora_weights=how)) is not None
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens: .*train it without"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, r"target_modules: .*\['embed_tokens'\]"),
+        ({"target_modules": ["lm_head"]}, "train the adapter without them"),
+        ({"target_modules": "lm_head"}, "target_modules"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+        ({"use_qalora": True}, "use_qalora: this variant"),
+        ({"use_dora": True}, "use_dora"),
+    ],
+)
+def test_adapter_that_updates_cannot_reach_is_refused(
+    tmp_path: Path, config: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UnsupportedLayout, match=says):
+        adapter_of(folder(tmp_path, **config))
+
+
+@pytest.mark.parametrize("target", ["all-linear", ["q_proj", "v_proj"], r".*\.q_proj"])
+def test_adapter_of_linear_layers_is_taken(tmp_path: Path, target: list[str] | str) -> None:
+    assert adapter_of(folder(tmp_path, target_modules=target)) is not None

@@ -1,0 +1,76 @@
+"""Checkpoint folders that are not as `save_pretrained` leaves them, read in the order in which vLLM loads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from windlass.engines.capture.codes import INDEX, StoredCheckpoint, checkpoint_specs
+from windlass.errors import ConfigError
+
+
+def save(folder: Path, file: str, **values: float) -> None:
+    save_file(
+        {name: torch.full((2,), float(value)) for name, value in values.items()}, folder / file
+    )
+
+
+def write_index(folder: Path, weight_map: dict[str, str], before: bytes = b"") -> None:
+    (folder / INDEX).write_bytes(before + json.dumps({"weight_map": weight_map}).encode())
+
+
+def read(folder: Path) -> dict[str, float]:
+    specs = [spec.name for spec in checkpoint_specs(folder)]
+    found = {name: float(t[0]) for name, t in StoredCheckpoint(folder).tensors()}
+    assert specs == list(found)
+    return found
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_files_are_read_in_natural_order(tmp_path: Path, indexed: bool) -> None:
+    save(tmp_path, "model-2.safetensors", a=2, b=1)
+    save(tmp_path, "model-10.safetensors", a=10, c=1)
+    if indexed:
+        write_index(tmp_path, {"b": "model-2.safetensors", "c": "model-10.safetensors"})
+    assert read(tmp_path)["a"] == 10
+
+
+def test_adapter_beside_a_model_is_no_part_of_it(tmp_path: Path) -> None:
+    save(tmp_path, "model.safetensors", a=1)
+    save(tmp_path, "adapter_model.safetensors", b=1)
+    assert read(tmp_path) == {"a": 1}
+
+
+def test_folder_with_an_adapter_alone_holds_no_model(tmp_path: Path) -> None:
+    save(tmp_path, "adapter_model.safetensors", b=1)
+    with pytest.raises(ConfigError, match="must hold safetensors files"):
+        read(tmp_path)
+
+
+def test_index_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    save(tmp_path, "x.safetensors", a=1)
+    save(tmp_path, "y.safetensors", b=1)
+    write_index(tmp_path, {"a": "x.safetensors"}, b"\xef\xbb\xbf")
+    assert read(tmp_path) == {"a": 1}
+
+
+@pytest.mark.parametrize("place", ["../x.safetensors", "in/../../x.safetensors", "ABSOLUTE"])
+def test_index_must_not_name_files_outside_the_folder(tmp_path: Path, place: str) -> None:
+    (tmp_path / "in" / "in").mkdir(parents=True)
+    save(tmp_path, "x.safetensors", a=1)
+    write_index(tmp_path / "in", {"a": place.replace("ABSOLUTE", str(tmp_path / "x.safetensors"))})
+    with pytest.raises(ConfigError, match="must name files inside the folder"):
+        read(tmp_path / "in")
+
+
+def test_files_in_subfolders_and_links_are_read(tmp_path: Path) -> None:
+    (tmp_path / "in" / "shards").mkdir(parents=True)
+    save(tmp_path, "blob", a=1)
+    save(tmp_path / "in" / "shards", "y.safetensors", b=2)
+    (tmp_path / "in" / "x.safetensors").symlink_to(tmp_path / "blob")
+    write_index(tmp_path / "in", {"a": "x.safetensors", "b": "shards/y.safetensors"})
+    assert read(tmp_path / "in") == {"a": 1, "b": 2}
