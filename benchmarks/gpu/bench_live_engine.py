@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from live_engine.checks import Held, compare, require_fresh, save, settle
 from live_engine.measure import measure
 from live_engine.report import capture_rows, case_of, plan_of
-from live_engine.servers import ENGINES, Sglang, Vllm, start_server, tail
+from live_engine.servers import ENGINES, ServerSettings, Sglang, Vllm, start_server, tail
 from live_engine.shapes import (
     SHAPES,
     checkpoint_entries,
@@ -79,7 +79,7 @@ async def run(options: argparse.Namespace) -> list[Row]:
         process = None
         ours: Held = ([], [])
         log = options.log
-        server = ENGINES[options.engine](options, session)
+        server = ENGINES[options.engine](ServerSettings.of(options), session)
         port, used = 0, 0
         stages = plan_of(options)
         try:
@@ -111,7 +111,7 @@ async def run(options: argparse.Namespace) -> list[Row]:
                 process.terminate()
                 await process.wait()
                 options.port += 1
-                server = ENGINES[options.engine](options, session)
+                server = ENGINES[options.engine](ServerSettings.of(options), session)
                 log = options.log.with_suffix(".fresh.log")
                 process = await start_server(server, str(saved), "", log)
                 assert process.stdout is not None

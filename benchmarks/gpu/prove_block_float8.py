@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench_live_engine import options_of
 from live_engine.checks import require_fresh, save
-from live_engine.servers import ENGINES, start_server, tail
+from live_engine.servers import ENGINES, ServerSettings, start_server, tail
 from live_engine.shapes import SHAPES, checkpoint_entries, write_config
 from live_engine.surroundings import TOKEN
 from live_engine.trainers import Trainers
@@ -57,9 +58,10 @@ async def prove(options: argparse.Namespace) -> list[Row]:
         os.environ.update(ENGINES[options.engine].environment)
         trainers = Trainers(options.trainer, devices, f"{folder}/store", str(plain))
         session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))
-        other = argparse.Namespace(**{**vars(options), "port": options.port + 500})
+        settings = ServerSettings.of(options)
+        other = replace(settings, port=options.port + 500)
         logs = [options.log, options.log.with_suffix(".fresh.log")]
-        servers = [ENGINES[options.engine](o, session) for o in (options, other)]
+        servers = [ENGINES[options.engine](each, session) for each in (settings, other)]
         processes: list[asyncio.subprocess.Process] = []
         rows: list[Row] = []
         journal = Path(folder) / "journal"

@@ -20,7 +20,7 @@ import aiohttp
 
 from live_engine.cases import Case
 from live_engine.load import generate_request
-from live_engine.servers import ENGINES, Sglang, Vllm, start
+from live_engine.servers import ENGINES, ServerSettings, Sglang, Vllm, start
 
 _PREFIX = [(7919 * k + 11) % 32000 for k in range(320)]
 PROMPTS = (
@@ -97,10 +97,17 @@ class ProofServer:
         self, options: argparse.Namespace, case: Case, session: aiohttp.ClientSession, port: int
     ) -> None:
         self.options, self.case, self.session = options, case, session
-        # A server that loads a checkpoint, as those in float8 do, and not random weights.
-        words = {**vars(options), "port": port, "quantization": "fp8-block", "load": 16}
-        words["engine_memory"] = 0.4
-        self.engine: Vllm | Sglang = ENGINES[options.engine](argparse.Namespace(**words), session)
+        settings = ServerSettings(
+            engine=options.engine,
+            port=port,
+            tp=options.tp,
+            transport=options.transport,
+            load=16,
+            engine_memory=0.4,
+            cuda_graphs=options.cuda_graphs,
+            starts_with_weights=True,
+        )
+        self.engine: Vllm | Sglang = ENGINES[options.engine](settings, session)
         self.port = port
         self.process: asyncio.subprocess.Process | None = None
 

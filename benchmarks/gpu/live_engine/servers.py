@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,12 +27,51 @@ from windlass.engines.rank_reports import RankReports
 PROMPT = [5, 6, 7, 8]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Settings of a server, whichever script starts it.
+
+    Attributes:
+        engine: `vllm` or `sglang`.
+        port: of its HTTP server.
+        tp: tensor-parallel ranks.
+        transport: name or JSON of the transport that receives weights.
+        load: requests that it serves at once.
+        engine_memory: share of the GPU's memory.
+        cuda_graphs: whether it decodes with CUDA graphs.
+        starts_with_weights: whether it loads a checkpoint when it starts.
+    """
+
+    engine: str
+    port: int
+    tp: int
+    transport: str
+    load: int
+    engine_memory: float
+    cuda_graphs: bool
+    starts_with_weights: bool
+
+    @staticmethod
+    def of(options: argparse.Namespace) -> ServerSettings:
+        """Return the settings that the options of `bench_live_engine.py` name."""
+        return ServerSettings(
+            engine=options.engine,
+            port=options.port,
+            tp=options.tp,
+            transport=options.transport,
+            load=options.load,
+            engine_memory=options.engine_memory,
+            cuda_graphs=options.cuda_graphs,
+            starts_with_weights=options.from_checkpoint or options.quantization == "fp8-block",
+        )
+
+
 class _Routes:
     """A server on a port of this machine."""
 
-    def __init__(self, options: argparse.Namespace, session: aiohttp.ClientSession) -> None:
-        self.options, self.session = options, session
-        self.url = f"http://127.0.0.1:{options.port}"
+    def __init__(self, settings: ServerSettings, session: aiohttp.ClientSession) -> None:
+        self.settings, self.session = settings, session
+        self.url = f"http://127.0.0.1:{settings.port}"
 
     async def post(self, path: str, body: Any) -> Any:
         """JSON to one of its routes; the answer."""
@@ -43,17 +83,12 @@ class _Routes:
             return json.loads(text or "null")
 
 
-def starts_with_weights(options: argparse.Namespace) -> bool:
-    """Whether the server loads a checkpoint when it starts."""
-    return bool(options.from_checkpoint or options.quantization == "fp8-block")
-
-
-def common_flags(options: argparse.Namespace, folder: str, controller: str) -> list[str]:
-    """Without a controller: a server that stays as it is."""
+def common_flags(settings: ServerSettings, folder: str, controller: str) -> list[str]:
+    """Return the options of both engines. Without a controller the server is never updated."""
     return [
-        *("--name", options.engine, "--model", folder, "--port", str(options.port)),
-        *("--tp", str(options.tp), "--controller", controller, "--transport", options.transport),
-        *(() if starts_with_weights(options) else ("--load-format", "dummy")),
+        *("--name", settings.engine, "--model", folder, "--port", str(settings.port)),
+        *("--tp", str(settings.tp), "--controller", controller, "--transport", settings.transport),
+        *(() if settings.starts_with_weights else ("--load-format", "dummy")),
         *("--dtype", "bfloat16", "--skip-tokenizer-init"),
     ]
 
@@ -72,12 +107,12 @@ class Vllm(_Routes):
 
     def command(self, folder: str, controller: str) -> list[str]:
         return [
-            *("windlass.engines.vllm", *common_flags(self.options, folder, controller)),
+            *("windlass.engines.vllm", *common_flags(self.settings, folder, controller)),
             *self._graphs(),
-            *("--max-model-len", "1024", "--max-num-seqs", str(self.options.load)),
+            *("--max-model-len", "1024", "--max-num-seqs", str(self.settings.load)),
             *(
                 "--gpu-memory-utilization",
-                str(self.options.engine_memory),
+                str(self.settings.engine_memory),
                 "--disable-custom-all-reduce",
             ),
             *("--seed", "0", "--disable-uvicorn-access-log"),
@@ -85,12 +120,12 @@ class Vllm(_Routes):
         ]
 
     def _graphs(self) -> list[str]:
-        if not self.options.cuda_graphs:
+        if not self.settings.cuda_graphs:
             return ["--enforce-eager"]
         settings = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [self.options.load],
+            "cudagraph_capture_sizes": [self.settings.load],
         }
         return ["--compilation-config", json.dumps(settings)]
 
@@ -103,7 +138,7 @@ class Vllm(_Routes):
         return list(found["results"])
 
     async def own_init(self, trainers: Trainers, port: int) -> None:
-        world = self.options.tp + 1
+        world = self.settings.tp + 1
         joining = asyncio.create_task(trainers.all("own_init", "vllm", port, world))
         await self.post("/init_weight_transfer_engine", vllm_nccl.server_info(port, world))
         await joining
@@ -134,14 +169,14 @@ class Sglang(_Routes):
 
     def command(self, folder: str, controller: str) -> list[str]:
         return [
-            *("windlass.engines.sglang", *common_flags(self.options, folder, controller)),
+            *("windlass.engines.sglang", *common_flags(self.settings, folder, controller)),
             *("--context-length", "1024", "--attention-backend", "triton"),
             *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
             *self._graphs(),
             *(
                 "--enforce-disable-flashinfer-allreduce-fusion",
                 "--mem-fraction-static",
-                str(self.options.engine_memory),
+                str(self.settings.engine_memory),
             ),
             *("--max-running-requests", "64", "--max-total-tokens", "98304"),
             *("--chunked-prefill-size", "1024", "--disable-custom-all-reduce"),
@@ -150,9 +185,9 @@ class Sglang(_Routes):
         ]
 
     def _graphs(self) -> list[str]:
-        if not self.options.cuda_graphs:
+        if not self.settings.cuda_graphs:
             return ["--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"]
-        return ["--cuda-graph-bs-decode", str(self.options.load), "--disable-prefill-cuda-graph"]
+        return ["--cuda-graph-bs-decode", str(self.settings.load), "--disable-prefill-cuda-graph"]
 
     async def tokens(self) -> list[int]:
         answer = await self.post(*generate_request("sglang", PROMPT, 16, 0.0, stream=False))
@@ -161,13 +196,13 @@ class Sglang(_Routes):
     async def fingerprints(self) -> list[dict[str, str]]:
         from windlass.engines.sglang.orders import Digests, order_ranks
 
-        server, ranks = EngineHttp(self.url, saved_key(self.url)), self.options.tp
+        server, ranks = EngineHttp(self.url, saved_key(self.url)), self.settings.tp
         with RankReports(ranks) as reports:
             await asyncio.to_thread(order_ranks, server, Digests(reports.folder), ranks, 60.0)
             return [json.loads(report) for report in await asyncio.to_thread(reports.gather, 60.0)]
 
     async def own_init(self, trainers: Trainers, port: int) -> None:
-        world = self.options.tp + 1
+        world = self.settings.tp + 1
         joining = asyncio.create_task(trainers.all("own_init", "sglang", port, world))
         body = {
             "master_address": "127.0.0.1",
