@@ -97,7 +97,7 @@ def test_a_server_without_our_backend_is_told_with_the_flag(told: str) -> None:
 def test_every_rank_hears_that_a_server_is_not_there(tmp_path: Path) -> None:
     source, url = save("dense", 1, tmp_path / "source"), f"http://127.0.0.1:{free_port()}"
     with syncing(
-        tmp_path / "trainers", 2, source=str(source), servers=[url], deadline_s=4.0
+        tmp_path / "trainers", 2, source=str(source), servers=[url], deadline_s=2.0
     ) as trainers:
         first, second = trainers.answers()
     for sent in (first, second):

@@ -18,10 +18,6 @@ LONGEST_ANSWER = 8192
 """Bytes of a refusal that are told: its reason may come after a long beginning."""
 
 
-class NotListening(PeerUnreachable):
-    """Nothing listens at the server's address: it has not started yet, or has ended."""
-
-
 class NoSuchRoute(PeerUnreachable):
     """The engine's server has no such route: this release cannot do that."""
 
@@ -50,8 +46,7 @@ class EngineHttp:
 
         Raises:
             PeerTimeout: no answer within `deadline_s`.
-            NoSuchRoute: 404. NotListening: the connection was refused. PeerUnreachable: no connection, or an
-                answer that is not 200.
+            NoSuchRoute: 404. PeerUnreachable: no connection, or an answer that is not 200.
         """
         headers = {"Content-Type": "application/json"}
         return self._post(path, msgspec.json.encode(body), headers, deadline_s)
@@ -97,13 +92,12 @@ class EngineHttp:
         except TimeoutError as error:
             raise PeerTimeout(f"{what}: no answer within {deadline_s} s") from error
         except (OSError, http.client.HTTPException) as error:
-            kind = NotListening if isinstance(error, ConnectionRefusedError) else PeerUnreachable
-            raise kind(f"{what}: {type(error).__name__}: {error}") from error
+            raise PeerUnreachable(f"{what}: {type(error).__name__}: {error}") from error
         finally:
             connection.close()
         if response.status != http.client.OK:
             lacks = response.status == http.client.NOT_FOUND
             told = answer[:LONGEST_ANSWER].decode(errors="replace")
-            refused = NoSuchRoute if lacks else PeerUnreachable
-            raise refused(f"{what}: {response.status} {told}")
+            kind = NoSuchRoute if lacks else PeerUnreachable
+            raise kind(f"{what}: {response.status} {told}")
         return answer

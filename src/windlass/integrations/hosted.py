@@ -52,6 +52,10 @@ def _no_setup(_: Controller) -> None:
     """Of a controller that needs none."""
 
 
+TELLS_S = 10.0
+"""Seconds that trainer ranks wait beyond the deadline of rank 0, so that they hear its reason."""
+
+
 @final
 class HostedController:
     """A `Controller` whose loop runs in a thread of this process until `close`.
@@ -246,7 +250,8 @@ class TrainerRanks:
             else:
                 connect(msgspec.json.decode(self.hear(address, deadline_s), type=HostAddress))
                 self.tell(connected[self.rank])
-                self.hear(joined, deadline_s)
+                # Rank 0 waits for servers until its own deadline, and tells why none came.
+                self.hear(joined, deadline_s + TELLS_S)
         except Exception as error:
             reason = f"rank {self.rank} of the trainer: {type(error).__name__}: {error}"
             for waited in (connected[self.rank],) if self.rank else (address, joined):

@@ -14,7 +14,7 @@ from typing import final
 
 import msgspec
 
-from windlass.engines.http import EngineHttp, NoSuchRoute, NotListening
+from windlass.engines.http import EngineHttp, NoSuchRoute
 from windlass.engines.vllm.engine_core import WHOLE
 from windlass.errors import ConfigError, PeerUnreachable, WindlassError
 from windlass.net.addresses import check_url
@@ -95,9 +95,9 @@ class VllmServers:
         while True:
             try:
                 return self._http[url].get("/get_world_size", deadline_s)
-            except NotListening:
+            except PeerUnreachable as error:
                 left_s = gives_up_at - time.monotonic()
-                if left_s <= 0:
+                if left_s <= 0 or not isinstance(error.__cause__, ConnectionRefusedError):
                     raise
             if not is_told:
                 logger.info(

@@ -32,8 +32,6 @@ __all__ = ["SentWeights", "WeightSync"]
 logger = logging.getLogger(__name__)
 REASON_S = 1.0
 """For the reason of a refusal to come, once a server has answered that it refuses."""
-LISTENS_WITHIN = 0.9
-"""Part of the time for joining in which a server may begin to listen: the other trainer ranks still hear why not."""
 CALL_S = 30.0
 """For a route that does nothing that takes long."""
 PROBE_S = 2.0
@@ -269,7 +267,7 @@ class _Fleet:
                 "world_size": self._routes.world_size(
                     self._urls[name],
                     answer_s,
-                    listens_within_s=LISTENS_WITHIN * left_s() if are_starting else 0.0,
+                    listens_within_s=left_s() if are_starting else 0.0,
                 ),
             }
             for name in names
