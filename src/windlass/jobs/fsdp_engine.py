@@ -20,8 +20,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from windlass.config import ReplicaPlace, check_numbers, take_name
 from windlass.errors import ConfigError
+from windlass.jobs.logprob_check import LogprobCheck
 from windlass.jobs.train_worker import TrainContext, TrainEngine
-from windlass.rollout.messages import TrainingSample
+from windlass.rollout.messages import SamplingParams, TrainingSample
 from windlass.trainers.client import TrainerClient
 from windlass.trainers.fsdp import connect_trainer
 from windlass.transports.registry import TransportConfig
@@ -217,6 +218,7 @@ class FsdpEngine(TrainEngine):
         self._model: torch.nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._client: TrainerClient | None = None
+        self._sampling: SamplingParams | None = None
 
     @property
     def model(self) -> torch.nn.Module:
@@ -271,12 +273,22 @@ class FsdpEngine(TrainEngine):
                 allow_unused=self._allow_unused,
                 connect_deadline_s=context.deadline_s,
             )
+        self._sampling = context.sampling
         index = mesh.get_local_rank("dp_shard")
         if "dp_replicate" in axes:
             index += mesh.get_local_rank("dp_replicate") * axes["dp_shard"]
         return index, self._sizes.dp_replicate * axes["dp_shard"]
 
-    def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:  # noqa: ARG002
+    def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:
+        if step or self._sampling is None:
+            return self._train_step(groups)
+        # The engines have served no other weights than these yet.
+        check = LogprobCheck([s for group in groups for s in group], self._sampling)
+        with check.watching(self.model):
+            metrics = self._train_step(groups)
+        return {**metrics, **check.metrics()}
+
+    def _train_step(self, groups: Samples) -> dict[str, float]:
         model, optimizer = self.model, self._stepped()
         optimizer.zero_grad()
         losses = []

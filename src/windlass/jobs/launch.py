@@ -56,6 +56,7 @@ from windlass.jobs.schedulers.ray import RaySchedulerConfig
 from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 from windlass.jobs.scoring import Scoring
 from windlass.jobs.train_controller import StepResult, TrainController, rank_specs
+from windlass.jobs.train_worker import LARGEST_DIFFERENCE, LOGPROB_DIFFERENCE
 from windlass.net.access import Access, role_environment
 from windlass.net.addresses import is_loopback
 from windlass.net.logs import LOG_VARIABLES
@@ -246,6 +247,7 @@ class _Job:
             num_cpus=trainer.num_cpus,
             num_gpus=trainer.num_gpus,
             num_nodes=trainer.num_nodes,
+            sampling=rollout.sampling,
         )
         self._trainers.mount(self.controller.server)
         self._scoring = Scoring(self.controller.rollouts, recipe, rollout, self._forget)
@@ -653,6 +655,13 @@ class _Job:
         reward = sum(sample.reward for sample in samples) / max(len(samples), 1)
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
         self._notify(f"step {self._steps}: reward {reward:.4f}, {len(samples)} samples, {metrics}")
+        if (difference := result.metrics.get(LOGPROB_DIFFERENCE, 0.0)) > LARGEST_DIFFERENCE:
+            self._notify(
+                f"warning: log-probabilities of rollouts are {difference:.2f} away from the trainer's, per token, "
+                f"under the job's sampling settings, and should be within {LARGEST_DIFFERENCE}: importance weights are wrong. "
+                "Does an engine return those of another distribution than it samples from, or a workflow "
+                "sample with settings of its own?"
+            )
         self._output.add_metrics(
             {
                 "step": self._steps,

@@ -41,7 +41,7 @@ from windlass.net.rpc import Session
 from windlass.net.rpc_server import serve
 from windlass.net.server import ControlServer
 from windlass.rollout.batches import check_groups
-from windlass.rollout.messages import TrainingSample
+from windlass.rollout.messages import SamplingParams, TrainingSample
 from windlass.rollout.workflows import encode_value
 from windlass.updates.connect_messages import JOB_VARIABLE
 from windlass.updates.coordinator import Coordinator
@@ -150,6 +150,7 @@ class TrainController:
         environment: added to every rank's. num_cpus, num_gpus: reserved per rank.
         num_nodes: nodes that the ranks are spread over, the same number on each, in rank order. They
             are one reservation, which the first rank holds.
+        sampling: of rollouts, for `TrainContext.sampling`.
 
     Raises:
         ConfigError: world_size < 1, no multiple of num_nodes, or a name of other characters.
@@ -168,6 +169,7 @@ class TrainController:
         num_cpus: int = 1,
         num_gpus: int = 0,
         num_nodes: int = 1,
+        sampling: SamplingParams | None = None,
     ) -> None:
         if world_size < 1:
             raise ConfigError(f"TrainController: world_size must be >= 1, got {world_size}")
@@ -180,7 +182,7 @@ class TrainController:
             raise ConfigError(f"TrainController: name must be of A-Z a-z 0-9 _ . -, got {name!r}")
         self._scheduler, self._token, self._name = scheduler, token, name
         self._environment = dict(environment or {})
-        self._coordinator = coordinator
+        self._coordinator, self._sampling = coordinator, sampling
         self._under_way: CalledUpdate | None = None
         self._is_served = self._stands_still = False
         if coordinator is not None:
@@ -244,7 +246,8 @@ class TrainController:
         joins = [asyncio.create_task(rank.joined.wait()) for rank in self._ranks]
         await self._wait_for_all(joins, deadline)
         left_s = max(deadline.remaining_s, 0.1)
-        answers = await self._collective([Setup(*self._store, left_s)] * len(self._ranks), left_s)
+        setup = Setup(*self._store, left_s, self._sampling)
+        answers = await self._collective([setup] * len(self._ranks), left_s)
         for rank, done in zip(self._ranks, answers, strict=True):
             if not 0 <= done.data_parallel_rank < done.data_parallel_size <= len(self._ranks):
                 raise TrainerError(

@@ -24,7 +24,12 @@ from windlass.net.addresses import own_address
 from windlass.net.logs import configure_logging, log_fields
 from windlass.net.messages import PROTOCOL_VERSION, Codec, Envelope, Refused, Reply
 from windlass.net.rpc_client import Client
-from windlass.rollout.messages import TrainingSample, as_number, plain_integers
+from windlass.rollout.messages import (
+    SamplingParams,
+    TrainingSample,
+    as_number,
+    plain_integers,
+)
 from windlass.rollout.workflows import encode_value
 from windlass.transfer.collective_group import Rendezvous
 from windlass.updates.connect_messages import JOB_VARIABLE
@@ -33,6 +38,10 @@ _log = logging.getLogger(__name__)
 
 RECONNECT_DEADLINE_S = 30.0
 STORE_DEADLINE_S = 300.0
+LOGPROB_DIFFERENCE = "logprob_difference"
+"""Name of a metric of the first step, in nats; see `TrainEngine.train_step`."""
+LARGEST_DIFFERENCE = 0.1
+"""Value of that metric that rounding explains: engines in bfloat16 are about 0.02 away from their trainer."""
 
 Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
@@ -74,6 +83,7 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     store_host: str
     store_port: int
     deadline_s: float
+    sampling: SamplingParams | None = None
 
 
 class TrainStep(msgspec.Struct, frozen=True, tag="train_step"):
@@ -166,6 +176,8 @@ class TrainContext:
             that rank 0 has bound; join it with `is_master=False`.
         controller: address of the controller, for `connect_trainer`. token: its secret.
         deadline_s: for the first collective.
+        sampling: of the job's rollouts, by which an engine may compare their log-probabilities with its own; None
+            where the job has not said it.
     """
 
     rank: int
@@ -175,6 +187,7 @@ class TrainContext:
     controller: str
     token: str
     deadline_s: float
+    sampling: SamplingParams | None = None
 
 
 class TrainEngine(Protocol):
@@ -190,7 +203,11 @@ class TrainEngine(Protocol):
     def train_step(
         self, step: int, groups: Sequence[Sequence[TrainingSample]]
     ) -> Mapping[str, float]:
-        """One optimiser step on this rank's shard, which may be empty; returns metrics."""
+        """Take one optimiser step on this rank's shard, which may be empty, and return metrics.
+
+        A job warns where `LOGPROB_DIFFERENCE` is among them and too large. It means the mean distance per token
+        between the log-probabilities that rollouts carry and the trainer's own, under `TrainContext.sampling`.
+        """
         ...
 
     def prepare_publish(self, version: int) -> bool:
@@ -354,7 +371,7 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
     def execute(self, call: Envelope[TrainCommand]) -> Done:
         engine = self._engine
         match call.command:
-            case Setup(store_host=host, store_port=port, deadline_s=deadline_s):
+            case Setup(store_host=host, store_port=port, deadline_s=deadline_s, sampling=sampling):
                 context = TrainContext(
                     rank=self._joined.rank,
                     world_size=self._joined.world_size,
@@ -363,6 +380,7 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
                     controller=self._url,
                     token=self._token,
                     deadline_s=deadline_s,
+                    sampling=sampling,
                 )
                 set_values(
                     {

@@ -98,7 +98,8 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     Attributes:
         max_new_tokens: at least 1.
         temperature: 0 is greedy.
-        top_p: in (0, 1]. top_k: -1 for all.
+        top_p: in (0, 1]. top_k: -1 for all. With both, vLLM and the embedded engine cut `top_p` from the
+            distribution of the `top_k` tokens, and SGLang cuts both from that of all tokens.
         stop_token_ids: generation ends after any of these.
         ignore_eos: go on after the model's end token.
         adapter: name of the served LoRA adapter that answers; empty asks the model.
@@ -332,7 +333,10 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         prompt_ids: tokens before the answer.
-        output_ids, logprobs, versions: one entry per generated token, at least one.
+        output_ids, versions: one entry per generated token, at least one.
+        logprobs: as many: the log-probability of each token under the distribution that it was sampled from, after
+            `temperature`, `top_k` and `top_p`. Importance weights compare it with the trainer's log-probability
+            under the same settings. A greedy token has the log-probability that the model gives it.
         reward: a finite number.
         group_id: the same for all answers to one prompt.
         engine: name of the engine that made the last token.

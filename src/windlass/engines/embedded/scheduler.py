@@ -16,10 +16,9 @@ from typing import final
 import torch
 
 from windlass.config import PauseMode
+from windlass.engines.embedded.sampling import GREEDY, sampled_logprobs
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.rollout.messages import SamplingParams
-
-GREEDY = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,12 +240,14 @@ class Scheduler:
     def _drawn(
         self, requests: list[Request | None], logits: torch.Tensor
     ) -> tuple[list[int], list[float]]:
-        temperatures = torch.tensor([r.sampling.temperature if r else 1.0 for r in requests])
-        greedy = temperatures < GREEDY
-        scaled = logits / torch.where(greedy, 1.0, temperatures)[:, None]
-        logprobs = scaled.log_softmax(-1)
-        weights = _nucleus(logprobs.exp(), [r.sampling.top_p if r else 1.0 for r in requests])
-        drawn = torch.multinomial(weights, 1, generator=self._generator)[:, 0]
+        """Return a token per row, and its log-probability under the distribution that it was drawn from.
+
+        A greedy token has the log-probability that the model gives it.
+        """
+        samplings = [None if request is None else request.sampling for request in requests]
+        logprobs = sampled_logprobs(logits, samplings)
+        drawn = torch.multinomial(logprobs.exp(), 1, generator=self._generator)[:, 0]
+        greedy = torch.tensor([s is None or s.temperature < GREEDY for s in samplings])
         tokens = torch.where(greedy, logits.argmax(-1), drawn)
         chosen = logprobs.gather(1, tokens[:, None])[:, 0]
         return tokens.tolist(), chosen.tolist()
@@ -271,13 +272,3 @@ class Scheduler:
                 del self._running[slot]
                 self._free.append(slot)
         request.on_finish(request)
-
-
-def _nucleus(weights: torch.Tensor, top_p: list[float]) -> torch.Tensor:
-    """Zero what lies outside each row's nucleus."""
-    if all(p >= 1.0 for p in top_p):
-        return weights
-    ordered, order = weights.sort(dim=-1, descending=True)
-    outside = ordered.cumsum(-1) - ordered >= torch.tensor(top_p)[:, None]
-    outside[:, 0] = False  # also of a nucleus that is 0.0 in float32
-    return torch.zeros_like(weights).scatter(1, order, ordered.masked_fill(outside, 0.0))

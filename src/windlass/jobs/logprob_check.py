@@ -1,0 +1,113 @@
+"""Comparison of rollout log-probabilities with the trainer's model in the first step of a job.
+
+In that step the engines serve the trainer's weights, so both sides are equal up to rounding. A larger difference makes all
+importance weights wrong: the engine reports another distribution than it samples from, or engine and trainer
+compute different logits. The check reads the logits of the loss's forward pass, and computes nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import msgspec
+import torch
+from torch.distributed.tensor import DTensor
+
+from windlass.engines.embedded.sampling import sampled_logprobs
+from windlass.jobs.train_worker import LOGPROB_DIFFERENCE
+from windlass.rollout.messages import SamplingParams, TrainingSample
+
+MAX_SAMPLES = 8
+_MAX_DISTANCE = 1.0
+"""Largest distance of one token. Rounding may move a token beyond the cut of `top_p`, where its distance is infinite."""
+
+
+@final
+class LogprobCheck:
+    """Distances between the samples of a rank and the logits that its loss computes from them.
+
+    Args:
+        samples: of this rank. sampling: of the job.
+    """
+
+    def __init__(self, samples: Sequence[TrainingSample], sampling: SamplingParams) -> None:
+        self._samples = [s for s in samples if s.prompt_ids and s.output_ids][:MAX_SAMPLES]
+        self._sampling = sampling
+        self._distances: list[torch.Tensor] = []
+
+    @contextmanager
+    def watching(self, model: torch.nn.Module) -> Iterator[None]:
+        """Look at the forward passes of `model`."""
+        hook = model.register_forward_hook(self._compare, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mean distance as a metric; nothing where no sample was found whole in a forward pass."""
+        if not self._distances:
+            return {}
+        return {LOGPROB_DIFFERENCE: float(torch.cat(self._distances).mean())}
+
+    def _compare(
+        self, _model: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any
+    ) -> None:
+        tokens = _whole(given[0] if given else named.get("input_ids"), 2)
+        logits = _whole(
+            output if isinstance(output, torch.Tensor) else vars(output).get("logits"), 3
+        )
+        if tokens is None or logits is None or tokens.shape != logits.shape[:2]:
+            return
+        left = []
+        for sample in self._samples:
+            place = _find(tokens, (*sample.prompt_ids, *sample.output_ids[:-1]))
+            if place is None:
+                left.append(sample)
+                continue
+            row, begin = place
+            begin += len(sample.prompt_ids) - 1
+            found = logits[row, begin : begin + len(sample.output_ids)].detach().float().cpu()
+            self._distances.append(_distance(found, sample, self._sampling))
+        self._samples = left
+
+
+def _whole(tensor: object, num_dims: int) -> torch.Tensor | None:
+    """Return a tensor that this rank has all of; None for another object."""
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
+        return None
+    return tensor if tensor.dim() == num_dims else None
+
+
+def _find(tokens: torch.Tensor, wanted: Sequence[int]) -> tuple[int, int] | None:
+    """Return row and place of a sequence in tokens (B, T), which may be padded or packed; None if it is not there."""
+    if len(wanted) > tokens.shape[1]:
+        return None
+    windows = tokens.unfold(1, len(wanted), 1)
+    places = (windows == torch.tensor(wanted, device=tokens.device)).all(-1).nonzero()
+    return (int(places[0, 0]), int(places[0, 1])) if len(places) else None
+
+
+def _distance(
+    logits: torch.Tensor, sample: TrainingSample, sampling: SamplingParams
+) -> torch.Tensor:
+    """Return the distance of each token's log-probability, at most `_MAX_DISTANCE`.
+
+    `top_p` may be meant of the `top_k` tokens, as vLLM does it, or of all, as SGLang does it: the nearer one counts.
+    """
+    tokens = torch.tensor(sample.output_ids)[:, None]
+
+    def of(settings: SamplingParams) -> torch.Tensor:
+        return sampled_logprobs(logits, [settings] * len(tokens))
+
+    replace = msgspec.structs.replace
+    nucleus_of_all = of(replace(sampling, top_k=-1))
+    at_once = of(replace(sampling, top_p=1.0)).masked_fill(nucleus_of_all.isneginf(), -torch.inf)
+    served = torch.tensor(sample.logprobs)
+    distances = [
+        (logprobs.gather(1, tokens)[:, 0] - served).abs()
+        for logprobs in (of(sampling), at_once.log_softmax(-1))
+    ]
+    return torch.minimum(*distances).clamp(max=_MAX_DISTANCE)

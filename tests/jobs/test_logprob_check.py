@@ -1,0 +1,124 @@
+"""A job compares log-probabilities of rollouts with its trainer's in its first step, under its own sampling settings."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sampling import SAMPLINGS, distributions, expected_logprobs, top_k_and_top_p, top_k_then_top_p
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from windlass.jobs.logprob_check import LogprobCheck
+from windlass.jobs.train_worker import LOGPROB_DIFFERENCE
+from windlass.rollout.messages import SamplingParams, TrainingSample
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "launch"
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+OF_THE_MODEL = """
+# An engine that returns log-probabilities before temperature and top_k would be as far away.
+import msgspec
+from recipe import CountSevens
+
+class Raw(CountSevens):
+    def samples(self, group):
+        for sample in super().samples(group):
+            yield msgspec.structs.replace(sample, logprobs=tuple(p - 0.4 for p in sample.logprobs))
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("recipe", ["CountSevens", "Raw"])
+def test_a_job_warns_of_log_probabilities_that_are_not_its_trainers(
+    recipe: str, tmp_path: Path
+) -> None:
+    text = (EXAMPLE / "job.toml").read_text().replace("{here}", str(EXAMPLE))
+    (tmp_path / "raw.py").write_text(OF_THE_MODEL)
+    sampling = "ignore_eos = true, temperature = 0.5, top_p = 0.8"
+    for old, new in (
+        ("launch-output", str(tmp_path / "out")),
+        ("steps = 4", "steps = 2"),
+        ("ignore_eos = true", sampling),
+        *([] if recipe == "CountSevens" else [(f"{EXAMPLE}/recipe.py", f"{tmp_path}/raw.py")]),
+        ("CountSevens", recipe),
+    ):
+        text = text.replace(old, new)
+    (tmp_path / "job.toml").write_text(text)
+    done = subprocess.run(
+        (sys.executable, "-m", "windlass.cli.main", "launch", str(tmp_path / "job.toml")),
+        env={**os.environ, "PYTHONPATH": f"{EXAMPLE}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (difference,) = re.findall(rf"{LOGPROB_DIFFERENCE} (\S+)", done.stdout)
+    warned = re.findall(r"warning: log-probabilities of rollouts are (\S+) away", done.stdout)
+    if recipe == "CountSevens":
+        assert float(difference) < 1e-3
+        assert not warned
+    else:
+        assert float(difference) == pytest.approx(0.4, abs=1e-3)
+        assert warned == ["0.40"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    found = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).eval()
+    with torch.no_grad():
+        found.lm_head.weight.mul_(20)  # far from uniform
+    return found
+
+
+def answer(model: Any, prompt: list[int], length: int, sampling: dict[str, Any], cut: Any) -> Any:
+    """A sample as an engine draws it."""
+    output: list[int] = []
+    for _ in range(length):
+        ahead = distributions(model, [*prompt, *output], [0], sampling, cut)
+        output.append(int(torch.multinomial(ahead[0].exp(), 1)))
+    logprobs = expected_logprobs(model, prompt, output, sampling, cut)
+    return TrainingSample(
+        prompt_ids=tuple(prompt), output_ids=tuple(output), logprobs=tuple(logprobs.tolist()),
+        versions=(0,) * length, reward=0.0, group_id=0, engine="engine",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("cut", [top_k_then_top_p, top_k_and_top_p])
+def test_samples_are_found_however_a_loss_lays_them_out(
+    sampling: dict[str, Any], cut: Any, model: Any
+) -> None:
+    torch.manual_seed(1)
+    samples = [answer(model, [1, 2, 30], 3, sampling, cut), answer(model, [4], 2, sampling, cut)]
+    long, short = ([*sample.prompt_ids, *sample.output_ids] for sample in samples)
+    padding = [0] * (len(long) - len(short))
+    layouts = (
+        [long, short + padding],
+        [long[:-1], (short + padding)[:-1]],
+    )
+    for tokens in layouts:
+        check = LogprobCheck(samples, SamplingParams(max_new_tokens=3, **sampling))
+        with check.watching(model):
+            model(torch.tensor(tokens))
+        assert check.metrics()[LOGPROB_DIFFERENCE] < 1e-4
+        assert len(torch.cat(check._distances)) == 5
+
+
+def test_a_loss_that_shows_no_sample_whole_is_not_judged(model: Any) -> None:
+    sample = answer(model, [1, 2, 3], 3, {}, top_k_then_top_p)
+    check = LogprobCheck([sample], SamplingParams(max_new_tokens=3))
+    with check.watching(model):
+        model(torch.tensor([[1, 2]]))
+        model(inputs_embeds=torch.zeros(1, 2, 32))
+        model.model(torch.tensor([[1, 2, 3, *sample.output_ids]]))
+    assert check.metrics() == {}

@@ -1,0 +1,75 @@
+"""The distribution that an engine should have sampled from, by transformers in the test's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0},
+    {"top_p": 0.5},
+    {"top_k": 5},
+    {"top_k": 1},
+    {"temperature": 0.5, "top_p": 0.5},
+    {"temperature": 0.5, "top_k": 5},
+    {"temperature": 0.5, "top_k": 1},
+    {"top_p": 0.5, "top_k": 5},
+    {"temperature": 0.5, "top_p": 0.5, "top_k": 5},
+    {"temperature": 1.5, "top_p": 0.9, "top_k": 20},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "top_p": 0.5, "top_k": 5},
+)
+"""Entries of `sampling_params`. Engines run requests with all of them in one batch."""
+
+Filter = Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
+"""Logits that were divided by the temperature -> the same, with -inf for each token that is not sampled."""
+
+
+def top_k_then_top_p(logits: torch.Tensor, sampling: dict[str, Any]) -> torch.Tensor:
+    """As transformers and vLLM: the nucleus is one of the `top_k` tokens' distribution."""
+    ids = torch.zeros(len(logits), 1, dtype=torch.long)
+    if "top_k" in sampling:
+        logits = TopKLogitsWarper(sampling["top_k"])(ids, logits)
+    if "top_p" in sampling:
+        logits = TopPLogitsWarper(sampling["top_p"])(ids, logits)
+    return logits
+
+
+def top_k_and_top_p(logits: torch.Tensor, sampling: dict[str, Any]) -> torch.Tensor:
+    """As SGLang: `top_k` and `top_p` each cut the distribution of all tokens."""
+    cut = [top_k_then_top_p(logits, {n: sampling[n]}) for n in ("top_k", "top_p") if n in sampling]
+    return torch.stack([logits, *cut]).amin(0)
+
+
+@torch.no_grad()
+def distributions(
+    model: Any,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    sampling: dict[str, Any],
+    cut: Filter = top_k_then_top_p,
+) -> torch.Tensor:
+    """Return log-probabilities (T, V) at the place of each output token. Greedy answers get the model's own."""
+    logits: torch.Tensor = model(torch.tensor([[*prompt, *output[:-1]]])).logits[0].float()
+    logits = logits[len(prompt) - 1 :]
+    if temperature := sampling.get("temperature", 1.0):
+        ids = torch.zeros(len(logits), 1, dtype=torch.long)
+        logits = cut(TemperatureLogitsWarper(temperature)(ids, logits), sampling)
+    return logits.log_softmax(-1)
+
+
+def expected_logprobs(
+    model: Any,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    sampling: dict[str, Any],
+    cut: Filter = top_k_then_top_p,
+) -> torch.Tensor:
+    """Return the log-probability of each output token."""
+    tokens = torch.tensor(output)[:, None]
+    return distributions(model, prompt, output, sampling, cut).gather(1, tokens)[:, 0]
