@@ -112,6 +112,8 @@ def test_options_that_an_update_does_not_survive_are_named_with_the_reason(
     assert refused.status is Status.FAILS
     assert "lose their registration" in refused.found
     assert check_flags("sglang --enable-memory-saver").status is Status.FAILS
+    assert check_flags("vllm --logprobs-mode processed_logprobs").status is Status.WORKS
+    assert "distribution that was sampled" in check_flags("vllm --logprobs-mode raw_logprobs").found
     assert check_flags("vllm --quantization fp8").status is Status.LIMITED
     assert check_flags("vllm --quantization fp8", tmp_path).status is Status.FAILS
     assert main(["doctor", "--engine-flags", "nothing"]) == 2

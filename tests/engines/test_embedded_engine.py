@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from sampling import SAMPLINGS, expected_logprobs
 
 from windlass.engines.embedded.scheduler import Request, Scheduler
 from windlass.engines.embedded.server import EngineServer
@@ -75,14 +76,14 @@ class Engine:
         return self.call("/generate", {"input_ids": prompt, "sampling_params": sampling})
 
 
-def start(folder: Path, tensor_parallel_size: int) -> Engine:
+def start(folder: Path, tensor_parallel_size: int, *options: str) -> Engine:
     config = folder / "config.json"
     config.write_text(json.dumps(CONFIG))
     process = subprocess.Popen(
         (
             *(sys.executable, "-m", "windlass.engines.embedded", "--name", "engine"),
             *("--model", str(config), "--tp", str(tensor_parallel_size)),
-            *("--max-positions", "512"),
+            *("--max-positions", "512", *options),
         ),
         env={**os.environ, "WINDLASS_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -136,6 +137,36 @@ def test_concurrent_requests_get_the_tokens_and_logprobs_of_transformers(
         served = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
         assert torch.allclose(served, logprobs, atol=1e-4)
         assert answer["meta_info"]["finish_reason"] == {"type": "length"}
+
+
+def test_logprobs_are_those_of_the_distribution_that_was_sampled(
+    engine: Engine, reference: Any
+) -> None:
+    """Requests with different settings share the steps of a batch."""
+
+    def ask(sampling: dict[str, Any]) -> dict[str, Any]:
+        body = {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 24, **sampling}}
+        return engine.call("/generate", body)
+
+    with ThreadPoolExecutor(len(SAMPLINGS)) as pool:
+        answers = list(pool.map(ask, SAMPLINGS))
+    for sampling, answer in zip(SAMPLINGS, answers, strict=True):
+        expected = expected_logprobs(reference, PROMPTS[0], answer["output_ids"], sampling)
+        served = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
+        assert torch.allclose(served, expected, atol=1e-4), sampling
+
+
+def test_each_start_of_an_engine_draws_its_own_samples(tmp_path: Path) -> None:
+    def drawn(*options: str) -> list[list[int]]:
+        engine = start(tmp_path, 1, *options)
+        body = {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": NUM_TOKENS}}
+        answers = [engine.call("/generate", body)["output_ids"] for _ in range(4)]
+        end(engine)
+        return answers
+
+    first, again, named, named_again = drawn(), drawn(), drawn("--seed", "3"), drawn("--seed", "3")
+    assert len({tuple(answer) for answer in (*first, *again)}) == 8
+    assert named == named_again
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])

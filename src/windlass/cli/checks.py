@@ -16,8 +16,10 @@ from pathlib import Path
 
 import windlass
 from windlass.engines.quantised import require_followed
+from windlass.engines.sglang.spec import ORIGINAL
 from windlass.engines.spec import ENGINES, expandable_segments, refuse_options
 from windlass.engines.versions import EngineReleases, device_of, installed_version, warnings_of
+from windlass.envs import environment_value
 from windlass.errors import ConfigError, WindlassError
 from windlass.memory.cuda.driver import count_gpus
 from windlass.transports.base import TransportOffer
@@ -300,7 +302,7 @@ def _engines() -> list[Finding]:
         if releases is None:
             continue
         if version := installed_version(releases):
-            findings.append(_engine(releases, version))
+            findings += [_engine(releases, version), _logprobs(releases)]
         else:
             missing.append(releases.name)
     if findings:
@@ -319,6 +321,15 @@ def _engine(engine: EngineReleases, version: str) -> Finding:
         remedy = "docs/capabilities.md says what each release has"
         return Finding(engine.name, LIMITED, "; ".join(warnings), remedy)
     return Finding(engine.name, WORKS, version)
+
+
+def _logprobs(engine: EngineReleases) -> Finding:
+    name = f"{engine.name} log-probabilities"
+    if engine.name == "SGLang" and environment_value(ORIGINAL):
+        found = f"{ORIGINAL} is set: they are the model's, before temperature, top_k and top_p"
+        return Finding(name, FAILS, found, f"unset {ORIGINAL}")
+    found = "of the distribution that is sampled, after temperature, top_k and top_p, by default"
+    return Finding(name, WORKS, found)
 
 
 def check_flags(command: str, checkpoint: Path | None = None) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,7 +37,7 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
         Path(settings.model),
         worker=f"{settings.name}/{rank}",
         dtype=settings.dtype,
-        seed=settings.seed,
+        seed=settings.seed or 0,
         transport=transport,
     )
     runner = ForwardRunner(
@@ -74,7 +75,7 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
         num_slots=settings.max_batch,
         max_positions=settings.max_positions,
         paused=bool(settings.controller),
-        seed=settings.seed,
+        seed=secrets.randbits(63) if settings.seed is None else settings.seed,
     )
     server = EngineServer(
         settings,

@@ -136,8 +136,6 @@ class EngineServer:
         if bad := [token for token in body.input_ids if not 0 <= token < self._vocab_size]:
             raise ConfigError(f"input_ids must be in [0, {self._vocab_size}), got {bad[0]}")
         sampling = body.sampling_params
-        if sampling.top_k != -1:
-            raise ConfigError(f"top_k must be -1, got {sampling.top_k}: use top_p")
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops |= self._eos

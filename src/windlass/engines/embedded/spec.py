@@ -27,7 +27,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         transport: what receives weights; see `parse_transport`.
         host: address to bind. port: 0 lets the system choose.
         advertise_host: what others connect to; empty for `host`.
-        seed: of random weights and of sampling.
+        seed: of random weights and of sampling. None gives random weights the seed 0, and each start of the
+            engine its own seed for sampling.
         max_batch: requests that run at once. max_positions: tokens per request.
     """
 
@@ -40,7 +41,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     advertise_host: str = ""
     port: int = 0
-    seed: int = 0
+    seed: int | None = None
     max_batch: int = 64
     max_positions: int = 64
 

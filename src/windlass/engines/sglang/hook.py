@@ -27,6 +27,7 @@ from windlass.engines.capture.snapshot import Snapshot
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.rank_reports import Secrets, carry_out
 from windlass.engines.sglang.orders import Digests, Order, Quiesce, SglangApi, Step
+from windlass.engines.sglang.sampling import return_sampled_logprobs, seed_replica
 from windlass.engines.spec import RankStep
 from windlass.envs import environment_value
 from windlass.errors import UnsupportedLayout
@@ -96,6 +97,17 @@ def _own_replica() -> int:
     return replica or 0
 
 
+def _own_sampler() -> int:
+    """Return the number of this rank's replica, or of its group of data-parallel attention: each samples on its own."""
+    try:
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+        return _own_replica() * int(parallel.attn_dp_size) + int(parallel.attn_dp_rank)
+    except (ImportError, AttributeError):
+        return _own_replica()
+
+
 def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> bytes:
     """Take a step towards the fleet, and return what is reported of it."""
     settings = order.settings
@@ -105,6 +117,7 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
     alone = order.num_stages == 1 and settings.world_size == dist.get_world_size()
 
     def captured() -> Captured:
+        seed_replica(_own_sampler())
         if not alone:
             return _layout_of(model, order, rank)[0]
         every = partial(all_ranks, device=next(model.parameters()).device)
@@ -124,6 +137,7 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
         )
 
     _separate_caches()
+    return_sampled_logprobs()
     return msgspec.json.encode(_rank.engine_rank.capture(settings, rank, captured, api))
 
 

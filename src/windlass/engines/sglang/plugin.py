@@ -39,6 +39,7 @@ from windlass.engines.rank_reports import OTHER_NODES_VARIABLE, Secrets, join_fl
 from windlass.engines.report_route import ReportRoute
 from windlass.engines.sglang.spec import (
     HOOK,
+    ORIGINAL,
     RELEASES,
     RULES,
     SglangServer,
@@ -67,6 +68,7 @@ from windlass.updates.engine_channel import report_cannot_join
 WAIT = "wait"
 _HTTP = "sglang.srt.entrypoints.http_server"
 _OTHER_SERVERS = ("SGLANG_RUST_SERVER", "SGLANG_USE_MODELSCOPE")
+_SAMPLED = "rollouts carry log-probabilities of the distribution that was sampled"
 _OF_TENSORS = (None, "direct", "flattened_bucket")
 """Load formats that are no custom weight loader."""
 _log = logging.getLogger(__name__)
@@ -89,6 +91,26 @@ def load() -> None:
     )
 
 
+def _check_variables() -> None:
+    """Check the environment that a server is started with.
+
+    Raises:
+        ConfigError: a variable with which updates have not been shown, or rollouts would be wrong.
+    """
+    for variable in _OTHER_SERVERS:
+        if _is_set(variable):
+            raise ConfigError(f"{variable} must not be set: updates with it have not been shown")
+    if not _is_set(ORIGINAL):
+        return
+    if is_launched():
+        raise ConfigError(f"{ORIGINAL} must not be set: {_SAMPLED}")
+    _log.warning("%s is set: %s, and this server's are not", ORIGINAL, _SAMPLED)
+
+
+def _is_set(variable: str) -> bool:
+    return environment_value(variable).lower() in ("1", "true", "yes", "y")
+
+
 def _first(step: str) -> bool:
     if step in _done:
         return False
@@ -106,9 +128,7 @@ def _prepare(server_args: Any) -> None:
         raise ConfigError(
             f"{CONTROLLER_VARIABLE} must not be set for an engine without an HTTP server, which cannot be paused"
         )
-    for variable in _OTHER_SERVERS:
-        if environment_value(variable).lower() in ("1", "true", "yes", "y"):
-            raise ConfigError(f"{variable} must not be set: updates with it have not been shown")
+    _check_variables()
     refuse_expandable_segments()
 
     def setting(name: str) -> object:

@@ -26,6 +26,8 @@ from windlass.errors import DECODE_ERRORS, ConfigError, PeerUnreachable
 from windlass.net.addresses import free_port
 
 HOOK = "windlass.engines.sglang.hook.run"
+ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+"""Variable with which SGLang returns log-probabilities of the model, whatever the temperature."""
 
 REPLICAS = Feature(
     "ranks that know their replica (`dp_rank` of `get_parallel()`)",

@@ -26,6 +26,7 @@ from windlass.engines.spec import (
 )
 from windlass.engines.versions import EngineReleases, Feature
 from windlass.engines.vllm.engine_core import OUTSIDE, OWN_VERSIONS, SCHEDULER
+from windlass.engines.vllm.sampling import PROCESSED, sampling_options
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 from windlass.net.addresses import split_host_port
@@ -99,6 +100,12 @@ _SCHEDULER = Rule(
     "Windlass gives its own, with which caches are kept apart by version",
     ("scheduler_config.scheduler_cls",),
 )
+_LOGPROBS = Rule(
+    "--logprobs-mode",
+    (PROCESSED,),
+    "rollouts carry log-probabilities of the distribution that was sampled; leave it out",
+    ("model_config.logprobs_mode",),
+)
 _PLAIN_SCHEDULER = replace(
     _SCHEDULER, allowed=(None,), why="caches are kept apart by version in vLLM's own"
 )
@@ -136,6 +143,7 @@ RULES = (
     Rule("--kv-offloading-size", (), OUTSIDE),
     Rule("--ec-transfer-config", (None,), OUTSIDE, ("ec_transfer_config",)),
     _SCHEDULER,
+    _LOGPROBS,
 )  # fmt: skip
 """Places of settings are those of vLLM's `VllmConfig`."""
 
@@ -170,6 +178,7 @@ class VllmServer:
                 *(("--pipeline-parallel-size", str(args.pp)) if args.pp > 1 else ()),
                 *(("--data-parallel-size", str(args.dp)) if args.dp > 1 else ()),
                 *("--scheduler-cls", SCHEDULER),
+                *sampling_options(rest, args.dist_init_addr if args.nnodes > 1 else ""),
                 *_node_options(args),
                 *serves,
                 *served,
@@ -280,7 +289,8 @@ def refuse_unsafe_config(config: object, *, adapter: bool, is_launched: bool = T
         refuse_settings("vLLM", rules, setting)
     rules = [rule for rule in RULES if not (adapter and _LORA in rule.settings)]
     if not is_launched:
-        rules = [_PLAIN_SCHEDULER if r is _SCHEDULER else r for r in rules]
+        # Whoever started the server reads its log-probabilities, and may have asked for others by name.
+        rules = [_PLAIN_SCHEDULER if r is _SCHEDULER else r for r in rules if r is not _LOGPROBS]
     refuse_settings("vLLM", rules, setting)
 
 

@@ -37,6 +37,7 @@ from windlass.engines.rank_reports import RefusedByOtherRank, check_layouts, rea
 from windlass.engines.spec import AgentSettings, CapturedLayout, refuse_expandable_segments
 from windlass.engines.vllm.engine_core import CoreCalls, core_calls
 from windlass.engines.vllm.rank import Worker, capture_rank, number_of
+from windlass.engines.vllm.sampling import PROCESSED
 from windlass.errors import ConfigError, WindlassError
 from windlass.updates.engine_channel import report_cannot_join
 
@@ -144,6 +145,12 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         core = core_calls() if info.world_size == 1 else None
         api = None if core is None else partial(_CoreApi, core, self._engine_rank)
         captured = capture_rank(self.worker, self._engine_rank, settings, api, is_launched=False)
+        if model.logprobs_mode != PROCESSED and rank == 0:
+            logger.warning(
+                "--logprobs-mode is %s: log-probabilities of answers are not those of the distribution that "
+                "was sampled, as %s are",
+                *(model.logprobs_mode, PROCESSED),
+            )
         check_layouts(info.name, _of_all_ranks(captured, info.world_size))
         self._engine_rank.join(settings, rank, info.token)
 

@@ -10,6 +10,7 @@ import contextlib
 
 from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
 from windlass.engines.vllm.engine_core import BACKEND, is_backend_of, keep_caches_apart
+from windlass.engines.vllm.sampling import set_defaults
 
 __all__ = ["register"]
 
@@ -24,4 +25,5 @@ def register() -> None:
             BACKEND, "windlass.engines.vllm.weight_transfer", "WindlassTransferEngine"
         )
     keep_caches_apart()
+    set_defaults(BACKEND)
     multiply_by_parameters(lambda: is_backend_of(get_current_vllm_config()))

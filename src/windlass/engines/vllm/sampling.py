@@ -1,0 +1,80 @@
+"""Settings of a vLLM server for rollouts: its seed, and the distribution of its log-probabilities.
+
+vLLM's default seed is 0, so two servers draw the same samples for the same requests. By default vLLM returns the
+model's own log-probabilities (`--logprobs-mode raw_logprobs`). The sampler draws from another distribution once
+temperature, `top_p` or `top_k` are set.
+
+The launcher passes both settings as options (`sampling_options`). `set_defaults` changes both defaults for a server that a
+user started with our weight-transfer backend. A value that the user names wins.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from windlass.engines.spec import options_of
+
+PROCESSED = "processed_logprobs"
+_SEED, _LOGPROBS_MODE = "--seed", "--logprobs-mode"
+_BITS = 31
+"""Bits of a seed; numpy takes 32."""
+_ONE_PROCESS_PER_RANK = "external_launcher"
+
+
+def sampling_options(rest: Sequence[str], meeting_place: str = "") -> tuple[str, ...]:
+    """Return options for vLLM's command line. The user's own options come after them, and win.
+
+    Args:
+        rest: options that the user gave.
+        meeting_place: address where the nodes of a server meet: their ranks need one seed. Empty on one node.
+    """
+    file = dict(options_of(rest)).get("--config", "")
+    names_seed = file and re.search(r"^\s*seed\s*:", Path(file).read_text(), re.MULTILINE)
+    seed = () if names_seed else (_SEED, str(new_seed(meeting_place)))
+    return (_LOGPROBS_MODE, PROCESSED, *seed)
+
+
+def new_seed(meeting_place: str = "") -> int:
+    """Return a seed that no other server has. Processes that give the same place get the same seed."""
+    if meeting_place:
+        digest = hashlib.sha256(meeting_place.encode()).digest()
+        return int.from_bytes(digest[:4], "big") >> (32 - _BITS)
+    return 1 + secrets.randbelow((1 << _BITS) - 1)
+
+
+@functools.cache
+def set_defaults(backend: str) -> None:
+    """Have vLLM make configurations of servers with this weight-transfer backend for rollouts. Once per process."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = EngineArgs.create_engine_config
+    seed, mode = EngineArgs.seed, EngineArgs.logprobs_mode
+
+    @functools.wraps(create)
+    def _create_engine_config(args: Any, *given: Any, **named: Any) -> Any:
+        transfer = vars(args).get("weight_transfer_config")
+        if transfer is not None and transfer.backend == backend:
+            said = dict(options_of(sys.argv[1:]))
+            if args.logprobs_mode == mode and _LOGPROBS_MODE not in said:
+                args.logprobs_mode = PROCESSED
+            if args.seed == seed and _SEED not in said and _has_one_process(args):
+                args.seed = new_seed(_meeting_place(args))
+        return create(args, *given, **named)
+
+    EngineArgs.create_engine_config = _create_engine_config
+
+
+def _has_one_process(args: Any) -> bool:
+    """Return whether one process makes the configuration of all ranks; ranks must sample with one seed."""
+    return bool(args.distributed_executor_backend != _ONE_PROCESS_PER_RANK)
+
+
+def _meeting_place(args: Any) -> str:
+    return f"{args.master_addr}:{args.master_port}" if vars(args).get("nnodes", 1) > 1 else ""
