@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup demo lint types imports unit engine test test-all test-long test-megatron engines test-engines test-integrations \
-  test-truth test-security fuzz test-clusters test-hosts test-rdma figures docs docs-version test-browser release-check bench clean
+  test-truth test-scripts test-security fuzz test-clusters test-hosts test-rdma figures docs docs-version test-browser release-check bench clean
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-long [ARGS=tests/updates/test_chaos.py]           generated faults, kills, relays, whole jobs"
 	@echo "make test-megatron | test-engines | test-truth              Megatron-core, live vLLM and SGLang: installed first"
 	@echo "make test-integrations [ARGS='-k trl']                      engines and frameworks that the user starts in their own way"
+	@echo "make test-scripts                                           every script in benchmarks/, rehearsed on a CPU at a small size"
 	@echo "make test-security                                          what SECURITY.md and docs/attacks.md promise"
 	@echo "make fuzz [ARGS='--seconds 60']                             every decoder of peer bytes, by coverage"
 	@echo "make test-hosts | test-clusters | test-rdma                 several hosts (root), Slurm and Ray, verbs in a guest"
@@ -125,6 +126,11 @@ test-truth: engines
 test-security: setup
 	$(BIN)/pytest -m "not engines and not cluster" \
 	  $$(grep -ohE 'tests/[a-z_/]+\.py(::test_[a-z0-9_]+)?' SECURITY.md docs/attacks.md | sort -u) $(ARGS)
+
+# Every script in benchmarks/, rehearsed on a CPU at a small size; those of live engines with a vLLM for CPUs.
+test-scripts: setup
+	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
+	$(BIN)/pytest -n 2 -m scripts tests/scripts $(ARGS)
 
 # Bytes for every decoder of what peers send, guided by coverage (atheris, which has wheels for Linux on
 # x86-64): ten minutes, or ARGS="--seconds 60 'agent frame'". What it finds is kept in build/fuzz.

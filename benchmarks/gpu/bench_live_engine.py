@@ -14,7 +14,8 @@ must have the same fingerprint after either, and the tokens must be the same.
 With `--quantization fp8-block` the engine starts from a checkpoint in block float8 and the trainers, in
 bfloat16, quantise while they store. In the end the full bfloat16 weights are quantised by the engine's
 own function and saved; a fresh server that loads them must hold the same bytes and give the same tokens.
-On fewer GPUs than ranks the trainers share those of the engine, and times mean little.
+On fewer GPUs than ranks the trainers share those of the engine, and times mean little. `--on-cpu` rehearses a run
+without GPUs, with an engine built for CPUs: no figure of it means anything.
 """
 
 from __future__ import annotations
@@ -71,15 +72,16 @@ async def run(options: argparse.Namespace) -> list[Row]:
         nbytes = sum(entry[3] for entry in entries)
         num_devices = torch.cuda.device_count()
         shared = options.tp + options.trainers > num_devices
-        devices = [(options.tp + i) % num_devices for i in range(options.trainers)]
-        say(f"{num_devices} GPUs, trainers on {devices}; an update is {nbytes / 1e9:.1f} GB")
-        os.environ.update(ENGINES[options.engine].environment)
+        devices = devices_of(options)
+        say(f"{num_devices} GPUs, trainers on {devices}; an update is {nbytes / 1e9:.3f} GB")
+        if not options.on_cpu:
+            os.environ.update(ENGINES[options.engine].environment)
         trainers = Trainers(options.trainer, devices, f"{folder}/store", str(plain))
         session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))
         process = None
         ours: Held = ([], [])
         log = options.log
-        server = ENGINES[options.engine](ServerSettings.of(options), session)
+        server = ENGINES[options.engine](server_settings(options, options.port), session)
         port, used = 0, 0
         stages = plan_of(options)
         try:
@@ -110,8 +112,9 @@ async def run(options: argparse.Namespace) -> list[Row]:
             if quantised and process is not None:
                 process.terminate()
                 await process.wait()
-                options.port += 1
-                server = ENGINES[options.engine](ServerSettings.of(options), session)
+                server = ENGINES[options.engine](
+                    server_settings(options, options.port + 1), session
+                )
                 log = options.log.with_suffix(".fresh.log")
                 process = await start_server(server, str(saved), "", log)
                 assert process.stdout is not None
@@ -132,17 +135,40 @@ async def run(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def devices_of(options: argparse.Namespace) -> list[int]:
+    """Return the GPU of each trainer rank; -1 for none."""
+    if options.on_cpu:
+        return [-1] * options.trainers
+    return [(options.tp + i) % torch.cuda.device_count() for i in range(options.trainers)]
+
+
+def server_settings(options: argparse.Namespace, port: int) -> ServerSettings:
+    """Return the settings of a server on `port`."""
+    return ServerSettings(
+        engine=options.engine,
+        port=port,
+        tp=options.tp,
+        transport=options.transport,
+        with_weights=options.from_checkpoint or options.quantization == "fp8-block",
+        streams=options.load,
+        engine_memory=options.engine_memory,
+        cuda_graphs=options.cuda_graphs,
+        on_cpu=options.on_cpu,
+        python=options.python,
+    )
+
+
 def write_folders(options: argparse.Namespace, started: Path, plain: Path, saved: Path) -> None:
-    """The engine's checkpoint, the trainers' configuration and, quantised, what is saved at the end."""
+    """Write the engine's checkpoint, the trainers' configuration and, if quantised, the final configuration."""
     write_config(options.model, plain, quantised=False)
     if options.quantization == "fp8-block":
         write_config(options.model, started, quantised=True)
         write_config(options.model, saved, quantised=True)
     elif options.from_checkpoint:
         # On the trainers' GPU: the engine wants nearly all of its own.
-        write_checkpoint(
-            options.model, started, torch.device("cuda", torch.cuda.device_count() - 1)
-        )
+        last = torch.cuda.device_count() - 1
+        device = torch.device("cpu") if options.on_cpu else torch.device("cuda", last)
+        write_checkpoint(options.model, started, device)
     else:
         write_model_folder(options.model, started)
 
@@ -233,7 +259,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
         "--budget", type=int, default=0, help="multiprocessors of a third series of updates"
     )
     options.add_argument(
-        "--transport", default="cuda_ipc", help="a name, or JSON that spells it out"
+        "--transport", default="", help="a name, or JSON that spells it out; cuda_ipc, on a CPU cma"
     )
     options.add_argument(
         "--engine-memory", type=float, default=0.4, help="of a GPU, without shadow"
@@ -250,7 +276,15 @@ def options_of(words: list[str]) -> argparse.Namespace:
         "--ceiling", type=float, default=397.0, help="GB/s of one link (bench_nvlink)"
     )
     options.add_argument("--log", type=Path, default=Path("engine.log"))
+    options.add_argument(
+        "--on-cpu", action="store_true", help="rehearse on a CPU, with an engine built for CPUs"
+    )
+    options.add_argument("--python", default=sys.executable, help="of the engine's environment")
     parsed = options.parse_args(words)
+    parsed.transport = parsed.transport or ("cma" if parsed.on_cpu else "cuda_ipc")
+    if parsed.on_cpu and (parsed.quantization != "none" or parsed.budget):
+        options.error("--on-cpu: --quantization and --budget need a GPU; leave them out")
+    parsed.own = 0 if parsed.on_cpu else parsed.own  # NCCL
     if parsed.layers:
         SHAPES[parsed.model] = replace(SHAPES[parsed.model], layers=parsed.layers)
     return parsed

@@ -15,18 +15,16 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from bench_live_engine import options_of
+from bench_live_engine import devices_of, options_of, server_settings
 from live_engine.checks import require_fresh, save
-from live_engine.servers import ENGINES, ServerSettings, start_server, tail
+from live_engine.servers import ENGINES, start_server, tail
 from live_engine.shapes import SHAPES, checkpoint_entries, write_config
 from live_engine.surroundings import TOKEN
 from live_engine.trainers import Trainers
@@ -53,15 +51,15 @@ async def prove(options: argparse.Namespace) -> list[Row]:
         started, plain, saved = (Path(folder) / name for name in ("started", "plain", "saved"))
         for path in (started, plain, saved):
             write_config(options.model, path, quantised=path is not plain)
-        num_devices = torch.cuda.device_count()
-        devices = [(options.tp + i) % num_devices for i in range(options.trainers)]
+        devices = devices_of(options)
         os.environ.update(ENGINES[options.engine].environment)
         trainers = Trainers(options.trainer, devices, f"{folder}/store", str(plain))
         session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))
-        settings = ServerSettings.of(options)
-        other = replace(settings, port=options.port + 500)
         logs = [options.log, options.log.with_suffix(".fresh.log")]
-        servers = [ENGINES[options.engine](each, session) for each in (settings, other)]
+        servers = [
+            ENGINES[options.engine](server_settings(options, options.port + offset), session)
+            for offset in (0, 500)
+        ]
         processes: list[asyncio.subprocess.Process] = []
         rows: list[Row] = []
         journal = Path(folder) / "journal"

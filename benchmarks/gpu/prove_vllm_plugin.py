@@ -47,8 +47,8 @@ import torch
 from live_engine.arrivals import gaps_of, silences
 from live_engine.load import generate_request, load
 from live_engine.plugin_ranks import Done, Order
-from live_engine.proof_servers import ON_CPU, ON_CPU_ENVIRONMENT, PROMPTS, engine_version
-from live_engine.servers import Vllm
+from live_engine.proof_servers import PROMPTS, engine_version
+from live_engine.servers import ON_CPU, ON_CPU_ENVIRONMENT, Vllm
 from live_engine.shapes import SHAPES, model_config, write_model_folder
 from live_engine.surroundings import ENVIRONMENT, TOKEN
 
@@ -142,7 +142,7 @@ def command(
             *("--worker-extension-cls", "live_engine.held_weights.HeldWeights"),
         ]
     if options.device == "cpu":
-        return [*words, *ON_CPU["vllm"], "--max-model-len", "1024", "--enable-scale-out"]
+        return [*words, *ON_CPU["vllm"], "--enable-scale-out"]
     return [
         *words,
         *(("--load-format", "dummy") if options.model else ()),

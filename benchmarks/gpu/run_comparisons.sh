@@ -22,5 +22,5 @@ step() { # seconds, name, command
 step 200 megatron env TORCHDYNAMO_DISABLE=1 python3 benchmarks/gpu/bench_megatron.py --json "$OUT/bench_megatron.json"
 step 120 pieces python3 benchmarks/gpu/bench_nvlink.py --skip-updates --nixl --kinds contiguous --json "$OUT/bench_pieces.json"
 step 130 checkpoint_engine python3 benchmarks/gpu/bench_checkpoint_engine.py --json "$OUT/bench_checkpoint_engine.json"
-step 90 nixl_tests python3 -m pytest -q --maxfail=4 -p no:cacheprovider -c /dev/null --rootdir . -W ignore -s tests/transports/test_nixl_cuda.py
+step 90 nixl_tests python3 -m pytest -q --maxfail=4 -p no:cacheprovider -o addopts= -W ignore -s tests/transports/test_nixl_cuda.py
 exit $failed

@@ -11,6 +11,6 @@ export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVL
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$OUT/gpus.txt"
 timeout 120 python3 benchmarks/gpu/bench_replica_gpu.py --json "$OUT/bench_replica_gpu.json" "$@" 2>&1 |
   tee "$OUT/bench_replica_gpu.txt" || failed=1
-timeout 240 python3 -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . -W ignore \
+timeout 240 python3 -m pytest -q -p no:cacheprovider -o addopts= -W ignore \
   tests/transfer/test_replica_on_gpu.py 2>&1 | tail -60 | tee "$OUT/test_replica_on_gpu.txt" || failed=1
 exit $failed

@@ -40,25 +40,6 @@ SMALL = {
     "sglang": (),
 }
 """Several servers and trainers share a GPU: vLLM would count the memory of the others as its own."""
-ON_CPU = {
-    "vllm": (
-        *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512"),
-        *("--max-num-seqs", "4", "--max-num-batched-tokens", "512", "--skip-tokenizer-init"),
-    ),
-    "sglang": (
-        *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "bfloat16"),
-        *("--sampling-backend", "pytorch", "--disable-cuda-graph", "--skip-server-warmup"),
-        *("--max-total-tokens", "4096", "--disable-overlap-schedule", "--skip-tokenizer-init"),
-        *("--mem-fraction-static", "0.5"),
-    ),
-}
-ON_CPU_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-}
 
 
 @dataclass(frozen=True)
@@ -91,7 +72,7 @@ class Held:
 
 
 class ProofServer:
-    """One server of its own; `python` is the interpreter of the engine's environment."""
+    """One server, started from a checkpoint."""
 
     def __init__(
         self, options: argparse.Namespace, case: Case, session: aiohttp.ClientSession, port: int
@@ -102,10 +83,11 @@ class ProofServer:
             port=port,
             tp=options.tp,
             transport=options.transport,
-            load=16,
-            engine_memory=0.4,
+            with_weights=True,
+            streams=16,
             cuda_graphs=options.cuda_graphs,
-            starts_with_weights=True,
+            on_cpu=options.on_cpu,
+            python=options.python,
         )
         self.engine: Vllm | Sglang = ENGINES[options.engine](settings, session)
         self.port = port
@@ -118,18 +100,15 @@ class ProofServer:
             extra = (*extra, "--adapter", f"{ADAPTER}={folder}")
             folder = folder.parent / MODEL
         words = self.engine.command(str(folder), controller)
-        if not self.options.on_cpu:
-            return [*words, *SMALL[engine], *extra]
-        until = words.index("--transport") + 2
-        return [*words[:until], *ON_CPU[engine], *extra]
+        return [*words, *(() if self.options.on_cpu else SMALL[engine]), *extra]
 
     async def start(self, folder: Path, controller: str, log: Path, devices: str) -> None:
         """Without `devices` all GPUs are visible, and the first ones are taken."""
-        own = ON_CPU_ENVIRONMENT if self.options.on_cpu else engine_environment(self.options.engine)
+        own = {} if self.options.on_cpu else engine_environment(self.options.engine)
         chosen = {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
         chosen["VLLM_PORT"] = str(self.port + 100)  # each looks for free ports elsewhere
         words = self.command(folder, controller)
-        self.process = await start(self.options.python, words, log, {**own, **chosen})
+        self.process = await start(self.engine.settings, words, log, {**own, **chosen})
 
     async def ready(self, deadline_s: float) -> None:
         """Until it serves, and has joined if there is a controller."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -25,45 +24,57 @@ from windlass.engines.private_routes import KEY_HEADER, saved_key
 from windlass.engines.rank_reports import RankReports
 
 PROMPT = [5, 6, 7, 8]
+ON_CPU = {
+    "vllm": (
+        *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "1024"),
+        *("--max-num-seqs", "4", "--max-num-batched-tokens", "1024", "--skip-tokenizer-init"),
+    ),
+    "sglang": (
+        *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "bfloat16"),
+        *("--sampling-backend", "pytorch", "--disable-cuda-graph", "--skip-server-warmup"),
+        *("--max-total-tokens", "4096", "--disable-overlap-schedule", "--skip-tokenizer-init"),
+        *("--mem-fraction-static", "0.5"),
+    ),
+}
+"""Flags of an engine built for CPUs, instead of those for GPUs."""
+ON_CPU_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Settings of a server, whichever script starts it.
+    """Settings of one server.
+
+    A type of its own, so that a script that leaves one out fails where it starts the server and in mypy.
 
     Attributes:
-        engine: `vllm` or `sglang`.
-        port: of its HTTP server.
-        tp: tensor-parallel ranks.
-        transport: name or JSON of the transport that receives weights.
-        load: requests that it serves at once.
-        engine_memory: share of the GPU's memory.
-        cuda_graphs: whether it decodes with CUDA graphs.
-        starts_with_weights: whether it loads a checkpoint when it starts.
+        engine: key of `ENGINES`.
+        port: of the server.
+        tp: number of tensor-parallel ranks.
+        transport: name of the transport, or JSON.
+        with_weights: whether the server loads a checkpoint when it starts, and not dummy weights.
+        streams: number of requests that the server decodes side by side.
+        engine_memory: fraction of a GPU's memory.
+        cuda_graphs: whether the server decodes by CUDA graphs.
+        on_cpu: whether the engine is built for CPUs.
+        python: interpreter of the engine's environment.
     """
 
     engine: str
     port: int
     tp: int
     transport: str
-    load: int
-    engine_memory: float
-    cuda_graphs: bool
-    starts_with_weights: bool
-
-    @staticmethod
-    def of(options: argparse.Namespace) -> ServerSettings:
-        """Return the settings that the options of `bench_live_engine.py` name."""
-        return ServerSettings(
-            engine=options.engine,
-            port=options.port,
-            tp=options.tp,
-            transport=options.transport,
-            load=options.load,
-            engine_memory=options.engine_memory,
-            cuda_graphs=options.cuda_graphs,
-            starts_with_weights=options.from_checkpoint or options.quantization == "fp8-block",
-        )
+    with_weights: bool
+    streams: int
+    engine_memory: float = 0.4
+    cuda_graphs: bool = False
+    on_cpu: bool = False
+    python: str = sys.executable
 
 
 class _Routes:
@@ -84,12 +95,11 @@ class _Routes:
 
 
 def common_flags(settings: ServerSettings, folder: str, controller: str) -> list[str]:
-    """Return the options of both engines. Without a controller the server is never updated."""
+    """Return the flags of every server; one without a controller keeps its weights."""
     return [
         *("--name", settings.engine, "--model", folder, "--port", str(settings.port)),
         *("--tp", str(settings.tp), "--controller", controller, "--transport", settings.transport),
-        *(() if settings.starts_with_weights else ("--load-format", "dummy")),
-        *("--dtype", "bfloat16", "--skip-tokenizer-init"),
+        *(() if settings.with_weights else ("--load-format", "dummy")),
     ]
 
 
@@ -106,10 +116,13 @@ class Vllm(_Routes):
     }
 
     def command(self, folder: str, controller: str) -> list[str]:
+        words = ["windlass.engines.vllm", *common_flags(self.settings, folder, controller)]
+        if self.settings.on_cpu:
+            return [*words, *ON_CPU["vllm"]]
         return [
-            *("windlass.engines.vllm", *common_flags(self.settings, folder, controller)),
+            *(*words, "--dtype", "bfloat16", "--skip-tokenizer-init"),
             *self._graphs(),
-            *("--max-model-len", "1024", "--max-num-seqs", str(self.settings.load)),
+            *("--max-model-len", "1024", "--max-num-seqs", str(self.settings.streams)),
             *(
                 "--gpu-memory-utilization",
                 str(self.settings.engine_memory),
@@ -125,7 +138,7 @@ class Vllm(_Routes):
         settings = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [self.settings.load],
+            "cudagraph_capture_sizes": [self.settings.streams],
         }
         return ["--compilation-config", json.dumps(settings)]
 
@@ -168,8 +181,11 @@ class Sglang(_Routes):
     }
 
     def command(self, folder: str, controller: str) -> list[str]:
+        words = ["windlass.engines.sglang", *common_flags(self.settings, folder, controller)]
+        if self.settings.on_cpu:
+            return [*words, *ON_CPU["sglang"]]
         return [
-            *("windlass.engines.sglang", *common_flags(self.settings, folder, controller)),
+            *(*words, "--dtype", "bfloat16", "--skip-tokenizer-init"),
             *("--context-length", "1024", "--attention-backend", "triton"),
             *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
             *self._graphs(),
@@ -187,7 +203,11 @@ class Sglang(_Routes):
     def _graphs(self) -> list[str]:
         if not self.settings.cuda_graphs:
             return ["--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"]
-        return ["--cuda-graph-bs-decode", str(self.settings.load), "--disable-prefill-cuda-graph"]
+        return [
+            "--cuda-graph-bs-decode",
+            str(self.settings.streams),
+            "--disable-prefill-cuda-graph",
+        ]
 
     async def tokens(self) -> list[int]:
         answer = await self.post(*generate_request("sglang", PROMPT, 16, 0.0, stream=False))
@@ -236,16 +256,17 @@ class Sglang(_Routes):
 
 
 async def start(
-    python: str, words: Sequence[str], log: Path, environment: Mapping[str, str]
+    settings: ServerSettings, words: Sequence[str], log: Path, environment: Mapping[str, str]
 ) -> asyncio.subprocess.Process:
-    """`python -m words`, with this checkout's Windlass; it says on its stdout when it serves."""
+    """Start `python -m words` with this checkout's Windlass; it prints a line when it serves."""
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     with log.open("wb") as sink:
         return await asyncio.create_subprocess_exec(
-            *(python, "-m", *words),
+            *(settings.python, "-m", *words),
             env={
                 **os.environ,
                 **ENVIRONMENT,
+                **(ON_CPU_ENVIRONMENT if settings.on_cpu else {}),
                 **environment,
                 "PYTHONPATH": path,
                 "WINDLASS_TOKEN": TOKEN,
@@ -258,8 +279,8 @@ async def start(
 async def start_server(
     server: Vllm | Sglang, folder: str, controller: str, log: Path, extra: tuple[str, ...] = ()
 ) -> asyncio.subprocess.Process:
-    """On the GPUs that are visible; the engine's own variables are this process's."""
-    return await start(sys.executable, [*server.command(folder, controller), *extra], log, {})
+    """Start a server on the GPUs that are visible, with the variables of this process."""
+    return await start(server.settings, [*server.command(folder, controller), *extra], log, {})
 
 
 ENGINES: dict[str, type[Vllm] | type[Sglang]] = {"vllm": Vllm, "sglang": Sglang}

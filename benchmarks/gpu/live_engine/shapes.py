@@ -42,6 +42,7 @@ COMMON: dict[str, Any] = {
 }
 """Of all models that are made here."""
 SHAPES = {
+    "rehearsal": Shape(64, 64, 2, 4, 2, 8),
     "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8),
     "qwen3-30b-a3b": Shape(2048, 768, 48, 32, 4, 128),
     "qwen3-4b": Shape(2560, 9728, 36, 32, 8),

@@ -38,18 +38,20 @@ class TrainerRank:
     """One FSDP2 rank. Methods are called by name through a pipe, in all ranks together."""
 
     def __init__(self, rank: int, device: int, world: int, store: str, model: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         self.begin(rank, device, world, store)
+        mesh = init_device_mesh(self.kind, (world,))
         config = transformers.AutoConfig.from_pretrained(model)
         with torch.device("meta"):
             self.module = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.bfloat16
             )
         for layer in self.module.model.layers:
-            fully_shard(layer)
-        fully_shard(self.module)
-        self.module.to_empty(device="cuda")
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.module, mesh=mesh)
+        self.module.to_empty(device=self.kind)
         self.full: list[tuple[str, torch.Tensor]] = []
         self.own: Any = None
 
@@ -65,10 +67,11 @@ class TrainerRank:
     def fill(self, seed: int) -> None:
         """Other weights in every place."""
         for index, parameter in enumerate(self.module.parameters()):
-            generator = torch.Generator("cuda")
+            generator = torch.Generator(self.kind)
             generator.manual_seed((seed * 1000 + index) * 64 + self.rank)
             parameter.data.to_local().normal_(0, 0.02, generator=generator)
-        torch.cuda.synchronize()
+        if self.kind == "cuda":
+            torch.cuda.synchronize()
 
     def connect(
         self, controller: str, num_multiprocessors: int = 0, transport: str = "cuda_ipc"
