@@ -15,8 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, pa
 
 import windlass
 from windlass.config import ControlConfig, ReplicaPlace
-from windlass.errors import UnsupportedLayout
+from windlass.errors import PlanError, UnsupportedLayout
 from windlass.transfer.collective_group import Rendezvous
+from windlass.transfer.dtensor import check_memory
 
 Step = Callable[[Model], object]
 
@@ -175,3 +176,53 @@ async def test_a_tensor_that_gets_a_negative_bit_after_connect_is_refused_by_nam
                 trainer.publish(1, deadline_s=20)
 
     await with_controller(ControlConfig(), work)
+
+
+@pytest.mark.usefixtures("process_group")
+async def test_a_change_of_a_gathered_copy_is_refused() -> None:
+    """FSDP2 drops such a change when it reshards, so the version was published without it."""
+
+    def work(url: str) -> None:
+        model, served = fsdp2(), Model(-1000.0)
+
+        def connect() -> windlass.TrainerClient:
+            return windlass.connect_trainer(model, controller=url, token=TOKEN, transport="cma")
+
+        def change() -> None:
+            model.unshard()  # type: ignore[operator]
+            with torch.no_grad():
+                model.gate.weight.add_(1.0)
+
+        refused = r"parameter 'gate.weight': must be changed while it is sharded.*reshard"
+        with connect_engine(served, url), connect() as trainer:
+            model.unshard()  # type: ignore[operator]
+            trainer.publish(0, deadline_s=20)
+            change()
+            with pytest.raises(windlass.RoundAborted, match=refused):
+                trainer.publish(1, deadline_s=20)
+            with pytest.raises(PlanError, match=refused):
+                connect()
+            model.reshard()  # type: ignore[operator]
+            # The gathered copy still counts one change, but has the values of the shards again.
+            model.unshard()  # type: ignore[operator]
+            trainer.publish(2, deadline_s=20)
+            assert served_equals(served, whole(model))
+
+    await with_controller(ControlConfig(), work)
+
+
+def test_tensors_whose_memory_misleads_are_refused() -> None:
+    values = torch.arange(12.0)
+    complex_values = torch.zeros(4, dtype=torch.complex64)
+    for tensor in (
+        complex_values.conj(),
+        complex_values.conj().imag,
+        torch._efficientzerotensor((4,)),
+        values.reshape(3, 4).to_sparse(),
+        torch.empty(4, device="meta"),
+        torch.nested.nested_tensor([values[:2], values[:3]], layout=torch.jagged),
+    ):
+        with pytest.raises(UnsupportedLayout, match="'w'"):
+            check_memory("w", tensor)
+    with torch.inference_mode():
+        check_memory("w", torch.ones(4))

@@ -19,12 +19,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import final
+from typing import cast, final
 
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
@@ -207,8 +208,8 @@ def held_tensors(module: torch.nn.Module, name_map: NameMap | None = None) -> li
 
     Raises:
         ConfigError: no module, or a `name_map` that gives something else than names.
-        UnsupportedLayout: a tensor without memory of its own (meta, most subclasses of a tensor) or
-            without strides (sparse).
+        UnsupportedLayout: see `check_memory`.
+        PlanError: code has changed a gathered copy of a parameter in place.
     """
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -219,7 +220,7 @@ def held_tensors(module: torch.nn.Module, name_map: NameMap | None = None) -> li
     parallel: list[str] = []
     for path, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, FSDPModule):
-            child.reshard()
+            _reshard(child)
         if isinstance(child, FSDPModule) or path.rpartition(".")[0] in sharded:
             sharded.add(path)
         if isinstance(child, DistributedDataParallel):
@@ -446,20 +447,13 @@ class LiveTensors:
         torch refuse to move a module's tensors (`Module.to`, `torch.utils.swap_tensors`).
         """
         now = self._now() if self._watched else []
-        for index, (tensor, (address, num_writes)) in enumerate(
-            zip(now, self._watched, strict=False)
-        ):
-            is_gathered = self._signatures[index][-1] is not None and not isinstance(
-                tensor, DTensor
-            )
-            if is_gathered:  # a forward pass of FSDP2; the shard that was located is unchanged
-                continue
-            if _num_writes(tensor) != num_writes or _local(tensor).data_ptr() != address:
-                return self._names[index]
+        for name, tensor, watched in zip(self._parts, now, self._watched, strict=False):
+            if (_local(tensor).data_ptr(), _num_writes(tensor)) != watched:
+                return name
         return ""
 
     def _now(self) -> list[torch.Tensor]:
-        """Return the tensors in manifest order, and those of gathered FSDP2 modules as they are."""
+        """Return the tensors in manifest order, and leave gathered FSDP2 modules as they are."""
         keys, tensors = _registered(self._modules, reshards=False)
         if self._positions and keys == self._registered[0]:
             return [tensors[position] for position in self._positions]
@@ -531,18 +525,25 @@ def _registered(
 ) -> tuple[list[str], list[torch.Tensor]]:
     """Return names and tensors of all modules, in an order that depends on the modules alone.
 
-    FSDP2 modules are resharded first, unless `reshards` is false.
+    FSDP2 modules are resharded first. Unless `reshards`, they stay gathered, and their shards are returned.
+
+    Raises:
+        PlanError: code has changed a gathered copy of a parameter that is to be resharded.
     """
     keys: list[str] = []
     tensors: list[torch.Tensor] = []
     left, seen = [*modules], set[int]()
+    shards: dict[int, torch.Tensor] = {}
     while left:
         module = left.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
-        if reshards and isinstance(module, FSDPModule):
-            module.reshard()
+        if isinstance(module, FSDPModule):
+            if reshards:
+                _reshard(module)
+            else:
+                shards |= {id(whole): one.sharded_param for whole, one in _gathered(module)}
         for held in (module._parameters, module._buffers):
             for key, tensor in held.items():
                 if tensor is not None:
@@ -551,7 +552,55 @@ def _registered(
         if module._modules:
             keys.extend(module._modules)
             left.extend(child for child in module._modules.values() if child is not None)
-    return keys, tensors
+    return keys, [shards.get(id(tensor), tensor) for tensor in tensors] if shards else tensors
+
+
+def _gathered(module: FSDPModule) -> list[tuple[torch.Tensor | None, FSDPParam]]:
+    """Return the parameters that this FSDP2 module does not hold as shards now, each with the tensor in its place."""
+    return [
+        (one._module_info.module._parameters.get(one._module_info.param_name), one)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+        for one in group.fsdp_params
+        if one.sharded_state is not ShardedState.SHARDED
+    ]
+
+
+def _reshard(module: FSDPModule) -> None:
+    """Put shards in the place of gathered parameters.
+
+    Raises:
+        PlanError: code has changed a gathered copy in place, and its shard does not have the change.
+    """
+    for _, parameter in _gathered(module):
+        if parameter.sharded_state is ShardedState.UNSHARDED:
+            _refuse_changed(module, parameter)
+    module.reshard()
+
+
+def _refuse_changed(module: FSDPModule, parameter: FSDPParam) -> None:
+    """Refuse a gathered parameter if torch has counted a change, and this rank's part differs from its shard.
+
+    Raises:
+        PlanError: the gathered copy was changed.
+    """
+    if not _num_writes(parameter._unsharded_param):
+        return
+    place = parameter._module_info
+    children = cast("torch.nn.Module", module).named_modules()
+    path = next((path for path, child in children if child is place.module), "")
+    name = parameter._param_fqn or f"{path}.{place.param_name}".lstrip(".")
+    whole, shard = parameter._unsharded_param.detach(), parameter.sharded_param
+    if type(whole) is torch.Tensor and whole.shape == shard.shape:
+        box = local_shard(name, shard, by_fsdp=True).box
+        ranges = zip(box.offsets, box.sizes, strict=True)
+        part = whole[tuple(slice(start, start + size) for start, size in ranges)]
+        # The counter also counts changes that were dropped when the parameter was gathered again.
+        if not part.numel() or torch.equal(part, local_tensor(shard).to(part.device, part.dtype)):
+            return
+    raise PlanError(
+        f"parameter {name!r}: must be changed while it is sharded, got a change of the copy that FSDP2 has "
+        "gathered, which is not published; change the shard, or drop the change by `model.reshard()`"
+    )
 
 
 def _reach(local: torch.Tensor) -> int:
