@@ -167,7 +167,12 @@ def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: 
     with launched(resumed) as job:
         printed, _ = job.communicate(timeout=DEADLINE_S)
         assert job.returncode == 0, printed + (tmp_path / "stderr").read_text()
-    assert [line.split(" ")[0] for line in printed.splitlines()[1:]] == ["resumed", "step", "done:"]
+    assert [line.split(" ")[0] for line in printed.splitlines()[1:]] == [
+        "resumed",
+        "step",
+        "done:",
+        "in",
+    ]
     # The last one was still under way when the job's work was done.
     found = summary(tmp_path)
     assert found["outcomes"] == ["published"] * 2

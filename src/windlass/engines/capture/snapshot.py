@@ -152,7 +152,9 @@ def _members(container: Any) -> tuple[object, ...]:
 def _restore_slots(item: object, values: dict[MemberDescriptorType, object]) -> None:
     for member, value in values.items():
         if value_of(member, item) is not value:
-            member.__set__(item, value)
+            # A read-only member of a class in C makes its value anew at each look; nothing can assign it.
+            with suppress(AttributeError, TypeError):
+                member.__set__(item, value)
 
 
 def _restore_cell(cell: CellType, kept: list[tuple[str, object]]) -> None:
