@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import cast, final
+from typing import Any, cast, final
 
 import numpy as np
 import torch
@@ -559,10 +559,17 @@ def _gathered(module: FSDPModule) -> list[tuple[torch.Tensor | None, FSDPParam]]
     """Return the parameters that this FSDP2 module does not hold as shards now, each with the tensor in its place."""
     return [
         (one._module_info.module._parameters.get(one._module_info.param_name), one)
-        for group in module._get_fsdp_state()._fsdp_param_groups
+        for group in _groups_of(module)
         for one in group.fsdp_params
         if one.sharded_state is not ShardedState.SHARDED
     ]
+
+
+def _groups_of(module: FSDPModule) -> Sequence[Any]:
+    """Return the parameter groups of an FSDP2 module: any number of them since torch 2.12, at most one before."""
+    state = vars(module._get_fsdp_state())
+    one = state.get("_fsdp_param_group")
+    return state.get("_fsdp_param_groups") or ([] if one is None else [one])
 
 
 def _reshard(module: FSDPModule) -> None:
