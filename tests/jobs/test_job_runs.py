@@ -114,7 +114,7 @@ def test_a_job_that_was_stopped_continues_by_the_same_command(tmp_path: Path) ->
     # A sample for each of two turns of two rollouts of two groups.
     assert {line.partition("]")[2] for line in lines(first, "TRAIN ")} == {" {4} 8"}
     assert lines(first, "AFTER ")[:2] == [
-        "0 ['grad_norm', 'loss'] {1}",
+        "0 ['grad_norm', 'logprob_difference', 'loss'] {1}",
         "1 ['grad_norm', 'loss'] {2}",
     ]
     saved = stopped_at - stopped_at % 2
