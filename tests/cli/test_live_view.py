@@ -145,7 +145,8 @@ def test_the_demo_leaves_one_frame_and_whole_lines(size: tuple[int, int], tmp_pa
         "versions published, reward ",
         "what each process printed",
     ):
-        assert text.count(said) == 1, said
+        # A long path wraps within a word, so blanks do not count.
+        assert "".join(text.split()).count("".join(said.split())) == 1, said
     assert not [word for word in CLEAN_END if word in text]
     assert middle
     for shown in middle:
