@@ -136,7 +136,8 @@ def test_a_job_that_was_stopped_continues_by_the_same_command(tmp_path: Path) ->
         json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()
     ]
     assert [each["step"] for each in of_steps] == [*range(1, stopped_at + 1), *range(saved + 1, 9)]
-    assert {*of_steps[0]} == {"step", "version", "reward", "samples", "loss", "grad_norm", "time"}
+    assert {*of_steps[1]} == {"step", "version", "reward", "samples", "loss", "grad_norm", "time"}
+    assert {*of_steps[0]} == {*of_steps[1], "logprob_difference"}
     assert lines(second, "done: ") == ["8 steps, version 8 published"]
     assert lines(second, "in ")[0].endswith("logs, checkpoints/8")
 
