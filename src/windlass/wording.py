@@ -11,11 +11,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def rounded_seconds(seconds: float) -> str:
-    """Return `40 s` for 39.9987, `0.25 s` for 0.25: four digits at most, or whole seconds."""
-    return f"{seconds:.4g} s" if seconds < 1000 else f"{seconds:.0f} s"
-
-
 def install_command(extra: str = "", python: str = "") -> str:
     """Return how a person installs Windlass, with an extra, for an interpreter.
 
