@@ -17,11 +17,23 @@ from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
 from windlass.errors import TransferFailed
 from windlass.jobs.fsdp_engine import FsdpEngine
 from windlass.jobs.train_worker import TrainContext
+from windlass.rollout.messages import TrainingSample
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transports.base import WriteBatch
 from windlass.transports.registry import create_transport
 
 TOKEN = "secret of the test"
+# The loss below reads no sample, but a step without samples is refused.
+SAMPLE = TrainingSample(
+    prompt_ids=(1,),
+    output_ids=(2,),
+    logprobs=(-0.5,),
+    versions=(0,),
+    reward=0.0,
+    group_id=0,
+    engine="e",
+)
+GROUPS = [[SAMPLE]]
 SECONDS = 30.0
 
 
@@ -103,14 +115,14 @@ async def test_a_step_goes_on_while_the_weights_before_it_are_published(held: No
         await published(controller, engine, 0)
         assert torch.equal(live, weight_of(engine))
         for version in (1, 2):
-            await asyncio.to_thread(engine.train_step, version, ())
+            await asyncio.to_thread(engine.train_step, version, GROUPS)
             copied = weight_of(engine)
             HeldTransport.go.clear()
             assert await asyncio.to_thread(engine.prepare_publish, version)
             update = controller.coordinator.begin_publish(version, deadline_s=SECONDS)
             async with asyncio.timeout(SECONDS):
                 await update.copied.wait()
-            await asyncio.to_thread(engine.train_step, version + 1, ())
+            await asyncio.to_thread(engine.train_step, version + 1, GROUPS)
             assert not torch.equal(copied, weight_of(engine))
             assert not torch.equal(live, copied)
             assert not update.report.done()
@@ -137,7 +149,7 @@ async def test_after_an_update_that_failed_the_next_one_is_prepared_as_ever(held
         HeldTransport.error = ""
         # One that was prepared, and that the controller never began.
         await asyncio.to_thread(engine.prepare_publish, 2)
-        await asyncio.to_thread(engine.train_step, 1, ())
+        await asyncio.to_thread(engine.train_step, 1, GROUPS)
         await published(controller, engine, 3)
         assert torch.equal(live, weight_of(engine))
 

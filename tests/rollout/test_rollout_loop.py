@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -648,11 +647,11 @@ async def test_cancelling_frees_the_engine(rig: Rig) -> None:
 
 
 async def test_an_update_that_takes_long_does_not_delay_completions(rig: Rig) -> None:
-    began = asyncio.Event()
+    began, may_end = asyncio.Event(), asyncio.Event()
 
     async def update(_: web.Request) -> web.Response:
         began.set()
-        await asyncio.sleep(2.0)
+        await may_end.wait()
         return web.Response()
 
     rig.extra_routes = [web.post("/v1/update", update)]
@@ -661,10 +660,9 @@ async def test_an_update_that_takes_long_does_not_delay_completions(rig: Rig) ->
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
         updating = asyncio.ensure_future(session.post(f"{rig.server.url}/v1/update"))
         await began.wait()
-        start = time.monotonic()
         await finished(rig.submit(100))
-        assert time.monotonic() - start < 1.5
         assert not updating.done()
+        may_end.set()
         (await updating).release()
 
 
