@@ -96,8 +96,10 @@ class TrainerWeights:
     Attributes:
         manifest: its rank is `manifest.worker`: GROUP/RANK, where the group is the trainer job's name.
         parameters: where its parameters lie now, in manifest order.
-        changed: names a parameter that has changed since they were asked for, or nothing; asked when they
-            were sent, unless from a replica: what was sent then counts as not sent.
+        watch: has `changed` compare with the parameters as they are now; called in the caller's thread when an update
+            begins, so that a change before they are read is noticed as well. None where nothing can do that.
+        changed: names a parameter that has changed since they were asked for, or since `watch`; empty if none has.
+            Asked when they were sent, unless from a replica: what was sent then counts as not sent.
         make_whole: see `TrainerClient.make_whole`; None where weights are whole after every optimizer step.
         step_stream: the stream of the weights' GPU that the calling thread queues its steps in, for
             the copy of `begin_publish` to wait for; None to wait for all of the GPU's work.
@@ -106,6 +108,7 @@ class TrainerWeights:
 
     manifest: ShardManifest
     parameters: Callable[[], Sequence[ParameterMemory]]
+    watch: Callable[[], None] | None = None
     changed: Callable[[], str] = str
     make_whole: Callable[[], None] | None = None
     step_stream: Callable[[], int] | None = None
@@ -169,7 +172,10 @@ class TrainerClient(Closing):
             self._background = ThreadPoolExecutor(1, "windlass-publish")
             self._prepared: Future[UpdateReport] | None = None
             self._agent = agent = TrainerAgent(
-                self._sender, host=own_address(controller), changed=weights.changed
+                self._sender,
+                host=own_address(controller),
+                watch=weights.watch,
+                changed=weights.changed,
             )
             undo.callback(agent.close)
             hello = Hello(
@@ -221,7 +227,8 @@ class TrainerClient(Closing):
     def publish_soon(self, version: int, *, deadline_s: float = 600.0) -> Future[UpdateReport]:
         """As `publish`, but return at once: the weights must not change until the future is done.
 
-        Weights are made whole in the calling thread, before it returns.
+        If they do (an optimizer steps, PEFT takes merged adapters out), the version is not published, and the future
+        raises RoundAborted. Weights are made whole in the calling thread, before it returns.
 
         Raises:
             ConfigError: `version` is no integer >= 0, or a version is still being published.
@@ -300,6 +307,7 @@ class TrainerClient(Closing):
         self._agent.hold(number)
         try:
             self.make_whole()  # first: the other ranks wait for this one in it, and nothing else ends that
+            self._agent.watch()
             if self._channel.ended.done():
                 self._channel.ended.result()
             find_stream = None if copied is None else self._weights.step_stream

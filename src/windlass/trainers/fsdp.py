@@ -128,6 +128,7 @@ def describe_trainer(
     return TrainerWeights(
         manifest=manifest,
         parameters=tensors.locate,
+        watch=tensors.watch,
         changed=tensors.changed,
         allow_unused=_harmless(module, manifest, name_map),
     )

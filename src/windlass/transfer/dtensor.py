@@ -17,7 +17,10 @@ two differ in a mesh whose ranks do not ascend.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast, final
 
@@ -30,7 +33,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
-from windlass.errors import ConfigError, ManifestError, PlanError, UnsupportedLayout
+from windlass.errors import (
+    ConfigError,
+    ManifestError,
+    PlanError,
+    UnsupportedLayout,
+    WindlassError,
+)
 from windlass.layout.box import Box, chunk
 from windlass.layout.columns import Int64Array
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
@@ -382,13 +391,36 @@ def own_tensors(module: torch.nn.Module, name_map: NameMap | None = None) -> lis
     return list(own.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _State:
+    """State of tensors at one time.
+
+    Attributes:
+        tensors: address of each, and how often torch has written to it.
+        merged: `id` of each PEFT layer that has merged adapters, and their names.
+    """
+
+    tensors: Sequence[tuple[int, int]] = ()
+    merged: frozenset[tuple[int, tuple[str, ...]]] = frozenset()
+
+
+def _merged(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield the PEFT layers whose adapters are merged: PEFT merges by `Tensor.data`, whose writes nobody counts."""
+    if "peft" not in sys.modules:
+        return
+    for top in modules:
+        for module in top.modules():
+            if merged := vars(module).get("merged_adapters"):
+                yield id(module), tuple(merged)
+
+
 @final
 class LiveTensors:
     """Tensors of modules that were described, found again for every update and compared with what they were.
 
     A parameter may move, be registered anew, or change its place in the module's order; its name, dtype,
     shape, part and strides must stay. Costs some microseconds per module and less per tensor, unless a
-    module has changed. Keeps no tensor alive. Not thread-safe.
+    module has changed. Keeps no tensor alive.
 
     Args:
         walk: what is to be described of them, in manifest order, each tensor once.
@@ -413,44 +445,73 @@ class LiveTensors:
         self._located: tuple[ParameterMemory, ...] = ()
         self._registered: tuple[list[str], list[int]] = [], []
         self._positions: list[int] = []
-        self._watched: list[tuple[int, int]] = []
+        self._watched = _State()
+        # A trainer's thread watches while an agent's thread locates.
+        self._lock = threading.Lock()
 
     def locate(self) -> tuple[ParameterMemory, ...]:
-        """Where each lies now, in manifest order; the same objects for as long as none has moved.
+        """Return where each tensor lies now, in manifest order; the same objects for as long as none has moved.
 
         Raises:
             PlanError: tensors are missing or new, or one has another layout or no memory now.
         """
-        held: list[torch.Tensor] = []
-        watched: list[tuple[int, int]] = []
-        for index, tensor in enumerate(self._find()):
-            if _signature(tensor) != self._signatures[index]:
-                self._compare(index, tensor)
-            local = _local(tensor)
-            address = local.data_ptr()
-            if address != self._addresses[index]:  # as it is after memory was freed
-                refuse_freed(self._names[index], local)
-                self._addresses[index] = address
-                self._located = ()  # others may be of another storage now, at the address they had
-            held.append(local)
-            watched.append((address, _num_writes(tensor)))
-        if not self._located:
-            self._located = tuple(map(_memory_of, held, self._nbytes))
-        self._watched = watched
-        return self._located
+        with self._lock:
+            tensors = self._find()
+            for index, tensor in enumerate(tensors):
+                if _signature(tensor) != self._signatures[index]:
+                    self._compare(index, tensor)
+                local = _local(tensor)
+                address = local.data_ptr()
+                if address != self._addresses[index]:  # as it is after memory was freed
+                    refuse_freed(self._names[index], local)
+                    self._addresses[index] = address
+                    self._located = ()  # others may be of another storage now, at the address they had
+            if not self._located:
+                self._located = tuple(map(_memory_of, map(_local, tensors), self._nbytes))
+            self._watched = self._state(tensors)
+            return self._located
+
+    def watch(self) -> None:
+        """Have `changed` compare with the tensors as they are now; `locate` does the same.
+
+        Nothing is resharded or refused here: `locate` does that.
+        """
+        with self._lock:
+            self._watched = _State()
+            with suppress(WindlassError, RuntimeError):
+                self._watched = self._state(self._now())
 
     def changed(self) -> str:
         """Return the name of the first tensor that was written to or moved since `locate`; empty if none was.
 
         Torch counts the writes of its own operators. It does not count writes through `Tensor.data`, by numpy, or by
-        kernels of others. The tensors are looked up again: a reference that was kept, even a weak one, would make
-        torch refuse to move a module's tensors (`Module.to`, `torch.utils.swap_tensors`).
+        kernels of others. Of such writes those of PEFT are noticed, which merge adapters or take them out. The tensors
+        are looked up again: a reference that was kept, even a weak one, would make torch refuse to move a module's
+        tensors (`Module.to`, `torch.utils.swap_tensors`).
         """
-        now = self._now() if self._watched else []
-        for name, tensor, watched in zip(self._parts, now, self._watched, strict=False):
-            if (_local(tensor).data_ptr(), _num_writes(tensor)) != watched:
-                return name
-        return ""
+        with self._lock:
+            if not self._watched.tensors:
+                return ""
+            now = self._state(self._now())
+            pairs = zip(self._parts, now.tensors, self._watched.tensors, strict=False)
+            written = next((name for name, has, was in pairs if has != was), "")
+            if written or now.merged == self._watched.merged:
+                return written
+            return self._name_in(now.merged ^ self._watched.merged)
+
+    def _state(self, tensors: Sequence[torch.Tensor]) -> _State:
+        counts = [(_local(tensor).data_ptr(), _num_writes(tensor)) for tensor in tensors]
+        return _State(counts, frozenset(_merged(self._modules)))
+
+    def _name_in(self, merged: Collection[tuple[int, tuple[str, ...]]]) -> str:
+        """Return the name of a tensor inside one of these modules, or what there is to say of them."""
+        layers = {layer for layer, _ in merged}
+        for module in self._modules:
+            for path, child in module.named_modules():
+                if id(child) in layers:
+                    inside = (n for n in self._parts if n.startswith(f"{path}."))
+                    return next(inside, path)
+        return "of adapters"
 
     def _now(self) -> list[torch.Tensor]:
         """Return the tensors in manifest order, and leave gathered FSDP2 modules as they are."""

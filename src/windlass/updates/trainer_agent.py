@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import assert_never, final
 
@@ -46,25 +47,48 @@ class TrainerAgent:
     Args:
         sender: one-sided writes; other backends read the same parameters.
         host: own address, that engines can reach, for backends that listen.
-        changed: see `TrainerClient`.
+        watch, changed: see `TrainerWeights`.
     """
 
     def __init__(
-        self, sender: Sender, *, host: str = "127.0.0.1", changed: Callable[[], str] = str
+        self,
+        sender: Sender,
+        *,
+        host: str = "127.0.0.1",
+        watch: Callable[[], None] | None = None,
+        changed: Callable[[], str] = str,
     ) -> None:
-        self._one_sided, self._host, self._changed = sender, host, changed
+        self._one_sided, self._host = sender, host
+        self._watch, self._changed = watch, changed
         self._backend: UpdateBackend = P2pBackend()
         self._sender: SenderBackend = sender_for(self._backend, sender, host)
         self._replicated = ReplicatedDigests(sender.manifest, sender.parameters)
         self._bound_in = 0
         self._digested: tuple[Prepare, bytes] | None = None
         self._version: int | None = None
-        self._is_released = self._has_changed = False
+        self._is_released = self._is_watched = False
+        # Of a parameter that has changed since this rank began to publish its version.
+        self._changed_name = ""
+        self._noting = threading.Lock()
 
     def hold(self, version: int) -> None:
         """Expect rounds of the version with which the trainer stands still from now on."""
         self._version = version
-        self._is_released = self._has_changed = False
+        with self._noting:
+            self._is_released = self._is_watched = False
+            self._changed_name = ""
+
+    def watch(self) -> None:
+        """Notice changes of the weights from now on; called in the trainer's thread, after `hold`."""
+        if self._watch is not None:
+            with self._noting:
+                self._watch()
+                self._is_watched = True
+
+    def _note_changes(self) -> None:
+        with self._noting:
+            if self._is_watched or self._is_released:
+                self._changed_name = self._changed_name or self._changed()
 
     def release(self) -> None:
         """Expect that the trainer changes its weights: it waits for no round any more."""
@@ -78,9 +102,9 @@ class TrainerAgent:
         """
         if not isinstance(command, TrainerCommand):
             raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
-        if self._is_released and isinstance(command, ConnectTrainer | ChangeLinks | Prepare):
+        if isinstance(command, ConnectTrainer | ChangeLinks | Prepare):
             # These commands locate the parameters again, and `changed` then starts from there.
-            self._has_changed = self._has_changed or bool(self._changed())
+            self._note_changes()
         match command:
             case ConnectTrainer() | ChangeLinks():
                 return self._bind(command, epoch)
@@ -92,6 +116,11 @@ class TrainerAgent:
                     # Before the replica is taken: the weights may change then.
                     prepared = self._compare(command) if command.period else Done()
                     self._sender.prepare(command.version)
+                replica = self._one_sided.replica
+                if replica is not None and not replica.is_taken(command.version):
+                    # The trainer did not wait for the copy, so it may have changed what was copied.
+                    self._note_changes()
+                    self._refuse_changed()
                 return prepared
             case Write():
                 write = self._sender.write
@@ -115,21 +144,33 @@ class TrainerAgent:
         The controller asks for a published version again when no engine serves it any more.
 
         Raises:
-            RoundAborted: the trainer has not stood still since it published `version`.
+            RoundAborted: the trainer has not stood still since it began to publish `version`.
         """
         if self._version not in {None, version}:
             raise RoundAborted(
                 f"prepare: version must be {self._version}, whose weights this rank holds, got {version}"
             )
         replica = self._one_sided.replica
-        if not self._is_released or (replica is not None and replica.holds(version)):
+        if (
+            replica is not None
+            and (not self._is_released or replica.holds(version))
+            and replica.is_taken(version)
+        ):
             return
-        if self._has_changed:
+        if not self._is_released:
+            self._refuse_changed()
+            return
+        if self._changed_name:
             raise RoundAborted(
                 f"prepare: weights must be those of version {version}, but they have changed since "
                 "this rank published it; publish again"
             )
         self._one_sided.begin_version(version=version)
+
+    def _refuse_changed(self) -> None:
+        """Raise RoundAborted if a parameter has changed since this rank began to publish."""
+        if self._changed_name:
+            raise RoundAborted(_too_early(self._changed_name))
 
     def _bind(self, command: ConnectTrainer | ChangeLinks, epoch: int) -> Result:
         """Bind a plan, or change links of it; where that raises, nothing is bound any more."""
@@ -216,7 +257,7 @@ class TrainerAgent:
         """Links count as failed if a parameter changed meanwhile: digests show only that what was read arrived."""
         if self._one_sided.replica is not None or not (name := self._changed()):
             return sent
-        reason = f"parameter {name!r} changed while its version was published"
+        reason = _too_early(name)
         links = tuple(
             failed_link(link.destination, reason)
             if link.status in (LinkStatus.OK, LinkStatus.FAILED)
@@ -229,3 +270,10 @@ class TrainerAgent:
         """Leave groups; the one-sided sender belongs to the caller. Idempotent."""
         self._replicated.close()
         self._leave()
+
+
+def _too_early(name: str) -> str:
+    return (
+        f"parameter {name!r} changed while its version was published; step the optimizer and take merged adapters out "
+        "once `publish_soon`'s future is done, or publish by `begin_publish` (`replica='auto'`), which copies"
+    )
