@@ -94,6 +94,17 @@ class ReplicaPlace(StrEnum):
     DEVICE = "device"
 
 
+class Reaction(StrEnum):
+    """What happens to a version that looks like a mistake.
+
+    OFF: nobody looks. WARN: it is published, with a line in the log and a count in its report. REFUSE: it is not published.
+    """
+
+    OFF = "off"
+    WARN = "warn"
+    REFUSE = "refuse"
+
+
 class PauseMode(StrEnum):
     """What happens to running requests, with SGLang's names and meanings.
 
@@ -338,6 +349,9 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
         min_engines: engines that must be there before a round begins.
         compare_share: of the time of updates that may go into comparing what trainer ranks hold in
             common, in [0, 1]; the first update compares everything in any case, 1 compares in every one.
+        unchanged: what happens to a version of which every byte is that of the version before it, from the same trainers.
+        non_finite: what happens to a version in which a parameter contains NaN or infinity. REFUSE looks at all
+            parameters before anything is sent; WARN at 4 MiB of each rank, by turns.
         heartbeat_s: a connection that answers no ping for this long is dead.
         max_message_nbytes: larger frames close their connection.
         routers: of others, that are told which engines may be sent requests.
@@ -350,12 +364,22 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_rewrites: int = 2
     min_engines: int = 1
     compare_share: float = 0.02
+    unchanged: Reaction = Reaction.WARN
+    non_finite: Reaction = Reaction.WARN
     heartbeat_s: float = 20.0
     max_message_nbytes: int = 256 << 20
     routers: tuple[RouterConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        take_names(self, {"mode": UpdateMode, "pause_mode": PauseMode})
+        take_names(
+            self,
+            {
+                "mode": UpdateMode,
+                "pause_mode": PauseMode,
+                "unchanged": Reaction,
+                "non_finite": Reaction,
+            },
+        )
         if not all(isinstance(each, RouterConfig) for each in self.routers):
             raise ConfigError(f"ControlConfig: routers must be RouterConfig, got {self.routers!r}")
         if not isinstance(self.backend, UpdateBackend):

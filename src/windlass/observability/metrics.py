@@ -27,6 +27,14 @@ class ControllerMetrics:
         for outcome in RoundOutcome:  # a first failure must be a rise from 0, not a new series
             self._rounds.labels(outcome.value)
         self._figures = {measure: _figure(measure, registry) for measure in Measure}
+        self._unchanged = Counter(
+            "windlass_unchanged_versions", "Versions that changed no byte", registry=registry
+        )
+        self._non_finite = Counter(
+            "windlass_non_finite_tensors",
+            "Parameters with NaN or infinity, added up over versions",
+            registry=registry,
+        )
         self._link_nbytes, self._link_s = (
             Counter(f"windlass_link_{unit}", text, ["transport"], registry=registry)
             for unit, text in (
@@ -64,6 +72,8 @@ class ControllerMetrics:
                 figure.inc(report.measures[measure])
             else:
                 figure.observe(report.measures[measure])
+        self._unchanged.inc(report.unchanged > 0)
+        self._non_finite.inc(sum(report.non_finite.values()))
         for transport, wire in report.wire.items():
             self._link_nbytes.labels(transport).inc(wire.nbytes)
             self._link_s.labels(transport).inc(wire.wire_s)

@@ -154,12 +154,14 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
         links: outcome of every link that it was asked to write.
         pack_s: seconds of packing and hashing. wire_s: inside transport writes.
         register_s: registering parameters that were not yet, or have moved.
+        non_finite: parameters in which it has found NaN or infinity.
     """
 
     links: tuple[LinkOutcome, ...]
     pack_s: float
     wire_s: float
     register_s: float = 0.0
+    non_finite: tuple[str, ...] = ()
 
 
 class Relayed(msgspec.Struct, frozen=True, tag="relayed"):

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -19,7 +19,7 @@ import msgspec
 
 from windlass.config import ControlConfig
 from windlass.errors import PeerTimeout, ProtocolError, RoundAborted
-from windlass.layout.naming.patterns import patterns_of
+from windlass.layout.naming.patterns import patterns_of, said
 from windlass.net.logs import log_fields
 from windlass.net.messages import Reply
 from windlass.planning.planner import plan_transfer
@@ -30,6 +30,7 @@ from windlass.updates.connector import Connector
 from windlass.updates.driver import RoundDriver
 from windlass.updates.fleet import Agent, EngineInfo
 from windlass.updates.journal import JournalKind
+from windlass.updates.links import Link
 from windlass.updates.members import Members
 from windlass.updates.messages import Announce, Result, Withdraw
 from windlass.updates.publish_requests import (
@@ -46,7 +47,7 @@ from windlass.updates.report import (
     report_of,
     told_to_trainers,
 )
-from windlass.updates.rounds import AgentLost, Phase, RoundSpec
+from windlass.updates.rounds import AgentLost, Finish, Phase, RoundSpec, unchanged_reason
 from windlass.updates.run import Run
 from windlass.updates.session import AgentSession
 
@@ -103,6 +104,8 @@ class Coordinator:
         self._phase_listeners: list[Callable[[int, Phase], None]] = []
         self._still: list[Callable[[], bool]] = []
         self.num_updates = 0
+        # Of the links of the version that was published last.
+        self._digests: Mapping[Link, str] = {}
         self.reports: deque[UpdateReport] = deque(maxlen=KEPT_REPORTS)
 
     # --- what others ask ---------------------------------------------------------------------
@@ -269,6 +272,8 @@ class Coordinator:
         for _ in range(self.config.max_rewrites):
             if report.outcome is RoundOutcome.PUBLISHED or Phase.PUBLISH in report.phase_s:
                 break
+            if report.unchanged:  # another attempt would send the same
+                break
             _log.warning("version %s: group formed anew: %s", report.version, report.reason)
             self.connector.binding = None
             report = await self._attempt(ranks, version)
@@ -312,16 +317,20 @@ class Coordinator:
                 version, f"trainer ranks came or went since they announced: {said}"
             )
         costs = self.connector.pop_costs()
-        report = await self.run_round(version, self.run.lineage, binding)
+        report = await self.run_round(version, self.run.lineage, binding, is_new=True)
         if report.outcome is RoundOutcome.PUBLISHED:
             self.members.published_by = binding.identities_of(binding.trainers)
-        unused = {pattern: len(of) for pattern, of in patterns_of(sorted(binding.unused)).items()}
+        unused = _num_by_pattern(binding.unused)
         return msgspec.structs.replace(report, bound=costs, unused=unused)
 
     # --- a round -----------------------------------------------------------------------------
 
-    async def run_round(self, version: int, lineage: str, binding: Binding) -> UpdateReport:
+    async def run_round(
+        self, version: int, lineage: str, binding: Binding, *, is_new: bool = False
+    ) -> UpdateReport:
         """Have the sources of `binding` write `version`, of the run `lineage`, into its engines.
+
+        `is_new`: trainers publish the version; otherwise engines are brought up to it.
 
         Raises:
             RoundAborted: the round cannot be recorded.
@@ -339,8 +348,17 @@ class Coordinator:
             replicated=replicated,
             turn=turn,
             period=period,
+            sent_before=self._sent_before(binding) if is_new else None,
         )
         return await self.finish_round(self.start_round(spec, binding))
+
+    def _sent_before(self, binding: Binding) -> dict[Link, str]:
+        """Return the digests of the links to engines that serve what these trainers published last."""
+        if self.members.published_by != binding.identities_of(binding.trainers):
+            return {}
+        serving = {engine.name for engine in self.routable()}
+        workers = {w for name, own in binding.engines.items() if name in serving for w in own}
+        return {link: digest for link, digest in self._digests.items() if link[1] in workers}
 
     def start_round(self, spec: RoundSpec, binding: Binding) -> RoundDriver:
         """Put a round on record and make it the running one; `finish_round` must follow.
@@ -391,12 +409,33 @@ class Coordinator:
             self._comparisons.conclude(
                 compare_s=report.compare_s, update_s=report.update_s, is_published=is_published
             )
+        if is_published and driver.spec.sent_before is not None:
+            self._digests = finish.digests
+        if driver.spec.sent_before is not None:
+            report = self._with_suspicions(report, finish)
         if is_published:
             self.connector.note_carried(finish.carried)
             self.run.record_outcome(JournalKind.PUBLISHED, report.version, report.engines)
         else:
             self.run.record_outcome(JournalKind.ROUND_ENDED, report.version, (), report.reason)
         return report
+
+    def _with_suspicions(self, report: UpdateReport, finish: Finish) -> UpdateReport:
+        """Return the report with what looks like a mistake of the trainer; warn of it when it begins."""
+        last = self.reports[-1] if self.reports else report
+        unchanged = last.unchanged + 1 if finish.is_unchanged else 0
+        if unchanged == 1 and report.outcome is RoundOutcome.PUBLISHED:
+            _log.warning("%s", unchanged_reason(report.version))
+        found = finish.non_finite
+        if found and not last.non_finite:
+            _log.warning(
+                "version %d: %s of the trainers contain NaN or infinity",
+                report.version,
+                said(found),
+            )
+        return msgspec.structs.replace(
+            report, unchanged=unchanged, non_finite=_num_by_pattern(found)
+        )
 
     # --- tasks -------------------------------------------------------------------------------
 
@@ -424,3 +463,7 @@ class Coordinator:
         closing = (session.close() for session in list(self.members.sessions.values()))
         await asyncio.gather(*closing, return_exceptions=True)
         self.run.journal.close()
+
+
+def _num_by_pattern(names: Collection[str]) -> dict[str, int]:
+    return {pattern: len(of) for pattern, of in patterns_of(sorted(names)).items()}

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import msgspec
 
-from windlass.config import PauseMode
+from windlass.config import PauseMode, Reaction
 from windlass.net.messages import Codec, Envelope, Refused, Reply
 from windlass.transfer.bindings import Relayed, Written
 from windlass.updates.connect_messages import (
@@ -73,11 +73,13 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
         version: to be written next.
         turn: counts comparisons, see `due_pieces`.
         period: in so many turns every block is compared once; 0: nothing is compared now.
+        non_finite: see `ControlConfig`.
     """
 
     version: int
     turn: int = 0
     period: int = 0
+    non_finite: Reaction = Reaction.OFF
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):

@@ -150,6 +150,10 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
             them in the first one, nobody where the fleet has not changed. Trainers are told of the 64 that
             took longest, the controller's own process of all.
         unused: pattern of names -> number of trainer tensors that no engine takes.
+        unchanged: how many versions in a row changed nothing, up to this one; 0 where it changed something, or where
+            it is the first of these trainers.
+        non_finite: pattern of names -> number of trainer parameters that contain NaN or infinity, as far as they were
+            looked at (`ControlConfig`).
     """
 
     version: int
@@ -165,6 +169,8 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
     wire: dict[str, TransportWire] = {}
     bound: dict[str, BindCost] = {}
     unused: dict[str, int] = {}
+    unchanged: int = 0
+    non_finite: dict[str, int] = {}
 
     def measure(self, measure: Measure) -> float:
         """A figure of the round; 0 where it was not measured."""

@@ -40,7 +40,7 @@ from typing import assert_never
 
 import numpy as np
 
-from windlass.config import BackendTraits, ControlConfig, P2pBackend, UpdateMode
+from windlass.config import BackendTraits, ControlConfig, P2pBackend, Reaction, UpdateMode
 from windlass.errors import ProtocolError
 from windlass.planning.order import staggered
 from windlass.planning.replicated import DIGESTED, Replicated, decode_digested
@@ -127,6 +127,8 @@ class RoundSpec:
             nothing.
         turn, period: see `due_pieces`.
         lineage: see `Publish`.
+        sent_before: digests of the links of the version that engines serve, from the same trainers; None where the
+            round publishes nothing new.
     """
 
     version: int
@@ -140,6 +142,7 @@ class RoundSpec:
     turn: int = 0
     period: int = 1
     lineage: str = ""
+    sent_before: Mapping[Link, str] | None = None
 
 
 # --- events --------------------------------------------------------------------------------
@@ -226,6 +229,9 @@ class Finish:
             bytes may still reach.
         silent: engine ranks that did not answer by a deadline.
         carried: what each link did that was written by itself.
+        digests: of the links that were written.
+        is_unchanged: whether every byte is that of the version before.
+        non_finite: trainer parameters that contain NaN or infinity.
     """
 
     report: UpdateReport
@@ -234,6 +240,9 @@ class Finish:
     unsettled: Mapping[str, tuple[str, ...]]
     silent: frozenset[str]
     carried: Mapping[Link, Carried]
+    digests: Mapping[Link, str] = field(default_factory=dict)
+    is_unchanged: bool = False
+    non_finite: frozenset[str] = frozenset()
 
 
 Instruction = Send | EnterPhase | Finish
@@ -248,6 +257,15 @@ class _Engine:
     outcome: EngineOutcome = EngineOutcome.ACTIVE
     reason: str = ""
     mixed: bool = False
+
+
+def unchanged_reason(version: int) -> str:
+    """Return what to say of a version that changes nothing."""
+    return (
+        f"version {version} changes nothing: every byte is that of the version before; does the optimizer step these "
+        "parameters (not a copy of them, nor a frozen base under adapters), are adapters merged before the update, "
+        "and is the learning rate above what the weights' dtype rounds away?"
+    )
 
 
 class RoundMachine:
@@ -281,6 +299,7 @@ class RoundMachine:
         self._digest_ok = True
         self._measured: dict[Measure, dict[str, float]] = {}
         self._carried: dict[Link, Carried] = {}
+        self._non_finite: set[str] = set()
         self._out: list[Instruction] = []
 
     @property
@@ -302,7 +321,9 @@ class RoundMachine:
         self._enter(Phase.PREPARE)
         for trainer in self._spec.trainers:
             period = self._spec.period if trainer in self._digested else 0
-            self._send(trainer, Prepare(self._version, self._spec.turn, period))
+            is_new = self._spec.sent_before is not None
+            reaction = self._config.non_finite if is_new else Reaction.OFF
+            self._send(trainer, Prepare(self._version, self._spec.turn, period, reaction))
         if self._spec.traits.driven_by_trainer:
             self._send_engines(BeginPush())
         if self._config.mode is UpdateMode.IN_PLACE:
@@ -390,6 +411,7 @@ class RoundMachine:
         self._measure(Measure.WIRE_S, trainer, written.wire_s)
         self._measure(Measure.PACK_S, trainer, written.pack_s)
         self._measure(Measure.REGISTER_S, trainer, written.register_s)
+        self._non_finite.update(written.non_finite)
         asked = self._links.answered(trainer)
         for link in written.links:
             if link.destination in asked:
@@ -507,12 +529,42 @@ class RoundMachine:
             self._enter(Phase.VERIFY)
             for worker in unverified:
                 self._send(worker, Verify(self._version, self._links.expected(worker)))
+        elif self._config.unchanged is Reaction.REFUSE and self._is_unchanged():
+            self._refuse_unchanged()
         elif self._config.mode is UpdateMode.STAGED:
             self._enter(Phase.PAUSE)
             self._send_pauses()
         else:
             self._enter(Phase.APPLY)
             self._send_engines(Apply(self._version))
+
+    def _is_unchanged(self) -> bool:
+        """Return whether engines get the bytes that they serve; false if no engine tells."""
+        if self._config.unchanged is Reaction.OFF:
+            return False
+        before = self._spec.sent_before or {}
+        sent = [
+            dict(pairs) for engine in self._engines.values() if (pairs := self._sent_to(engine))
+        ]
+        known = [links for links in sent if links.keys() <= before.keys()]
+        return bool(known) and all(links.items() <= before.items() for links in known)
+
+    def _sent_to(self, engine: _Engine) -> list[tuple[Link, str]]:
+        return [
+            ((source, worker), digest)
+            for worker in engine.workers
+            for source, digest in self._links.expected(worker).items()
+        ]
+
+    def _refuse_unchanged(self) -> None:
+        """End the round: engines of the version before hold what they held, as they have verified."""
+        reason = unchanged_reason(self._version)
+        before = self._spec.sent_before or {}
+        for name, engine in self._engines.items():
+            if any(link not in before for link, _ in self._sent_to(engine)):
+                self._drop(name, reason)
+        self._wrote = False
+        self._give_up(f"{reason}; ControlConfig(unchanged='warn') publishes it all the same")
 
     def _write(self, links: Mapping[str, tuple[str, ...]]) -> None:
         self._enter(Phase.WRITE)
@@ -651,6 +703,14 @@ class RoundMachine:
                 },
                 silent=frozenset(self._silent),
                 carried=self._carried,
+                digests=dict(
+                    pair
+                    for engine in self._engines.values()
+                    if engine.outcome is EngineOutcome.PUBLISHED
+                    for pair in self._sent_to(engine)
+                ),
+                is_unchanged=self._is_unchanged(),
+                non_finite=frozenset(self._non_finite),
             )
         )
 

@@ -8,14 +8,17 @@ from collections.abc import Callable
 from typing import assert_never, final
 
 import msgspec
+import numpy as np
 
-from windlass.config import P2pBackend, UpdateBackend
+from windlass.config import P2pBackend, Reaction, UpdateBackend
 from windlass.errors import ConfigError, ProtocolError, RoundAborted, WindlassError
+from windlass.layout.naming.patterns import said
 from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.backends import sender_for
 from windlass.transfer.base import GroupMember, SenderBackend, failed_link
 from windlass.transfer.bindings import BindingsRefused, GroupOffer, LinkStatus, Written
+from windlass.transfer.finite import FiniteCheck
 from windlass.transfer.replicated_digests import ReplicatedDigests
 from windlass.transfer.sender import Sender
 from windlass.updates.connect_messages import (
@@ -63,6 +66,9 @@ class TrainerAgent:
         self._backend: UpdateBackend = P2pBackend()
         self._sender: SenderBackend = sender_for(self._backend, sender, host)
         self._replicated = ReplicatedDigests(sender.manifest, sender.parameters)
+        self._finite = FiniteCheck(sender.manifest, sender.parameters)
+        self._non_finite: tuple[str, ...] = ()
+        self._read: set[int] = set()
         self._bound_in = 0
         self._digested: tuple[Prepare, bytes] | None = None
         self._version: int | None = None
@@ -115,6 +121,7 @@ class TrainerAgent:
                 with self._one_sided.parameters.once():
                     # Before the replica is taken: the weights may change then.
                     prepared = self._compare(command) if command.period else Done()
+                    self._check_finite(command)
                     self._sender.prepare(command.version)
                 replica = self._one_sided.replica
                 if replica is not None and not replica.is_taken(command.version):
@@ -167,6 +174,25 @@ class TrainerAgent:
             )
         self._one_sided.begin_version(version=version)
 
+    def _check_finite(self, command: Prepare) -> None:
+        """Look for NaN and infinity in what engines will get.
+
+        Raises:
+            RoundAborted: some parameter contains them, and the settings refuse that.
+        """
+        replica, self._non_finite = self._one_sided.replica, ()
+        if command.non_finite is Reaction.OFF:
+            return
+        if replica is not None and replica.is_taken(command.version):
+            return  # the weights may be those of a later step
+        is_refused = command.non_finite is Reaction.REFUSE
+        self._non_finite = self._finite.find(everywhere=is_refused)
+        if self._non_finite and is_refused:
+            raise RoundAborted(
+                f"version {command.version}: {said(self._non_finite)} of this rank contain NaN or infinity; step with "
+                "finite gradients, or publish them all the same by ControlConfig(non_finite='warn')"
+            )
+
     def _refuse_changed(self) -> None:
         """Raise RoundAborted if a parameter has changed since this rank began to publish."""
         if self._changed_name:
@@ -191,7 +217,10 @@ class TrainerAgent:
     def _connect(self, command: ConnectTrainer) -> GroupOffer | None:
         self._choose(command.backend)
         self._replicated.bind(command.replicated)
-        offer = self._sender.connect(TransferPlan.decode(command.plan), command.bindings)
+        plan = TransferPlan.decode(command.plan)
+        self._read = set()
+        self._note_read(plan)
+        offer = self._sender.connect(plan, command.bindings)
         if (relay := command.relay) is not None:
             self._writer().connect_relay(relay.groups, relay.bindings, relay.addresses)
         return offer
@@ -203,7 +232,14 @@ class TrainerAgent:
                 f"not), got {command.since}"
             )
         plan = TransferPlan.decode(command.plan) if command.plan else None
+        if plan is not None:
+            self._note_read(plan)
         self._writer().change_links(plan, command.bindings, command.gone)
+
+    def _note_read(self, plan: TransferPlan) -> None:
+        """Add the parameters that a part of a plan reads."""
+        self._read.update(np.unique(plan.ops.src_parameter).tolist())
+        self._finite.bind(self._read)
 
     def _writer(self) -> Sender:
         """The sender, for what only one-sided writes can do."""
@@ -255,6 +291,7 @@ class TrainerAgent:
 
     def _written(self, sent: Written) -> Written:
         """Links count as failed if a parameter changed meanwhile: digests show only that what was read arrived."""
+        sent = msgspec.structs.replace(sent, non_finite=self._non_finite)
         if self._one_sided.replica is not None or not (name := self._changed()):
             return sent
         reason = _too_early(name)

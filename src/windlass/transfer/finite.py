@@ -1,0 +1,121 @@
+"""Tensors of a trainer rank that contain NaN or infinity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, final
+
+import numpy as np
+
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ShardManifest
+from windlass.memory.cuda.driver import gpu_of
+from windlass.memory.ops import OWN_WORK_S
+from windlass.memory.place import memory_on
+from windlass.transfer.base import ParameterMemory
+
+if TYPE_CHECKING:
+    import torch
+
+SAMPLE_NBYTES = 4 << 20
+"""Bytes that are looked at in one update, unless all are: about a millisecond of one core. A step that diverges spreads
+over all parameters, so a part of them shows it."""
+LEAST_NBYTES, LEAST_NBYTES_OF_GPU = SAMPLE_NBYTES >> 6, SAMPLE_NBYTES >> 4
+"""Bytes that a small piece counts as: looking at it costs a call, or several kernels of a GPU."""
+_FLOATING = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64}
+
+
+class _Piece(NamedTuple):
+    """Elements of a parameter: its index, where they begin in it, and how they lie."""
+
+    parameter: int
+    offset: int
+    sizes: list[int]
+    strides: list[int]
+
+
+@final
+class FiniteCheck:
+    """Looks for NaN and infinity in the parameters that engines get.
+
+    Args:
+        parameters: where the parameters lie now, in manifest order; asked at every `find`.
+    """
+
+    def __init__(
+        self, manifest: ShardManifest, parameters: Callable[[], Sequence[ParameterMemory]]
+    ) -> None:
+        self._manifest, self._parameters = manifest, parameters
+        self._pieces: list[_Piece] = []
+        self._next = 0
+
+    def bind(self, read: Collection[int]) -> None:
+        """Look at these parameters from now on, by index."""
+        pieces = [piece for index in sorted(read) for piece in self._pieces_of(index)]
+        # A large embedding must not keep all others waiting for their turn.
+        self._pieces = sorted(
+            pieces, key=lambda piece: (piece.offset // SAMPLE_NBYTES, piece.parameter)
+        )
+
+    def find(self, *, everywhere: bool) -> tuple[str, ...]:
+        """Return the names of parameters that contain NaN or infinity, among all or among those whose turn it is.
+
+        On a GPU it waits first for all that this process has queued there.
+
+        Raises:
+            PlanError: see `LocatedParameters`.
+            TransferFailed: the owner's work on a GPU does not end.
+        """
+        import torch
+
+        located = self._parameters() if self._pieces else ()
+        extremes: dict[tuple[int, DType], list[tuple[int, torch.Tensor]]] = {}
+        settled: set[int] = set()
+        for index, offset, sizes, strides in self._pieces if everywhere else self._due(located):
+            address, dtype = located[index].address, self._manifest.parameters[index].dtype
+            ordinal = gpu_of(address)
+            memory = memory_on(ordinal)
+            if ordinal not in settled:
+                memory.settle(OWN_WORK_S)
+                settled.add(ordinal)
+            # NaN is both the smallest and the largest element.
+            found = torch.aminmax(memory.view(address + offset, sizes, strides, dtype))
+            extremes.setdefault((ordinal, dtype), []).extend((index, value) for value in found)
+        bad: set[int] = set()
+        for of_memory in extremes.values():
+            # A GPU is waited for once, not for each parameter.
+            is_bad = torch.stack([value for _, value in of_memory]).isfinite().logical_not()
+            bad |= {
+                index for (index, _), wrong in zip(of_memory, is_bad.tolist(), strict=True) if wrong
+            }
+        return tuple(self._manifest.parameters[index].name for index in sorted(bad))
+
+    def _due(self, located: Sequence[ParameterMemory]) -> Iterator[_Piece]:
+        """Yield the pieces that follow those of the last turn, until they are enough."""
+        left = SAMPLE_NBYTES
+        for _ in self._pieces:
+            piece = self._pieces[self._next % len(self._pieces)]
+            self._next += 1
+            yield piece
+            itemsize = self._manifest.parameters[piece.parameter].dtype.itemsize
+            on_gpu = gpu_of(located[piece.parameter].address) >= 0
+            least = LEAST_NBYTES_OF_GPU if on_gpu else LEAST_NBYTES
+            left -= max(math.prod(piece.sizes) * itemsize, least)
+            if left <= 0:
+                return
+
+    def _pieces_of(self, index: int) -> Iterator[_Piece]:
+        """Yield the elements of a parameter, without gaps between its rows."""
+        spec, table = self._manifest.parameters[index], self._manifest.table
+        if spec.dtype not in _FLOATING:
+            return
+        if not spec.padding_nbytes:
+            for start in range(0, spec.nbytes, SAMPLE_NBYTES):
+                nbytes = min(SAMPLE_NBYTES, spec.nbytes - start)
+                yield _Piece(index, start, [nbytes // spec.dtype.itemsize], [spec.dtype.itemsize])
+            return
+        for row in np.flatnonzero(table.parameter == index).tolist():
+            sizes, strides = table.sizes[row].tolist(), table.strides_bytes[row].tolist()
+            if 0 not in sizes:
+                yield _Piece(index, int(table.offset_bytes[row]), sizes, strides)
