@@ -8,7 +8,7 @@ Boxes that overlap in part are cut into pieces with the same holders first, as t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -210,14 +210,19 @@ def decode_digested(data: bytes) -> StructuredArray:
         raise ProtocolError(f"digests of replicated boxes: {error}") from error
 
 
-def find_replicated(sources: Sequence[ShardManifest]) -> Replicated:
-    """Every piece of a tensor that more than one rank holds, in one dtype.
+def find_replicated(sources: Sequence[ShardManifest], unread: Collection[str] = ()) -> Replicated:
+    """Return every piece of a tensor that more than one rank holds, in one dtype.
+
+    `unread`: tensors that no engine takes; ranks may hold anything there.
 
     Raises:
         ManifestError: manifests contradict each other.
     """
-    names = resolve_names(sources, ())
+    names = resolve_names(sources, (), unread)
     table = gather_rows(sources, names)
+    if unread:
+        is_read = np.array([name not in unread for name in names.names], np.bool_)
+        table = table.select(np.flatnonzero(is_read[table.name]))
     boxes = unique_boxes(table, len(names.names))
     atoms = atoms_by_pattern(boxes)
     base, holders = find_holders(boxes, atoms, table)

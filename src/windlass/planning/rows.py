@@ -6,7 +6,7 @@ column counts *classes*: names that share their bytes (tied weights) are one cla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,9 +64,13 @@ class TensorNames:
 
 
 def resolve_names(
-    sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest]
+    sources: Sequence[ShardManifest],
+    destinations: Sequence[ShardManifest],
+    unread: Collection[str] = (),
 ) -> TensorNames:
     """Give every tensor name a class.
+
+    `unread`: names that no destination has, if there are no destinations here; sources may disagree on their shapes.
 
     A source alias joins two names for good. A destination alias only helps to find a
     source: an engine that ties what the trainer keeps apart cannot be served.
@@ -78,6 +82,7 @@ def resolve_names(
     index: dict[str, int] = {}
     shapes: list[tuple[int, ...]] = []
     seen_at: list[str] = []
+    read = {n for m in destinations for n in (*m.aliases, *(spec.name for spec in m.tensors))}
     for manifest in (*sources, *destinations):
         own = {spec.name: spec.shape for spec in manifest.tensors}
         aliases = manifest.aliases
@@ -86,7 +91,7 @@ def resolve_names(
             if known == len(shapes):
                 shapes.append(shape)
                 seen_at.append(manifest.worker)
-            elif shapes[known] != shape:
+            elif shapes[known] != shape and name not in unread and (name in read or not read):
                 alias = f"as an alias of {aliases[name]!r} " if name in aliases else ""
                 raise ManifestError(
                     f"tensor {name!r} must have one shape, got {shapes[known]} at "

@@ -11,7 +11,7 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -96,6 +96,8 @@ class TrainerWeights:
     Attributes:
         manifest: its rank is `manifest.worker`: GROUP/RANK, where the group is the trainer job's name.
         parameters: where its parameters lie now, in manifest order.
+        read: is told which parameters engines get, by index; the others may change in any way. `parameters` must still
+            return an entry for each.
         watch: has `changed` compare with the parameters as they are now; called in the caller's thread when an update
             begins, so that a change before they are read is noticed as well. None where nothing can do that.
         changed: names a parameter that has changed since they were asked for, or since `watch`; empty if none has.
@@ -108,6 +110,7 @@ class TrainerWeights:
 
     manifest: ShardManifest
     parameters: Callable[[], Sequence[ParameterMemory]]
+    read: Callable[[Collection[int]], None] | None = None
     watch: Callable[[], None] | None = None
     changed: Callable[[], str] = str
     make_whole: Callable[[], None] | None = None
@@ -174,6 +177,7 @@ class TrainerClient(Closing):
             self._agent = agent = TrainerAgent(
                 self._sender,
                 host=own_address(controller),
+                read=weights.read,
                 watch=weights.watch,
                 changed=weights.changed,
             )

@@ -18,6 +18,7 @@ from windlass.layout.naming.stacked import StackedRule
 from windlass.memory.cuda.driver import gpu_of
 from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.dtensor import (
+    HeldTensor,
     LiveTensors,
     NameMap,
     describe_module,
@@ -123,28 +124,27 @@ def describe_trainer(
         UnsupportedLayout: a placement that cannot be described.
     """
     worker = f"{group}/{dist.get_rank() if _is_distributed() else 0}"
-    tensors = LiveTensors((module,), lambda: own_tensors(module, name_map))
     manifest = describe_module(module, worker, Role.TRAINER, name_map=name_map, stacked=stacked)
+    held = own_tensors(module, name_map, role=Role.TRAINER)
+    tensors = LiveTensors((module,), lambda: own_tensors(module, name_map), held)
     return TrainerWeights(
         manifest=manifest,
         parameters=tensors.locate,
+        read=tensors.read,
         watch=tensors.watch,
         changed=tensors.changed,
-        allow_unused=_harmless(module, manifest, name_map),
+        allow_unused=_harmless(held, manifest),
     )
 
 
-def _harmless(
-    module: torch.nn.Module, manifest: ShardManifest, name_map: NameMap | None
-) -> tuple[str, ...]:
+def _harmless(tensors: Sequence[HeldTensor], manifest: ShardManifest) -> tuple[str, ...]:
     """Return patterns of the tensors that engines need not take: buffers, and second names of one memory."""
-    buffers = {id(buffer) for buffer in module.buffers()}
     memory: dict[tuple[object, ...], str] = {}
     spared: set[str] = set()
-    for held in own_tensors(module, name_map):
+    for held in tensors:
         local = local_tensor(held.tensor)
         at = (local.data_ptr(), local.dtype, local.shape, local.stride(), held.tensor.shape)
-        if id(held.tensor) in buffers:
+        if held.is_buffer:
             spared.add(held.name)
         elif local.numel() and memory.setdefault(at, held.name) != held.name:
             spared |= {held.name, memory[at]}

@@ -172,6 +172,7 @@ def describe_megatron_trainer(
     return TrainerWeights(
         manifest=builder.build(),
         parameters=tensors.locate,
+        read=tensors.read,
         watch=tensors.watch,
         changed=tensors.changed,
         make_whole=lambda: make_whole(chunks),

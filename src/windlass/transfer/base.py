@@ -39,7 +39,7 @@ class ParameterMemory:
     """Where a parameter lies now.
 
     Attributes:
-        address: of its first element.
+        address: of its first element; 0 for a parameter that no link reads and that is not as it was described.
         nbytes: from the first to the last.
         storage: (address, nbytes) of what was allocated at once in host memory and is freed at once, such
             as a torch storage, with the parameter in it: registered once for all that lie in it. None

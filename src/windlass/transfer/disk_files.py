@@ -77,13 +77,17 @@ def write_shards(
 ) -> DiskIndex:
     """Write one rank's shards of one version; visible only when complete and on the device.
 
+    `addresses`: 0 for a parameter that no engine takes and that is not as it was described; it is left out.
+
     Raises:
         TransferFailed: the file system refused something; nothing became visible.
     """
     home = version_folder(folder, version)
     stem = quote(manifest.worker, safe="")
     name = f"{stem}.{os.urandom(4).hex()}.safetensors"
-    shards = list(manifest.shards())
+    memory_of = zip(manifest.parameters, addresses, strict=True)
+    changed = {spec.name for spec, address in memory_of if spec.nbytes and not address}
+    shards = [shard for shard in manifest.shards() if shard.parameter not in changed]
     entries = tuple(
         DiskEntry(f"{shard.tensor}{shard.box}", shard.tensor, shard.box.offsets, shard.box.sizes)
         for shard in shards

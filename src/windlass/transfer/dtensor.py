@@ -17,6 +17,7 @@ two differ in a mesh whose ranks do not ascend.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -48,6 +49,7 @@ from windlass.memory.torch_dtypes import dtype_of
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.saved_names import HeldPart, is_of_transformers, saved_parts, unstack
 
+_log = logging.getLogger(__name__)
 _WRAPPER_MARKS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Of torch.compile and activation checkpointing."""
 
@@ -195,20 +197,27 @@ class HeldTensor:
         tensor_name: of the checkpoint tensor.
         tensor: it, sharded.
         by_fsdp: whether it is in a module that FSDP2 shards.
+        is_buffer: whether it is a buffer.
     """
 
     name: str
     tensor_name: str
     tensor: torch.Tensor
     by_fsdp: bool
+    is_buffer: bool = False
 
 
 NameMap = Callable[[str], str | None]
 """From a name in the bare module to the checkpoint's; None leaves it out."""
 
 
-def held_tensors(module: torch.nn.Module, name_map: NameMap | None = None) -> list[HeldTensor]:
-    """What a checkpoint of `module` would hold here, several names of one tensor included.
+def held_tensors(
+    module: torch.nn.Module, name_map: NameMap | None = None, *, role: Role | None = None
+) -> list[HeldTensor]:
+    """Return what a checkpoint of `module` would hold here, several names of one tensor included.
+
+    `role`: a trainer's buffers that cannot be sent (complex, sparse, without memory) are left out, because no engine
+    takes them in most models, and one that does will miss them. None to find tensors again, without any check.
 
     Names are those of the bare module: the marks of `torch.compile`, activation checkpointing
     and `DistributedDataParallel` are taken out. FSDP2 modules that still hold gathered
@@ -234,21 +243,38 @@ def held_tensors(module: torch.nn.Module, name_map: NameMap | None = None) -> li
             sharded.add(path)
         if isinstance(child, DistributedDataParallel):
             parallel.append(f"{path}.module." if path else "module.")
-    tensors: list[tuple[str, torch.Tensor]] = [
-        *module.named_parameters(remove_duplicate=False),
-        *_persistent_buffers(module),
-    ]
+    parameters = [*module.named_parameters(remove_duplicate=False)]
+    tensors: list[tuple[str, torch.Tensor]] = [*parameters, *_persistent_buffers(module)]
     parallel.sort(key=len, reverse=True)
-    for name, tensor in tensors:
+    for index, (name, tensor) in enumerate(tensors):
         bare = _bare(name, parallel)
         mapped = bare if name_map is None else name_map(bare)
         if mapped is not None and not _is_off_mesh(tensor):
             if not isinstance(mapped, str):
                 raise ConfigError(f"name_map must give a name or None for {bare!r}, got {mapped!r}")
-            check_memory(name, tensor)
-            by_fsdp = name.rpartition(".")[0] in sharded
-            found.append(HeldTensor(name, mapped, tensor, by_fsdp))
+            held = HeldTensor(
+                name, mapped, tensor, name.rpartition(".")[0] in sharded, index >= len(parameters)
+            )
+            if role is None or _can_be_sent(held, role):
+                found.append(held)
     return found
+
+
+def _can_be_sent(held: HeldTensor, role: Role) -> bool:
+    """Return whether a tensor can be described; raise for one that has to be.
+
+    Raises:
+        UnsupportedLayout: see `check_memory` and `dtype_of`.
+    """
+    try:
+        check_memory(held.name, held.tensor)
+        dtype_of(held.name, held.tensor)
+    except UnsupportedLayout as error:
+        if not held.is_buffer or role is not Role.TRAINER:
+            raise
+        _log.info("buffers that cannot be sent are left out: %s", error)
+        return False
+    return True
 
 
 def _bare(name: str, parallel: Sequence[str]) -> str:
@@ -288,9 +314,13 @@ def refuse_freed(name: str, local: torch.Tensor) -> None:
     Raises:
         PlanError: it has.
     """
-    reach = local.storage_offset() * local.element_size() + _reach(local)
-    if local.numel() and local.untyped_storage().nbytes() < reach:
+    if _is_freed(local):
         raise PlanError(f"parameter {name!r}: its memory is freed; load it back before publishing")
+
+
+def _is_freed(local: torch.Tensor) -> bool:
+    reach = local.storage_offset() * local.element_size() + _reach(local)
+    return bool(local.numel()) and local.untyped_storage().nbytes() < reach
 
 
 def _has_memory(local: torch.Tensor) -> bool:
@@ -335,7 +365,7 @@ def describe_module(
         UnsupportedLayout, ManifestError: see `held_tensors`, `local_shard`, `saved_parts` and `unstack`.
     """
     builder = ManifestBuilder(worker, role)
-    held_here = held_tensors(module, name_map)
+    held_here = held_tensors(module, name_map, role=role)
     parts = [
         replace(local_shard(held.name, held.tensor, by_fsdp=held.by_fsdp), name=held.tensor_name)
         for held in held_here
@@ -380,13 +410,16 @@ def parameter_addresses(
     module: torch.nn.Module, name_map: NameMap | None = None
 ) -> tuple[int, ...]:
     """Where they lie now, in the order of `describe_module`'s parameters."""
-    return tuple(local_tensor(held.tensor).data_ptr() for held in own_tensors(module, name_map))
+    held = own_tensors(module, name_map, role=Role.ENGINE)
+    return tuple(local_tensor(one.tensor).data_ptr() for one in held)
 
 
-def own_tensors(module: torch.nn.Module, name_map: NameMap | None = None) -> list[HeldTensor]:
+def own_tensors(
+    module: torch.nn.Module, name_map: NameMap | None = None, *, role: Role | None = None
+) -> list[HeldTensor]:
     """`held_tensors` without further names of a tensor: one for each of `describe_module`'s parameters."""
     own: dict[int, HeldTensor] = {}
-    for held in held_tensors(module, name_map):
+    for held in held_tensors(module, name_map, role=role):
         own.setdefault(id(held.tensor), held)
     return list(own.values())
 
@@ -419,21 +452,25 @@ class LiveTensors:
     """Tensors of modules that were described, found again for every update and compared with what they were.
 
     A parameter may move, be registered anew, or change its place in the module's order; its name, dtype,
-    shape, part and strides must stay. Costs some microseconds per module and less per tensor, unless a
-    module has changed. Keeps no tensor alive.
+    shape, part and strides must stay if an engine gets it (`read`). Costs some microseconds per module and less per
+    tensor, unless a module has changed. Keeps no tensor alive.
 
     Args:
-        walk: what is to be described of them, in manifest order, each tensor once.
+        walk: finds the tensors again, each once.
+        held: what was described of them, in manifest order; what `walk` finds now when omitted.
 
     Raises:
         UnsupportedLayout, ManifestError: see `local_shard`.
     """
 
     def __init__(
-        self, modules: Sequence[torch.nn.Module], walk: Callable[[], Sequence[HeldTensor]]
+        self,
+        modules: Sequence[torch.nn.Module],
+        walk: Callable[[], Sequence[HeldTensor]],
+        held: Sequence[HeldTensor] | None = None,
     ) -> None:
         self._modules, self._walk = tuple(modules), walk
-        held = walk()
+        held = walk() if held is None else held
         self._parts = {
             one.name: local_shard(one.name, one.tensor, by_fsdp=one.by_fsdp) for one in held
         }
@@ -441,6 +478,7 @@ class LiveTensors:
         self._nbytes = [_reach(local_tensor(one.tensor)) for one in held]
         self._signatures = [_signature(one.tensor) for one in held]
         self._by_fsdp = [one.by_fsdp for one in held]
+        self._is_read = [True] * len(held)
         self._addresses = [-1] * len(held)
         self._located: tuple[ParameterMemory, ...] = ()
         self._registered: tuple[list[str], list[int]] = [], []
@@ -449,27 +487,54 @@ class LiveTensors:
         # A trainer's thread watches while an agent's thread locates.
         self._lock = threading.Lock()
 
+    def read(self, indices: Collection[int]) -> None:
+        """Note which tensors engines get, by their place in the manifest: the others may change in any way."""
+        with self._lock:
+            new = [index for index in indices if not self._is_read[index]]
+            self._is_read = [index in indices for index in range(len(self._names))]
+            if new and self._watched.tensors:
+                now, watched = self._state(self._now()).tensors, [*self._watched.tensors]
+                for index in new:
+                    watched[index] = now[index]
+                self._watched = replace(self._watched, tensors=watched)
+
     def locate(self) -> tuple[ParameterMemory, ...]:
         """Return where each tensor lies now, in manifest order; the same objects for as long as none has moved.
 
         Raises:
-            PlanError: tensors are missing or new, or one has another layout or no memory now.
+            PlanError: tensors are missing or new, or one that engines get has another layout or no memory now.
         """
         with self._lock:
             tensors = self._find()
+            locals_here: list[torch.Tensor | None] = []
             for index, tensor in enumerate(tensors):
-                if _signature(tensor) != self._signatures[index]:
-                    self._compare(index, tensor)
-                local = _local(tensor)
-                address = local.data_ptr()
-                if address != self._addresses[index]:  # as it is after memory was freed
+                local = self._as_described(index, tensor)
+                address = 0 if local is None else local.data_ptr()
+                if local is not None and address != self._addresses[index]:
                     refuse_freed(self._names[index], local)
+                if address != self._addresses[index]:
                     self._addresses[index] = address
                     self._located = ()  # others may be of another storage now, at the address they had
+                locals_here.append(local)
             if not self._located:
-                self._located = tuple(map(_memory_of, map(_local, tensors), self._nbytes))
+                self._located = tuple(map(_memory_of, locals_here, self._nbytes))
             self._watched = self._state(tensors)
             return self._located
+
+    def _as_described(self, index: int, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Return what of a tensor lies here; None for one that engines do not get and that has changed.
+
+        Raises:
+            UnsupportedLayout, PlanError: one that engines get has changed.
+        """
+        is_same = tensor is not None and _signature(tensor) == self._signatures[index]
+        if self._is_read[index] and tensor is not None:
+            if not is_same:
+                self._compare(index, tensor)
+            return _local(tensor)
+        if tensor is None or not is_same or _is_freed(_local(tensor)):
+            return None
+        return _local(tensor)
 
     def watch(self) -> None:
         """Have `changed` compare with the tensors as they are now; `locate` does the same.
@@ -493,14 +558,19 @@ class LiveTensors:
             if not self._watched.tensors:
                 return ""
             now = self._state(self._now())
-            pairs = zip(self._parts, now.tensors, self._watched.tensors, strict=False)
-            written = next((name for name, has, was in pairs if has != was), "")
+            both = zip(self._parts, self._is_read, now.tensors, self._watched.tensors, strict=False)
+            written = next((name for name, read, has, was in both if read and has != was), "")
             if written or now.merged == self._watched.merged:
                 return written
             return self._name_in(now.merged ^ self._watched.merged)
 
-    def _state(self, tensors: Sequence[torch.Tensor]) -> _State:
-        counts = [(_local(tensor).data_ptr(), _num_writes(tensor)) for tensor in tensors]
+    def _state(self, tensors: Sequence[torch.Tensor | None]) -> _State:
+        counts = [
+            (_local(tensor).data_ptr(), _num_writes(tensor))
+            if read and tensor is not None
+            else (0, 0)
+            for tensor, read in zip(tensors, self._is_read, strict=True)
+        ]
         return _State(counts, frozenset(_merged(self._modules)))
 
     def _name_in(self, merged: Collection[tuple[int, tuple[str, ...]]]) -> str:
@@ -513,33 +583,35 @@ class LiveTensors:
                     return next(inside, path)
         return "of adapters"
 
-    def _now(self) -> list[torch.Tensor]:
+    def _now(self) -> list[torch.Tensor | None]:
         """Return the tensors in manifest order, and leave gathered FSDP2 modules as they are."""
         keys, tensors = _registered(self._modules, reshards=False)
         if self._positions and keys == self._registered[0]:
-            return [tensors[position] for position in self._positions]
+            return _at(self._positions, tensors)
         return self._find()
 
-    def _find(self) -> list[torch.Tensor]:
-        """The tensors, in manifest order."""
+    def _find(self) -> list[torch.Tensor | None]:
+        """Return the tensors in manifest order; None for one that is gone and that engines do not get."""
         keys, tensors = _registered(self._modules)
         identities = [id(tensor) for tensor in tensors]
         if self._positions and self._registered == (keys, identities):
-            return [tensors[position] for position in self._positions]
-        held = {one.name: one.tensor for one in self._walk()}
-        gone = [name for name in self._parts if name not in held]
-        if gone or len(held) != len(self._parts):
-            new = [name for name in held if name not in self._parts]
+            return _at(self._positions, tensors)
+        walked = self._walk()
+        held = {one.name: one.tensor for one in walked}
+        is_read = zip(self._names, self._is_read, strict=True)
+        gone = [name for name, read in is_read if read and name not in held]
+        new = [one.name for one in walked if not one.is_buffer and one.name not in self._parts]
+        if gone or new:
             raise PlanError(
                 f"parameters must be those of when this rank connected, got {len(gone)} fewer "
                 f"{gone[:3]} and {len(new)} more {new[:3]}: connect again"
             )
-        ordered = [held[name] for name in self._parts]
+        ordered = [held.get(name) for name in self._parts]
         keys, tensors = _registered(self._modules)
         identities = [id(tensor) for tensor in tensors]
         at = {identity: position for position, identity in enumerate(identities)}
-        known = all(id(tensor) in at for tensor in ordered)
-        self._positions = [at[id(tensor)] for tensor in ordered] if known else []
+        known = all(tensor is None or id(tensor) in at for tensor in ordered)
+        self._positions = [at.get(id(tensor), -1) for tensor in ordered] if known else []
         self._registered = keys, identities
         return ordered
 
@@ -561,10 +633,21 @@ def _signature(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return values that are cheap to compare; tensors with equal values have equal layouts."""
     local = _local(tensor)
     spec = tensor._spec if isinstance(tensor, DTensor) else None
-    return local.dtype, local.shape, local.stride(), local.is_neg(), local.is_conj(), spec
+    if local.layout is not torch.strided:
+        return type(local), local.layout, spec
+    bits = local.is_neg(), local.is_conj()
+    kind = type(local), local.device.type, local.dtype
+    return kind, local.shape, local.stride(), bits, spec
 
 
-def _memory_of(local: torch.Tensor, nbytes: int) -> ParameterMemory:
+def _at(positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return the tensors at these positions; None at -1."""
+    return [None if position < 0 else tensors[position] for position in positions]
+
+
+def _memory_of(local: torch.Tensor | None, nbytes: int) -> ParameterMemory:
+    if local is None:
+        return ParameterMemory(0, nbytes)
     storage = local.untyped_storage()
     return ParameterMemory(local.data_ptr(), nbytes, (storage.data_ptr(), storage.nbytes()))
 

@@ -70,6 +70,11 @@ class ReplicatedDigests:
             self._held = decode_held(part, self._manifest)
             self._drop()  # under the same lock: what was cut ahead was of the boxes before
 
+    @property
+    def read(self) -> frozenset[int]:
+        """Parameters that hold boxes of others too, by index."""
+        return frozenset(np.unique(self._held["parameter"]).tolist())
+
     def __len__(self) -> int:
         return len(self._held)
 

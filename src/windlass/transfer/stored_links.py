@@ -99,7 +99,9 @@ class StoredLinks:
             self._located = ()
             if replica is None:
                 self._unload(self._links)
-            reached = self._sources.reach([(memory.address, memory.nbytes) for memory in located])
+            reached = self._sources.reach(
+                [(m.address, m.nbytes if m.address else 0) for m in located]
+            )
             self._reached = np.array(reached, np.uint64)
         read = self._reached
         if replica is not None:

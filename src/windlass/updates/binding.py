@@ -453,7 +453,7 @@ class FleetBinder:
             links=links,
             transports=self._transports.choices,
             relay=below,
-            replicated=None if self._kept else self._find_replicated(),
+            replicated=None if self._kept else self._find_replicated(unused),
             unused=unused,
         )
         to_engines = {
@@ -490,10 +490,13 @@ class FleetBinder:
         refuse_unused(unused, self._of_trainers.allow_unused, manifests)
         return unused
 
-    def _find_replicated(self) -> Replicated | None:
-        """Engines verify what they serve: they may hold copies of a tensor that they use differently."""
+    def _find_replicated(self, unused: frozenset[str]) -> Replicated | None:
+        """Return what trainer ranks hold in common; None for engines.
+
+        Engines verify what they serve: they may hold copies of a tensor that they use differently.
+        """
         of_trainers = all(manifest.role is Role.TRAINER for manifest in self._sources)
-        return find_replicated(self._sources) if of_trainers else None
+        return find_replicated(self._sources, unused) if of_trainers else None
 
     def _change_trainers(
         self, kept: Binding, links: Iterable[Link], parts: Mapping[str, TransferPlan]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import assert_never, final
 
 import msgspec
@@ -50,7 +50,7 @@ class TrainerAgent:
     Args:
         sender: one-sided writes; other backends read the same parameters.
         host: own address, that engines can reach, for backends that listen.
-        watch, changed: see `TrainerWeights`.
+        read, watch, changed: see `TrainerWeights`.
     """
 
     def __init__(
@@ -58,11 +58,12 @@ class TrainerAgent:
         sender: Sender,
         *,
         host: str = "127.0.0.1",
+        read: Callable[[Collection[int]], None] | None = None,
         watch: Callable[[], None] | None = None,
         changed: Callable[[], str] = str,
     ) -> None:
         self._one_sided, self._host = sender, host
-        self._watch, self._changed = watch, changed
+        self._note, self._watch, self._changed = read, watch, changed
         self._backend: UpdateBackend = P2pBackend()
         self._sender: SenderBackend = sender_for(self._backend, sender, host)
         self._replicated = ReplicatedDigests(sender.manifest, sender.parameters)
@@ -92,6 +93,7 @@ class TrainerAgent:
                 self._is_watched = True
 
     def _note_changes(self) -> None:
+        """Ask for changes; called before parameters are located again, since `changed` then starts from there."""
         with self._noting:
             if self._is_watched or self._is_released:
                 self._changed_name = self._changed_name or self._changed()
@@ -108,15 +110,13 @@ class TrainerAgent:
         """
         if not isinstance(command, TrainerCommand):
             raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
-        if isinstance(command, ConnectTrainer | ChangeLinks | Prepare):
-            # These commands locate the parameters again, and `changed` then starts from there.
-            self._note_changes()
         match command:
             case ConnectTrainer() | ChangeLinks():
                 return self._bind(command, epoch)
             case JoinGroups():
                 self._group_member().join(command.offers, command.deadline_s)
             case Prepare():
+                self._note_changes()
                 self._check_version(command.version)
                 with self._one_sided.parameters.once():
                     # Before the replica is taken: the weights may change then.
@@ -232,7 +232,9 @@ class TrainerAgent:
                 f"not), got {command.since}"
             )
         plan = TransferPlan.decode(command.plan) if command.plan else None
-        if plan is not None:
+        if plan is None:
+            self._note_changes()
+        else:
             self._note_read(plan)
         self._writer().change_links(plan, command.bindings, command.gone)
 
@@ -240,6 +242,9 @@ class TrainerAgent:
         """Add the parameters that a part of a plan reads."""
         self._read.update(np.unique(plan.ops.src_parameter).tolist())
         self._finite.bind(self._read)
+        if self._note is not None:
+            self._note(self._read | self._replicated.read)
+        self._note_changes()
 
     def _writer(self) -> Sender:
         """The sender, for what only one-sided writes can do."""
