@@ -461,7 +461,8 @@ def test_a_tensor_without_memory_of_its_own_is_refused_when_it_is_described() ->
     with pytest.raises(
         UnsupportedLayout, match=r"'values'.* got a OfOthers without any of its own"
     ):
-        describe_module(module, "trainer/0", Role.TRAINER)
+        describe_module(module, "engine/0", Role.ENGINE)
+    assert not describe_module(module, "trainer/0", Role.TRAINER).parameters
 
 
 def test_parameters_with_gaps_are_described_and_read_and_written() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,11 +18,14 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from transformers import conversion_mapping, core_model_loading
 
-from windlass.errors import UnsupportedLayout
+from windlass.errors import ConfigError, UnsupportedLayout
 from windlass.layout.box import Box
 from windlass.layout.manifest import Role, ShardManifest
+from windlass.layout.naming.adapters import adapter_names
 from windlass.transfer import saved_names
 from windlass.transfer.dtensor import describe_module, held_tensors, local_tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 SMALL: Mapping[str, Any] = {
     "vocab_size": 64,
@@ -143,6 +147,101 @@ def test_a_model_is_described_as_it_is_saved(name: str, tmp_path: Path) -> None:
     for tensor, values in want.items():
         assert torch.equal(found[tensor], values.double()), tensor
     assert not any(values.isnan().any() for values in found.values())
+
+
+class Policy(torch.nn.Module):
+    """A model inside a module of the user's own, beside a value head."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.llm = model
+        self.value_head = torch.nn.Linear(32, 1)
+
+
+def of_policy(name: str) -> str | None:
+    return name.removeprefix("llm.") if name.startswith("llm.") else None
+
+
+def merged(name: str) -> str | None:
+    """Return a base model's name of what PEFT has wrapped, as the page on trainers and TRL's plug do."""
+    name = name.removeprefix("base_model.model.")
+    return None if "lora_" in name else name.replace(".base_layer", "")
+
+
+def with_adapters(model: Any) -> Any:
+    config = peft.LoraConfig(r=2, target_modules=r".*(q_proj|query_key_value|in_proj)")
+    return peft.get_peft_model(model, config)
+
+
+WRAPPED: Mapping[str, tuple[Callable[[Any], Any], Callable[[str], str | None]]] = {
+    "identity": (lambda model: model, lambda name: name),
+    "compiled": (lambda model: torch.compile(model), lambda name: name),
+    "policy": (Policy, of_policy),
+    "peft": (with_adapters, merged),
+    "policy_of_peft": (
+        lambda model: Policy(with_adapters(model)),
+        lambda name: None if (found := of_policy(name)) is None else merged(found),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_neox", "hrm_text", "qwen3_moe", "zamba2"])
+def test_a_name_map_comes_before_what_transformers_converts(
+    name: str, wrapped: str, tmp_path: Path
+) -> None:
+    """A `name_map` switched the conversion off, so that Mixtral and GPT-NeoX were refused in PEFT and in wrappers."""
+    model = built(name)
+    want = saved(model, tmp_path)
+    wrap, name_map = WRAPPED[wrapped]
+    module = wrap(model)
+    manifest = describe_module(module, "trainer/0", Role.TRAINER, name_map=name_map)
+    found = gathered(module, manifest)
+    assert want.keys() <= found.keys()
+    for tensor, values in want.items():
+        assert torch.equal(found[tensor], values.double()), tensor
+
+
+def test_names_that_are_not_the_models_stay_as_a_name_map_gives_them() -> None:
+    model = with_adapters(built("mixtral"))
+    manifest = describe_module(model, "trainer/0", Role.TRAINER, name_map=adapter_names())
+    assert {t.name for t in manifest.tensors} == set(peft.get_peft_model_state_dict(model))
+    finished = describe_module(
+        built("mixtral"), "trainer/0", Role.TRAINER, name_map=lambda name: f"policy.{name}"
+    )
+    assert all(
+        t.name.startswith("policy.model.") or t.name == "policy.lm_head.weight"
+        for t in finished.tensors
+    )
+
+
+def test_a_name_map_leaves_tensors_out_before_the_conversion(tmp_path: Path) -> None:
+    model = built("mixtral")
+    want = {name for name in saved(model, tmp_path) if ".layers.1." in name}
+    manifest = describe_module(
+        model, "trainer/0", Role.TRAINER, name_map=lambda n: n if ".layers.1." in n else None
+    )
+    assert {tensor.name for tensor in manifest.tensors} == want
+
+
+def test_two_parameters_of_one_name_are_refused_before_the_conversion() -> None:
+    model = built("mixtral")
+    other = "model.layers.1.self_attn.q_proj.weight"
+    with pytest.raises(
+        ConfigError, match=r"every tensor must be one parameter.*layers\.0.*layers\.1"
+    ):
+        describe_module(
+            model,
+            "trainer/0",
+            Role.TRAINER,
+            name_map=lambda n: other.replace(".1.", ".0.") if n == other else n,
+        )
+
+
+def test_given_rules_for_stacked_experts_switch_the_conversion_off() -> None:
+    model = built("mixtral")
+    manifest = describe_module(model, "t/0", Role.TRAINER, name_map=lambda n: n, stacked=())
+    assert {t.name for t in manifest.tensors} == set(dict(model.named_parameters()))
 
 
 def test_these_models_are_no_plain_ones(tmp_path: Path) -> None:

@@ -83,6 +83,9 @@ def resolve_names(
     shapes: list[tuple[int, ...]] = []
     seen_at: list[str] = []
     read = {n for m in destinations for n in (*m.aliases, *(spec.name for spec in m.tensors))}
+    for alias, target in (pair for m in sources for pair in m.aliases.items()):
+        if not read.isdisjoint({alias, target}):
+            read |= {alias, target}
     for manifest in (*sources, *destinations):
         own = {spec.name: spec.shape for spec in manifest.tensors}
         aliases = manifest.aliases

@@ -20,7 +20,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast, final
@@ -44,10 +44,17 @@ from windlass.errors import (
 from windlass.layout.box import Box, chunk
 from windlass.layout.columns import Int64Array
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.layout.naming.place import PlacedShard
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 from windlass.memory.torch_dtypes import dtype_of
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.saved_names import HeldPart, is_of_transformers, saved_parts, unstack
+from windlass.transfer.saved_names import (
+    HeldPart,
+    names_in,
+    saved_parts,
+    transformers_model,
+    unstack,
+)
 
 _log = logging.getLogger(__name__)
 _WRAPPER_MARKS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -350,7 +357,8 @@ def describe_module(
 
     Tensors that are one object under several names (tied weights) are described under
     the first name; the others become aliases. A model of transformers is described as transformers saves it,
-    renamed and taken apart, unless `name_map` or `stacked` says otherwise.
+    renamed and taken apart, unless `stacked` is given. `name_map` comes first: what it names as one of the model's own
+    tensors is renamed and taken apart as well, so that it may unwrap a PEFT model or a module of the caller's.
 
     Args:
         module: any module, wrapped or not; its parameters may be DTensors.
@@ -372,13 +380,17 @@ def describe_module(
     ]
     first: dict[int, int] = {}
     owner = [first.setdefault(id(held.tensor), index) for index, held in enumerate(held_here)]
-    if name_map is None and stacked is None and is_of_transformers(module):
-        boxes = saved_parts(module, parts, owner)
-        owners = None  # what a saved tensor is made of is for transformers to say
-    else:
-        rules = TRANSFORMERS_EXPERTS if stacked is None else stacked
-        boxes = [unstack(rules, part) for part in parts]
-        owners = dict[str, str]()
+    if name_map is not None:
+        _refuse_one_name([(parts[i].name, held_here[i].name) for i in dict.fromkeys(owner)])
+    converted = (
+        _converted(module, parts, owner, by_name=name_map is not None) if stacked is None else {}
+    )
+    rules = TRANSFORMERS_EXPERTS if stacked is None else stacked
+    boxes = [
+        converted[index] if index in converted else unstack(rules, part)
+        for index, part in enumerate(parts)
+    ]
+    owners: dict[str, str] = {}
     for index, held in enumerate(held_here):
         if owner[index] != index:
             for other, one in zip(boxes[index], boxes[owner[index]], strict=True):
@@ -389,11 +401,10 @@ def describe_module(
         gaps = max(nbytes - parts[index].box.numel * dtype.itemsize, 0)
         builder.add_parameter(held.name, nbytes=nbytes, dtype=dtype, padding_nbytes=gaps)
         for placed in boxes[index]:
-            # Otherwise one would be taken for a copy of the other.
-            if owners is not None and owners.setdefault(placed.tensor, held.name) != held.name:
-                raise ConfigError(
-                    f"name_map: every tensor must be one parameter, got {owners[placed.tensor]!r} and "
-                    f"{held.name!r} for {placed.tensor!r}"
+            # What a converted tensor is made of is for transformers to say.
+            if index not in converted and owners.setdefault(placed.tensor, held.name) != held.name:
+                _refuse_one_name(
+                    [(placed.tensor, name) for name in (owners[placed.tensor], held.name)]
                 )
             builder.add_shard(
                 placed.tensor,
@@ -404,6 +415,38 @@ def describe_module(
                 strides_bytes=tuple(step * dtype.itemsize for step in placed.strides),
             )
     return builder.build()
+
+
+def _converted(
+    module: torch.nn.Module, parts: Sequence[HeldPart], owner: Sequence[int], *, by_name: bool
+) -> dict[int, list[PlacedShard]]:
+    """Return the boxes of the parts that a model of transformers saves in another form; index of part -> boxes.
+
+    `by_name`: only parts that have the name of one of the model's tensors. A `name_map` has made the others ready.
+    """
+    model = transformers_model(module, inside=by_name)
+    if model is None:
+        return {}
+    known = names_in(model) if by_name else None
+    chosen = [i for i, part in enumerate(parts) if known is None or part.name in known]
+    at = {index: place for place, index in enumerate(chosen)}
+    # Of tied weights the map may have renamed the first name alone.
+    owners = [at.get(owner[index], place) for place, index in enumerate(chosen)]
+    return dict(zip(chosen, saved_parts(model, [parts[i] for i in chosen], owners), strict=True))
+
+
+def _refuse_one_name(names: Iterable[tuple[str, str]]) -> None:
+    """Raise ConfigError if two parameters have one name: one would be taken for a copy of the other.
+
+    `names`: name of the tensor, name of the parameter.
+    """
+    first: dict[str, str] = {}
+    for tensor, parameter in names:
+        if first.setdefault(tensor, parameter) != parameter:
+            raise ConfigError(
+                f"name_map: every tensor must be one parameter, got {first[tensor]!r} and "
+                f"{parameter!r} for {tensor!r}"
+            )
 
 
 def parameter_addresses(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,12 +34,32 @@ MAX_PIECES = 1 << 16
 """Boxes of one tensor: what a rotary embedding's permutation of rows takes is half the rows."""
 
 
-def is_of_transformers(module: torch.nn.Module) -> bool:
-    """Whether `module`, without what wraps it, is a model of transformers 5 that knows how to be saved."""
+_PEFT_MARKS = re.compile(
+    r"\.base_layer(?=\.|$)|\.modules_to_save\.[^.]+(?=\.)|\.original_module(?=\.)"
+)
+"""Parts that PEFT adds to the names of a model that it wraps."""
+
+
+def transformers_model(module: torch.nn.Module, *, inside: bool = False) -> torch.nn.Module | None:
+    """Return the model of transformers 5 that `module` is without its wrappers; None if it is none.
+
+    `inside`: also one that `module` contains, such as the base of a PEFT model.
+    """
     transformers = sys.modules.get("transformers")
     if transformers is None or "transformers.core_model_loading" not in sys.modules:
-        return False
-    return isinstance(_unwrapped(module), transformers.PreTrainedModel)
+        return None
+    unwrapped = _unwrapped(module)
+    # A module comes before its children.
+    for child in unwrapped.modules() if inside else (unwrapped,):
+        if isinstance(child, transformers.PreTrainedModel):
+            return cast("torch.nn.Module", child)
+    return None
+
+
+def names_in(model: torch.nn.Module) -> frozenset[str]:
+    """Return the names of a model's tensors without the marks of PEFT."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    return frozenset(_PEFT_MARKS.sub("", name) for name, _ in tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +81,17 @@ class HeldPart:
 
 
 def saved_parts(
-    module: torch.nn.Module, held: Sequence[HeldPart], owner: Sequence[int]
+    model: torch.nn.Module, held: Sequence[HeldPart], owner: Sequence[int]
 ) -> list[list[PlacedShard]]:
     """Return the boxes of saved tensors that lie in each part; offsets and strides in elements.
 
-    `module`: for which `is_of_transformers` holds; wrapped or not, sharded or not. `owner`: (num_held,) the first
+    `model`: of transformers, sharded or not; parts are named as in it. `owner`: (num_held,) the first
     part of the same parameter: tied weights have several names.
 
     Raises:
         UnsupportedLayout: the conversion fails, or computes something.
     """
-    model = _bare(_unwrapped(module), {})
+    model = _bare(model, {})
     once = [part for index, part in enumerate(held) if owner[index] == index]
     found = _reverted(model, once)
     if len(once) < len(held):  # a saved file has tied weights once

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import final
 
@@ -108,7 +109,7 @@ class Sender:
         own = memory_of(transport)
         self._registered = RegisteredMemory(manifest.worker, transport, own, registered)
         self._packer = Packer(transport, own, arena_nbytes)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         mapper, self._writes = transport.mapper, not transport.traits.strided_stores
         self._stores = None if mapper is None else StoredLinks(mapper, manifest.worker)
         stored_by = {o.transport for o in transport.offers() if o.traits.strided_stores}
@@ -136,6 +137,10 @@ class Sender:
         if self.replica is not None:
             with self._lock:
                 self.replica.begin(on_taken, version, stream)
+
+    def reading(self) -> AbstractContextManager[object]:
+        """Have `end_version` wait while the block reads the weights: their owner may free them after it."""
+        return self._lock
 
     def end_version(self) -> None:
         """Nobody waits for the version any more; see `Replica.end`. Waits for a copy under way."""

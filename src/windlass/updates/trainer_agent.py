@@ -118,7 +118,7 @@ class TrainerAgent:
             case Prepare():
                 self._note_changes()
                 self._check_version(command.version)
-                with self._one_sided.parameters.once():
+                with self._one_sided.reading(), self._one_sided.parameters.once():
                     # Before the replica is taken: the weights may change then.
                     prepared = self._compare(command) if command.period else Done()
                     self._check_finite(command)
