@@ -50,8 +50,8 @@ _NEXT: Mapping[type[WindlassError], str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse `argv`, run one sub-command, return the exit status.
 
-    Errors of Windlass, and a missing package that one of its extras brings, are printed as one line, and
-    what to do next as another; anything else is a defect and shows its traceback.
+    The command prints an error of Windlass, or a missing package of an extra, as one line. Lines with the error's
+    notes and with what to do next follow. Any other error is a defect and shows its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in arguments if not word.startswith("-")), "")
@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments, chosen)
     except WindlassError as error:
         print(f"windlass {chosen}: {type(error).__name__}: {error}", file=sys.stderr)
+        for note in vars(error).get("__notes__", ()):
+            print(note, file=sys.stderr)
         if following := _NEXT.get(type(error)):
             print(f"next: {following}", file=sys.stderr)
         return 2

@@ -167,17 +167,29 @@ async def run_job(
             with recipe_code("started"):
                 recipe.started(config, job.controller, scheduler)
             summary = await job.run()
+        write_file(output_dir / SUMMARY, msgspec.json.format(msgspec.json.encode(summary)))
+        _check_last_update(summary, job.version)
+    except WindlassError as error:
+        # Ray keeps its logs on the nodes.
+        if any((output_dir / "logs").glob("*.log")):
+            error.add_note(f"the logs are in {output_dir / 'logs'}")
+        raise
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
-    write_file(output_dir / SUMMARY, msgspec.json.format(msgspec.json.encode(summary)))
-    # With a replica the last update ends in the ranks' `close`, which answers nobody.
-    if not summary.stopped_by and summary.version < job.version:
-        raise WindlassError(
-            f"the last update failed: version {job.version} must be published at the end, "
-            f"got {summary.version}; see the trainers' logs in {output_dir / 'logs'}"
-        )
     return summary
+
+
+def _check_last_update(summary: JobSummary, version: int) -> None:
+    """Raise WindlassError if the job ended by itself and its last version was not published.
+
+    With a replica the last update ends while the ranks close, which returns no result.
+    """
+    if not summary.stopped_by and summary.version < version:
+        raise WindlassError(
+            f"the last update failed: version {version} must be published at the end, "
+            f"got {summary.version}"
+        )
 
 
 @final
@@ -530,9 +542,7 @@ class _Job:
                     max(config.rollout.num_workers, 1), deadline_s=deadline_s
                 )
         except TimeoutError as error:
-            raise PeerTimeout(
-                f"{progress.text()}; the logs are in {self._output_dir / 'logs'}"
-            ) from error
+            raise PeerTimeout(progress.text()) from error
 
     async def _start_ranks(self) -> None:
         """Start the ranks, those before them ended, with the weights and the steps of the newest checkpoint."""
