@@ -118,7 +118,7 @@ def assert_log_lines_are_whole(lines: list[str]) -> None:
         assert found is None or found.start() == 0, line
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [SIZES[0], pytest.param(SIZES[1], marks=pytest.mark.long)])
 def test_the_demo_leaves_one_frame_and_whole_lines(size: tuple[int, int], tmp_path: Path) -> None:
     middle: list[list[str]] = []
 
@@ -162,7 +162,7 @@ def job_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [pytest.param(SIZES[0], marks=pytest.mark.long), SIZES[1]])
 def test_a_launched_job_leaves_no_frame_and_ends_quietly(
     size: tuple[int, int], tmp_path: Path
 ) -> None:

@@ -53,8 +53,15 @@ def start_engine(stack: ExitStack, name: str, folder: Path, url: str) -> None:
     )
 
 
-@pytest.mark.parametrize("late", ["a", "b"], ids=["restarted", "another_engine"])
-@pytest.mark.parametrize("replica", [ReplicaPlace.OFF, ReplicaPlace.HOST])
+@pytest.mark.parametrize(
+    ("late", "replica"),
+    [
+        pytest.param("a", ReplicaPlace.OFF, id="restarted"),
+        pytest.param("a", ReplicaPlace.HOST, id="restarted-host", marks=pytest.mark.long),
+        pytest.param("b", ReplicaPlace.OFF, id="another_engine", marks=pytest.mark.long),
+        pytest.param("b", ReplicaPlace.HOST, id="another_engine-host", marks=pytest.mark.long),
+    ],
+)
 async def test_a_trainer_that_waits_for_a_batch_sends_its_version_again(
     tmp_path: Path, late: str, replica: ReplicaPlace
 ) -> None:
