@@ -245,7 +245,7 @@ def test_the_newest_times_are_kept_whatever_lay_in_their_file(cache: Path) -> No
         with Progress("job.toml", str).part("engines load", 300):
             pass
         kept = json.loads(cache.read_bytes())
-        assert kept.pop("job.toml: engines load") == 0.0
+        assert 0.0 <= kept.pop("job.toml: engines load") < 10.0
         assert len(kept) in (0, MAX_KEPT - 1)
         assert "0" not in kept
     assert os.listdir(cache.parent) == ["took.json"]

@@ -100,7 +100,7 @@ async def test_a_process_is_created_watched_signalled_listed_and_deleted(
             "signal.pause()"
         )
         await scheduler.start(python("stays", fork))
-        status = await scheduler.wait_healthy("stays", deadline_s=15)
+        status = await scheduler.wait_healthy("stays", deadline_s=60)
         assert status.returncode is None
         assert status.pid > 0
         with pytest.raises(ConfigError, match="'stays' is taken"):
@@ -108,7 +108,7 @@ async def test_a_process_is_created_watched_signalled_listed_and_deleted(
         await scheduler.start(
             ProcessSpec(name="beside", command=(sys.executable, "-c", STAY), colocate_with="stays")
         )
-        await scheduler.wait_healthy("beside", deadline_s=15)
+        await scheduler.wait_healthy("beside", deadline_s=60)
         assert [s.name for s in scheduler.list()] == ["says", "stays", "beside"]
         handles = await pidfds(fifo)
         await scheduler.signal("stays", signal.SIGKILL)
@@ -214,12 +214,12 @@ async def test_what_does_not_fit_waits_in_the_queue_until_its_deadline(
     async with opened(kind, tmp_path) as scheduler:
         large = ProcessSpec(name="large", command=(sys.executable, "-c", STAY), num_cpus=num_cpus)
         await scheduler.start(large)
-        await scheduler.wait_healthy("large", deadline_s=15)
+        await scheduler.wait_healthy("large", deadline_s=60)
         await scheduler.start(python("queued", STAY))
         with pytest.raises(PeerTimeout, match="queued is still queued"):
             await scheduler.wait_healthy("queued", deadline_s=0.5)
         await scheduler.delete("large")
-        assert (await scheduler.wait_healthy("queued", deadline_s=15)).returncode is None
+        assert (await scheduler.wait_healthy("queued", deadline_s=60)).returncode is None
 
 
 async def test_close_ends_what_ignores_sigterm_and_its_children(kind: str, tmp_path: Path) -> None:

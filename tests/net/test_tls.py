@@ -121,12 +121,12 @@ async def test_a_blocking_client_and_an_agent_verify_the_server_too(
 
         def ask() -> None:
             with BatchClient(url, TOKEN) as batches:
-                batches.next_batch(0, 0, 1, deadline_s=0.5)
+                batches.next_batch(0, 0, 1, deadline_s=2.0)
 
         def join() -> None:
             hello = fake_hello(engine_manifest("a/0", 2), group="a")
             with AgentChannel(url, TOKEN, lambda: hello, FakeEngineRank("a/0", 2)) as channel:
-                channel.connect(5.0)
+                channel.connect(10.0)
 
         with environment(authority.issue()):
             await asyncio.to_thread(join)
@@ -147,7 +147,7 @@ async def test_no_client_shows_its_token_to_a_server_with_another_roles_certific
 
         def ask() -> None:
             with BatchClient(url, TOKEN) as batches:
-                batches.next_batch(0, 0, 1, deadline_s=0.5)
+                batches.next_batch(0, 0, 1, deadline_s=2.0)
 
         says = f"must be a controller's, got one of role {role}"
         with environment(authority.issue("trainer")):
