@@ -56,6 +56,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/check_house_rules.py
 	$(BIN)/python tools/report_source.py
+	$(BIN)/python tools/measure_english.py
 
 types: setup
 	$(BIN)/mypy
@@ -64,10 +65,9 @@ imports: setup
 	$(BIN)/lint-imports
 
 # Four workers on two cores, because much of the time is waiting; files that take longest begin first (tests/conftest.py).
-# A machine that is busy beside it can make a deadline of a test pass: what failed is run once more, alone, and fails
-# the command if it fails again.
+# Tests that fail run again, alone: a busy machine can make a deadline of a test pass. More than two such tests fail it.
 unit: setup
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder || $(BIN)/pytest --last-failed --last-failed-no-failures none
+	$(BIN)/python tools/run_tests.py -n 4 --dist loadfile --no-loadscope-reorder
 
 # Live servers of vLLM: with two tensor-parallel ranks, updated in both modes by FSDP2 ranks; and plain ones,
 # started by their users with one flag. Side by side, since each waits for much.

@@ -1,0 +1,50 @@
+"""`tools/measure_english.py` counts hard words where people read prose, and compares rooms with their limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import measure_english
+
+CODE = '''"""Names whoever came."""
+whoever = "whoever"  # The one that is gone.
+
+
+class Room:
+    """A room."""
+
+    size: int
+    """Square metres of which nobody knows."""
+
+
+def enter() -> None:
+    """Enter the room."""
+'''
+
+
+def test_docstrings_and_comments_are_counted_and_code_is_not(tmp_path: Path) -> None:
+    (tmp_path / "room.py").write_text(CODE)
+    found = measure_english.measure([tmp_path])
+    assert found.num_words == 3 + 5 + 2 + 6 + 3
+    assert [number for number, _ in found.lines] == [1, 2, 2]
+
+
+def test_code_of_pages_is_not_counted(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Plain words.\n\n    whoever\n\n```\nwhoever\n```\nIt names `whoever` anew.\n")
+    found = measure_english.measure([page])
+    assert (found.num_words, [number for number, _ in found.lines]) == (5, [1])
+
+
+def test_a_room_above_its_limit_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "room.py").write_text(CODE)
+    monkeypatch.setattr(measure_english, "ROOT", tmp_path)
+    monkeypatch.setattr(measure_english, "LIMITS", {"room.py": 3.0})
+    assert measure_english.main([]) == 1
+    assert "hard words must be at most 3.0 per 1,000, got 263.2" in capsys.readouterr().out
+    monkeypatch.setattr(measure_english, "LIMITS", {"room.py": 300.0})
+    assert measure_english.main([]) == 0

@@ -1,0 +1,63 @@
+"""`tools/run_tests.py` runs failed tests again, alone; `tools/run_suites.py` takes every suite in turn."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.run_suites import FIRST, MINUTES, PERIOD_S, order_at
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_SUITES = {"test-all"}
+UNSTEADY = """
+import pathlib, pytest
+
+@pytest.mark.parametrize("number", range({number}))
+def test_unsteady(number):
+    mark = pathlib.Path(__file__).with_name(f"seen-{{number}}")
+    was_there = mark.exists()
+    mark.touch()
+    assert was_there
+
+def test_steady():
+    assert {steady}
+"""
+
+
+def test_ci_knows_every_suite_of_the_makefile() -> None:
+    targets = set(re.findall(r"^(test[a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {FIRST, *MINUTES} == targets - NOT_SUITES
+
+
+def test_every_suite_comes_first_in_turn() -> None:
+    orders = [order_at(number * PERIOD_S) for number in range(len(MINUTES))]
+    assert all(sorted(order) == sorted(MINUTES) for order in orders)
+    assert {order[0] for order in orders} == set(MINUTES)
+
+
+@pytest.mark.parametrize(
+    ("number", "steady", "status", "says"),
+    [
+        (0, True, 0, "1 passed"),
+        (2, True, 0, "2 tests failed beside others and passed alone"),
+        (3, True, 1, "at most 2 may"),
+        (1, False, 1, "1 tests failed beside others and passed alone"),
+    ],
+)
+def test_a_failed_test_runs_again_alone_and_is_counted(
+    number: int, steady: bool, status: int, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "test_them.py").write_text(UNSTEADY.format(number=number, steady=steady))
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    ran = subprocess.run(
+        [sys.executable, ROOT / "tools" / "run_tests.py", "-q", "-n", "2", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert (ran.returncode, says in ran.stdout) == (status, True), ran.stdout + ran.stderr
