@@ -193,12 +193,14 @@ def test_what_is_named_next_can_be_typed_where_the_environment_is_not_active(
     for program in said:
         assert subprocess.check_output([program, "--version"], text=True).startswith("windlass ")
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
-    assert "  windlass doctor " in "\n".join(what_next(job, []))
+    assert "  windlass doctor\n" in "\n".join(what_next(job, []))
 
 
 def test_what_is_named_next_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(sys, "executable", str(Path.cwd() / ".venv/bin/python"))
-    lines = what_next(config(), [])
-    assert lines[1].startswith("  demo-output/report.html ")
+    monkeypatch.setattr(
+        sys, "executable", str(Path.cwd().parent / "another-checkout/.venv/bin/python")
+    )
+    lines = "\n".join(what_next(config(), [])).splitlines()
+    assert "  demo-output/report.html" in lines
     assert max(map(len, lines)) <= 80

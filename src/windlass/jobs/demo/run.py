@@ -230,7 +230,7 @@ async def run_demo(
 
 
 def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
-    """Return what to look at and to try now, for somebody who has seen a demo for the first time."""
+    """Return lines that tell a new user which files to read and which commands to try next."""
     folder, program = shortest_path(Path(config.output_dir)), "windlass"
     if shutil.which(program) is None:  # the environment is not active: `make demo` has made it
         program = shortest_path(Path(sys.executable).with_name(program))
@@ -245,8 +245,8 @@ def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
             (f"{program} doctor", "what works on this machine"),
             (f"{program} launch JOB.toml", "yours, like examples/launch"),
         ]
-    width = max(len(command) for command, _ in rows)
-    return ["\nnext:", *(f"  {command:<{width}}  {why}" for command, why in rows)]
+    # A terminal of 80 columns has no room for both on one line.
+    return ["\nnext:", *(f"  {command}\n      {why}" for command, why in rows)]
 
 
 def find_problems(
