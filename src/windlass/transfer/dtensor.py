@@ -28,7 +28,8 @@ from typing import Any, cast, final
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -49,6 +50,7 @@ from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 from windlass.memory.torch_dtypes import dtype_of
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.saved_names import (
+    WRAPPER_MARKS,
     HeldPart,
     names_in,
     saved_parts,
@@ -57,8 +59,8 @@ from windlass.transfer.saved_names import (
 )
 
 _log = logging.getLogger(__name__)
-_WRAPPER_MARKS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Of torch.compile and activation checkpointing."""
+_FLAT_PARAMETER = "_flat_param"
+"""Name of the parameter in which FSDP1 holds all those of a module."""
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
@@ -226,7 +228,7 @@ def held_tensors(
     `role`: a trainer's buffers that cannot be sent (complex, sparse, without memory) are left out, because no engine
     takes them in most models, and one that does will miss them. None to find tensors again, without any check.
 
-    Names are those of the bare module: the marks of `torch.compile`, activation checkpointing
+    Names are those of the bare module: the marks of `torch.compile`, activation checkpointing, FSDP1
     and `DistributedDataParallel` are taken out. FSDP2 modules that still hold gathered
     parameters after a forward pass are resharded first (local, no communication), because the
     gathered copy is not what an optimizer steps. Parameters on a mesh without this rank are left out.
@@ -246,6 +248,8 @@ def held_tensors(
     for path, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, FSDPModule):
             _reshard(child)
+        if isinstance(child, FullyShardedDataParallel) and role is not None:
+            _refuse_cut_by_fsdp1(path, child)
         if isinstance(child, FSDPModule) or path.rpartition(".")[0] in sharded:
             sharded.add(path)
         if isinstance(child, DistributedDataParallel):
@@ -256,7 +260,8 @@ def held_tensors(
     for index, (name, tensor) in enumerate(tensors):
         bare = _bare(name, parallel)
         mapped = bare if name_map is None else name_map(bare)
-        if mapped is not None and not _is_off_mesh(tensor):
+        is_flat = bare.rpartition(".")[2] == _FLAT_PARAMETER
+        if mapped is not None and not is_flat and not _is_off_mesh(tensor):
             if not isinstance(mapped, str):
                 raise ConfigError(f"name_map must give a name or None for {bare!r}, got {mapped!r}")
             held = HeldTensor(
@@ -265,6 +270,25 @@ def held_tensors(
             if role is None or _can_be_sent(held, role):
                 found.append(held)
     return found
+
+
+def _refuse_cut_by_fsdp1(path: str, wrapper: FullyShardedDataParallel) -> None:
+    """Refuse a module of FSDP1 unless its parameters are gathered now.
+
+    Raises:
+        UnsupportedLayout: its parameters are parts of a flat one, and do not say which.
+    """
+    handle = wrapper._handle
+    if handle is None or handle._training_state is HandleTrainingState.SUMMON_FULL_PARAMS:
+        return
+    held, shapes = handle.flat_param._params, handle.flat_param._shapes
+    if held is not None and all(p.shape == s for p, s in zip(held, shapes, strict=True)):
+        return
+    raise UnsupportedLayout(
+        f"module {path!r}: parameters must be whole or DTensors, got those of a FullyShardedDataParallel (FSDP1), "
+        "which cuts them as one flat parameter; shard with FSDP2 (`fully_shard`), or connect and publish inside "
+        "`FSDP.summon_full_params`"
+    )
 
 
 def _can_be_sent(held: HeldTensor, role: Role) -> bool:
@@ -289,7 +313,7 @@ def _bare(name: str, parallel: Sequence[str]) -> str:
     for prefix in parallel:
         if name.startswith(prefix):
             name = prefix.removesuffix("module.") + name.removeprefix(prefix)
-    for mark in _WRAPPER_MARKS:
+    for mark in WRAPPER_MARKS:
         name = name.replace(mark, "")
     return name
 
@@ -301,6 +325,13 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
         UnsupportedLayout: on the meta device, sparse, of a subclass that is made of other tensors, or with torch's
             negative or conjugate bit: such a tensor's memory contains other values than the tensor.
     """
+    whole = getattr(tensor, "ds_shape", tensor.shape)
+    if hasattr(tensor, "ds_id") and tuple(tensor.shape) != tuple(whole):
+        raise UnsupportedLayout(
+            f"parameter {name!r}: must have its values, got a placeholder of DeepSpeed ZeRO-3 (`ds_id`); connect and "
+            "publish inside `deepspeed.zero.GatheredParameters(list(model.parameters()))`, or shard with FSDP2 "
+            "(`fully_shard`)"
+        )
     lacks = "one on the meta device" if tensor.is_meta else ""
     if not lacks and tensor.layout is not torch.strided:
         lacks = f"one with {tensor.layout}"
@@ -645,6 +676,7 @@ class LiveTensors:
         gone = [name for name, read in is_read if read and name not in held]
         new = [one.name for one in walked if not one.is_buffer and one.name not in self._parts]
         if gone or new:
+            self._refuse_fsdp1()
             raise PlanError(
                 f"parameters must be those of when this rank connected, got {len(gone)} fewer "
                 f"{gone[:3]} and {len(new)} more {new[:3]}: connect again"
@@ -658,9 +690,17 @@ class LiveTensors:
         self._registered = keys, identities
         return ordered
 
+    def _refuse_fsdp1(self) -> None:
+        for module in self._modules:
+            for path, child in module.named_modules():
+                if isinstance(child, FullyShardedDataParallel):
+                    _refuse_cut_by_fsdp1(path, child)
+
     def _compare(self, index: int, tensor: torch.Tensor) -> None:
         name = self._names[index]
         check_memory(name, tensor)
+        if tuple(tensor.shape) != self._parts[name].shape:
+            self._refuse_fsdp1()
         then, now = self._parts[name], local_shard(name, tensor, by_fsdp=self._by_fsdp[index])
         for field in fields(HeldPart):
             was, has = getattr(then, field.name), getattr(now, field.name)

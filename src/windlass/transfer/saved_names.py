@@ -34,10 +34,13 @@ MAX_PIECES = 1 << 16
 """Boxes of one tensor: what a rotary embedding's permutation of rows takes is half the rows."""
 
 
-_PEFT_MARKS = re.compile(
-    r"\.base_layer(?=\.|$)|\.modules_to_save\.[^.]+(?=\.)|\.original_module(?=\.)"
+WRAPPER_MARKS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""What torch.compile, activation checkpointing and FSDP1 add to names."""
+_MARKS = re.compile(
+    r"\.base_layer(?=\.|$)|\.modules_to_save\.[^.]+(?=\.)|\.original_module(?=\.)|"
+    + "|".join(map(re.escape, WRAPPER_MARKS))
 )
-"""Parts that PEFT adds to the names of a model that it wraps."""
+"""Those, and what PEFT adds to the names of a model that it wraps."""
 
 
 def transformers_model(module: torch.nn.Module, *, inside: bool = False) -> torch.nn.Module | None:
@@ -57,9 +60,9 @@ def transformers_model(module: torch.nn.Module, *, inside: bool = False) -> torc
 
 
 def names_in(model: torch.nn.Module) -> frozenset[str]:
-    """Return the names of a model's tensors without the marks of PEFT."""
+    """Return the names of a model's tensors without the marks of PEFT and other wrappers."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-    return frozenset(_PEFT_MARKS.sub("", name) for name, _ in tensors)
+    return frozenset(_MARKS.sub("", name) for name, _ in tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +158,13 @@ def _placed(saved: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, PlacedShar
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside `torch.compile`, activation checkpointing and `DistributedDataParallel`."""
+    """Return the module inside `torch.compile`, activation checkpointing, FSDP1 and `DistributedDataParallel`."""
     while True:
+        mark = next((m for m in WRAPPER_MARKS if m.removesuffix(".") in module._modules), "")
         if isinstance(module, DistributedDataParallel):
             module = module.module
-        elif "_orig_mod" in module._modules:
-            module = module.get_submodule("_orig_mod")
-        elif "_checkpoint_wrapped_module" in module._modules:
-            module = module.get_submodule("_checkpoint_wrapped_module")
+        elif mark:
+            module = module.get_submodule(mark.removesuffix("."))
         else:
             return module
 
