@@ -325,8 +325,8 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
         UnsupportedLayout: on the meta device, sparse, of a subclass that is made of other tensors, or with torch's
             negative or conjugate bit: such a tensor's memory contains other values than the tensor.
     """
-    whole = getattr(tensor, "ds_shape", tensor.shape)
-    if hasattr(tensor, "ds_id") and tuple(tensor.shape) != tuple(whole):
+    by_zero = vars(tensor)
+    if "ds_id" in by_zero and tuple(tensor.shape) != tuple(by_zero["ds_shape"]):
         raise UnsupportedLayout(
             f"parameter {name!r}: must have its values, got a placeholder of DeepSpeed ZeRO-3 (`ds_id`); connect and "
             "publish inside `deepspeed.zero.GatheredParameters(list(model.parameters()))`, or shard with FSDP2 "
