@@ -25,7 +25,7 @@ OVERVIEW = {
             "ranks": 1,
             "world_size": 1,
             "routable": True,
-            "mixed_weights": False,
+            "state": "serving",
             "reason": "",
             "url": "http://[fd77::1]:8000",
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from windlass.observability.history import MAX_EVENTS, FleetEvents, History, Point
-from windlass.updates.fleet import EngineState
+from windlass.updates.fleet import EngineState, EngineStatus
 
 
 def test_a_run_of_any_length_is_kept_from_its_start_to_now_in_few_points() -> None:
@@ -42,16 +42,16 @@ def test_what_comes_too_soon_takes_the_place_of_the_newest_point() -> None:
 
 def test_what_happens_to_engines_is_told_once_each() -> None:
     events = FleetEvents()
-    a = EngineState("a", "http://a", 3, routable=True, reason="")
-    b = EngineState("b", "http://b", -1, routable=False, reason="")
-    left_out = replace_state(b, reason="its digest differs")
+    a = EngineState("a", "http://a", 3, EngineStatus.SERVING, reason="")
+    b = EngineState("b", "http://b", -1, EngineStatus.WAITING, reason="")
+    left_out = replace_state(b, status=EngineStatus.LEFT_OUT, reason="its digest differs")
     for at_s, states in enumerate(
         [
             (a, b),
             (a, left_out),
             (a, left_out),
             (a, replace_state(b, reason="")),  # not there yet
-            (a, replace_state(b, version=4, routable=True)),
+            (a, replace_state(b, version=4, status=EngineStatus.SERVING)),
             (a,),
         ]
     ):

@@ -21,7 +21,7 @@ import windlass
 from windlass.observability.history import FleetEvents
 from windlass.observability.page import saved_page
 from windlass.testing.resting_engine import RestingEngine
-from windlass.updates.fleet import EngineState
+from windlass.updates.fleet import EngineState, EngineStatus
 from windlass.updates.report import RoundOutcome, UpdateReport
 
 pytestmark = pytest.mark.skipif(
@@ -68,18 +68,22 @@ HOSTILE = "<img src=x onerror=document.title='owned'>"
 
 def of_engines(second: str) -> list[tuple[float, EngineState]]:
     """What the story says of its engines, and when it was looked at."""
-    first = EngineState("engine-a", "", -1, routable=False, reason="")
+    first = EngineState("engine-a", "", -1, EngineStatus.WAITING, reason="")
     other = msgspec.structs.replace(first, name=second)
     why = f"its digest differs at {second}"
 
     def at(state: EngineState, version: int, reason: str = "") -> EngineState:
-        return msgspec.structs.replace(state, version=version, routable=not reason, reason=reason)
+        status = EngineStatus.LEFT_OUT if reason else EngineStatus.SERVING
+        return msgspec.structs.replace(state, version=version, status=status, reason=reason)
+
+    def paused(state: EngineState) -> EngineState:
+        return msgspec.structs.replace(at(state, 5), status=EngineStatus.WAITING)
 
     return [
         *((0.0, each) for each in (first, other)),
         *((10.0, at(each, 5)) for each in (first, other)),
         # A pause of an update, which ends no stretch.
-        *((20.0, msgspec.structs.replace(at(each, 5), routable=False)) for each in (first, other)),
+        *((20.0, paused(each)) for each in (first, other)),
         *((30.0, each) for each in (at(first, 6), at(other, 5, why))),
         *((60.0, at(each, 7)) for each in (first, other)),
         (80.0, at(first, 7)),

@@ -112,7 +112,7 @@ async def test_a_webhook_is_told_who_was_left_out_and_why_and_nothing_in_the_mid
                     await rig.publish(version)
                     await hook.until(lambda: hook.knows(version, a=True, b=True))  # noqa: B023
                 assert all(each["routable"] for told in hook.told for each in told["engines"])
-                newest = {"version": 3, "routable": True, "reason": ""}
+                newest = {"version": 3, "routable": True, "state": "serving", "reason": ""}
                 assert hook.told[-1]["engines"][1] == {"name": "b", "url": "http://b", **newest}
                 is_stuck = True
                 report = await rig.publish(4)

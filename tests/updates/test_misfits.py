@@ -238,4 +238,5 @@ async def test_why_an_engine_does_not_go_on_is_kept_in_a_few_words() -> None:
         rig.fabric.ranks["b/0"] = rank
         await rig.connect(fake_hello(engine_manifest("b/0", 2), group="b"), Paused(rank))
         await rig.publish(0)
-        assert 0 < len(engine_of(rig, "b")["not_resumed"]) < 3000
+        assert engine_of(rig, "b")["state"] == "not resumed"
+        assert 0 < len(engine_of(rig, "b")["reason"]) < 3000

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields, replace
-from enum import StrEnum
 from typing import final
 
-from windlass.updates.fleet import EngineState
+from windlass.updates.fleet import EngineState, EngineStatus
 
 GONE = "its connections are gone"
 MAX_POINTS = 240
@@ -102,15 +101,6 @@ class FleetEvent:
     is_bad: bool
 
 
-class EngineStatus(StrEnum):
-    """Whether an engine serves the published version."""
-
-    SERVING = "serving"
-    WAITING = "waiting"
-    LEFT_OUT = "left out"
-    GONE = "gone"
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Stretch:
@@ -166,11 +156,11 @@ class FleetEvents:
             if state.reason and (before is None or state.reason != before.why):
                 self._behind.add(name)
                 self.add(at_s, name, state.reason, is_bad=True)
-            waits = EngineStatus.LEFT_OUT if state.reason else EngineStatus.WAITING
-            status = EngineStatus.SERVING if state.routable else waits
-            now = Stretch(at_s, name, state.version, status, state.reason)
+            now = Stretch(at_s, name, state.version, state.status, state.reason)
             if before is not None:
-                is_pause = status is EngineStatus.WAITING and before.status is EngineStatus.SERVING
+                is_pause = (
+                    state.status is EngineStatus.WAITING and before.status is EngineStatus.SERVING
+                )
                 if is_pause and before.version == now.version:
                     continue  # a pause in an update ends no stretch
             if before is None or replace(before, at_s=at_s) != now:

@@ -85,18 +85,14 @@ def _parts(view: dict[str, Any], max_links: int) -> Iterator[RenderableType]:
     yield Text(f"staleness of trained samples (versions: count): {ages}")
 
 
+_STYLES = {"serving": "green", "waiting": "yellow", "incomplete": "yellow"}
+"""State of an engine -> its style; all others are red."""
+
+
 def _engines(view: dict[str, Any]) -> Iterator[RenderableType]:
     engines = _table("engine", "version", "ranks", "state", "address")
     for each in view["engines"]:
-        state = (
-            Text("serving", style="green")
-            if each["routable"]
-            else Text("mixed weights", style="red")
-            if each["mixed_weights"]
-            else Text("not resumed", style="red")
-            if each.get("not_resumed")
-            else Text("waiting", style="yellow")
-        )
+        state = Text(each["state"], style=_STYLES.get(each["state"], "red"))
         ranks = f"{each['ranks']}/{each['world_size']}"
         engines.add_row(each["name"], str(each["version"]), ranks, state, each["url"])
     yield engines

@@ -23,7 +23,7 @@ from windlass.errors import PeerUnreachable, ProtocolError
 from windlass.net.addresses import check_url
 from windlass.net.sockets import connection_error, open_http
 from windlass.updates.coordinator import Coordinator
-from windlass.updates.fleet import EngineState
+from windlass.updates.fleet import EngineState, EngineStatus
 
 logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.1
@@ -46,8 +46,23 @@ class _Fleet(msgspec.Struct, frozen=True):
 
 
 async def _tell_webhook(http: aiohttp.ClientSession, url: str, fleet: _Fleet) -> bool:
-    """Post the fleet as JSON; any answer of 200 to 299 will do."""
-    body = msgspec.json.encode(fleet)
+    """Post the fleet as JSON; any answer of 200 to 299 is a success."""
+    body = msgspec.json.encode(
+        {
+            "published_version": fleet.published_version,
+            "engines": [
+                {
+                    "name": engine.name,
+                    "url": engine.url,
+                    "version": engine.version,
+                    "routable": engine.routable,
+                    "state": engine.status,
+                    "reason": engine.reason,
+                }
+                for engine in fleet.engines
+            ],
+        }
+    )
     headers = {"Content-Type": "application/json"}
     async with http.post(url, data=body, headers=headers) as answer:
         await _body_of(answer)
@@ -176,7 +191,7 @@ class RouterUpdates:
         there = [engine for engine in self._coordinator.fleet.states() if engine.url]
         taken = {engine.name for engine in there} | {engine.url for engine in there}
         gone = [
-            msgspec.structs.replace(engine, routable=False, reason="is not connected")
+            msgspec.structs.replace(engine, status=EngineStatus.GONE, reason="is not connected")
             for engine in self._seen.values()
             if taken.isdisjoint((engine.name, engine.url))
         ]

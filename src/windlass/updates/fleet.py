@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 MAX_REASON_LENGTH = 2000
 """Characters of what an engine says for a person that are kept."""
+QUARANTINE_REASON = (
+    "a write with an unknown outcome may still arrive in its memory; restart the engine"
+)
+"""Reason of a quarantined engine that no round left out."""
 PROBE_SEQ = 1 << 30
 """Of probes: above the number of any command of a round."""
 
@@ -42,19 +47,51 @@ class EngineInfo(NamedTuple):
     version: int
 
 
-class EngineState(msgspec.Struct, frozen=True):
-    """An engine, and whether it may be given traffic.
+class EngineStatus(StrEnum):
+    """State of an engine as the page, the terminal, routers and events show it.
 
     Attributes:
-        version: that it serves; -1 for none of this run.
-        reason: why it is not routable; empty if it is, or where nothing is known to be wrong with it.
+        SERVING: serves the published version and generates: it may get traffic.
+        WAITING: connected and in order, and does not serve the published version yet.
+        INCOMPLETE: some of its ranks are not connected.
+        NOT_RESUMED: did not generate again after an update.
+        LEFT_OUT: the last round that included it left it out.
+        MIXED_WEIGHTS: its weights may be of two versions.
+        QUARANTINED: bytes of a write with an unknown outcome may still arrive in its memory.
+        SILENT: a rank has not answered by a deadline.
+        GONE: no rank is connected any more.
+    """
+
+    SERVING = "serving"
+    WAITING = "waiting"
+    INCOMPLETE = "incomplete"
+    NOT_RESUMED = "not resumed"
+    LEFT_OUT = "left out"
+    MIXED_WEIGHTS = "mixed weights"
+    QUARANTINED = "quarantined"
+    SILENT = "silent"
+    GONE = "gone"
+
+
+class EngineState(msgspec.Struct, frozen=True):
+    """An engine with its state.
+
+    Attributes:
+        version: the version that the engine serves; -1 for none of this run.
+        status: its state; only `SERVING` gets traffic.
+        reason: cause of the state; empty while nothing is known to be wrong.
     """
 
     name: str
     url: str
     version: int
-    routable: bool
+    status: EngineStatus
     reason: str
+
+    @property
+    def routable(self) -> bool:
+        """Whether the engine may get traffic."""
+        return self.status is EngineStatus.SERVING
 
 
 @dataclass(slots=True)
@@ -444,43 +481,52 @@ class Fleet:
         return frozenset(self._quarantined)
 
     def describe(self) -> list[dict[str, object]]:
-        """Engines as `/v1/status` shows them."""
+        """Return engines as `/v1/status` shows them."""
         return [
             {
-                "name": g.name,
-                "url": g.url,
-                "version": self._version_of(g),
-                "ranks": len(g.agents),
-                "world_size": g.world_size,
-                "mixed_weights": g.mixed_weights,
-                "quarantined": g.quarantined,
-                "reason": printable(g.silent or g.left_out),
-                "not_resumed": g.not_resumed,
-                "routable": self._is_routable(g),
+                "name": state.name,
+                "url": state.url,
+                "version": state.version,
+                "ranks": len(group.agents),
+                "world_size": group.world_size,
+                "state": state.status,
+                "routable": state.routable,
+                "reason": state.reason,
                 "registered": [
-                    msgspec.structs.asdict(g.agents[rank].hello.registered)
-                    for rank in sorted(g.agents)
+                    msgspec.structs.asdict(group.agents[rank].hello.registered)
+                    for rank in sorted(group.agents)
                 ],
             }
-            for g in self.engines()
+            for group, state in zip(self.engines(), self.states(), strict=True)
         ]
 
     def routable(self) -> tuple[EngineInfo, ...]:
-        """Engines that may be given traffic: they serve the published version and generate."""
+        """Return engines that may get traffic: they serve the published version and generate."""
         engines = filter(self._is_routable, self.engines())
         return tuple(EngineInfo(g.name, g.url, g.version) for g in engines)
 
     def states(self) -> tuple[EngineState, ...]:
-        """All engines of which a rank is connected."""
-        return tuple(
-            EngineState(
-                g.name,
-                g.url,
-                self._version_of(g),
-                self._is_routable(g),
-                printable(g.silent or g.left_out or g.not_resumed),
-            )
-            for g in self.engines()
+        """Return the state of every engine with a connected rank, in the order of `engines`."""
+        return tuple(self._state_of(group) for group in self.engines())
+
+    def _state_of(self, group: Group) -> EngineState:
+        status, reason = EngineStatus.WAITING, ""
+        if self._is_routable(group):
+            status = EngineStatus.SERVING
+        elif group.silent:
+            status, reason = EngineStatus.SILENT, group.silent
+        elif group.quarantined:
+            status, reason = EngineStatus.QUARANTINED, group.left_out or QUARANTINE_REASON
+        elif group.mixed_weights:
+            status, reason = EngineStatus.MIXED_WEIGHTS, group.left_out
+        elif group.left_out:
+            status, reason = EngineStatus.LEFT_OUT, group.left_out
+        elif group.not_resumed:
+            status, reason = EngineStatus.NOT_RESUMED, group.not_resumed
+        elif not group.complete:
+            status = EngineStatus.INCOMPLETE
+        return EngineState(
+            group.name, group.url, self._version_of(group), status, printable(reason)
         )
 
     @property
