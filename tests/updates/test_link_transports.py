@@ -130,9 +130,7 @@ async def test_links_within_a_host_and_between_hosts_take_what_is_fastest_for_ea
             assert f"trainer/0 -> near/0 {1e3 * found_s(named, 'near/0'):.2f} ms" in (
                 SpeedOfLight(report, 1.0, 1).text()
             )
-            assert found["near/0"][1].startswith(
-                "one host: 6 GB/s at best, the faster than mooncake"
-            )
+            assert found["near/0"][1].startswith("one host: 6 GB/s at best, faster than mooncake")
             assert found["far/0"][1].startswith("two hosts: 1.2 GB/s at best, the only one")
             await start(undo.close)
 

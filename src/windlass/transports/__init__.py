@@ -1,4 +1,4 @@
-"""HOW bytes move: one-sided writes behind one protocol, and update backends of other packages."""
+"""Transports (one-sided writes behind one protocol) and the interface of update backends."""
 
 from __future__ import annotations
 
@@ -42,5 +42,6 @@ if TYPE_CHECKING:
     from windlass.transports.traits import TransportTraits as TransportTraits
     from windlass.transports.traits import WireReport as WireReport
 
-if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+# At run time only: a type checker must still report names that do not exist.
+if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

@@ -1,8 +1,8 @@
-"""Several transports of one process behind one: each peer is written by the one that its link was given.
+"""Several transports of one process behind one interface; each peer is written with its link's transport.
 
-A rank offers an endpoint for every transport that starts here and that its memory allows. Whoever
-binds a plan takes the fastest that both ends of a link have (`choice.py`), and a `WriteBatch` names
-it by its endpoint.
+A rank offers one endpoint per transport that starts on its host and can register its memory. The
+controller chooses the fastest transport that both ends of a link offer (`choice.py`). The endpoint
+of a `WriteBatch` selects the transport.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _log = logging.getLogger(__name__)
 class AutoConfig(TransportConfig, frozen=True, tag="auto"):
     """Every transport that starts here and moves this kind of memory.
 
-    Transports between hosts are left out where the way to the controller is loopback, so that no
-    peer can be on another host, unless nothing else starts. A transport that can only expose memory
-    of its own is left out where another one reaches processes of this host.
+    Transports between hosts are left out if the controller is reached over loopback, because no
+    peer can then be on another host. They are started anyway if no other transport starts. A
+    transport that exposes only memory it allocated is left out if another transport reaches
+    processes of this host.
 
     Attributes:
-        offers: names or JSON configurations of the transports to start, each of which must; empty
-            for all.
+        offers: names or JSON configurations of the transports. Every one must start; empty for all.
     """
 
     memory: ClassVar[frozenset[MemoryType]] = frozenset(MemoryType)
@@ -60,11 +60,11 @@ class AutoConfig(TransportConfig, frozen=True, tag="auto"):
     offers: tuple[str, ...] = ()
 
     def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:
-        """See `TransportConfig.create`; a single transport stands for itself.
+        """See `TransportConfig.create`. A single transport is returned as it is, without a set around it.
 
         Raises:
-            ConfigError: `offers` names none that there is.
-            TransportUnavailable: one of `offers` does not start, or none at all.
+            ConfigError: `offers` names a transport that does not exist.
+            TransportUnavailable: one of `offers` does not start, or no transport starts.
         """
         with ExitStack() as undo:
             started: list[OneSidedTransport] = []
@@ -79,7 +79,7 @@ class AutoConfig(TransportConfig, frozen=True, tag="auto"):
 
 
 def _start_all(towards: str, gpu: int, undo: ExitStack) -> list[OneSidedTransport]:
-    """Start everything that does; `undo` closes it."""
+    """Start every transport that starts here; `undo` closes them."""
     reasons: dict[str, str] = {}
     configs = _configs_for(MemoryType.HOST if gpu < 0 else MemoryType.CUDA, reasons)
 
@@ -126,13 +126,13 @@ def _configs_for(kind: MemoryType, reasons: dict[str, str]) -> list[TransportCon
 
 @final
 class TransportSet(OneSidedTransport):
-    """`OneSidedTransport` over several, all for one kind of memory.
+    """`OneSidedTransport` over several transports, all for one kind of memory.
 
-    Memory that one of them refuses is offered by the others only. What several of them allocate
-    (`allocates`) is allocated by the first of these.
+    Memory that one member refuses is offered by the other members only. If several members allocate
+    (`allocates`), the first of them allocates.
 
     Args:
-        members: at least one, of different names; closed with this one.
+        members: at least one, with different names. They are closed together with the set.
     """
 
     def __init__(self, members: Sequence[OneSidedTransport]) -> None:
@@ -143,7 +143,7 @@ class TransportSet(OneSidedTransport):
 
     @property
     def traits(self) -> TransportTraits:
-        """What holds whichever of them is taken."""
+        """Traits that hold for every member, with the ceiling of the fastest member."""
         known = [member.traits for member in self._members.values()]
         return TransportTraits(
             same_host=all(traits.same_host for traits in known),
@@ -166,18 +166,18 @@ class TransportSet(OneSidedTransport):
         return next((mapper for mapper in found if mapper is not None), None)
 
     def report(self) -> WireReport:
-        """Return that of the fastest; `offers` has that of each."""
+        """Return the report of the fastest member; `offers` has the reports of all."""
         return next(iter(self._members.values())).report()
 
     def endpoint(self) -> PeerEndpoint:
-        """Return that of the fastest."""
+        """Return the endpoint of the fastest member."""
         return next(iter(self._members.values())).endpoint()
 
     def offers(self) -> tuple[TransportOffer, ...]:
         return tuple(offer for member in self._members.values() for offer in member.offers())
 
     def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
-        """See `OneSidedTransport.register_all`; a range is refused where every one of them refuses it."""
+        """See `OneSidedTransport.register_all`. A range is refused only if every member refuses it."""
         parts: list[dict[str, MemoryRegion]] = [{} for _ in spans]
         refused: list[RegionError | None] = [None for _ in spans]
         with ExitStack() as undo:
@@ -198,7 +198,8 @@ class TransportSet(OneSidedTransport):
     def _joined(
         self, span: tuple[int, int], parts: dict[str, MemoryRegion], refused: RegionError | None
     ) -> MemoryRegion:
-        # What was not allocated by a transport that must can be a source, and is no target.
+        # Memory from elsewhere, registered with a transport that allocates, can be a source but not
+        # a target.
         remotes = [
             region.remote
             for name, region in parts.items()
@@ -222,14 +223,15 @@ class TransportSet(OneSidedTransport):
         left = itertools.count(len(done) - 1, -1)
 
         def release() -> None:
-            if next(left) == 0 and released is not None:  # the last of them
+            # The last member to release the memory reports it.
+            if next(left) == 0 and released is not None:
                 released()
 
         for name, part in done.items():
             self._members[name].unregister(part, release)
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.write`; by the transport that the batch's endpoint is of."""
+        """See `OneSidedTransport.write`. The batch's endpoint selects the transport."""
         member = self._members.get(batch.endpoint.transport)
         if member is None:
             raise RegionError(
@@ -252,7 +254,7 @@ class TransportSet(OneSidedTransport):
 def _registered_with(
     name: str, member: OneSidedTransport, spans: Sequence[tuple[int, int]]
 ) -> list[MemoryRegion | RegionError]:
-    """Register ranges with one transport; what it refuses together is tried one by one."""
+    """Register ranges with one transport. If it refuses them together, register each alone."""
     try:
         return list(member.register_all(spans))
     except RegionError as error:

@@ -1,12 +1,12 @@
-"""The transport seam: how bytes move.
+"""The transport interface: how bytes move between two processes.
 
-`OneSidedTransport` registers local memory, exports the right to write it, and writes
-into a peer's exported memory while the peer's CPU does something else. What differs between
-transports is said by `TransportTraits` (`traits.py`), which travel to the controller, and by capabilities
-that a transport has or has not (`allocator`, `mapper`); nobody asks for its type.
+A `OneSidedTransport` registers local memory, exports the right to write it, and writes into a
+peer's exported memory without help from the peer's CPU. `TransportTraits` (`traits.py`) state how
+transports differ and are sent to the controller. Optional capabilities are properties that may be
+None (`allocator`, `mapper`), so callers never check the type of a transport.
 
-The local right to use memory (`MemoryRegion`) and the remote right to write it
-(`RemoteRegion`) are different types, as in perplexityai/pplx-garden `fabric_lib.pyi`.
+The local right to use memory (`MemoryRegion`) and the remote right to write it (`RemoteRegion`) are
+different types, as in perplexityai/pplx-garden `fabric_lib.pyi`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from windlass.transports.traits import (
 
 
 class PeerEndpoint(msgspec.Struct, frozen=True):
-    """How to reach the process that owns memory, and how to tell it from a successor.
+    """Address and identity of the process that owns memory.
 
     Attributes:
         transport: registry name of the transport.
         address: transport-specific: `host:port`, a pid, a name.
-        incarnation: changes whenever the process behind `address` is another one
-            (process start time, random id); a write to a past incarnation is refused.
+        incarnation: identity of the process behind `address` (start time, random id). A new process
+            has a new incarnation, and writes to an old one are refused.
     """
 
     transport: str
@@ -42,13 +42,14 @@ class PeerEndpoint(msgspec.Struct, frozen=True):
 
 
 class RemoteRegion(msgspec.Struct, frozen=True):
-    """The right to write `nbytes` bytes at `address` of a peer. Travels in messages.
+    """The right to write `nbytes` bytes at `address` of a peer. Sent in messages.
 
     Attributes:
-        endpoint: the owner.
+        endpoint: process that owns the memory.
         address: virtual address in the owner's process.
-        nbytes: extent.
-        key: transport-specific: a shm segment name, an rkey; empty where none is needed.
+        nbytes: size.
+        key: transport-specific, such as a segment name or an rkey; empty if the transport needs
+            none.
     """
 
     endpoint: PeerEndpoint
@@ -59,13 +60,13 @@ class RemoteRegion(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRegion:
-    """Registered local memory. Owned by whoever registered it until `unregister`.
+    """Registered local memory. The caller that registered it owns it until `unregister`.
 
     Attributes:
         address: virtual address in this process.
-        nbytes: extent.
-        remote: what a peer needs to write here.
-        alternatives: the same for peers that write by another transport than `remote` is of.
+        nbytes: size.
+        remote: the right to write it, for peers.
+        alternatives: the same right for peers that use another transport than `remote` does.
     """
 
     address: int
@@ -75,21 +76,21 @@ class MemoryRegion:
 
     @property
     def remotes(self) -> tuple[RemoteRegion, ...]:
-        """What a peer needs to write here, by each transport that the memory is registered with."""
+        """The rights to write this memory, one per transport that it is registered with."""
         return (self.remote, *self.alternatives)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteBatch:
-    """Writes to one peer, columnar.
+    """Writes to one peer, as columns.
 
     Attributes:
         endpoint: the peer.
         local_addresses: (n,) uint64, inside registered local memory.
         remote_addresses: (n,) uint64, inside `regions`.
         nbytes: (n,) uint64, each >= 1.
-        regions: the published regions that `remote_addresses` must lie in; every write is
-            checked against them before the first byte is sent.
+        regions: published regions that contain `remote_addresses`. Every write is checked against
+            them before the first byte is sent.
     """
 
     endpoint: PeerEndpoint
@@ -100,10 +101,12 @@ class WriteBatch:
 
 
 class TransportOffer(msgspec.Struct, frozen=True):
-    """One way in which a rank can be written, and can write.
+    """One transport that a rank can be written with and can write with.
 
     Attributes:
-        endpoint: where writes land. traits: what the transport can. wire: what it really uses.
+        endpoint: address for peers that write to this rank.
+        traits: capabilities of the transport.
+        wire: protocol and device that the transport uses.
     """
 
     endpoint: PeerEndpoint
@@ -117,33 +120,33 @@ class TransportOffer(msgspec.Struct, frozen=True):
 
 
 class OneSidedTransport(Protocol):
-    """Writes into a peer's memory. Instances are thread-safe; every method may block.
+    """Transport that writes into a peer's memory. Instances are thread-safe; every method may block.
 
-    A native return code becomes an exception in exactly one function per transport. Derive from
+    Each transport turns native return codes into exceptions in exactly one function. Derive from
     this class to inherit the optional parts: no `allocator`, no `mapper`, one offer, no fence.
     """
 
     @property
     def traits(self) -> TransportTraits:
-        """What it can."""
+        """Capabilities of this transport."""
         ...
 
     @property
     def allocator(self) -> MemoryAllocator | None:
-        """Gives out the memory that peers can write; None where any memory of the kind will do."""
+        """Allocator of memory that peers can write; None if they can write any memory."""
         return None
 
     @property
     def mapper(self) -> PeerMapper | None:
-        """Maps peers' memory for kernels that store; None where only `write` reaches it."""
+        """Mapper of peers' memory for kernels that store into it; None if only `write` reaches that memory."""
         return None
 
     def report(self) -> WireReport:
-        """Return what is really in use."""
+        """Return the protocol and device that the transport uses."""
         ...
 
     def endpoint(self) -> PeerEndpoint:
-        """Return how peers reach memory registered here."""
+        """Return the address at which peers reach memory registered here."""
         ...
 
     def offers(self) -> tuple[TransportOffer, ...]:
@@ -153,43 +156,45 @@ class OneSidedTransport(Protocol):
     def register(self, address: int, nbytes: int) -> MemoryRegion:
         """Make local memory writable by peers and usable as a source.
 
-        Memory: the caller keeps it mapped and in place until `unregister` says that it is released.
+        Memory: the caller keeps it mapped and in place until `unregister` calls `released`.
 
         Raises:
-            RegionError: `nbytes` < 1, or it overlaps a region that is registered already.
+            RegionError: `nbytes` < 1, or the range overlaps a registered region.
         """
         (region,) = self.register_all([(address, nbytes)])
         return region
 
     def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
-        """Register several ranges, in one call of the library where it has one that takes them all.
+        """Register several ranges, in one library call if the library supports it.
 
         Args:
-            spans: (address, nbytes) of each; see `register`.
+            spans: (address, nbytes) of each range; see `register`.
 
         Returns:
-            Their regions, in this order; each is unregistered by itself.
+            One region per range, in the same order. Each is unregistered separately.
 
         Raises:
-            RegionError: one of them is refused, or they overlap; none is registered.
+            RegionError: one range was refused, or two overlap. No range is registered then.
         """
         ...
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        """End the right to write a region; whoever owns its memory frees it in `released`, and not before.
+        """End the right to write a region. The owner of the memory frees it in `released`, never earlier.
 
-        A write of this transport that is not over, because another thread waits for it or its outcome
-        is unknown, may go on reading what it was given, and a read filling it: so the memory must
-        outlive the call. Memory that none of them was given is released at once. A batch of several
-        native calls counts call by call: unregister nothing that a thread in `write` has still to send.
+        A write of this transport may be unfinished: another thread waits for it, or its outcome is
+        unknown. It may still read memory of the batch, and an unfinished read may still fill
+        memory, so that memory must outlive the call. Memory that no unfinished call uses is
+        released at once. If a batch takes several native calls, each call counts separately: do not
+        unregister a region that a thread in `write` still has to send.
 
         Args:
-            region: no write is begun with it any more.
-            released: called once nothing that began here touches the memory: before this returns, or
-                later by any thread, or never, where nobody can tell. Must not register, write or close.
+            region: registered region. The caller starts no further write with it.
+            released: called once no call that this transport started touches the memory: before
+                `unregister` returns, later in any thread, or never if the transport cannot know. It
+                must not register, write or close.
 
         Raises:
-            RegionError: not registered; `released` is not called.
+            RegionError: the region is not registered; `released` is not called.
         """
         ...
 
@@ -199,25 +204,25 @@ class OneSidedTransport(Protocol):
         Idempotent: writing the same bytes again is harmless.
 
         Raises:
-            RegionError: a piece lies outside local registered memory or outside
-                `batch.regions`; nothing was sent.
-            PeerUnreachable: no such process, or another incarnation of it.
-            TransferFailed: over, incomplete, no further byte will land.
-            TransferOutcomeUnknown: the deadline passed with bytes possibly in flight.
+            RegionError: a piece is outside local registered memory or outside `batch.regions`.
+                Nothing was sent.
+            PeerUnreachable: the peer's process has ended, or another incarnation has its address.
+            TransferFailed: the write ended incomplete. No further byte will arrive.
+            TransferOutcomeUnknown: the deadline passed and bytes may still be in flight.
         """
         ...
 
     def fence(self, *, deadline_s: float) -> None:  # noqa: ARG002
-        """Return once nothing lands here any more of what processes sent that have ended since.
+        """Return once no write of an ended process can change memory here any more.
 
-        Called between writes; peers that live find their way back by themselves. Nothing to do
-        where a write ends with its process.
+        The caller fences between writes. Peers that are alive reconnect by themselves. If a write
+        ends with the writing process, nothing needs to be done.
 
         Raises:
-            TransferFailed: something may still land.
+            TransferFailed: writes of an ended process may still arrive.
         """
         return
 
     def close(self) -> None:
-        """Unregister everything and end what was started. Idempotent."""
+        """Unregister everything and stop threads and libraries of this transport. Idempotent."""
         ...

@@ -1,6 +1,7 @@
-"""Which transport a link takes: the fastest that reaches from its source to its destination.
+"""Choice of each link's transport: the fastest that reaches from source to destination.
 
-Pure: decided from what both ranks offer, so that the controller needs none of the transports.
+The choice uses only the offers of both ranks, so the controller needs none of the transports
+installed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from windlass.transports.base import PeerEndpoint, TransportOffer
 
 
 class LinkChoice(msgspec.Struct, frozen=True):
-    """What one link takes.
+    """Transport of one link.
 
     Attributes:
-        transport: registry name. reason: why, one line for a person.
-        ceiling_bytes_per_s: what the link can reach at best, by the slower of its ends' traits.
+        transport: registry name.
+        reason: one line for a person that explains the choice.
+        ceiling_bytes_per_s: highest possible throughput of the link. The slower end determines it.
     """
 
     transport: str
@@ -37,15 +39,16 @@ def choose_transport(
     """Return the fastest transport of a link.
 
     Args:
-        source: what the rank that writes has.
-        destination: how the other rank's memory can be written.
-        same_host: whether both say that they run on one host, in one namespace of processes and
-            one of networks, and come from one address.
-        same_address: whether both come from one address, so that loopback leads from one to the
-            other.
+        source: offers of the rank that writes.
+        destination: offers of the rank that is written.
+        same_host: whether both ranks report the same host, PID namespace and network namespace, and
+            connect from the same address.
+        same_address: whether both ranks connect from the same address, so that each reaches the
+            other over loopback.
 
     Raises:
-        ConfigError: they have none in common, or none that reaches that far; says why of each.
+        ConfigError: the ranks share no transport, or none of the shared ones reaches the
+            destination. The message gives the reason for each.
     """
     theirs = {offer.transport: offer for offer in destination}
     usable: list[tuple[float, str]] = []
@@ -75,17 +78,18 @@ def choose_transport(
     (ceiling, name), *slower = usable
     figures = ", ".join(f"{other} ({speed / 1e9:g} GB/s)" for speed, other in slower)
     where = "one host" if same_host else "two hosts"
-    why = f"the faster than {figures}" if slower else "the only one that reaches"
+    why = f"faster than {figures}" if slower else "the only one that reaches"
     return LinkChoice(name, f"{where}: {ceiling / 1e9:g} GB/s at best, {why}", ceiling)
 
 
 def unreachable_reason(endpoint: PeerEndpoint) -> str:
-    """Why an endpoint cannot be reached from another host; empty where it can."""
+    """Return why other hosts cannot reach an endpoint, or "" if they can."""
     address = endpoint.address
     try:
         host = split_host_port(address)[0]
     except ConfigError:
-        host = address  # of a transport that never leaves its host, or without a port
+        # Transports within one host use an address without a port.
+        host = address
     if not is_loopback(host):
         return ""
     return (

@@ -1,12 +1,13 @@
-"""Stage 7 within one host: `process_vm_writev`, the kernel copies into another process.
+"""Writes within one host with `process_vm_writev`: the kernel copies into another process.
 
-Takes a `WriteBatch` and returns once its bytes are in the peer's memory (cross memory attach).
-Truly one-sided: the target may be stopped while the write completes, and it needs nothing but
-memory. The kernel checks no bounds beyond mapped pages, so pieces are checked against the published
-regions first. A peer is a process that has proven to be the one behind its endpoint
-(`processes.py`). The kernel copies through the cache and looks every page up, so that one thread stays
-below memcpy whatever the calls' size (`benchmarks/bench_transports.py`), and a large batch is copied by
-several threads.
+A write returns once its bytes are in the peer's memory (cross memory attach). It is one-sided: it
+completes even if the target is stopped. The kernel checks only that pages are mapped, so pieces are
+checked against the published regions first. A peer must first prove that it is the process behind
+its endpoint (`processes.py`).
+
+The kernel copies through the cache and looks up every page, so one thread stays slower than memcpy
+at every call size (`benchmarks/bench_transports.py`). Several threads therefore share a large
+batch.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from windlass.transports.traits import CEILING_BYTES_PER_S, TransportTraits, Wir
 
 MAX_IOVECS = 1024
 MAX_CALL_NBYTES = 64 << 20
-"""Bytes per system call: bounds how long one call can outlast a deadline."""
+"""Bytes per system call: limits how far one call can exceed a deadline."""
 MIN_THREAD_NBYTES = 1 << 20
-"""A thread with less to copy costs more than it saves."""
+"""Bytes per thread below which another thread costs more time than it saves."""
 
 
 class CmaConfig(TransportConfig, frozen=True, tag="cma"):
-    """`process_vm_writev` into another process of this host.
+    """Configuration of writes into another process of this host with `process_vm_writev`.
 
     Attributes:
         num_threads: threads that share the copying of one batch, >= 1.
@@ -63,10 +64,10 @@ class CmaConfig(TransportConfig, frozen=True, tag="cma"):
 def write_process_memory(
     pid: int, local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array, deadline: Deadline
 ) -> None:
-    """Write all pieces, each of at most `MAX_CALL_NBYTES`, into `pid`.
+    """Write all pieces, each of at most `MAX_CALL_NBYTES`, into process `pid`.
 
     Raises:
-        OSError: of the system call.
+        OSError: the system call failed.
         TransferFailed: the deadline passed between two calls.
     """
     local_vectors = np.ascontiguousarray(np.stack([local, nbytes], axis=1))
@@ -80,7 +81,8 @@ def write_process_memory(
             if done == 0:
                 raise OSError(errno.EIO, "process_vm_writev wrote nothing")
             left -= done
-            if left:  # a partial count stops at the first bad page; asking again names the reason
+            # The kernel stops before the first bad page; the next call returns the reason.
+            if left:
                 ends = np.cumsum(ours[:, 1])
                 whole = int(np.searchsorted(ends, done, side="right"))
                 head = np.uint64(done) - (ends[whole - 1] if whole else np.uint64(0))
@@ -104,7 +106,7 @@ _process_vm_writev.argtypes = [
 
 
 def _writev(pid: int, local_vectors: UInt64Array, remote_vectors: UInt64Array) -> int:
-    """Make one call; nothing else turns errno into an exception."""
+    """Make one call. Only this function turns errno into an exception."""
     done = int(
         _process_vm_writev(
             pid,
@@ -164,7 +166,7 @@ class CmaTransport(RegionTransport):
         check_alive(batch.endpoint)
 
     def _copy_into(self, pid: int, batch: WriteBatch, deadline: Deadline) -> None:
-        """Return or raise only once every thread is done: nothing lands afterwards."""
+        """Copy with several threads. Return or raise only once all have ended, so nothing arrives later."""
         pieces = merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes)
         total = int(batch.nbytes.sum())
         num_parts = max(min(self._num_threads, total // MIN_THREAD_NBYTES), 1)
@@ -174,7 +176,7 @@ class CmaTransport(RegionTransport):
 
 
 def _shares(pieces: Pieces, total: int, num_parts: int) -> Iterator[Pieces]:
-    """Yield the pieces, cut small enough for one call, in `num_parts` runs of about as many bytes."""
+    """Yield the pieces in `num_parts` parts of similar byte counts, each piece small enough for one call."""
     limit = min(MAX_CALL_NBYTES, -(-total // num_parts))
     local, remote, nbytes = split_pieces(*pieces, limit)
     goals = np.arange(1, num_parts) * (total / num_parts)
@@ -195,7 +197,8 @@ def _classify(error: OSError, peer: PeerEndpoint) -> Exception:
                 "profile that allows process_vm_writev; or use transport 'shm'"
             )
         case errno.EFAULT:
-            return TransferFailed(  # no RegionError: earlier pieces may have been written
+            # Not a RegionError, which promises that nothing was sent: earlier pieces may have been written.
+            return TransferFailed(
                 f"cma: an address of the batch is not mapped here or in pid {peer.address}"
             )
         case _:
@@ -203,7 +206,7 @@ def _classify(error: OSError, peer: PeerEndpoint) -> Exception:
 
 
 def _probe() -> None:
-    """Write one byte into this process: shows whether the call exists and is let through."""
+    """Write one byte into this process to find out whether the system call exists and is allowed."""
     source, target = np.array([7], np.uint8), np.zeros(1, np.uint8)
     one = np.array([1], np.uint64)
     try:

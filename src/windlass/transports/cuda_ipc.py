@@ -1,7 +1,7 @@
 """`cuda_ipc`: one-sided writes into GPU memory of another process of this host, over NVLink.
 
-The owner exports the IPC handle of the allocation around a region; a peer maps it once and
-stores into it, by kernel or by copy engine. The owner's process takes no part in a write.
+The owner exports the IPC handle of the allocation that contains a region. A peer maps it once and
+stores into it with a kernel or a copy engine. The owner's process takes no part in a write.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from windlass.transports.traits import (
 
 
 class CudaIpcConfig(TransportConfig, frozen=True, tag="cuda_ipc"):
-    """NVLink between GPUs of one host.
+    """Configuration of writes over NVLink between GPUs of one host.
 
     Attributes:
-        device: ordinal of the GPU whose memory is registered, and which does the storing.
-        num_multiprocessors: that a write may occupy; 0 for all.
+        device: ordinal of the GPU that stores. Its memory is registered.
+        num_multiprocessors: multiprocessors that a write may occupy; 0 for all.
     """
 
     memory: ClassVar[frozenset[MemoryType]] = frozenset({MemoryType.CUDA})
@@ -59,10 +59,10 @@ class CudaIpcTransport(RegionTransport):
     """`OneSidedTransport` and `PeerMapper` between GPUs of one host.
 
     Attributes:
-        gpu: does the storing, and what else this rank does with its GPU's memory.
+        gpu: GPU that stores. This rank also uses it for other work on that GPU's memory.
 
     Raises:
-        TransportUnavailable: no NVIDIA driver, no such GPU, no NVRTC.
+        TransportUnavailable: the NVIDIA driver, the GPU or NVRTC is missing.
     """
 
     def __init__(self, ordinal: int = 0, num_multiprocessors: int = 0) -> None:
@@ -90,7 +90,7 @@ class CudaIpcTransport(RegionTransport):
         return WireReport("cuda_ipc", "cuda-ipc", f"GPU {self.gpu.device.ordinal}")
 
     def _register(self, address: int, nbytes: int) -> str:
-        """Export the allocation that the memory is of."""
+        """Export the allocation that contains the memory."""
         ordinal = pointer_device(address)
         if ordinal != self.gpu.device.ordinal:
             raise RegionError(
@@ -105,13 +105,14 @@ class CudaIpcTransport(RegionTransport):
         return f"{ordinal}:{address - start}:{self.gpu.device.export(start).hex()}"
 
     def _is_touched(self, region: MemoryRegion) -> bool:  # noqa: ARG002
-        """Return whether there are late kernels: nobody knows which memory they touch."""
+        """Return whether any kernel is late. Late kernels may touch any region."""
         return self.gpu.is_late
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
         stop = region.address + region.nbytes
         ordinal, offset, handle = _parse_key(region.key)
-        if is_own_process(region.endpoint):  # a handle can be opened by other processes only
+        # CUDA cannot open an IPC handle in the process that exported it.
+        if is_own_process(region.endpoint):
             if ordinal != self.gpu.device.ordinal:
                 self.gpu.device.enable_peer(Device(ordinal))
             return MappedRegion(region.address, stop, 0)
@@ -139,7 +140,7 @@ class CudaIpcTransport(RegionTransport):
                 self.gpu.device.close_handle(self._opened.pop(place))
 
     def _forget_dead(self) -> None:
-        """Unmap what processes that are gone had exported, or their memory would stay allocated."""
+        """Unmap allocations of ended processes; their GPU memory stays allocated while mapped."""
         if self.gpu.is_late:
             return
         for endpoint in {endpoint for endpoint, _ in self._opened}:
@@ -160,18 +161,18 @@ class CudaIpcTransport(RegionTransport):
         try:
             copy.queue()
             event = self.gpu.stream.record()
-        # Whatever stops it half way: what was queued before may still be under way.
+        # On any failure, stores that were queued before may still be running.
         except Exception as error:
             end_queued(self.gpu, error, deadline.remaining_s)
             copy.close()
             raise
-        # If the outcome is unknown a kernel may still read the table: it stays allocated.
+        # If the outcome is unknown, a kernel may still read the table, so it stays allocated.
         self.gpu.wait(event, deadline.remaining_s)
         copy.close()
         check_alive(batch.endpoint)
 
     def close(self) -> None:
-        """See `OneSidedTransport.close`. Keeps mapped what late stores may still reach."""
+        """See `OneSidedTransport.close`. Memory that late stores may still reach stays mapped."""
         self._own.close()
         super().close()
         with self._lock:

@@ -1,9 +1,9 @@
-"""Ends connections over which others write into this process, whoever in it reads them.
+"""Close inbound TCP connections of peers, including sockets owned by a library in this process.
 
-A process that dies leaves the bytes in its kernel's send buffers behind, and that kernel goes on
-delivering them: after a partition minutes later. A TCP receiver that must be sure that nothing old
-arrives any more has to end the connection itself. The library that reads it has no call for that,
-but its sockets are this process's, and the kernel lists them.
+After a process dies, its kernel continues to deliver the bytes in its send buffers, after a
+partition even minutes later. A TCP receiver must close the connection to be sure that no old bytes
+arrive. The library that reads the connection has no call for that, but its sockets belong to this
+process, and the kernel lists them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from windlass.errors import TransferFailed
 from windlass.net.clock import Deadline
 
 Connection = tuple[Hashable, Hashable]
-"""Own and the peer's address, as the kernel gives them."""
+"""Address of this process and address of the peer, as the kernel returns them."""
 
 OPENING = threading.Lock()
-"""Held by whatever transport starts to listen, so that the ports that appear meanwhile are its own."""
+"""Lock for every transport that starts to listen, so that new ports belong to the lock's holder."""
 FIRST_BACKOFF_S = 0.001
 MAX_SYN_RETRIES = 127
 
 
 def listening_ports() -> frozenset[int]:
-    """Return TCP ports on which this process listens."""
+    """Return the TCP ports on which this process listens."""
     found = set()
     for own in _sockets():
         with contextlib.suppress(OSError):
@@ -39,10 +39,11 @@ def listening_ports() -> frozenset[int]:
 
 
 def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
-    """Return TCP connections that this process has begun to one of `ports`."""
+    """Return the TCP connections that this process opened to one of `ports`."""
     found = set()
     for own in _sockets():
-        with contextlib.suppress(OSError):  # not connected
+        # Unconnected sockets have no peer.
+        with contextlib.suppress(OSError):
             here, there = own.getsockname(), own.getpeername()
             if there[1] in ports:
                 found.add((here, there))
@@ -50,10 +51,10 @@ def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
 
 
 def new_mark() -> int:
-    """Return a number of SYN retries that sockets do not have by themselves.
+    """Return a number of SYN retries that differs from the system's default, to mark sockets.
 
-    A library that can be told this number, and nothing else by which its sockets are known, marks
-    them by it: those that it opens and those that it accepts.
+    Some libraries let the caller set this number but nothing else that identifies their sockets.
+    The number then marks every socket that the library opens or accepts.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as fresh:
         default: int = fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT)
@@ -61,14 +62,17 @@ def new_mark() -> int:
 
 
 def end_connections(is_meant: Callable[[socket.socket], bool], deadline: Deadline) -> int:
-    """End every TCP connection that is meant; return how many, once their readers let go.
+    """Close every connected TCP socket for which `is_meant` is true, and return their number.
+
+    Waits until the reader of each connection has closed its socket.
 
     Raises:
-        TransferFailed: a reader still holds one after `deadline`.
+        TransferFailed: a reader still has one open after `deadline`.
     """
     cut = set()
     for own in _sockets():
-        with contextlib.suppress(OSError):  # of another family, or not connected
+        # Skip sockets of other families and unconnected ones.
+        with contextlib.suppress(OSError):
             listens = own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if not listens and is_meant(own):
                 own.getpeername()
@@ -81,18 +85,20 @@ def end_connections(is_meant: Callable[[socket.socket], bool], deadline: Deadlin
                 f"{deadline.purpose}: {len(held)} connections are still read after "
                 f"{deadline.seconds} s"
             )
-        threading.Event().wait(backoff_s)  # nothing tells when a library closes a socket
+        # No event reports that a library closed its socket.
+        threading.Event().wait(backoff_s)
         backoff_s *= 2
     return len(cut)
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Yield a duplicate of every socket of this process, one at a time."""
+    """Yield a duplicate of every TCP socket of this process, one at a time."""
     for entry in list(Path("/proc/self/fd").iterdir()):
         try:
             duplicate = os.dup(int(entry.name))
         except OSError:
-            continue  # closed meanwhile: the listing's own descriptor is
+            # Closed since the listing, as the listing's own descriptor is.
+            continue
         if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
             os.close(duplicate)
             continue

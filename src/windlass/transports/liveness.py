@@ -1,9 +1,9 @@
-"""Liveness of peers: which process is behind an address, and at once when it ends.
+"""Liveness of peers: which process is behind an address, and a signal as soon as it ends.
 
-Verbs have neither: a write to a dead peer stays in progress for seconds, for ever where the device
-retries for ever, and a queue pair says nothing about the process behind it. Each transport listens
-on a port; a peer that connects is sent its incarnation and keeps the connection, which the kernel
-ends with the process.
+Verbs offer neither. A write to a dead peer stays in progress for seconds, or for ever if the device
+retries without limit, and a queue pair does not identify the process behind it. Each transport
+therefore listens on a port. A peer that connects receives the transport's incarnation and keeps the
+connection open. The kernel closes the connection when the process ends.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ INCARNATION_NBYTES = 16
 _MAX_CLIENTS = 4096
 ACCEPT_AGAIN_S = 0.1
 RECONNECT_S = 1.0
-"""How long a new connection may take where one broke, and until it is tried again."""
+"""Seconds that a reconnection may take after a connection broke, and seconds between two
+attempts."""
 
 _log = logging.getLogger(__name__)
 
 
 def listen_on(host: str, transport: str) -> socket.socket:
-    """Listen on `host` at a port that the kernel picks.
+    """Listen on `host` at a port that the kernel chooses.
 
     Raises:
-        ConfigError: `host` is every address.
-        TransportUnavailable: `host` is no address of this machine.
+        ConfigError: `host` is a wildcard address.
+        TransportUnavailable: `host` is not an address of this machine.
     """
     if is_wildcard(host):
         raise ConfigError(f"{transport}: host must be one address of this machine, got {host!r}")
@@ -54,10 +55,10 @@ def listen_on(host: str, transport: str) -> socket.socket:
 
 @final
 class LivenessListener:
-    """Listens on `host` at a port that the kernel picks, until `close`.
+    """Listener on `host` at a port that the kernel chooses, until `close`.
 
     Args:
-        incarnation: 16 ASCII characters that tell this transport from any other.
+        incarnation: 16 ASCII characters that identify this transport.
         transport: registry name, for messages.
 
     Raises:
@@ -76,7 +77,7 @@ class LivenessListener:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening; peers see this transport as gone. Idempotent."""
+        """Stop listening. To peers this transport has then ended. Idempotent."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -91,7 +92,8 @@ class LivenessListener:
             try:
                 client, _ = self._listener.accept()
             except OSError as error:
-                # Too many open files, or a client that closed at once, is no reason to stop.
+                # Too many open files, or a client that disconnected at once, must not end the
+                # listener.
                 if self._closed.wait(ACCEPT_AGAIN_S):
                     return
                 _log.warning("liveness listener at port %s: %s", self.port, error)
@@ -109,7 +111,7 @@ class LivenessListener:
             self._clients.append(client)
 
     def _drop_closed(self) -> None:
-        """Close connections whose other end has closed."""
+        """Close connections that the peer has closed."""
         open_ones = []
         for client in self._clients:
             if _state_of(client) is _State.OPEN:
@@ -121,13 +123,14 @@ class LivenessListener:
 
 @final
 class PeerLiveness:
-    """The other side: a connection to the listener of one incarnation of one peer. Thread-safe.
+    """Connection to the liveness listener of one incarnation of one peer. Thread-safe.
 
-    Only the peer's kernel ends it in order, with the process. A connection that was broken proves
-    nothing, because the network may have done it: so another connection is made.
+    Only the end of the peer's process or transport closes it in order. A broken connection proves
+    nothing, because the network may have broken it, so this class then reconnects.
 
     Raises:
-        PeerUnreachable: nobody listens, somebody else does, or no answer by the deadline.
+        PeerUnreachable: no process listens at the address, another process does, or the peer did
+            not answer by the deadline.
     """
 
     def __init__(self, endpoint: PeerEndpoint, deadline: Deadline) -> None:
@@ -138,7 +141,7 @@ class PeerLiveness:
         self._is_broken = self._gone = False
         self._again_s = 0.0
         self._broken: list[socket.socket] = []
-        """Closed at the end: a thread may be waiting with one."""
+        """Broken connections, closed at the end because a thread may still wait with one."""
         try:
             self._socket = _connect(endpoint, deadline)
         except _OtherProcessError as error:
@@ -149,10 +152,12 @@ class PeerLiveness:
             ) from error
 
     def has_ended(self, *, reconnect: bool = True) -> bool:
-        """Return whether the peer's process, or its transport, is gone. May take `RECONNECT_S`, once in a while.
+        """Return whether the peer's process or transport has ended.
 
-        Without `reconnect` never: a connection that was broken tells nothing then. For callers that
-        others wait for.
+        Args:
+            reconnect: reconnect after the connection broke, which takes up to `RECONNECT_S` at most
+                once per `RECONNECT_S`. With False, return at once, and return False for a broken
+                connection. Use False while other threads wait for the caller.
         """
         if self._gone or self._closed.is_set():
             return True
@@ -165,14 +170,14 @@ class PeerLiveness:
                 return reconnect and self._reconnect()
 
     def _look(self) -> _State:
-        """Return what became of it: a socket tells of its error once, and from then on as if it had ended in order."""
+        """Return the state of the connection. Record a break: a socket reports its error only once."""
         with self._looking:
             state = _State.BROKEN if self._is_broken else _state_of(self._socket)
             self._is_broken = state is _State.BROKEN
             return state
 
     def wait_ended(self, timeout_s: float, wake: int = -1) -> bool:
-        """As `has_ended`, but waits for it, or until `wake` can be read from; once, and not longer than `timeout_s`."""
+        """Wait until the peer has ended, `wake` is readable, or `timeout_s` passed; return as `has_ended`."""
         waiting = select.poll()
         if wake >= 0:
             waiting.register(wake, select.POLLIN)
@@ -181,27 +186,34 @@ class PeerLiveness:
         else:
             try:
                 waiting.register(self._socket, select.POLLIN)
-            except (OSError, ValueError):  # closed by this side, which would wake nobody any more
+            # This side has closed the connection, and no event would end the wait.
+            except (OSError, ValueError):
                 timeout_s = 0.0
         waiting.poll(max(timeout_s, 0.0) * 1e3)
         return self._look() is not _State.OPEN and self.has_ended()
 
     def close(self) -> None:
-        """Close the connection; whoever waits is woken."""
+        """Close the connection and wake every waiting thread."""
         self._closed.set()
         with self._lock:
             for connection in (*self._broken, self._socket):
                 with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)  # wakes whoever waits
+                    # Wakes threads that wait on this socket.
+                    connection.shutdown(socket.SHUT_RDWR)
                 connection.close()
 
     def _reconnect(self) -> bool:
-        """Connect anew; return whether nobody listens any more, or another process does. Silence is no answer."""
+        """Connect again; return whether the peer has ended or this object is closed.
+
+        The peer has ended if its address refuses the connection or belongs to another process. A
+        timeout proves nothing.
+        """
         with self._lock:
             if self._gone or self._closed.is_set() or time.monotonic() < self._again_s:
                 return self._gone or self._closed.is_set()
             if self._look() is not _State.BROKEN:
-                return False  # another thread has
+                # Another thread has reconnected.
+                return False
             purpose = f"liveness of {self._endpoint.address}"
             try:
                 fresh = _connect(self._endpoint, Deadline.after(RECONNECT_S, purpose))
@@ -222,7 +234,7 @@ class _OtherProcessError(Exception):
 
 
 class _State(Enum):
-    """What became of a connection."""
+    """State of a connection."""
 
     OPEN = auto()
     ENDED = auto()
@@ -239,7 +251,8 @@ def _connect(endpoint: PeerEndpoint, deadline: Deadline) -> socket.socket:
     try:
         _check(connection, endpoint, deadline)
         connection.setblocking(False)
-    except BaseException:  # whatever it was: no socket may be left behind
+    # Also on an interrupt: the socket must not stay open.
+    except BaseException:
         connection.close()
         raise
     return connection

@@ -1,11 +1,12 @@
-"""What transports between hosts share: settings, and the way of a write through a library that knows no deadline.
+"""Base classes of transports between hosts: common settings, and writes through a library.
 
-A library is given native calls (`NativeCall`). Each is followed to its end, to the deadline or to the end of
-the peer's process, whichever comes first. One whose outcome is unknown then is kept, with the memory that it
-reads, until it is over, and the peer is closed to other writes for as long: an error of a library is no
-fence. Verbs say nothing about the process behind a queue pair, so each peer's liveness is watched
-(`liveness.py`). What differs between libraries is what a call is, how its end is seen, and how a peer proves
-before the first byte that it can be reached.
+A library receives native calls (`NativeCall`), which take no deadline. A thread follows each call
+until it ends, the deadline passes or the peer's process ends. If the outcome is then unknown, the
+call is kept together with the memory that it reads until it ends, and the peer accepts no other
+write until then: an error of a library does not mean that no more bytes arrive. Verbs do not
+identify the process behind a queue pair, so the liveness of each peer is watched (`liveness.py`).
+Derived classes define the calls, how their end is detected, and how a peer proves that it is
+reachable before the first byte is sent.
 """
 
 from __future__ import annotations
@@ -49,24 +50,24 @@ from windlass.transports.registry import TransportConfig
 from windlass.transports.traits import MemoryType
 
 GRACE_S = 0.25
-"""How long after an error the kernel may take to tell that the peer's process has ended."""
+"""Seconds after an error within which the kernel reports the end of the peer's process."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
-"""Between two looks at a call whose library has no event for its end. The end of the peer is an event, and
-the wait is on that."""
+"""Shortest and longest pause between two looks at a call, for libraries that send no event at its end.
+The end of the peer is an event and ends a pause at once."""
 _CAP_IPC_LOCK = 14
 
 
 class NetworkConfig(TransportConfig, frozen=True):
-    """Settings that transports between hosts have in common.
+    """Settings common to transports between hosts.
 
     Attributes:
-        host: address that peers reach this process at; empty for `addresses.own_address`.
+        host: address at which peers reach this process; empty for `addresses.own_address`.
         device: comma-separated names of NICs, as the transport spells them; empty for all. Writes
             are striped over them.
-        max_registration_nbytes: larger regions are registered in steps of this; 0 for the
+        max_registration_nbytes: most bytes per registration; larger regions are split. 0 for the
             transport's own limit.
         gpu: ordinal of the GPU whose memory is registered; -1 for host memory. Work on that memory
-            must be over before a write begins.
+            must have ended before a write begins.
     """
 
     memory: ClassVar[frozenset[MemoryType]] = frozenset(MemoryType)
@@ -87,7 +88,7 @@ class NetworkConfig(TransportConfig, frozen=True):
             )
 
     def placed(self, *, towards: str, gpu: int) -> Self:
-        """These settings with a host and a GPU; see `TransportConfig.create`."""
+        """Return these settings with a host and a GPU; see `TransportConfig.create`."""
         return msgspec.structs.replace(
             self,
             host=self.host or own_address(towards),
@@ -96,7 +97,7 @@ class NetworkConfig(TransportConfig, frozen=True):
 
 
 class Outcome(Enum):
-    """What is known of a native call."""
+    """Known state of a native call."""
 
     PENDING = auto()
     DONE = auto()
@@ -104,12 +105,12 @@ class Outcome(Enum):
 
 
 class NativeCall(ABC):
-    """Something that a library has been given to do for a peer, guarded by the lock of that peer.
+    """Operation that a library carries out for a peer. The lock of that peer guards it.
 
     Attributes:
-        error: what the library said of it when it failed.
-        wake: a descriptor that can be read from when it is over; -1 where only looking tells.
-        is_late: given up for no other reason than that its deadline had passed.
+        error: the library's description of a failure.
+        wake: descriptor that becomes readable when the call ends; -1 if only `look` can tell.
+        is_late: whether the call was given up only because its deadline passed.
     """
 
     def __init__(self, local: UInt64Array, nbytes: UInt64Array) -> None:
@@ -120,14 +121,14 @@ class NativeCall(ABC):
 
     @abstractmethod
     def look(self) -> Outcome:
-        """Return what is known now."""
+        """Return the known state."""
 
     @abstractmethod
     def cancel(self) -> bool:
-        """Take it back; return whether that was in time, so that it never begins."""
+        """Cancel the call; return whether it had not begun and so never will."""
 
     def stop_waiting(self) -> None:
-        """Nobody waits for it any more, whether it is over or not."""
+        """Release the resources for waiting. The caller stops waiting, whether the call has ended or not."""
         return
 
 
@@ -135,15 +136,17 @@ class NetworkPeer(ABC):
     """Calls to one incarnation of one peer. Thread-safe.
 
     Args:
-        liveness: of its process; closed with this object.
-        lock: of this peer; of the transport where the library's calls are not thread-safe.
+        liveness: liveness of the peer's process; closed with this object.
+        lock: lock of this peer, or of the whole transport if the library's calls are not
+            thread-safe.
 
     Attributes:
-        is_closed: the transport is; nothing is begun any more, and whoever waits is told.
+        is_closed: whether the transport is closed. Then no call begins, and waiting threads get an
+            error.
     """
 
     outlives_process: ClassVar[bool]
-    """Whether a call that has failed may still read local memory when the peer's process is gone."""
+    """Whether a failed call may still read local memory after the peer's process has ended."""
 
     def __init__(
         self, endpoint: PeerEndpoint, liveness: PeerLiveness, lock: threading.RLock
@@ -152,32 +155,32 @@ class NetworkPeer(ABC):
         self.is_closed = False
         self._ended = threading.Condition(lock)
         self._under_way: set[NativeCall] = set()
-        """Some thread follows them."""
+        """Calls that a thread follows."""
         self._given_up: dict[NativeCall, str] = {}
-        """Nobody does, and bytes may still land; and what is said of each."""
+        """Calls that no thread follows although bytes may still arrive, each with a description."""
 
     @abstractmethod
     def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:
-        """See that the process that is meant can be reached, before a byte of a batch is sent.
+        """Check that the intended process is reachable, before a byte of a batch is sent.
 
         Raises:
-            PeerUnreachable: it cannot; nothing was sent.
-            RegionError: the key of a region cannot be read.
+            PeerUnreachable: it is not; nothing was sent.
+            RegionError: the key of a region is malformed.
             TransferFailed: the transport is closed.
-            TransferOutcomeUnknown: an earlier write to it may go on.
+            TransferOutcomeUnknown: an earlier write to this peer may still continue.
         """
 
     @abstractmethod
     def step_nbytes(self, region: RemoteRegion) -> int:
-        """Return the step in which the peer has registered a region; 0 for at once.
+        """Return the most bytes per registration of a peer's region; 0 if it was registered at once.
 
         Raises:
-            RegionError: its key names none.
+            RegionError: the key of the region is malformed.
         """
 
     @abstractmethod
     def _begin(self, pieces: Pieces) -> NativeCall:
-        """Begin a write. Holds the lock; an error of the library is what the call says when it is looked at."""
+        """Begin a write. The caller holds the lock. Errors of the library show in the call's `look`."""
 
     @property
     def is_in_use(self) -> bool:
@@ -185,7 +188,7 @@ class NetworkPeer(ABC):
         return bool(self._under_way)
 
     def is_open(self) -> bool:
-        """Return whether a call that was given up may go on; forget those that are over."""
+        """Return whether a call that was given up may still continue, and drop ended calls."""
         with self.lock:
             if self._given_up:
                 has_ended = not self.outlives_process and self.liveness.has_ended(reconnect=False)
@@ -196,7 +199,7 @@ class NetworkPeer(ABC):
             return bool(self._given_up)
 
     def touches(self, region: MemoryRegion) -> bool:
-        """Return whether a call that is not over may read a byte of the region."""
+        """Return whether an unfinished call may read a byte of the region."""
         with self.lock:
             self.is_open()
             return any(
@@ -206,10 +209,11 @@ class NetworkPeer(ABC):
 
     @contextlib.contextmanager
     def held(self, deadline: Deadline) -> Iterator[None]:
-        """Hold the lock of an open peer.
+        """Hold the lock of this peer while the transport is open.
 
         Raises:
-            TransferFailed: the transport is closed, or the lock was not to be had by the deadline.
+            TransferFailed: the transport is closed, or other threads held the lock until the
+                deadline.
         """
         if not self.lock.acquire(timeout=deadline.remaining_s):
             raise self._crowded_out(deadline)
@@ -220,7 +224,10 @@ class NetworkPeer(ABC):
             self.lock.release()
 
     def refuse_closed(self, deadline: Deadline) -> None:
-        """Ask before a peer counts as gone: its liveness is closed with the transport.
+        """Raise if the transport is closed.
+
+        Callers check this before they report that the peer has ended, because closing the transport
+        also closes the peer's liveness.
 
         Raises:
             TransferFailed: the transport is closed.
@@ -229,12 +236,13 @@ class NetworkPeer(ABC):
             raise TransferFailed(f"{deadline.purpose}: the transport is closed")
 
     def refuse_open(self, deadline: Deadline) -> None:
-        """Ask before anything is begun. Holds the lock.
+        """Raise unless a call to this peer may begin. The caller holds the lock.
 
         Raises:
-            PeerUnreachable: the process has ended; its peer may have been forgotten by now.
+            PeerUnreachable: the peer's process has ended; the transport may have dropped this
+                object.
             TransferFailed: the transport is closed.
-            TransferOutcomeUnknown: a call that was given up may go on.
+            TransferOutcomeUnknown: a call that was given up may still continue.
         """
         self.refuse_closed(deadline)
         if self.liveness.has_ended(reconnect=False):
@@ -244,12 +252,13 @@ class NetworkPeer(ABC):
             raise TransferOutcomeUnknown(f"an earlier write is open: {why}")
 
     def write(self, pieces: Pieces, deadline: Deadline) -> None:
-        """Carry out one native write, from its beginning to its end.
+        """Carry out one native write from start to end.
 
         Raises:
-            PeerUnreachable: the peer's process is gone.
-            TransferFailed: not begun, or refused by the peer; it is over.
-            TransferOutcomeUnknown: given up, or an earlier one was and is not over.
+            PeerUnreachable: the peer's process has ended.
+            TransferFailed: the write did not begin, or the peer refused it. No byte arrives later.
+            TransferOutcomeUnknown: this write was given up, or an earlier one was and has not
+                ended.
         """
         with self.held(deadline):
             self.refuse_open(deadline)
@@ -259,9 +268,8 @@ class NetworkPeer(ABC):
         try:
             outcome = self._follow(call, deadline)
             failure = None if outcome is Outcome.DONE else self._failure(call, outcome, deadline)
-        except (
-            BaseException
-        ):  # such as an interrupt of this thread: nobody follows the call any more
+        # After an exception such as an interrupt, no thread follows the call any more.
+        except BaseException:
             with self.lock:
                 self._given_up[call] = f"{deadline.purpose}: interrupted; bytes may still land"
             raise
@@ -271,11 +279,14 @@ class NetworkPeer(ABC):
             raise failure
 
     def close(self) -> None:
-        """Let whoever waits go: to others the process counts as gone, unless `is_closed`. Idempotent."""
+        """Wake waiting threads; without `is_closed` they treat the peer as ended. Idempotent."""
         self.liveness.close()
 
     def _follow(self, call: NativeCall, deadline: Deadline) -> Outcome:
-        """Return the outcome of a call; PENDING if the deadline passed, the peer ended or this side closed."""
+        """Follow a call and return its outcome.
+
+        PENDING if the deadline passed, the peer ended or the transport closed.
+        """
         pause_s, has_ended = FIRST_PAUSE_S, False
         while True:
             with self.lock:
@@ -288,7 +299,10 @@ class NetworkPeer(ABC):
             pause_s = min(pause_s * 2, MAX_PAUSE_S)
 
     def _failure(self, call: NativeCall, outcome: Outcome, deadline: Deadline) -> TransferError:
-        """Make an exception of a write that was not done, and keep it if it may go on; nothing else does."""
+        """Return the exception for a write that was not done, and keep the call if it may continue.
+
+        Only this function turns the outcome of a native call into an exception.
+        """
         purpose, failed = deadline.purpose, outcome is Outcome.FAILED
         if failed and self._has_refused(call, deadline):
             return TransferFailed(
@@ -325,7 +339,7 @@ class NetworkPeer(ABC):
         )
 
     def _has_refused(self, call: NativeCall, deadline: Deadline) -> bool:  # noqa: ARG002
-        """Return whether a call that has failed is over all the same, and no byte of it will land."""
+        """Return whether a failed call has ended so that no byte of it will arrive."""
         return False
 
     def _end(self, call: NativeCall) -> None:
@@ -339,9 +353,10 @@ PeerT = TypeVar("PeerT", bound=NetworkPeer)
 
 
 class Limits(NamedTuple):
-    """Of what a library is given in one native call: pieces, bytes of all, and bytes of each.
+    """Limits of one native call: number of pieces, bytes in total, bytes of each piece.
 
-    Between calls a passed deadline is a clean failure, inside one it is unknown.
+    A deadline that passes between two calls is a clean failure; inside a call the outcome is
+    unknown.
     """
 
     num_pieces: int
@@ -350,13 +365,14 @@ class Limits(NamedTuple):
 
 
 class NetworkTransport(RegionTransport, Generic[PeerT]):
-    """Base of transports whose registrations and writes are a library's.
+    """Base class of transports that register and write through a library.
 
     Derived classes start the library, then call `__init__` of this class.
 
     Args:
-        liveness: what its peers watch; closed with the transport.
-        step_nbytes: larger regions are registered in steps of this; 0 for at once.
+        liveness: listener that peers watch; closed with the transport.
+        step_nbytes: most bytes per registration; larger regions are split. 0 for no limit.
+        limits: limits of one native call.
     """
 
     def __init__(
@@ -372,7 +388,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         self._closed = False
 
     def close(self) -> None:
-        """See `OneSidedTransport.close`; what a write that is not over uses is kept until the process ends."""
+        """See `OneSidedTransport.close`. Memory of unfinished writes is kept until the process ends."""
         with self._lock:
             if self._closed:
                 return
@@ -391,14 +407,15 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
 
     @abstractmethod
     def _register_together(self, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """Make one range or several known in one call of the library; the key of each. Holds the lock.
+        """Register ranges in one library call and return the key of each. The caller holds the lock.
 
         Raises:
-            RegionError: refused, with the first range for a name; none is registered.
+            RegionError: the library refused; the message names the first range. No range is
+                registered.
         """
 
     def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """See `RegionTransport`; what is refused together is tried one by one, which names it."""
+        """See `RegionTransport`. If the library refuses the ranges together, register each alone."""
         if len(spans) > 1:
             with contextlib.suppress(RegionError):
                 return self._register_together(spans)
@@ -411,20 +428,20 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         return keys
 
     def _take_back(self, region: MemoryRegion) -> None:
-        """Take a registration back that no write was ever given."""
+        """End a registration that no write has used."""
         if (later := self._unregister(region)) is not None:
             later()
 
     @abstractmethod
     def _close_library(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Take back what is registered, `spans` among it, and end the library if nothing is under way."""
+        """Unregister `spans` and everything else, and stop the library if no call is unfinished."""
 
     @abstractmethod
     def _new_peer(self, endpoint: PeerEndpoint, liveness: PeerLiveness) -> PeerT:
-        """Return the calls to a peer. Holds the lock."""
+        """Return an object for the calls to a peer. The caller holds the lock."""
 
     def _listener_of(self, endpoint: PeerEndpoint) -> PeerEndpoint:
-        """Return where a peer's liveness listener is, and what it sends."""
+        """Return the address and incarnation of a peer's liveness listener."""
         return endpoint
 
     def _is_touched(self, region: MemoryRegion) -> bool:
@@ -437,7 +454,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
             peer.write(pieces, deadline)
 
     def _peer(self, endpoint: PeerEndpoint, deadline: Deadline) -> PeerT:
-        """Return a living peer, which is kept until it has ended."""
+        """Return a living peer, which is kept until its process ends."""
         with self._lock:
             found = self._peers.get(endpoint)
         if found is None:
@@ -464,9 +481,9 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
             raise TransferFailed(f"{deadline.purpose}: the transport is closed")
 
     def _forget_ended(self) -> None:
-        """Close what leads to processes that have ended, unless a call to one is not over. Holds the lock.
+        """Close peers that have ended and have no unfinished call. The caller holds the lock.
 
-        Whoever writes to one of them at this moment finds that it has ended.
+        A thread that is about to write to such a peer finds that it has ended.
         """
         for endpoint, peer in list(self._peers.items()):
             if peer.liveness.has_ended(reconnect=False) and not (peer.is_in_use or peer.is_open()):
@@ -474,11 +491,11 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
                 peer.close()
 
     def _starts(self, address: int, nbytes: int) -> list[int]:
-        """Return where the steps begin in which a local region is registered."""
+        """Return the start addresses of the registrations of a local region."""
         return [address, *edges_of(address, nbytes, self._step_nbytes)]
 
     def _steps(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the steps (start, stop) in which local regions are registered."""
+        """Return the registrations (start, stop) of local regions."""
         return [
             step
             for address, nbytes in spans
@@ -486,7 +503,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         ]
 
     def _calls(self, batch: WriteBatch, remote_steps: Sequence[int]) -> Iterator[Pieces]:
-        """Yield what goes into one native call each; no piece crosses a seam between two registrations."""
+        """Yield the pieces of each native call. No piece crosses a border between two registrations."""
         pieces = cut_at_edges(
             merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
             local=[edge for span in self._table.spans() for edge in self._starts(*span)],
@@ -503,14 +520,14 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
 
 
 def locks_without_limit() -> bool:
-    """Return whether this process has CAP_IPC_LOCK, for which RLIMIT_MEMLOCK does not hold."""
+    """Return whether this process has CAP_IPC_LOCK, which exempts it from RLIMIT_MEMLOCK."""
     return bool(int(_status("CapEff"), 16) >> _CAP_IPC_LOCK & 1)
 
 
 def check_lockable(nbytes: int, purpose: str) -> None:
-    """Refuse what the kernel would refuse: pinned memory above RLIMIT_MEMLOCK.
+    """Check that pinning `nbytes` more bytes stays within RLIMIT_MEMLOCK.
 
-    UCX tries again without end when the kernel refuses to pin, so the kernel is not left to refuse.
+    If the kernel refuses to pin, UCX retries without end, so this check runs before UCX.
 
     Raises:
         RegionError: the limit is too small, and this process has no CAP_IPC_LOCK.
@@ -526,6 +543,6 @@ def check_lockable(nbytes: int, purpose: str) -> None:
 
 
 def _status(key: str) -> str:
-    """Return the number at `key` in what the kernel says of this process."""
+    """Return the number after `key` in /proc/self/status."""
     text = Path("/proc/self/status").read_text(encoding="ascii")
     return text.partition(f"\n{key}:")[2].split(maxsplit=1)[0]

@@ -1,4 +1,4 @@
-"""Which process of this host is behind an endpoint, and whether it is still the same one."""
+"""Processes of this host behind endpoints: proof of identity, and checks that they are alive."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ _PR_SET_PTRACER_ANY = 2**64 - 1
 
 @functools.cache
 def host_identity() -> str:
-    """Return what is the same for two processes that can reach each other by pid and by abstract sockets.
+    """Return an identity shared by processes that can reach each other by pid and by abstract sockets.
 
-    Boot of the kernel, namespace of pids, namespace of networks.
+    It consists of the kernel's boot id, the PID namespace and the network namespace.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # a sandbox that hides it
+    # A sandbox may hide the file.
+    except OSError:
         boot = socket.gethostname()
     namespaces = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
     return " ".join((boot, *namespaces))
 
 
 def process_start_time(pid: int) -> str:
-    """Clock ticks since boot at which the process started; empty when there is none, or it is ending.
+    """Return the start time of a process in clock ticks since boot, or "" if it has ended or is ending.
 
     Raises:
-        TransferFailed: this process has no descriptor or memory left to find out.
+        TransferFailed: this process has too few descriptors or too little memory to find out.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -52,12 +53,12 @@ def process_start_time(pid: int) -> str:
     except OSError as error:
         raise TransferFailed(f"whether pid {pid} lives cannot be read: {error}") from error
     fields = stat.rpartition(")")[2].split()
-    # A process that ends gives back its memory (size 0), and only then its descriptors.
+    # A process that ends frees its memory (size 0) before it closes its descriptors.
     return "" if fields[0] in {"Z", "X"} or fields[20] == "0" else fields[19]
 
 
 def own_endpoint(transport: str) -> PeerEndpoint:
-    """This process, under a new secret; `OwnProcess` proves it."""
+    """Return an endpoint for this process with a new secret; `OwnProcess` proves it to peers."""
     pid = os.getpid()
     incarnation = f"{process_start_time(pid)}-{secrets.token_hex(16)}"
     return PeerEndpoint(transport, str(pid), incarnation)
@@ -67,7 +68,8 @@ def check_alive(peer: PeerEndpoint) -> int:
     """Return the pid behind `peer`.
 
     Raises:
-        PeerUnreachable: no pid, no such process, or another one under that pid.
+        PeerUnreachable: the address is not a pid, the process has ended, or another process has
+            that pid.
     """
     if not peer.address.isascii() or not peer.address.isdigit():
         raise PeerUnreachable(f"{peer.transport}: address must be a pid, got {peer.address!r}")
@@ -83,28 +85,28 @@ def check_alive(peer: PeerEndpoint) -> int:
 
 
 _OWN: set[PeerEndpoint] = set()
-"""Of the transports of this process that are open."""
+"""Endpoints of this process's open transports."""
 
 
 def is_own_process(peer: PeerEndpoint) -> bool:
-    """Return whether `peer` is an open transport of the process that asks, this one or another.
+    """Return whether `peer` is an open transport of this process.
 
-    Its secret is compared as well: who only names this process is not believed.
+    The comparison includes the secret, so an endpoint that only names this process is rejected.
     """
     return peer in _OWN
 
 
 @final
 class OwnProcess:
-    """This process as the endpoint of a transport, which it proves until `close`.
+    """This process as the endpoint of a transport. It proves its identity to peers until `close`.
 
-    The incarnation is the process's start time and a secret. An abstract unix socket whose name is
-    a digest of both listens for as long as the transport lives. Whoever is told the endpoint
-    connects there, and the kernel says which process listens: not one that was only named, since
-    that one would have to listen under a name that it does not know.
+    The incarnation is the process's start time and a secret. An abstract Unix socket, named by a
+    digest of both, listens while the transport is open. A peer that was given the endpoint connects
+    to this socket, and the kernel reports the pid that listens. A forged endpoint that names
+    another process fails, because that process does not listen under the forged name.
 
     Attributes:
-        endpoint: what peers are told.
+        endpoint: address and identity that peers receive.
     """
 
     def __init__(self, transport: str) -> None:
@@ -117,25 +119,27 @@ class OwnProcess:
         threading.Thread(target=self._serve, name=f"windlass-{transport}", daemon=True).start()
 
     def close(self) -> None:
-        """Prove nothing any more. Idempotent."""
+        """Stop proving the endpoint. Idempotent."""
         self._closed.set()
         _OWN.discard(self.endpoint)
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            # Wakes the thread.
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _serve(self) -> None:
-        """Accept and close: the kernel tells a client who listens, as soon as it has connected."""
+        """Accept and close: the kernel gives a client the listener's pid as soon as it has connected."""
         while not self._closed.is_set():
             try:
                 self._listener.accept()[0].close()
-            except OSError:  # closed; or out of descriptors, which may change
+            # Either the listener is closed, or this process has no descriptor left for the moment.
+            except OSError:
                 self._closed.wait(ACCEPT_AGAIN_S)
 
 
 @final
 class PeerProcesses:
-    """Peers that have been proven to be the processes that their endpoints name; thread-safe."""
+    """Peers that have proven to be the processes that their endpoints name; thread-safe."""
 
     def __init__(self) -> None:
         self._proven: frozenset[PeerEndpoint] = frozenset()
@@ -144,7 +148,7 @@ class PeerProcesses:
         """Return the pid behind `peer`.
 
         Raises:
-            PeerUnreachable: see `check_alive`; or that process does not say that it is this peer.
+            PeerUnreachable: see `check_alive`; or the process did not prove that it is this peer.
         """
         pid = check_alive(peer)
         if peer not in self._proven:
@@ -155,9 +159,10 @@ class PeerProcesses:
 
 
 def let_peers_write() -> None:
-    """Under Yama's default (ptrace_scope=1) only a parent may write here; name all peers instead.
+    """Allow processes of the same user to write into this process under Yama's default settings.
 
-    The kernel still wants the same user. Without Yama the call fails, and nothing is needed.
+    With ptrace_scope=1 only a parent process may, so declare every process as a permitted tracer.
+    The kernel still requires the same user. Without Yama the call fails and is not needed.
     """
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_PR_SET_PTRACER_ANY), 0, 0, 0)

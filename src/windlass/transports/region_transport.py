@@ -1,4 +1,4 @@
-"""What all transports share that keep a table of their regions: checks, deadlines, memory that is freed late."""
+"""Base class of transports that keep a table of regions: checks, deadlines, and memory that is freed late."""
 
 from __future__ import annotations
 
@@ -22,32 +22,37 @@ from windlass.transports.regions import RegionTable, check_batch
 
 _log = logging.getLogger(__name__)
 _KEPT: list[Callable[[], None]] = []
-"""What frees memory that may be touched for ever: kept until the process ends, never called again."""
+"""Functions that free memory which may be in use until the process ends. Kept alive, never
+called."""
 
 
 class RegionTransport(OneSidedTransport):
-    """Base of transports: registers and writes nothing itself, and checks what is registered and written.
+    """Base class that checks registrations and writes; a derived class carries them out.
 
-    Derived classes say what they are (`traits`, `report`), write (`_write`), and call `close` of this
-    class in theirs. Where the calling process copies and a write ends with it, that is all. A library
-    that must know memory is told by `_register_all` and `_unregister`, and `_is_touched` says which memory its writes
-    still use. Everything private is guarded by `_lock`.
+    A derived class defines `traits`, `report` and `_write`, and its `close` calls `close` of this
+    class. That is enough if the calling process copies and a write ends with that process. If a
+    library must know the memory, the derived class also overrides `_register_all`, `_unregister`,
+    and `_is_touched`, which returns whether unfinished writes use a region. `_lock` guards all
+    private state.
     """
 
     def __init__(self, endpoint: PeerEndpoint) -> None:
         self._endpoint = endpoint
-        # Who frees an allocation of the transport itself, in `released`, takes the lock again.
+        # Reentrant: `released` may free an allocation of this transport, which takes the lock
+        # again.
         self._lock = threading.RLock()
         self._table = RegionTable()
         self._deferred: list[tuple[MemoryRegion, Callable[[], None]]] = []
-        """Unregistered, and what frees it once no call that is not over touches it."""
+        """Unregistered regions, each with the function that frees it once no unfinished call
+        touches it."""
 
     def endpoint(self) -> PeerEndpoint:
         return self._endpoint
 
     def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
         with self._lock, self._current():
-            self._table.check_free(spans)  # before a library has them
+            # Check before the library registers anything.
+            self._table.check_free(spans)
             keys = self._register_all(spans)
             regions = tuple(map(self._region, spans, keys))
             self._table.add(*regions)
@@ -65,14 +70,14 @@ class RegionTransport(OneSidedTransport):
                 self._free_untouched()
             if any(waiting is region for waiting, _ in self._deferred):
                 _log.warning(
-                    "%s: a write that is not over may still touch %d bytes at %#x: not freed yet",
+                    "%s: an unfinished write may still touch %d bytes at %#x: not freed yet",
                     self._endpoint.transport,
                     region.nbytes,
                     region.address,
                 )
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """Write a batch that passes every check; then free what waited for the end of a call."""
+        """Check and write a batch, then free regions that waited for the end of a call."""
         name = self._endpoint.transport
         check_batch(self._table, batch, name)
         deadline = Deadline.after(deadline_s, f"{name} write to {batch.endpoint.address}")
@@ -89,9 +94,11 @@ class RegionTransport(OneSidedTransport):
             self._table.clear()
 
     def _free_untouched(self, *, keep: bool = False) -> None:
-        """Free what nothing touches any more. Holds the lock.
+        """Free the deferred regions that no call touches any more. The caller holds the lock.
 
-        `keep`: the transport ends, and nobody will ever tell of the rest: it stays until the process ends.
+        Args:
+            keep: keep the remaining regions until the process ends, because the transport closes
+                and will not learn when their calls end.
         """
         waiting, self._deferred = self._deferred, []
         for region, released in waiting:
@@ -100,8 +107,8 @@ class RegionTransport(OneSidedTransport):
                 continue
             try:
                 released()
-            # Of a GPU that has failed, or of nobody knows what: the others must be freed all the same,
-            # and whoever writes or closes at this moment has no part in it.
+            # A failed GPU or a fault in `released` must neither keep other regions from being freed
+            # nor fail the write or close that is running now.
             except Exception:  # noqa: BLE001
                 _log.exception("%s: memory cannot be freed", self._endpoint.transport)
                 _KEPT.append(released)
@@ -118,38 +125,40 @@ class RegionTransport(OneSidedTransport):
         """
 
     def _register(self, address: int, nbytes: int) -> str:  # noqa: ARG002 - for overrides
-        """Return what peers need beside the address, where no library must know memory. Holds the lock.
+        """Return the key that peers need besides the address. The caller holds the lock.
+
+        For transports without a library that must know the memory.
 
         Raises:
-            RegionError: it is refused.
+            RegionError: the range is refused.
         """
         return ""
 
     def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """Make ranges known to a library; the key of each. Holds the lock.
+        """Register ranges with the library and return the key of each. The caller holds the lock.
 
         Raises:
-            RegionError: one is refused; none is registered.
+            RegionError: a range is refused; no range is registered.
         """
         return [self._register(*span) for span in spans]
 
     def _unregister(self, region: MemoryRegion) -> Callable[[], None] | None:  # noqa: ARG002
-        """Take a registration back; or return what does, to be called once nothing touches the memory.
+        """End a registration now, or return a function that ends it once no call touches the memory.
 
-        Holds the lock.
+        The caller holds the lock.
         """
         return None
 
     def _is_touched(self, region: MemoryRegion) -> bool:  # noqa: ARG002
-        """Return whether a call that is not over may read or fill a byte of the region. Holds the lock."""
+        """Return whether an unfinished call may use a byte of the region. The caller holds the lock."""
         return False
 
     def _current(self) -> AbstractContextManager[None]:
-        """Return what must be in place around native calls that concern the registered memory."""
+        """Return a context manager that surrounds native calls on the registered memory."""
         return contextlib.nullcontext()
 
 
 def _call_each(calls: Iterable[Callable[[], None]]) -> None:
-    """Take a registration back before its memory is freed: what stays registered stays."""
+    """Call each function in order. If one raises, the later ones do not run."""
     for call in calls:
         call()

@@ -1,7 +1,7 @@
-"""What is registered here and what a peer has published, and the checks against both.
+"""Tables of registered regions, and the checks of a batch against local and published regions.
 
-Two of the transports check nothing themselves (`process_vm_writev` writes anywhere, Mooncake's
-TCP reads any source), so every write of every transport passes through here first.
+Two transports check nothing themselves: `process_vm_writev` writes anywhere, and Mooncake's TCP
+reads any source. Every write of every transport therefore passes these checks first.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _ADDRESS = attrgetter("address")
 
 
 class RegionTable:
-    """Registered local regions: disjoint and sorted. Changed under the lock of its transport, read by any thread."""
+    """Registered local regions, disjoint and sorted. Changed under the transport's lock, read by any thread."""
 
     def __init__(self) -> None:
         self._regions: list[MemoryRegion] = []
 
     def check_free(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Refuse what cannot be registered, (address, nbytes) of each.
+        """Raise unless every range (address, nbytes) can be registered.
 
         Raises:
-            RegionError: one is empty, at no address or past the end of the address space, or overlaps a
-                registered region or another one of them.
+            RegionError: a range is empty, starts at address 0, exceeds the address space, or
+                overlaps a registered region or another range.
         """
         ordered = sorted(spans)
         for start, nbytes in ordered:
@@ -49,20 +49,20 @@ class RegionTable:
             _check_apart(span, before, "")
 
     def add(self, *regions: MemoryRegion) -> None:
-        """Remember regions.
+        """Add regions.
 
         Raises:
-            RegionError: see `check_free`; none is remembered.
+            RegionError: see `check_free`; no region is added.
         """
         self.check_free((region.address, region.nbytes) for region in regions)
         for region in regions:
             bisect.insort(self._regions, region, key=_ADDRESS)
 
     def remove(self, region: MemoryRegion) -> None:
-        """Forget a region.
+        """Remove a region.
 
         Raises:
-            RegionError: not registered.
+            RegionError: the region is not registered.
         """
         slot = bisect.bisect_left(self._regions, region.address, key=_ADDRESS)
         if self._regions[slot : slot + 1] != [region]:
@@ -73,14 +73,13 @@ class RegionTable:
         del self._regions[slot]
 
     def clear(self) -> None:
-        """Forget every region."""
+        """Remove every region."""
         self._regions = []
 
     def spans(self) -> list[tuple[int, int]]:
-        """(address, nbytes) of every region, by address."""
-        return [
-            (r.address, r.nbytes) for r in self._regions.copy()
-        ]  # others may change it meanwhile
+        """Return (address, nbytes) of every region, sorted by address."""
+        # Another thread may change the list during the iteration.
+        return [(r.address, r.nbytes) for r in self._regions.copy()]
 
 
 def _check_apart(span: tuple[int, int], other: tuple[int, int], what: str) -> None:
@@ -93,11 +92,12 @@ def _check_apart(span: tuple[int, int], other: tuple[int, int], what: str) -> No
 
 
 def check_batch(table: RegionTable, batch: WriteBatch, transport: str) -> None:
-    """Refuse a batch before its first byte is sent.
+    """Check a batch before its first byte is sent.
 
     Raises:
-        RegionError: columns of different lengths, an empty piece, a piece outside local registered
-            memory or outside the published regions, or a region of another endpoint or transport.
+        RegionError: the columns differ in length, a piece is empty, a piece is outside local
+            registered memory or outside the published regions, or a region belongs to another
+            endpoint or transport.
     """
     if batch.endpoint.transport != transport:
         raise RegionError(
@@ -131,10 +131,10 @@ def check_inside(
     spans: Iterable[tuple[int, int]],
     where: str,
 ) -> None:
-    """Refuse pieces that do not lie inside one of `spans`.
+    """Check that each piece is inside one of `spans`.
 
     Raises:
-        RegionError: names the first such piece.
+        RegionError: names the first piece that is not.
     """
     if len(nbytes) == 0:
         return
@@ -157,6 +157,6 @@ def check_inside(
 
 
 def overlaps(region: MemoryRegion, addresses: UInt64Array, nbytes: UInt64Array) -> bool:
-    """Return whether a byte of a piece lies in the region."""
+    """Return whether any byte of the pieces is in the region."""
     start, stop = region.address, region.address + region.nbytes
     return bool(((addresses < stop) & (addresses + nbytes > start)).any())

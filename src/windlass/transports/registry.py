@@ -1,7 +1,7 @@
-"""Finds a transport by the name of its configuration: built in, or installed beside Windlass.
+"""Registry of transports by name: built-in transports and transports of other packages.
 
-A distribution that brings a transport names its configuration in the entry point group
-`windlass.transports`; the name of the entry point is the tag of the struct:
+A package that provides a transport names its configuration in the entry point group
+`windlass.transports`. The name of the entry point is the tag of the struct:
 
     [project.entry-points."windlass.transports"]
     file_mmap = "windlass_file_mmap:FileMmapConfig"
@@ -33,13 +33,13 @@ TRANSPORTS: Registry[object] = Registry(
     },
     unavailable=TransportUnavailable,
 )
-"""The configurations of all transports, by name."""
+"""Configuration types of all transports, by name."""
 
 
 class TransportConfig(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", omit_defaults=True
 ):
-    """Settings of one transport; the tag of a subclass is the transport's name in the registry.
+    """Settings of one transport. The tag of a subclass is the transport's name in the registry.
 
     Decoded from `{"type": "mooncake", "host": "192.0.2.1"}`.
 
@@ -47,7 +47,7 @@ class TransportConfig(
         memory: kinds of memory that it can register.
         between_hosts: whether peers can be on other hosts.
         is_automatic: whether `auto` offers it.
-        remedy: what a person can do where it does not start; one line.
+        remedy: one line for a person: what to do if the transport does not start.
     """
 
     memory: ClassVar[frozenset[MemoryType]] = frozenset({MemoryType.HOST})
@@ -64,15 +64,15 @@ class TransportConfig(
         """Start the transport.
 
         Args:
-            towards: URL of the controller; a network transport without a host takes this host's
-                address on the way there.
-            gpu: ordinal of the GPU whose memory will be registered, whatever the settings say; -1
-                for host memory, or for what the settings say.
+            towards: URL of the controller. A network transport without a configured host uses this
+                host's address on the route to the controller.
+            gpu: ordinal of the GPU whose memory will be registered. It overrides the settings; -1
+                for host memory or the GPU of the settings.
 
         Raises:
             ConfigError, PeerUnreachable: this host has no such address; see `own_address`.
-            TransportUnavailable: a dependency or kernel feature is missing, or the wire is not the
-                one that was asked for.
+            TransportUnavailable: a dependency or kernel feature is missing, or the transport uses
+                another wire than the configured one.
         """
         raise ConfigError(f"transport {self.name!r}: its configuration must define create()")
 
@@ -82,17 +82,17 @@ class _Tagged(msgspec.Struct, frozen=True):
 
 
 def transport_names() -> tuple[str, ...]:
-    """Return the names that `config_type` knows."""
+    """Return the names that `config_type` accepts."""
     return TRANSPORTS.names()
 
 
 def config_type(name: str) -> type[TransportConfig]:
-    """Return the configuration of the transport called `name`.
+    """Return the configuration type of the transport called `name`.
 
     Raises:
-        ConfigError: there is no such transport, there are several, or what its distribution names is
-            no configuration of that name.
-        TransportUnavailable: its distribution is installed and cannot be imported.
+        ConfigError: no transport or more than one has this name, or the entry point does not refer
+            to a configuration with this tag.
+        TransportUnavailable: the transport's package is installed but cannot be imported.
     """
     found = TRANSPORTS.find(name)
     if not (isinstance(found, type) and issubclass(found, TransportConfig)):
@@ -105,14 +105,15 @@ def config_type(name: str) -> type[TransportConfig]:
 
 
 def parse_transport(name: str | TransportConfig) -> TransportConfig:
-    """Return the default configuration of the transport called `name`, or the one that it spells out.
+    """Return a transport's configuration from its name, from JSON, or unchanged.
 
     Args:
-        name: `mooncake`, or JSON: `{"type": "mooncake", "host": "192.0.2.1", "protocol": "rdma"}`;
-            a configuration is returned as it is.
+        name: a name such as `mooncake` for the default configuration, or JSON such as `{"type":
+            "mooncake", "host": "192.0.2.1"}`. A configuration is returned unchanged.
 
     Raises:
-        ConfigError: no such transport, no such setting, or neither a name nor a configuration.
+        ConfigError: the transport or a setting does not exist, or `name` is neither a name nor a
+            configuration.
         TransportUnavailable: see `config_type`.
     """
     if isinstance(name, TransportConfig):
@@ -134,13 +135,13 @@ def create_transport(
     """Start a transport.
 
     Args:
-        config: which, and how.
+        config: its configuration.
         towards: URL of the controller; see `TransportConfig.create`.
-        memory_at: an address in the memory that will be registered. Where it is a GPU's, a transport
-            that moves GPU memory is started for that GPU, whatever the configuration says.
+        memory_at: an address in the memory that will be registered. If it is GPU memory, the
+            transport is started for that GPU, whatever the configuration says.
 
     Raises:
-        ConfigError: the memory is a GPU's, and the transport moves host memory only.
+        ConfigError: the memory is on a GPU, and the transport moves host memory only.
         ConfigError, PeerUnreachable, TransportUnavailable: see `TransportConfig.create`.
     """
     gpu = gpu_of(memory_at) if memory_at else -1

@@ -1,4 +1,4 @@
-"""Copying that several threads share, and that is over when it has returned, whatever goes wrong."""
+"""Copying by several threads that has ended when the call returns or raises."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from concurrent.futures import Executor
 
 
 def share(jobs: Iterable[Callable[[], object]], threads: Executor, num_helpers: int) -> None:
-    """Carry out all jobs, by this thread and as many others as there are, at most `num_helpers`.
+    """Run all jobs in this thread and in up to `num_helpers` threads of the executor.
 
-    Returns or raises once every job that began is over. After one has raised no other begins. An
-    executor that gets no thread has queued its call all the same: what comes late finds nothing to do.
+    Returns or raises once every started job has ended. After a job raises, no further job starts.
+    If the executor cannot start a thread, it may still have queued the call. A helper that runs
+    late finds no job left.
 
     Raises:
-        BaseException: what the first job raised that did.
+        BaseException: the exception of the first job that raised.
     """
     left, errors, changed = deque(jobs), list[BaseException](), threading.Condition()
     num_under_way = 0
@@ -31,7 +32,7 @@ def share(jobs: Iterable[Callable[[], object]], threads: Executor, num_helpers: 
             error: BaseException | None = None
             try:
                 job()
-            # The boundary of a thread: the caller raises it, an interrupt of its own thread too.
+            # The caller raises the error, including an interrupt of this thread.
             except BaseException as found:  # noqa: BLE001
                 error = found
             with changed:
@@ -44,7 +45,8 @@ def share(jobs: Iterable[Callable[[], object]], threads: Executor, num_helpers: 
     try:
         for _ in range(num_helpers):
             threads.submit(work)
-    except RuntimeError:  # no thread is to be had, or the executor is closed: fewer hands
+    # The executor can start no thread or is closed. Run with fewer helpers.
+    except RuntimeError:
         pass
     work()
     with changed:

@@ -1,11 +1,12 @@
-"""Shared memory: this process allocates it, peers map it and copy.
+"""Writes within one host through shared memory: this process allocates it, peers map it and copy.
 
-One-sided like `cma`, and it needs no ptrace permission; in exchange only memory that
-came from `allocate` can be written by peers. Other memory may be registered as a source.
+One-sided like `cma`, but without ptrace permission. In exchange, peers can write only memory that
+came from `allocate`. Other memory may be registered as a source.
 
-A segment is a file without a name (memfd), sealed against shrinking: a peer that had mapped one which
-then shrank would end with SIGBUS in the middle of a copy. Peers open it as a descriptor of the
-owner's process, which the kernel grants to processes of the same user, and it ends with its owner.
+A segment is a memory file without a name (memfd), sealed against shrinking. Without the seal the
+owner could shrink it, and a peer would be killed by SIGBUS in the middle of a copy. Peers open it
+as a descriptor of the owner's process, which the kernel allows for processes of the same user. The
+segment ends with its owner.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from windlass.transports.traits import (
 )
 
 MAX_COPY_NBYTES = 512 << 20
-"""Bytes per copy: bounds how long one can outlast a deadline. Large, because from some size on
-libc copies past the cache, nearly twice as fast."""
+"""Bytes per copy: limits how far one copy can exceed a deadline. Large, because libc bypasses the
+cache for large copies, which is nearly twice as fast."""
 SMALL_NBYTES = 128 << 10
-"""Pieces below it are copied with the interpreter lock held: taking the lock back after each
-piece would cost more than the copy when another Python thread is busy."""
+"""Bytes of a piece below which the copy keeps the GIL. If another Python thread is busy, taking the
+GIL back after each small piece would cost more than the copy."""
 _KEY = re.compile(r"(\d{1,9}):([0-9a-f]{16}):(\d{1,19})", re.ASCII)
 
 
@@ -55,7 +56,7 @@ _memmove_holding_lock = ctypes.PYFUNCTYPE(
 
 
 class ShmConfig(TransportConfig, frozen=True, tag="shm"):
-    """Shared memory that the transport allocates; for hosts that refuse `cma`."""
+    """Configuration of shared memory that the transport allocates, for hosts that refuse `cma`."""
 
     remedy: ClassVar[str] = "a kernel with memfd_create"
 
@@ -65,10 +66,10 @@ class ShmConfig(TransportConfig, frozen=True, tag="shm"):
 
 @final
 class ShmTransport(RegionTransport):
-    """`OneSidedTransport` over sealed memory files, and the `MemoryAllocator` of them.
+    """`OneSidedTransport` over sealed memory files, and their `MemoryAllocator`.
 
-    Memory that it did not allocate can be registered as a source only. Segments are freed at
-    `release`, at `close`, and with the process.
+    Memory that it did not allocate can be registered as a source only. Segments are freed by
+    `release`, by `close`, and when the process ends.
     """
 
     traits = TransportTraits(
@@ -96,7 +97,7 @@ class ShmTransport(RegionTransport):
 
         Raises:
             RegionError: `nbytes` < 1.
-            TransportUnavailable: the host has no room, or no memory files.
+            TransportUnavailable: the host has too little memory or cannot create memory files.
         """
         segment = _OwnedSegment(nbytes)
         with self._lock:
@@ -135,14 +136,16 @@ class ShmTransport(RegionTransport):
             self._processes.check(batch.endpoint)
             targets, mapped = self._translate(batch)
             _copy(batch.local_addresses, targets, batch.nbytes, deadline)
-            del mapped  # alive until here: another thread may drop the segment from the cache
+            # The references keep the segments mapped until here; another thread may drop them from
+            # the cache.
+            del mapped
             check_alive(batch.endpoint)
         except PeerUnreachable:
             self._peers.forget_released()
             raise
 
     def _translate(self, batch: WriteBatch) -> tuple[UInt64Array, list[_MappedSegment]]:
-        """Return where the pieces lie in this process's mapping of the peer's segments."""
+        """Return the local addresses of the pieces in the mapped segments of the peer, and the segments."""
         regions = sorted(batch.regions, key=attrgetter("address"))
         starts = np.array([r.address for r in regions], np.uint64)
         slot = np.searchsorted(starts, batch.remote_addresses, side="right") - 1
@@ -167,18 +170,19 @@ def _copy(local: UInt64Array, target: UInt64Array, nbytes: UInt64Array, deadline
 
 @final
 class _OwnedSegment:
-    """Zeroed memory of this process that only this user's processes can open.
+    """Zeroed memory of this process that only processes of the same user can open.
 
     Attributes:
-        descriptor: of the file; peers open it by this number for as long as it is open here.
-        token: random part of the file's name, which tells it from a later file of that number.
-        address: of its first byte in this process.
+        descriptor: descriptor of the file. Peers open it by this number while it is open here.
+        token: random part of the file's name, which tells it from a later file with the same
+            number.
+        address: address of its first byte in this process.
     """
 
     def __init__(self, nbytes: int) -> None:
         if nbytes < 1:
             raise RegionError(f"allocate: nbytes must be >= 1, got {nbytes}")
-        # Asked, because the kernel gives a memory file what it does not have and then ends processes.
+        # The kernel overcommits memory files and kills processes later, so check first.
         available = _available_nbytes()
         if nbytes > available:
             raise TransportUnavailable(
@@ -192,7 +196,8 @@ class _OwnedSegment:
         except OSError as error:
             raise TransportUnavailable(f"shm: no memory file can be made: {error}") from error
         try:
-            os.posix_fallocate(self.descriptor, 0, nbytes)  # takes the pages now
+            # Allocate all pages now.
+            os.posix_fallocate(self.descriptor, 0, nbytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
             self._mapping: mmap.mmap | None = mmap.mmap(self.descriptor, nbytes)
@@ -202,7 +207,7 @@ class _OwnedSegment:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     def close(self) -> None:
-        """Free it once no peer has it mapped."""
+        """Close it. The kernel frees the memory once no peer maps it."""
         os.close(self.descriptor)
         self._mapping = None
 
@@ -214,11 +219,12 @@ def _available_nbytes() -> int:
 
 @dataclass(frozen=True, slots=True)
 class _MappedSegment:
-    """A peer's segment in this process; unmapped when the last reference to it goes.
+    """Segment of a peer, mapped here. Unmapped when the last reference to it is dropped.
 
     Attributes:
-        path: of the owner's descriptor. target: what that refers to for as long as the owner has not
-            released it. address: of its first byte in this process.
+        path: path of the owner's descriptor.
+        target: file that `path` refers to until the owner releases the segment.
+        address: address of its first byte in this process.
     """
 
     path: str
@@ -233,20 +239,22 @@ class _MappedSegment:
 
 @final
 class _PeerSegments:
-    """Mappings of peers' segments, made at first use and kept; thread-safe."""
+    """Mappings of peers' segments, created at first use and kept; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._mapped: dict[tuple[str, str], _MappedSegment] = {}
 
     def map(self, region: RemoteRegion) -> tuple[_MappedSegment, int]:
-        """Return the segment of a region, mapped for as long as the object lives, and the region's offset in it.
+        """Return the mapped segment of a region, and the region's offset in it.
 
-        Trusts nothing in the region but its endpoint.
+        The segment stays mapped while the returned object exists. Of the region, only the endpoint
+        is trusted; everything else is checked.
 
         Raises:
-            PeerUnreachable: the owner is gone.
-            RegionError: not allocated by the transport, not sealed, released, or smaller than the region.
+            PeerUnreachable: the owner's process has ended.
+            RegionError: the region was not allocated by the transport, or its segment is not
+                sealed, was released, or is smaller than the region.
         """
         pid = region.endpoint.address
         if not region.key:
@@ -262,11 +270,13 @@ class _PeerSegments:
         with self._lock:
             found = self._mapped.get((path, target))
             if found is None or found.is_released:
-                self.forget_released()  # the only moment at which mappings can pile up
+                # Mappings can accumulate only when a new one is added, so drop released ones here.
+                self.forget_released()
                 try:
                     found = self._mapped[path, target] = _open(path, target)
                 except RegionError:
-                    check_alive(region.endpoint)  # whose end has closed it
+                    # If the owner's process has ended, report that instead.
+                    check_alive(region.endpoint)
                     raise
         if offset + region.nbytes > len(found.mapping):
             raise RegionError(
@@ -276,13 +286,13 @@ class _PeerSegments:
         return found, offset
 
     def forget_released(self) -> None:
-        """Unmap what its owners have released, by ending too."""
+        """Unmap segments that their owners released, also by ending."""
         # A copy under way in another thread holds a reference, so nothing is unmapped under it.
         with self._lock:
             self._mapped = {k: seg for k, seg in self._mapped.items() if not seg.is_released}
 
     def close(self) -> None:
-        """Unmap everything."""
+        """Unmap every segment."""
         with self._lock:
             self._mapped.clear()
 
@@ -304,9 +314,11 @@ def _open(path: str, target: str) -> _MappedSegment:
         if not fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise RegionError(f"shm: the segment at {path} must be sealed against shrinking")
         found = os.fstat(handle)
-        if found.st_blocks * 512 < found.st_size:  # they would be taken here, whatever their number
+        # Touching a missing page would allocate it here, and the owner chooses how many are
+        # missing.
+        if found.st_blocks * 512 < found.st_size:
             raise RegionError(f"shm: the segment at {path} must have all of its pages")
-        # One pass over the page tables now instead of a fault per page in the first write.
+        # One pass over the page tables now replaces a page fault per page in the first write.
         mapping = mmap.mmap(handle, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except (OSError, ValueError) as error:
         raise RegionError(f"shm: the segment at {path} cannot be mapped: {error}") from error

@@ -1,4 +1,4 @@
-"""What a transport can, for whoever chooses one and connects by it: traits, and what it has or has not."""
+"""Capabilities of a transport, used to choose one and to connect with it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,37 @@ if TYPE_CHECKING:
     from windlass.transports.base import RemoteRegion
 
 CEILING_BYTES_PER_S: Mapping[str, float] = {
-    "cuda-ipc": 397e9,  # copy engine from one H200 to another, benchmarks/gpu/bench_nvlink.py
-    "rdma": 50e9,  # a NIC of 400 Gbit/s
-    "posix-shm": 8.6e9,  # 0.95 of memcpy on a 2-core EPYC guest, benchmarks/bench_transports.py
-    "process_vm_writev": 6e9,  # 0.66 of memcpy
-    "process_vm_writev-ucx": 3e9,  # one thread copies
-    "tcp": 1.2e9,  # a NIC of 10 Gbit/s
+    # Copy engine between two H200s, benchmarks/gpu/bench_nvlink.py.
+    "cuda-ipc": 397e9,
+    # A NIC with 400 Gbit/s.
+    "rdma": 50e9,
+    # 0.95 of memcpy on a 2-core EPYC guest, benchmarks/bench_transports.py.
+    "posix-shm": 8.6e9,
+    # 0.66 of memcpy.
+    "process_vm_writev": 6e9,
+    # UCX copies in one thread.
+    "process_vm_writev-ucx": 3e9,
+    # A NIC with 10 Gbit/s.
+    "tcp": 1.2e9,
 }
-"""What one link can reach at best, by wire: the order counts, not the last digit. A transport of
-another distribution states its own number."""
+"""Highest throughput of one link, by wire. Only the order of these figures matters. Transports from
+other packages state their own."""
 
 
 class MemoryType(StrEnum):
-    """Where registered memory lies: in the host's memory or in that of a CUDA GPU."""
+    """Kind of registered memory: host memory or memory of a CUDA GPU."""
 
     HOST = "host"
     CUDA = "cuda"
 
 
 class WireReport(msgspec.Struct, frozen=True):
-    """What a transport really uses, after looking, not after asking.
+    """Protocol and device that a transport was found to use, which may differ from the configured ones.
 
     Attributes:
         transport: registry name.
         protocol: the wire in use: `process_vm_writev`, `posix-shm`, `tcp`, `rdma`, `memory`.
-        detail: version, device, anything a person would ask.
+        detail: version, device and similar facts for a person.
     """
 
     transport: str
@@ -47,18 +53,18 @@ class WireReport(msgspec.Struct, frozen=True):
 
 
 class TransportTraits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a live transport can. Travels: the controller may not have the transport at all.
+    """Capabilities of a running transport, as sent to the controller.
 
     Attributes:
-        same_host: peers are processes of this host, one namespace of pids and one of networks.
-        one_sided: the target's process may be stopped while a write completes.
-        ceiling_bytes_per_s: what one link can reach at best; see `CEILING_BYTES_PER_S`.
+        same_host: peers must share the host, the PID namespace and the network namespace.
+        one_sided: a write completes even if the target's process is stopped.
+        ceiling_bytes_per_s: highest throughput of one link; see `CEILING_BYTES_PER_S`.
         gpu: ordinal of the GPU whose memory it registers; -1 for host memory.
-        strided_stores: the source's kernels store where each element belongs, so that nothing
-            lands packed.
-        notifies: the source tells the target which bytes have landed while it still writes.
-        allocates: peers can write only memory that the transport's `allocator` gave out; the key of
-            other memory is empty.
+        strided_stores: kernels of the source store each element at its final address, so the target
+            does not unpack.
+        notifies: the source tells the target which bytes have arrived while it still writes.
+        allocates: peers can write only memory from the transport's `allocator`; regions of other
+            memory have an empty key.
     """
 
     same_host: bool
@@ -71,21 +77,21 @@ class TransportTraits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     @property
     def memory(self) -> MemoryType:
-        """The kind of memory that it registers."""
+        """Kind of memory that the transport registers."""
         return MemoryType.HOST if self.gpu < 0 else MemoryType.CUDA
 
 
 class MemoryAllocator(Protocol):
-    """Allocates memory of a transport that can expose no other (shared memory)."""
+    """Allocator of a transport that can expose only memory that it allocated, such as shared memory."""
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate exposable, zeroed memory; returns its address.
+        """Allocate zeroed memory that peers can write, and return its address.
 
-        Memory: owned by the transport, valid until `release` or `close`.
+        Memory: the transport owns it. It is valid until `release` or `close`.
 
         Raises:
             RegionError: `nbytes` < 1.
-            TransportUnavailable: there is no room.
+            TransportUnavailable: the host has not enough memory.
         """
         ...
 
@@ -93,14 +99,14 @@ class MemoryAllocator(Protocol):
         """Free memory from `allocate`.
 
         Raises:
-            RegionError: not from `allocate`, or still registered.
+            RegionError: `address` is not from `allocate`, or the memory is still registered.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MappedRegion:
-    """A published region as this process reaches it: add `shift` to the owner's addresses."""
+    """Published region mapped here: local address = address at the owner + `shift`."""
 
     start: int
     stop: int
@@ -108,27 +114,27 @@ class MappedRegion:
 
 
 class PeerMapper(Protocol):
-    """Maps memory of peers into the address space of a GPU, for kernels that store there themselves."""
+    """Mapper of peers' memory into the address space of a GPU, for kernels that store there."""
 
     @property
     def gpu(self) -> Gpu:
-        """The GPU whose kernels store."""
+        """GPU whose kernels store."""
         ...
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
-        """Map a peer's region; its allocation is opened once and stays mapped: see `keep_mapped`.
+        """Map a peer's region. Its allocation is opened once and stays mapped until `keep_mapped` drops it.
 
         Raises:
-            PeerUnreachable: the owner is gone.
-            RegionError: the key is none, or the region reaches past the allocation.
-            TransferFailed: the driver cannot open it.
+            PeerUnreachable: the owner's process has ended.
+            RegionError: the key is malformed, or the region exceeds its allocation.
+            TransferFailed: the driver cannot open the allocation.
         """
         ...
 
     def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
-        """Unmap every allocation of a peer that none of `regions` lies in.
+        """Unmap every allocation of a peer that contains none of `regions`.
 
-        What its owner frees stays allocated on the owner's GPU for as long as it is mapped here. After
-        a write whose outcome is unknown nothing is unmapped: stores may still go on.
+        Memory that its owner frees stays allocated on the owner's GPU while it is mapped here.
+        After a write with an unknown outcome nothing is unmapped, because kernels may still store.
         """
         ...

@@ -1,10 +1,10 @@
-"""Starting Mooncake's TransferEngine, and finding out what it really is.
+"""Start of Mooncake's TransferEngine, and detection of the wire that it uses.
 
-The `protocol` argument of `initialize` is ignored by the published wheels: the engine picks
-RDMA where it sees a NIC of the names given and TCP where it sees none, returns 0 either way, and
-says nothing; its `get_local_topology` answers for another engine without those names. So the
-choice is forced where it can be and looked up afterwards, always: in the devices that the kernel
-says this process has opened.
+The published wheels ignore the `protocol` argument of `initialize`. The engine uses RDMA if it
+finds a NIC with a configured name and TCP otherwise, returns 0 in both cases and does not report
+its choice. Its `get_local_topology` answers for an engine without those names. So the choice is
+forced where possible, and always checked afterwards against the devices that the kernel lists as
+opened by this process.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from windlass.transports.mooncake.transport import MooncakeConfig
 
 MAX_PIECES = 1024
-"""Per call. Over 2048 pieces waiting at one peer, the engine fails every later call to it, for
-good; and until then error returns leave pieces behind that land a second later."""
+"""Pieces per call. With more than 2048 pieces waiting at one peer, every later call to it fails
+permanently. Even below that, an error can leave pieces behind that arrive a second later."""
 
 _MINIMUM = (0, 3, 12, 1)
-"""Before 0.3.12.post1 a TCP write returned when it was sent, not when it was visible."""
+"""Oldest supported version. Before 0.3.12.post1 a TCP write returned when it was sent, not when it
+was visible."""
 WITHOUT_CUDA = "mooncake-transfer-engine-non-cuda"
-"""The distribution that asks for no CUDA."""
+"""Package that does not need CUDA."""
 _DISTRIBUTIONS = (
     WITHOUT_CUDA,
     "mooncake-transfer-engine",
@@ -45,21 +46,23 @@ _DISTRIBUTIONS = (
 )
 _DEFAULTS = {
     "MC_LOG_LEVEL": "ERROR",
-    # One connection per peer keeps writes in order, and that is what lets an error be told
-    # from an unknown outcome (see `transport.py`). 1, 2 and 4 are equally fast on loopback.
+    # One connection per peer keeps writes in order. Only that order tells an error from an unknown
+    # outcome (see `transport.py`). 1, 2 and 4 connections are equally fast on loopback.
     "MC_TCP_LANES_PER_PEER": "1",
-    # Soft-RoCE takes the engine's 7 retries for "for ever", and so would a call to a dead peer.
+    # Soft-RoCE treats the engine's 7 retries as unlimited, so a call to a dead peer would never
+    # end.
     "MC_SLICE_TIMEOUT": "30",
 }
 _VERBS = "/dev/infiniband/uverbs"
 _MARK = signal.SIGIO
 _MAX_MR_SIZE_OFFSET = 64 + 8 + 8
-"""`ibv_device_attr`: char fw_ver[64], two GUIDs of 8 bytes, then uint64 max_mr_size."""
-_DEVICE_ATTR_NBYTES = 4096  # more than it is in any version
+"""Offset in `ibv_device_attr`: char fw_ver[64], two GUIDs of 8 bytes, then uint64 max_mr_size."""
+_DEVICE_ATTR_NBYTES = 4096
+"""Size of the buffer for `ibv_device_attr`, larger than the struct of any version."""
 
 
 class MooncakeProtocol(StrEnum):
-    """The wire that Mooncake must use; AUTO takes what it finds and reports it."""
+    """Wire that Mooncake must use. AUTO accepts either and reports the one in use."""
 
     AUTO = "auto"
     TCP = "tcp"
@@ -67,7 +70,7 @@ class MooncakeProtocol(StrEnum):
 
 
 class NativeEngine(Protocol):
-    """The part of `mooncake.engine.TransferEngine` in use; each int is a return code, 0 is good."""
+    """The methods of `mooncake.engine.TransferEngine` in use. Each int is a return code; 0 is success."""
 
     def initialize(self, host: str, metadata: str, protocol: str, device: str, /) -> int: ...
     def get_rpc_port(self) -> int: ...
@@ -86,12 +89,13 @@ class Started:
     """A running engine.
 
     Attributes:
-        wire: `tcp` or `rdma`, looked up.
-        ordered: one TCP connection per peer, so that writes are handled in order.
-        detail: distribution, version, NICs.
-        ports: on which it listens.
-        num_nics: that it writes through; 0 over TCP.
-        max_registration_nbytes: what the engine registers at once over verbs; 0 for no limit.
+        wire: `tcp` or `rdma`, as detected.
+        ordered: whether it has one TCP connection per peer, which handles writes in order.
+        detail: package, version, NICs.
+        ports: ports on which it listens.
+        num_nics: number of NICs that it writes through; 0 over TCP.
+        max_registration_nbytes: largest range that the engine registers at once over verbs; 0 for
+            no limit.
     """
 
     engine: NativeEngine
@@ -104,20 +108,21 @@ class Started:
 
 
 def start_engine(config: MooncakeConfig) -> Started:
-    """Start a TransferEngine on a port that it picks.
+    """Start a TransferEngine on a port that it chooses.
 
     Raises:
-        TransportUnavailable: not installed, too old, a system library is missing, it does not
-            start, or it chose another wire than the one asked for.
-        ConfigError: `config.protocol` is rdma and the environment forces tcp.
+        TransportUnavailable: Mooncake is not installed or too old, a system library is missing, the
+            engine does not start, or it uses another wire than the configured one.
+        ConfigError: `config.protocol` is rdma but the environment forces tcp.
     """
-    # The engine starts, and returns 0, on a host name that does not exist.
+    # The engine starts and returns 0 even for a host name that does not exist, so check it first.
     listen_on(config.host, "mooncake").close()
     forced = config.protocol is MooncakeProtocol.TCP
     detail = _installed_version()
     chosen = {"MC_FORCE_TCP": "1"} if forced else {}
     if ":" in config.host:
-        chosen["MC_USE_IPV6"] = "1"  # listens and connects by IPv4 only without it
+        # Without it the engine listens and connects over IPv4 only.
+        chosen["MC_USE_IPV6"] = "1"
     values = set_defaults(_DEFAULTS | chosen)
     force_tcp = environment_value("MC_FORCE_TCP")
     if config.protocol is MooncakeProtocol.RDMA and force_tcp:
@@ -131,7 +136,8 @@ def start_engine(config: MooncakeConfig) -> Started:
         ) from error
     engine = cast("NativeEngine", TransferEngine())
     asked = "tcp" if config.protocol is MooncakeProtocol.AUTO else config.protocol.value
-    with OPENING:  # one engine at a time: the devices opened meanwhile are its own, too
+    # Start one engine at a time, so that devices opened during its start are its own.
+    with OPENING:
         _open_devices(mark=True)
         listened = listening_ports()
         code = engine.initialize(config.host, "P2PHANDSHAKE", asked, config.device)
@@ -158,7 +164,7 @@ def start_engine(config: MooncakeConfig) -> Started:
 
 
 def _check_chosen(config: MooncakeConfig, wire: str, nics: list[str]) -> None:
-    """Refuse another wire, or other NICs, than those asked for."""
+    """Raise if the engine chose another wire or other NICs than the configured ones."""
     if config.protocol is not MooncakeProtocol.AUTO and wire != config.protocol.value:
         raise TransportUnavailable(
             f"mooncake: protocol must be {config.protocol.value}, the engine chose {wire} "
@@ -172,7 +178,10 @@ def _check_chosen(config: MooncakeConfig, wire: str, nics: list[str]) -> None:
 
 
 def _registration_limit(nics: list[str]) -> int:
-    """Return what to register at once: the engine splits what is larger by itself, and then refuses pieces that cross the seam."""
+    """Return the largest range to register at once; 0 for no limit.
+
+    The engine splits larger ranges itself and then refuses pieces that cross a border of two parts.
+    """
     asked = environment_value("MC_MAX_MR_SIZE") or ""
     limits = [max_registration_nbytes(nic) for nic in nics]
     if asked.isdigit():
@@ -181,7 +190,7 @@ def _registration_limit(nics: list[str]) -> int:
 
 
 def is_installed(distribution: str) -> bool:
-    """Return whether this environment has a distribution, by its metadata."""
+    """Return whether a package is installed in this environment."""
     try:
         version(distribution)
     except PackageNotFoundError:
@@ -207,14 +216,19 @@ def _installed_version() -> str:
 
 
 def _open_devices(*, mark: bool) -> set[str]:
-    """RDMA devices that this process has opened and that bear no mark yet. `mark`: have them bear one from now on.
+    """Return the RDMA devices that this process has opened and that have no mark yet.
 
-    The mark is a signal that is never sent, of the open file: a number is no identity. An engine that
-    another thread is destroying closes its device at any moment, and the next one gets its number.
+    The mark is a signal number that is set on the open file and never sent. A descriptor number
+    does not identify a device: while another thread destroys an engine, its device closes and a new
+    one can get the same number.
+
+    Args:
+        mark: mark the devices that are returned.
     """
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile: the listing's own descriptor is
+        # Closed since the listing, as the listing's own descriptor is.
+        with contextlib.suppress(OSError):
             target, number = str(entry.readlink()), int(entry.name)
             if not target.startswith(_VERBS) or fcntl.fcntl(number, fcntl.F_GETSIG) == _MARK:
                 continue
@@ -230,10 +244,10 @@ def _device_name(verbs: str) -> str:
 
 
 def max_registration_nbytes(device: str) -> int:
-    """Return the largest memory region of a device, in bytes (`max_mr_size`), by the system's libibverbs.
+    """Return the largest memory region of a device in bytes (`max_mr_size`), from the system's libibverbs.
 
     Raises:
-        TransportUnavailable: no libibverbs, no such device, or it cannot be asked.
+        TransportUnavailable: libibverbs or the device is missing, or the query failed.
     """
     try:
         verbs = ctypes.CDLL("libibverbs.so.1")

@@ -1,16 +1,16 @@
-"""Mooncake's TransferEngine: RDMA where there is a NIC, TCP where there is none.
+"""Mooncake's TransferEngine: RDMA if there is a NIC, otherwise TCP.
 
-Over TCP it is one-sided for this side only: the target's process must be running. What the
-engine does not do is done here: sources are checked (TCP reads any), calls are kept to 1024 pieces
-and a few hundred megabytes, a process restarted on the same port is noticed, and deadlines hold.
+Over TCP it is one-sided only for the writer: the target's process must be running. This module adds
+missing parts of the engine: it checks sources (TCP reads any), limits calls to 1024 pieces and a
+few hundred megabytes, detects a process that restarted on the same port, and keeps deadlines.
 
 Native calls take no deadline (they give up after 30 to 62 s, or never), so each runs in a thread of
-its peer. Every failure is the one code -1, and it is no fence: bytes may land after it. Only where the
-wire is TCP with one connection per peer, and the call came back long before any of the engine's own
-timeouts, it can be told to be over: the engine's queue to the peer is first-in first-out and each
-entry is acknowledged by the peer before the next is sent, so when a read that is queued behind the
-failed write comes back good, nothing of that write is still on its way. A timeout means that a connection
-was given up with bytes in it; a read on the connection made after it proves nothing about those.
+its peer. Every failure returns -1, and bytes may arrive after it. A failed write is known to have
+ended in one case only: the wire is TCP with one connection per peer, and the call returned long
+before the engine's own timeouts. The engine's queue to a peer is then first-in first-out, and the
+peer acknowledges each entry before the next is sent. So if a read queued behind the failed write
+succeeds, no byte of that write is still in flight. After a timeout this does not hold: the engine
+dropped a connection with bytes in it, and a read over a new connection proves nothing about them.
 """
 
 from __future__ import annotations
@@ -63,33 +63,35 @@ from windlass.wording import install_command
 
 TOKEN_NBYTES = 16
 KEPT_PAGES = 64
-"""That were given back are used again in turn once there are more."""
+"""Returned pages above which the oldest is used again."""
 PROMPT_S = 2.0
-"""A call that returns within this has met none of the engine's timeouts, which are >= 5 s."""
+"""Seconds of a call that cannot have met a timeout of the engine: all its timeouts are >= 5 s."""
 JOIN_S = 1.0
 IDLE_S = 10.0
 READS = 4
 MAX_CALL_NBYTES = 256 << 20
 REQUEST_NBYTES = 1 << 20
-"""Of one piece where there are several NICs: the engine sends each through one, picked at random."""
+"""Bytes per piece if there are several NICs. The engine sends each piece through one NIC, chosen at
+random."""
 _OVERLAP = -7
 _OTHER_PROCESS = 1
 _MAX_KEY_CHARS = 20
 _PAGE = 4096
-"""The least step: a peer's key must not make us cut a piece into bytes."""
+"""Smallest accepted step, so that a peer's key cannot make this process cut a piece into single
+bytes."""
 _NO_PIECES = np.empty(0, np.uint64)
 _INCARNATION = re.compile(r"([0-9a-f]{32})@([0-9a-f]{1,16}):([0-9]{1,5})")
-"""A random token, where its owner keeps it for peers to read, and the port of the liveness listener."""
+"""Incarnation of a peer: a random token, the address at which peers read it, and the port of the
+liveness listener."""
 
 
 class MooncakeConfig(NetworkConfig, frozen=True, tag="mooncake"):
-    """Mooncake TransferEngine.
+    """Configuration of Mooncake's TransferEngine.
 
     Attributes:
-        protocol: refused when Mooncake chooses another one.
+        protocol: required wire. The transport does not start if Mooncake uses another one.
 
-    Of the settings that all networks have, `max_registration_nbytes` 0 stands for the least of what
-    the NICs say and MC_MAX_MR_SIZE.
+    `max_registration_nbytes` 0 means the minimum of the NICs' limits and MC_MAX_MR_SIZE.
     """
 
     remedy: ClassVar[str] = f"{install_command('mooncake')}, and the package libibverbs1"
@@ -106,7 +108,7 @@ class MooncakeConfig(NetworkConfig, frozen=True, tag="mooncake"):
 
 @final
 class _Engine:
-    """A native engine, which peer it has talked to at each address, and pages that were given back."""
+    """A native engine, the peer it contacted at each address, and pages that peers returned."""
 
     def __init__(self, started: Started) -> None:
         self.started = started
@@ -114,7 +116,9 @@ class _Engine:
         self.pages: deque[UInt8Array] = deque()
 
     def acquire_page(self) -> UInt8Array:
-        """Registered memory for a peer's token, and for nobody else: bytes of a read that has failed may still come.
+        """Return a registered page for the token of one peer.
+
+        Peers do not share pages, because bytes of a failed read may arrive late.
 
         Raises:
             PeerUnreachable: no memory can be registered.
@@ -128,22 +132,30 @@ class _Engine:
         return page
 
     def pin(self, steps: Sequence[tuple[int, int]]) -> int:
-        """Register steps (start, stop), over verbs by several threads; all or none, and then the code is not 0."""
+        """Register steps (start, stop) and return the engine's code; if it is not 0, none is registered.
+
+        Over verbs the engine registers with several threads.
+        """
         starts, sizes = [start for start, _ in steps], [stop - start for start, stop in steps]
         code = self.started.engine.batch_register_memory(starts, sizes)
-        if code not in (0, _OVERLAP):  # it stops half way; overlaps are looked for before it begins
+        # The engine stops half way on errors, except that it checks for overlaps before it begins.
+        if code not in (0, _OVERLAP):
             self.unpin(starts)
         return code
 
     def unpin(self, starts: list[int]) -> None:
-        """Take registrations back."""
+        """Unregister the steps that begin at `starts`."""
         for start in starts:
             self.started.engine.unregister_memory(start)
 
 
 @final
 class _Call(NativeCall):
-    """A native call on its way through the peer's thread. `run`: makes it, and returns its code."""
+    """Native call that waits for the peer's thread or runs in it.
+
+    Args:
+        run: makes the call and returns its code.
+    """
 
     def __init__(self, run: Callable[[], int], local: UInt64Array, nbytes: UInt64Array) -> None:
         super().__init__(local, nbytes)
@@ -163,7 +175,7 @@ class _Call(NativeCall):
         return self.cancelled
 
     def come_back(self, code: int) -> None:
-        """Wake whoever waits."""
+        """Record the code and wake the waiting thread."""
         self.code, self.error = code, f"code {code}"
         if self.wake >= 0:
             os.eventfd_write(self.wake, 1)
@@ -175,11 +187,11 @@ class _Call(NativeCall):
 
 @final
 class MooncakePeer(NetworkPeer):
-    """See `NetworkPeer`. Calls are made one after the other, by a thread that ends when there are none.
+    """See `NetworkPeer`. One thread makes the calls in order and ends when it has been idle.
 
     Args:
-        engine: must not have talked to an earlier process at this address, because it remembers that
-            one's data port for good.
+        engine: engine that has not contacted an earlier process at this address, because an engine
+            keeps the data port of that process for ever.
     """
 
     outlives_process = False
@@ -193,7 +205,7 @@ class MooncakePeer(NetworkPeer):
         self._answered = False
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._open: set[_Call] = set()
-        """Not come back."""
+        """Calls that have not returned."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -210,7 +222,7 @@ class MooncakePeer(NetworkPeer):
         return int(key)
 
     def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:  # noqa: ARG002
-        """See `NetworkPeer.confirm`. A connection that the peer has cut fails twice, and is made anew."""
+        """See `NetworkPeer.confirm`. After the peer cuts a connection, two reads fail before it is replaced."""
         code: int | None = None
         for _ in range(READS):
             with self.held(deadline):
@@ -220,7 +232,8 @@ class MooncakePeer(NetworkPeer):
             if outcome is Outcome.DONE:
                 return
             with self.lock:
-                call.cancel()  # nothing was written, so whether it was in time does not matter
+                # The call writes nothing, so it does not matter whether it had begun.
+                call.cancel()
                 self.refuse_open(deadline)
             code = call.code
             if outcome is Outcome.PENDING:
@@ -241,7 +254,7 @@ class MooncakePeer(NetworkPeer):
         )
 
     def close(self) -> None:
-        """See `NetworkPeer.close`; a native call that is stuck is left to end by itself."""
+        """See `NetworkPeer.close`. A native call that hangs is left running."""
         super().close()
         with self.lock:
             thread, stuck = self._thread, bool(self._given_up)
@@ -260,7 +273,7 @@ class MooncakePeer(NetworkPeer):
         )
 
     def _has_refused(self, call: NativeCall, deadline: Deadline) -> bool:
-        """See the module."""
+        """Return whether a read behind the failed call proves that it has ended; see the module."""
         if not isinstance(call, _Call) or call.seconds >= PROMPT_S:
             return False
         with self.lock:
@@ -281,8 +294,8 @@ class MooncakePeer(NetworkPeer):
     def _read_token(self) -> int:
         engine = self._engine.started.engine
         if not self._answered:
-            # The first contact of a peer that never answers holds a lock inside the engine for a
-            # minute, and other peers' first contacts with it. A probe holds none.
+            # The first contact with a peer that never answers holds a lock in the engine for a
+            # minute, which blocks first contacts with other peers. A probe holds no lock.
             code = engine.send_probe(self.endpoint.address)
             if code != 0:
                 return code
@@ -296,15 +309,17 @@ class MooncakePeer(NetworkPeer):
         return code
 
     def _queue(self, run: Callable[[], int], local: UInt64Array, nbytes: UInt64Array) -> _Call:
-        """Have a call made behind those that wait. Holds the lock; whoever waits ends with `_end`."""
+        """Queue a call behind the waiting ones. The caller holds the lock and later calls `_end`."""
         try:
             if self._thread is None:
-                # A daemon: a native call that is stuck must not keep the interpreter from ending.
+                # Daemon thread: a native call that hangs must not block the exit of the
+                # interpreter.
                 name = f"mooncake-{self.endpoint.address}"
                 thread = threading.Thread(target=self._serve, name=name, daemon=True)
                 thread.start()
                 self._thread = thread
-            call = _Call(run, local, nbytes)  # last: it has a descriptor
+            # Created last, because it opens a descriptor.
+            call = _Call(run, local, nbytes)
         except (OSError, RuntimeError) as error:
             raise TransferFailed(
                 f"mooncake: {self.endpoint.address}: not begun: {error}"
@@ -314,7 +329,7 @@ class MooncakePeer(NetworkPeer):
         return call
 
     def _serve(self) -> None:
-        """Make calls, until there has been none for `IDLE_S`: most peers do not say that they end."""
+        """Make calls until none has come for `IDLE_S`: most peers end without notice."""
         while True:
             try:
                 call = self._calls.get(timeout=IDLE_S)
@@ -332,7 +347,8 @@ class MooncakePeer(NetworkPeer):
             try:
                 if call.begun:
                     code = call.run()
-            finally:  # whoever waits gets code -1 rather than a deadline
+            # If `run` raises, the waiting thread gets code -1 and need not wait for its deadline.
+            finally:
                 with self.lock:
                     call.seconds = time.monotonic() - start
                     self._open.discard(call)
@@ -343,11 +359,13 @@ class MooncakePeer(NetworkPeer):
 class MooncakeTransport(NetworkTransport[MooncakePeer]):
     """`OneSidedTransport` over `mooncake.engine.TransferEngine`.
 
-    An endpoint's address is the engine's `host:port`; its incarnation is a random token, the
-    address at which peers read it back before they write, and the port of the liveness listener.
+    An endpoint's address is the engine's `host:port`. Its incarnation consists of a random token,
+    the address at which peers read the token before they write, and the port of the liveness
+    listener.
 
     Raises:
-        TransportUnavailable: not installed, too old, or the wire is not the one asked for.
+        TransportUnavailable: Mooncake is not installed or too old, or it uses another wire than the
+            configured one.
     """
 
     def __init__(self, config: MooncakeConfig) -> None:
@@ -384,7 +402,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         )
 
     def report(self) -> WireReport:
-        """See `OneSidedTransport.report`; the wire was looked up, not assumed."""
+        """See `OneSidedTransport.report`. The wire was detected after the start."""
         return WireReport("mooncake", self._started.wire, self._started.detail)
 
     def _register_together(self, spans: Sequence[tuple[int, int]]) -> list[str]:
@@ -408,7 +426,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         return str(self._step_nbytes) if 0 < self._step_nbytes < nbytes else ""
 
     def _unregister(self, region: MemoryRegion) -> None:
-        """Take it back at once: later writes of peers are refused over TCP."""
+        """Unregister at once. Over TCP the engine refuses later writes of peers."""
         self._unpin(region.address, region.nbytes)
 
     def _unpin(self, address: int, nbytes: int) -> None:
@@ -416,7 +434,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
             engine.unpin(self._starts(address, nbytes))
 
     def fence(self, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.fence`: over TCP connections are cut, over RDMA there is nothing."""
+        """See `OneSidedTransport.fence`. Over TCP this closes connections; over RDMA nothing needs a fence."""
         if not self._is_rdma():
             ports = frozenset[int]().union(*(engine.started.ports for engine in self._engines))
             deadline = Deadline.after(deadline_s, "mooncake fence")
@@ -437,10 +455,10 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         return peer
 
     def _engine_for(self, endpoint: PeerEndpoint) -> _Engine:
-        """Return an engine that has not talked to another process at this address.
+        """Return an engine that has not contacted another process at this address.
 
-        An engine remembers the data port of each address for good, so a process that was
-        restarted on the same port can be reached only through another engine.
+        An engine keeps the data port of each address for ever. A process that restarted on the same
+        port is reachable only through another engine.
         """
         for engine in self._engines:
             if engine.contacted.get(endpoint.address, endpoint) == endpoint:
@@ -454,7 +472,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
 
 
 def _parse(endpoint: PeerEndpoint) -> tuple[str, int, str]:
-    """Return the token of a peer in hex, where it lies there, and the address of the liveness listener."""
+    """Return a peer's token in hex, the token's address there, and the address of the liveness listener."""
     match = _INCARNATION.fullmatch(endpoint.incarnation)
     if match is None:
         raise PeerUnreachable(

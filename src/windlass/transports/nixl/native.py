@@ -1,7 +1,7 @@
-"""Starting a NIXL agent, and finding out which wire UCX really takes.
+"""Start of a NIXL agent, and detection of the wire that UCX uses.
 
-NIXL says that it uses UCX and no more; UCX picks a wire per peer. So UCX is told which wires it
-may take, and asked to log its choice (`UCX_PROTO_INFO`), which is read back from that log.
+NIXL reports only that it uses UCX, and UCX chooses a wire per peer. So UCX is told which wires it
+may use and writes its choices to its log (`UCX_PROTO_INFO`), which this module reads.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class NixlWire(StrEnum):
-    """The wire that UCX must write through; AUTO takes what it finds and reports it."""
+    """Wire that UCX must write through. AUTO accepts any and reports the one in use."""
 
     AUTO = "auto"
     CMA = "cma"
@@ -56,9 +56,11 @@ class NixlWire(StrEnum):
 
 _TLS = {
     NixlWire.AUTO: "all",
-    NixlWire.CMA: "cma,tcp,self",  # cma cannot set a connection up by itself
+    # cma cannot set up a connection by itself.
+    NixlWire.CMA: "cma,tcp,self",
     NixlWire.TCP: "tcp,self",
-    NixlWire.RC: "rc,ud,self",  # ud sets the connection up
+    # ud sets up the connection.
+    NixlWire.RC: "rc,ud,self",
     NixlWire.UD: "ud,self",
 }
 _ALLOWED = {
@@ -69,10 +71,10 @@ _ALLOWED = {
 }
 _ONE_SIDED = frozenset({"cma", "cuda_ipc", "rc_verbs", "rc_mlx5", "dc_mlx5"})
 _STAGING = "cuda_copy"
-"""What moves bytes between a GPU and its host on behalf of wires that cannot."""
+"""UCX component that copies between a GPU and its host for wires that cannot access GPU memory."""
 _PROGRESS_REST_US = 100
 TCP_MARK = new_mark()
-"""On every TCP connection of UCX in this process, whoever opened it."""
+"""Mark of every TCP connection of UCX in this process, opened or accepted."""
 _FENCES = threading.Lock()
 _OF_AGENTS_WITH_THEMSELVES: dict[TcpFence, frozenset[Connection]] = {}
 _BUILDS = ("nixl_cu12", "nixl_cu13")
@@ -83,7 +85,7 @@ _WIRE = re.compile(r"([a-z]+[a-z0-9_]*)/([\w.:-]+)")
 
 
 class NativeAgent(Protocol):
-    """The part of `nixl._api.nixl_agent` in use. Not thread-safe: its owner has a lock."""
+    """The methods of `nixl._api.nixl_agent` in use. Not thread-safe: its owner holds a lock."""
 
     def create_backend(self, backend: str, parameters: dict[str, str], /) -> None: ...
     def get_reg_descs(self, regions: list[tuple[int, int, int, str]], kind: str, /) -> object: ...
@@ -109,7 +111,7 @@ class PutWire:
     Attributes:
         name: UCX's name: `cma`, `tcp`, `rc_verbs`, ...
         device: `rxe0:1`, `lo`, `memory`.
-        emulated: the target's own threads copy, because the wire has no remote write.
+        emulated: whether the target's own threads copy, because the wire has no remote write.
     """
 
     name: str
@@ -118,15 +120,15 @@ class PutWire:
 
     @property
     def one_sided(self) -> bool:
-        """Whether the target's process may be stopped meanwhile."""
+        """Whether a write completes while the target's process is stopped."""
         return self.name in _ONE_SIDED and not self.emulated
 
 
 class WireLog:
-    """UCX's own account of its choices, for one agent; one log file per process.
+    """UCX's log of its choices for one agent. All agents of a process share one file.
 
     Args:
-        name: the agent's name, which heads each table.
+        name: the agent's name, which is in the header of each table.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -134,7 +136,7 @@ class WireLog:
         self._path = path
 
     def put_wires(self) -> frozenset[PutWire]:
-        """Return every wire that remote writes of this agent have been given so far.
+        """Return every wire that UCX has chosen for remote writes of this agent.
 
         Raises:
             TransportUnavailable: the log cannot be read.
@@ -167,10 +169,10 @@ class WireLog:
         return ""
 
     def check(self, wire: NixlWire) -> None:
-        """See that UCX took what was asked for, after a first write.
+        """Check, after a first write, that UCX chose the configured wire.
 
         Raises:
-            TransportUnavailable: it took another wire, or does not name it.
+            TransportUnavailable: UCX chose another wire or does not name it.
         """
         allowed, wires = _ALLOWED.get(wire, frozenset[str]()), self.put_wires()
         strange = sorted({taken.name for taken in wires} - allowed)
@@ -182,7 +184,7 @@ class WireLog:
 
 
 def may_use_tcp(wire: NixlWire) -> bool:
-    """Return whether bytes may go through a kernel's TCP."""
+    """Return whether UCX may send bytes over the kernel's TCP."""
     return wire in {NixlWire.TCP, NixlWire.AUTO}
 
 
@@ -197,7 +199,7 @@ def _has_nics() -> bool:
 
 
 def native_errors() -> tuple[type[Exception], ...]:
-    """Return what NIXL's calls raise. To be called once the package is loaded."""
+    """Return the exceptions that NIXL's calls raise. Call it after the package was loaded."""
     classes = [
         value for name, value in vars(_module("_bindings")).items() if name.endswith("Error")
     ]
@@ -205,10 +207,10 @@ def native_errors() -> tuple[type[Exception], ...]:
 
 
 def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, str]:
-    """Start an agent with a UCX backend; return it, its log, and its version for people.
+    """Start an agent with a UCX backend; return the agent, its log, and its version for people.
 
     Raises:
-        TransportUnavailable: not installed, or UCX does not start with the wire asked for.
+        TransportUnavailable: NIXL is not installed, or UCX does not start with the configured wire.
     """
     try:
         detail = f"nixl {version('nixl')}"
@@ -218,20 +220,22 @@ def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, st
         ) from error
     settings = {"UCX_PROTO_INFO": "y", "NIXL_LOG_LEVEL": "ERROR"}
     if not _has_nics():
-        # The wheel's own libnl-route, which this module brings in, crashes when the process ends.
+        # The `ib` module loads the wheel's own libnl-route, which crashes when the process exits.
         settings["UCX_MODULES"] = "^ib"
     set_defaults(settings)
-    # NIXL's own parameter for UCX settings stops at the first comma.
+    # NIXL's own parameter for UCX settings cuts values at the first comma, so set the environment.
     wires = _TLS[config.wire]
     if config.gpu >= 0:
-        wires += f",{_STAGING}"  # without it UCX knows no GPU memory
+        # Without it UCX does not support GPU memory.
+        wires += f",{_STAGING}"
     settings = {"UCX_TLS": wires, "UCX_TCP_SYN_CNT": str(TCP_MARK)}
     if config.device:
         settings["UCX_NET_DEVICES"] = config.device
         settings["UCX_MAX_RMA_RAILS"] = str(config.device.count(",") + 1)
     if config.wire is NixlWire.AUTO:
         del settings["UCX_TLS"]
-    with OPENING:  # one agent at a time: UCX opens its log when the first one is made
+    # Start one agent at a time: UCX opens its log when the first one starts.
+    with OPENING:
         path = settings["UCX_LOG_FILE"] = _log_file()
         with temporary_values(settings):
             agent = _native_agent(config, name)
@@ -243,7 +247,8 @@ def _native_agent(config: NixlConfig, name: str) -> NativeAgent:
         api = _module("_api")
     except ImportError as error:
         raise TransportUnavailable(f"nixl: cannot be loaded ({error})") from error
-    for logger in (logging.getLogger("nixl"), api.logger):  # it tells of every agent that it starts
+    # NIXL logs the start of every agent at INFO.
+    for logger in (logging.getLogger("nixl"), api.logger):
         logger.setLevel(logging.WARNING)
     try:
         with _patient_progress():
@@ -259,9 +264,9 @@ def _native_agent(config: NixlConfig, name: str) -> NativeAgent:
 
 @functools.cache
 def _log_file() -> str:
-    """Return where UCX logs in this process, by the user's choice or in a folder that nobody else can enter.
+    """Return the path of UCX's log in this process: the user's choice, or a file in a private folder.
 
-    In a folder of everybody's a name could be a link that leads to a file of this user's.
+    In a shared folder another user could plant a link under that name to a file of this user.
     """
     if chosen := environment_value("UCX_LOG_FILE"):
         return chosen
@@ -271,21 +276,28 @@ def _log_file() -> str:
 
 
 def _remove_folder(folder: str, owner: int) -> None:
-    if os.getpid() == owner:  # and not a child that it has forked
+    # A forked child must not remove the folder of its parent.
+    if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def memory_kind(gpu: int) -> str:
-    """NIXL's name of the memory of a GPU, or of the host for -1."""
+    """Return NIXL's name for the memory of a GPU, or of the host for -1."""
     return "DRAM" if gpu < 0 else "VRAM"
 
 
 def new_write(
     agent: NativeAgent, peer: str, pieces: Sequence[UInt64Array], gpus: tuple[int, int]
 ) -> object:
-    """Return a transfer to be begun. `gpus`: here and there, -1 for host memory.
+    """Return a transfer that has not begun.
 
-    It is released when it is dropped, so it is kept while in flight.
+    NIXL releases it when the object is dropped, so the caller keeps it while it is in flight.
+
+    Args:
+        agent: agent that writes.
+        peer: name of the peer's agent.
+        pieces: local addresses, remote addresses, and sizes in bytes.
+        gpus: GPU of the local memory and of the remote memory; -1 for host memory.
     """
     local, remote, nbytes = pieces
     here, there = (
@@ -300,10 +312,10 @@ def new_write(
 
 @contextlib.contextmanager
 def _patient_progress() -> Iterator[None]:
-    """Let UCX's progress thread rest between two looks.
+    """Let UCX's progress thread sleep between two looks while an agent starts.
 
-    NIXL's Python layer sets the rest to 0, which keeps a core busy for each idle agent. Only the
-    layer's own configuration type is within reach, so it is replaced for one call.
+    NIXL's Python layer sets the sleep to 0, which keeps a core busy for each idle agent. The only
+    way to change it is to replace the layer's configuration type for one call.
     """
     bindings = _module("_bindings")
     original = bindings.nixlAgentConfig
@@ -320,9 +332,9 @@ def _patient_progress() -> Iterator[None]:
 
 
 def _module(name: str) -> Any:
-    """Return a module of the one build that is installed.
+    """Return a module of the one installed NIXL build.
 
-    The package `nixl` finds out which by importing torch, unless torch is one built for CUDA.
+    The package `nixl` imports torch to find the build, so use a single installed build directly.
     """
     builds = [build for build in _BUILDS if find_spec(build) is not None]
     return import_module(f"{builds[0] if len(builds) == 1 else 'nixl'}.{name}")
@@ -330,15 +342,15 @@ def _module(name: str) -> Any:
 
 @final
 class TcpFence:
-    """Ends what NIXL agents of this process receive over TCP, but leaves each agent its own connection.
+    """Closes TCP connections over which this process's NIXL agents receive, except each agent's own.
 
-    An agent connects to itself when it starts, and once only: every registration goes through that
-    connection (NIXL loads the key of what it registers as a peer would). An agent that had lost it
-    could register nothing any more, and would say no more than NIXL_ERR_BACKEND (1.5.1, 2026-11-22).
-    Made before its agent starts.
+    An agent connects to itself once, when it starts. Every registration goes through that
+    connection, because NIXL loads the key of a registered region as a peer would. An agent that
+    lost the connection could register nothing more, and the only error would be NIXL_ERR_BACKEND
+    (1.5.1, 2026-11-22). Create this object before its agent starts.
 
     Args:
-        mark: of the agents' sockets (`new_mark`), the same for all of this process.
+        mark: mark of the agents' sockets (`new_mark`), the same in the whole process.
     """
 
     def __init__(self, mark: int) -> None:
@@ -346,17 +358,18 @@ class TcpFence:
         self._listened = listening_ports()
 
     def spare_own_connections(self) -> None:
-        """Once the agent has registered memory, and before a peer is told where it listens.
+        """Record the agent's connection to itself as one to keep.
 
-        Both ends of such a connection are of this process. One that a peer has begun is not spared:
-        another agent of this process may have started meanwhile, and have been found already.
+        Call this after the agent has registered memory and before a peer learns its address. Both
+        ends of such a connection belong to this process. A connection that a peer opened is not
+        kept, even if the peer is another agent of this process that started in between.
         """
         found = connections_to(listening_ports() - self._listened)
         with _FENCES:
             _OF_AGENTS_WITH_THEMSELVES[self] = found | {(peer, own) for own, peer in found}
 
     def cut(self, deadline: Deadline) -> int:
-        """End every other connection of this process's agents; returns how many.
+        """Close all other connections of this process's agents; return their number.
 
         Raises:
             TransferFailed: UCX still reads one after `deadline`.
@@ -371,6 +384,6 @@ class TcpFence:
         return end_connections(is_meant, deadline)
 
     def close(self) -> None:
-        """The agent has ended. Idempotent."""
+        """Stop keeping the connections of the agent, which has ended. Idempotent."""
         with _FENCES:
             _OF_AGENTS_WITH_THEMSELVES.pop(self, None)

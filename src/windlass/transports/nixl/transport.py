@@ -1,13 +1,14 @@
-"""NIXL over UCX: cross memory attach, TCP, verbs, or CUDA IPC between GPUs, as UCX finds them.
+"""NIXL over UCX: cross memory attach, TCP, verbs, or CUDA IPC between GPUs, as UCX chooses.
 
-What NIXL lacks is done here. Its transfers have no deadline and its calls are not thread-safe. A
-handle released in flight does not stop the bytes, so a transfer that ran out of time is kept, with
-its descriptors, until it ends. Withdrawing memory at the target does not stop a peer that
-knows it: UCX keeps the pages registered, so a region that a peer may still write must stay mapped.
+This module adds what NIXL lacks. NIXL's transfers have no deadline, and its calls are not
+thread-safe. Releasing a handle in flight does not stop the bytes, so a transfer that exceeds its
+deadline is kept with its descriptors until it ends. Unregistering memory at the target does not
+stop a peer that has its key: UCX keeps the pages registered, so memory that a peer may still write
+must stay mapped.
 
-Over TCP bytes of a process that has ended may still arrive, so `fence` ends every TCP connection
-of UCX, in either direction, since UCX writes over one in both. Whoever writes next over a wire
-that may be TCP finds that out by a word which it writes first, and connects anew.
+Over TCP, bytes of an ended process may still arrive, so `fence` closes every TCP connection of UCX
+in both directions, because UCX writes over a connection in both. If the wire may be TCP, a writer
+sends a small probe write first. If the probe fails, the writer connects again.
 """
 
 from __future__ import annotations
@@ -69,23 +70,23 @@ from windlass.transports.traits import CEILING_BYTES_PER_S, TransportTraits, Wir
 
 LIMITS = Limits(num_pieces=8192, nbytes=128 << 20, piece_nbytes=128 << 20)
 OWN_PINNED_NBYTES = 128 << 20
-"""Room for what UCX pins for itself over verbs: 66 MB per agent were seen."""
+"""Bytes that UCX may pin for itself over verbs: 66 MB per agent were measured."""
 CONNECTIONS = 3
-"""To one peer, in one write, before it counts as unreachable."""
+"""Connections to one peer that one write tries before the peer counts as unreachable."""
 _MAX_KEY_CHARS = 1 << 20
 _WORD_NBYTES = np.array([8], np.uint64)
 _STRANDED: list[object] = []
-"""Agents with transfers that never ended: freeing one would free memory under a late write."""
+"""Agents with transfers that never ended. Freeing one would free memory under a late write."""
 
 
 class NixlConfig(NetworkConfig, frozen=True, tag="nixl"):
-    """NIXL with its UCX backend.
+    """Configuration of NIXL with its UCX backend.
 
     Attributes:
-        wire: refused when UCX chooses another one.
+        wire: required wire. A write is refused if UCX chooses another one.
 
-    Of the settings that all networks have, `device` takes UCX's names (`mlx5_0:1`, `eth0`), and
-    `max_registration_nbytes` 0 stands for one registration per region.
+    `device` takes UCX's names (`mlx5_0:1`, `eth0`), and `max_registration_nbytes` 0 means one
+    registration per region.
     """
 
     remedy: ClassVar[str] = "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
@@ -101,9 +102,13 @@ class NixlConfig(NetworkConfig, frozen=True, tag="nixl"):
 
 
 class NixlKey(msgspec.Struct, frozen=True, array_like=True):
-    """NIXL's metadata for one region, and a word that peers may write first.
+    """NIXL's metadata for one region, and the address for a peer's probe writes.
 
-    `step_nbytes`: the region is registered in steps of it; 0 for at once. `gpu`: -1 for host memory.
+    Attributes:
+        metadata: NIXL's metadata.
+        scratch: address that probe writes may overwrite.
+        step_nbytes: most bytes per registration of the region; 0 if it was registered at once.
+        gpu: ordinal of the region's GPU; -1 for host memory.
     """
 
     metadata: bytes
@@ -113,7 +118,7 @@ class NixlKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_keys(keys: Sequence[NixlKey]) -> str:
-    """Return `RemoteRegion.key`."""
+    """Return the keys in the form of `RemoteRegion.key`."""
     return base64.b64encode(msgspec.msgpack.encode(keys)).decode()
 
 
@@ -121,7 +126,7 @@ def decode_keys(region: RemoteRegion) -> list[NixlKey]:
     """Return the keys of a region; at least one.
 
     Raises:
-        RegionError: it has none that can be read.
+        RegionError: the key is malformed.
     """
     if len(region.key) > _MAX_KEY_CHARS:
         raise RegionError(f"nixl: key must be <= {_MAX_KEY_CHARS} chars, got {len(region.key)}")
@@ -140,13 +145,14 @@ def decode_keys(region: RemoteRegion) -> list[NixlKey]:
 
 @dataclass
 class NixlAgent:
-    """The native agent of a transport. Its calls are not thread-safe: they are made under the transport's lock.
+    """The native agent of a transport. Its calls are made under the transport's lock.
 
     Attributes:
-        native: writes; kept until whoever closes deletes it.
-        gpu: whose memory it registers, -1 for host memory.
-        wire: that UCX is limited to.
-        scratch: address of a word of its own, which is registered.
+        native: NIXL's agent. The transport deletes it at `close`; other objects must not use it
+            then.
+        gpu: GPU whose memory it registers; -1 for host memory.
+        wire: wire that UCX is limited to.
+        scratch: address of a registered word of this process, the source of probe writes.
     """
 
     native: NativeAgent
@@ -159,7 +165,7 @@ class NixlAgent:
 
 @final
 class _Transfer(NativeCall):
-    """A native transfer, begun here; one that NIXL refuses to prepare has failed without being begun."""
+    """A native transfer. The constructor begins it; if NIXL refuses to prepare it, it never begins."""
 
     def __init__(self, agent: NixlAgent, peer: str, pieces: Pieces, gpus: tuple[int, int]) -> None:
         local, _, nbytes = pieces
@@ -204,12 +210,12 @@ class NixlPeer(NetworkPeer):
         super().__init__(endpoint, liveness, lock)
         self._agent = agent
         self._keys: dict[str, tuple[NixlKey, ...]] = {}
-        """Of regions that NIXL knows."""
+        """Keys of the regions that NIXL has loaded, by `RemoteRegion.key`."""
         self._confirmed = False
-        """A word has arrived over the wire that was asked for."""
+        """Whether a probe write has arrived over the configured wire."""
         self._connection = 1
         self._words: list[_Transfer] = []
-        """Late ones, which nobody waits for."""
+        """Late probe writes, which no thread waits for."""
 
     @property
     def is_in_use(self) -> bool:
@@ -222,11 +228,11 @@ class NixlPeer(NetworkPeer):
         """See `NetworkPeer.confirm`.
 
         Raises:
-            TransportUnavailable: UCX picked another wire than the one asked for; nothing was sent.
+            TransportUnavailable: UCX chose another wire than the configured one; nothing was sent.
         """
         self._wait_for_late(deadline)
         if self._keys and may_use_tcp(self._agent.wire):
-            # Regions are loaded through the connection: NIXL never recovers where that fails.
+            # NIXL loads regions through the connection and never recovers if that fails.
             self.reach(deadline)
         with self.held(deadline):
             self.refuse_open(deadline)
@@ -237,11 +243,11 @@ class NixlPeer(NetworkPeer):
             self._confirmed = True
 
     def _wait_for_late(self, deadline: Deadline) -> None:
-        """Give earlier transfers that are only late the time of this one to end. Takes the lock."""
+        """Wait until earlier transfers that are only late have ended, or the deadline. Takes the lock."""
         pause_s = FIRST_PAUSE_S
         while deadline.remaining_s > 0:
             with self.held(deadline):
-                # One that has failed may never end.
+                # A transfer that has failed may never end, so do not wait for it.
                 if not self.is_open() or not all(
                     call.is_late and call.look() is Outcome.PENDING for call in self._given_up
                 ):
@@ -251,7 +257,7 @@ class NixlPeer(NetworkPeer):
             pause_s = min(pause_s * 2, 10 * MAX_PAUSE_S)
 
     def _load(self, regions: Iterable[RemoteRegion]) -> None:
-        """Have NIXL know the regions."""
+        """Load the keys of the regions into NIXL."""
         for region in regions:
             if region.key not in self._keys:
                 keys = decode_keys(region)
@@ -269,7 +275,7 @@ class NixlPeer(NetworkPeer):
                 raise RegionError(f"nixl: key of {address} is of another process")
 
     def _begin(self, pieces: Pieces) -> _Transfer:
-        # One agent registers one kind of memory.
+        # An agent registers only one kind of memory.
         gpu = max(key.gpu for keys in self._keys.values() for key in keys)
         return self._post(pieces, (self._agent.gpu, gpu))
 
@@ -277,10 +283,10 @@ class NixlPeer(NetworkPeer):
         return _Transfer(self._agent, self.endpoint.incarnation, pieces, gpus)
 
     def reach(self, deadline: Deadline) -> None:
-        """See that the connection is whole, or make another: the peer may have cut it. Takes the lock.
+        """Check the connection with a probe write; connect again if it is cut. Takes the lock.
 
         Raises:
-            PeerUnreachable: neither; nothing of the batch was sent.
+            PeerUnreachable: neither worked; nothing of the batch was sent.
         """
         for _ in range(CONNECTIONS):
             connection = self._connection
@@ -294,11 +300,11 @@ class NixlPeer(NetworkPeer):
         )
 
     def _word_arrives(self, deadline: Deadline) -> bool:
-        """Return whether a word that nobody reads gets there; a late one does no harm."""
+        """Return whether a probe write arrives. The peer ignores its bytes, even late ones."""
         (*_, last), *_ = self._keys.values()
         here, there = (np.array([a], np.uint64) for a in (self._agent.scratch, last.scratch))
         with self.held(deadline):
-            # Under an open write no new connection is made.
+            # While an earlier write may continue, no new connection may be made.
             self.refuse_open(deadline)
             word = self._post((here, there, _WORD_NBYTES), (-1, -1))
             self._under_way.add(word)
@@ -321,13 +327,15 @@ class NixlPeer(NetworkPeer):
     def _reconnect(self, connection: int, deadline: Deadline) -> None:
         refused: tuple[type[Exception], ...] = (*self._agent.errors, RegionError)
         with self.held(deadline):
-            # Others take the lock meanwhile: to part from a peer under a transfer is not safe.
+            # The wait releases the lock to other threads. Removing a peer during a transfer is not
+            # safe.
             self._ended.wait_for(
                 lambda: not self._under_way or self._connection != connection, deadline.remaining_s
             )
             self.refuse_closed(deadline)
             if self._connection != connection:
-                return  # another thread has
+                # Another thread has reconnected.
+                return
             if self._under_way:
                 raise PeerUnreachable(f"{deadline.purpose}: other writes go on; nothing was sent")
             self.refuse_open(deadline)
@@ -344,12 +352,12 @@ class NixlPeer(NetworkPeer):
 class NixlTransport(NetworkTransport[NixlPeer]):
     """`OneSidedTransport` over a NIXL agent with a UCX backend.
 
-    An endpoint's address is `host:port` of its liveness listener, its incarnation the agent's
-    random name. A region's key carries NIXL's metadata.
+    An endpoint's address is the `host:port` of its liveness listener; its incarnation is the
+    agent's random name. A region's key carries NIXL's metadata.
 
     Raises:
-        TransportUnavailable: not installed, or UCX does not start with the wire asked for. Raised
-            by `write` too, before the first byte, when UCX picks another wire for a peer.
+        TransportUnavailable: NIXL is not installed, or UCX does not start with the configured wire.
+            `write` also raises it, before the first byte, if UCX chooses another wire for a peer.
     """
 
     def __init__(self, config: NixlConfig) -> None:
@@ -357,7 +365,8 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         self._gpu = None if config.gpu < 0 else Device(config.gpu)
         name = secrets.token_hex(INCARNATION_NBYTES // 2)
         self._fence = TcpFence(TCP_MARK)
-        with self._current():  # UCX looks for GPUs in the thread that starts it
+        # UCX looks for GPUs in the thread that starts it.
+        with self._current():
             native, log, self._detail = start_agent(config, name)
         self._page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         self._scratch = int(self._page.ctypes.data)
@@ -384,7 +393,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
 
     @property
     def traits(self) -> TransportTraits:
-        """Of the wires that UCX has chosen so far; before the first write, of the one it is limited to."""
+        """Traits of the wires that UCX has chosen, or of the configured wire before the first write."""
         wires = self._agent.log.put_wires()
         return TransportTraits(
             same_host=False,
@@ -394,13 +403,13 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         )
 
     def _ceiling(self) -> float:
-        """Return what is reached between hosts, where UCX has no shorter way."""
+        """Return the throughput between hosts, or within the host if only CMA is allowed."""
         if self._config.wire is NixlWire.CMA:
             return CEILING_BYTES_PER_S["process_vm_writev-ucx"]
         return CEILING_BYTES_PER_S["rdma" if may_use_verbs(self._config.wire) else "tcp"]
 
     def report(self) -> WireReport:
-        """See `OneSidedTransport.report`; read from UCX's log, `ucx` until a peer was written."""
+        """See `OneSidedTransport.report`. The protocol comes from UCX's log; `ucx` before the first write."""
         wires = sorted(self._agent.log.put_wires())
         protocol = "+".join(sorted({wire.name for wire in wires})) or "ucx"
         devices = ", ".join(sorted({wire.device for wire in wires})) or "not known before a write"
@@ -413,7 +422,8 @@ class NixlTransport(NetworkTransport[NixlPeer]):
     def _register_together(self, spans: Sequence[tuple[int, int]]) -> list[str]:
         agent, gpu = self._agent.native, self._config.gpu
         together = self._register_native(spans, gpu)
-        try:  # each has a handle of its own, since each is unregistered by itself
+        # Each region gets its own handle, because each is unregistered separately.
+        try:
             natives = [
                 agent.get_reg_descs(self._parts([span], gpu), memory_kind(gpu)) for span in spans
             ]
@@ -425,7 +435,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         return keys
 
     def _unregister(self, region: MemoryRegion) -> Callable[[], None]:
-        """Return what takes it back, once no write uses the memory."""
+        """Return a function that unregisters the region, to be called once no write uses the memory."""
         return partial(self._deregister, self._native.pop(region.address))
 
     def _deregister(self, native: object) -> None:
@@ -435,19 +445,20 @@ class NixlTransport(NetworkTransport[NixlPeer]):
             raise TransferFailed(f"nixl: memory stays registered: {error}") from error
 
     def fence(self, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.fence`; over other wires than TCP a process takes its writes along."""
+        """See `OneSidedTransport.fence`. Over other wires than TCP, a process's writes end with it."""
         if may_use_tcp(self._config.wire):
             self._fence.cut(Deadline.after(deadline_s, "nixl fence"))
 
     def _close_library(self, spans: Sequence[tuple[int, int]]) -> None:  # noqa: ARG002
-        """See `NetworkTransport`; an agent with an open write is kept until the process ends."""
+        """See `NetworkTransport`. An agent with an unfinished write is kept until the process ends."""
         peers = list(self._peers.values())
         if any(peer.is_open() or peer.is_in_use for peer in peers):
             _STRANDED.append((self._agent.native, peers, self._page))
         else:
             for native in (*self._native.values(), self._scratch_native):
                 self._agent.native.deregister_memory(native)
-            del self._agent.native  # ends UCX's progress thread
+            # Ends UCX's progress thread.
+            del self._agent.native
             self._fence.close()
         self._native.clear()
 
@@ -455,7 +466,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         return NixlPeer(self._agent, endpoint, liveness, self._lock)
 
     def _current(self) -> contextlib.AbstractContextManager[None]:
-        """Return the GPU's context within: this may be the thread of a trainer, which has one of its own."""
+        """Return a context manager that makes the GPU's context current; a trainer's thread may have its own."""
         return contextlib.nullcontext() if self._gpu is None else self._gpu.current()
 
     def _register_native(self, spans: Sequence[tuple[int, int]], gpu: int) -> object:
@@ -472,11 +483,11 @@ class NixlTransport(NetworkTransport[NixlPeer]):
             ) from error
 
     def _parts(self, spans: Sequence[tuple[int, int]], gpu: int) -> list[tuple[int, int, int, str]]:
-        """Return descriptors of the steps in which regions are registered."""
+        """Return descriptors of the registrations of regions."""
         return [(start, stop - start, max(gpu, 0), "") for start, stop in self._steps(spans)]
 
     def _key_of(self, native: object, nbytes: int) -> str:
-        """Return a key that is complete by itself, so regions may be passed on one by one, in any order."""
+        """Return a complete key of one region, so that regions can be sent separately and in any order."""
         step = self._step_nbytes if 0 < self._step_nbytes < nbytes else 0
         keys = [
             NixlKey(
