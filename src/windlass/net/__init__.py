@@ -1,1 +1,1 @@
-"""What every room uses to speak to a peer: addresses, sockets, servers, clocks, logs."""
+"""Communication with peers: addresses, sockets, servers, clocks, logs."""

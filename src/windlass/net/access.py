@@ -1,14 +1,14 @@
-"""Who may call what: a token per role, derived from one secret.
+"""Access to routes: one token per role, derived from one secret.
 
-The owner's secret opens everything; a job on a laptop needs no other. From it a token per role is
-derived (HMAC-SHA256), so nothing has to be stored or distributed but what each process is given,
-and no role's token says anything about the secret or about another role's.
+The owner's secret opens every route; a job on a laptop needs no other token. The token of each role
+is derived from it (HMAC-SHA256), so only the tokens that a process receives are stored or
+distributed. The token of a role reveals neither the secret nor the token of another role.
 
-A server checks against the secret that it was given itself: the controller's is the owner's; a
-rollout worker's or an engine's may be the owner's or the token of its own role.
+A server checks tokens against the secret that it was given. The controller has the owner's secret.
+A rollout worker or an engine has either the owner's secret or its role's token.
 
-With TLS a certificate may stand for the token: one that the server's authority has signed, with
-`windlass-ROLE` as an organizational unit of its subject.
+With TLS a certificate may replace the token. The server's authority must have signed it, and its
+subject must have `windlass-ROLE` as an organizational unit.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ from typing import final
 from windlass.envs import ENGINE_TOKEN_VARIABLE, TOKEN_VARIABLE
 
 Certificate = Mapping[str, object]
-"""As `ssl.SSLSocket.getpeercert` returns it."""
+"""Certificate as `ssl.SSLSocket.getpeercert` returns it."""
 
 
 UNIT_PREFIX = "windlass-"
 
 
 class Access(StrEnum):
-    """What a token, or a certificate, is for.
+    """Role that a token or a certificate stands for.
 
-    OWNER: the secret itself; everything. TRAINER, ENGINE: a rank of the trainer job, of an engine.
-    WORKER: a rollout worker, and the controller towards it. CLIENT: asks engines for tokens.
-    OBSERVER: reads.
+    Attributes:
+        OWNER: the secret itself; may call everything.
+        TRAINER: a rank of the trainer job.
+        ENGINE: a rank of an engine.
+        WORKER: a rollout worker, and the controller when it calls one.
+        CLIENT: may ask engines for tokens.
+        OBSERVER: may read.
     """
 
     OWNER = "owner"
@@ -59,14 +63,16 @@ ROUTES = MappingProxyType(
         "/metrics": (Access.OBSERVER,),
     }
 )
-"""Route of a controller -> roles that may call it beside the owner; what is not here, the owner alone.
+"""Routes of a controller, with the roles that may call them besides the owner. Only the owner may
+call a route that is not listed.
 
-`/v1/agents` admits a trainer's token for trainer ranks only, and an engine's for engine ranks only.
+`/v1/agents` accepts a trainer's token for trainer ranks only, and an engine's token for engine
+ranks only.
 """
 
 
 def role_token(secret: str, role: Access) -> str:
-    """The token of a role; the owner's is the secret itself. Nothing follows from an empty secret."""
+    """Return the token of a role: the secret itself for the owner, and "" if the secret is empty."""
     if role is Access.OWNER or not secret:
         return secret
     message = f"windlass token of role {role.value}".encode()
@@ -74,7 +80,7 @@ def role_token(secret: str, role: Access) -> str:
 
 
 def role_environment(secret: str, role: Access) -> dict[str, str]:
-    """The environment variables that give a process the tokens of its role, and no others."""
+    """Return the environment variables with the tokens of a role, and no others."""
     if not secret:
         return {}
     variables = {TOKEN_VARIABLE: role_token(secret, role)}
@@ -84,12 +90,12 @@ def role_environment(secret: str, role: Access) -> dict[str, str]:
 
 
 def authorization(token: str) -> dict[str, str]:
-    """Headers that carry a token; none for an empty one."""
+    """Return the headers that carry a token; none for an empty one."""
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def role_of_certificate(certificate: Certificate | None) -> Access | None:
-    """The role that a verified certificate names; None if it names none, or several."""
+    """Return the role that a verified certificate names; None if it names no role or several."""
     subject = (certificate or {}).get("subject")
     units = {
         value.removeprefix(UNIT_PREFIX)
@@ -103,11 +109,12 @@ def role_of_certificate(certificate: Certificate | None) -> Access | None:
 
 @final
 class AccessGate:
-    """The tokens that a server knows.
+    """Check of the tokens that a server accepts.
 
     Args:
-        secret: the owner's; the tokens that follow from it are known as well, none from an empty one.
-        others: (token, its role); empty tokens are left out.
+        secret: the owner's secret. The tokens derived from it are accepted too; an empty secret has
+            none.
+        others: pairs of a token and its role. Empty tokens are ignored.
     """
 
     def __init__(self, secret: str, *others: tuple[str, Access]) -> None:
@@ -116,9 +123,9 @@ class AccessGate:
         self._known = [(f"Bearer {token}".encode(), role) for token, role in tokens if token]
 
     def role_of(self, authorization: str, certificate: Certificate | None = None) -> Access | None:
-        """The role behind an `Authorization` header; None for a stranger. In constant time.
+        """Return the role of an `Authorization` header, in constant time; None if the token is unknown.
 
-        Whoever sends no such header is who their certificate says.
+        Without the header, the role comes from the client certificate.
         """
         if not authorization:
             return role_of_certificate(certificate)
@@ -131,7 +138,7 @@ class AccessGate:
 
 
 def refusal_of(role: Access, method: str, route: str, allowed: Collection[Access]) -> str:
-    """Why `role` may not call a route, for a person; empty when it may."""
+    """Return the reason why `role` may not call a route, for a person; empty if it may."""
     roles = (Access.OWNER, *allowed)
     if role in roles:
         return ""

@@ -1,7 +1,8 @@
-"""Which address a process binds, and what others are told: the same one, unless it was set.
+"""Addresses: which one a process binds, and which one its peers use.
 
-A host may have many addresses. In order: what the caller was configured with, what WINDLASS_HOST
-says, the address of this host on the way to the peer, and loopback when there is no peer to go to.
+Both are the same unless configured otherwise. A host may have many addresses. The order of choice
+is: the caller's configuration, WINDLASS_HOST, this host's address on the route to the peer, and
+loopback for a process without a peer.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ LOOPBACK = "127.0.0.1"
 
 
 def join_host_port(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
+    """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def url_of(host: str, port: int, *, scheme: str = "http") -> str:
-    """`scheme://host:port`."""
+    """Return `scheme://host:port`."""
     return f"{scheme}://{join_host_port(host, port)}"
 
 
 def check_url(url: str, what: str, *, may_be_plain: bool | None = None) -> SplitResult:
-    """The parts of the URL of a server.
+    """Check the URL of a server and return its parts.
 
     Args:
-        url: of the server.
-        what: it is, for errors.
-        may_be_plain: whether it may be `http`; None for where this process does not require TLS.
+        url: URL of the server.
+        what: name of the server, for errors.
+        may_be_plain: whether `http` is allowed; None to allow it unless this process requires TLS.
 
     Raises:
-        ConfigError: it has another scheme, no host, a port that is none, a user, a query, a fragment, or
-            characters that cannot be printed.
+        ConfigError: the URL has another scheme, no host, an invalid port, a user, a query, a
+            fragment, or unprintable characters.
     """
     plain = not is_tls_required() if may_be_plain is None else may_be_plain
     schemes = ("http", "https") if plain else ("https",)
@@ -48,17 +49,18 @@ def check_url(url: str, what: str, *, may_be_plain: bool | None = None) -> Split
         known = parts.scheme in schemes and parts.hostname is not None and parts.port != 0
     except ValueError as error:
         raise ConfigError(rule) from error
-    # What is appended to a URL must become its path; and who reads logs must not read a password.
+    # Callers append a path to the URL, so a query or fragment would swallow it. A password would
+    # appear in logs.
     if not known or "@" in parts.netloc or "?" in url or "#" in url or not url.isprintable():
         raise ConfigError(rule)
     return parts
 
 
 def split_host_port(address: str) -> tuple[str, int]:
-    """The two halves of `host:port` or `[v6]:port`; the host without brackets.
+    """Return host and port of `host:port` or `[v6]:port`; the host without brackets.
 
     Raises:
-        ConfigError: it is neither, or the port is not in 1..65535.
+        ConfigError: the address has another form, or the port is not in 1..65535.
     """
     host, _, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -70,7 +72,7 @@ def split_host_port(address: str) -> tuple[str, int]:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether binding it means every address, so that it names none."""
+    """Return whether binding `host` means every address, so that it identifies no host."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -78,7 +80,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether it leads another host to itself."""
+    """Return whether `host` is a loopback address, which leads every host to itself."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -86,10 +88,10 @@ def is_loopback(host: str) -> bool:
 
 
 def published_host(host: str, advertise_host: str, what: str) -> str:
-    """What others are told of a server that binds `host`.
+    """Return the address that peers use for a server that binds `host`.
 
     Raises:
-        ConfigError: that would be a wildcard, which names no host.
+        ConfigError: that would be a wildcard, which identifies no host.
     """
     told = advertise_host or host
     if is_wildcard(told):
@@ -101,17 +103,17 @@ def published_host(host: str, advertise_host: str, what: str) -> str:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens on now, for a server that cannot say which it took."""
+    """Return a free port of 127.0.0.1, for a server that cannot report which port it took."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
 def listen(host: str, port: int, what: str) -> socket.socket:
-    """A socket bound to an address of this host, IPv4 or IPv6, or to a name of it. Not listening.
+    """Return a socket bound to an address or name of this host, IPv4 or IPv6. It does not listen yet.
 
     Raises:
-        ConfigError: it cannot be bound.
+        ConfigError: the address cannot be bound.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -130,16 +132,16 @@ def listen(host: str, port: int, what: str) -> socket.socket:
 
 
 def own_address(towards: str = "") -> str:
-    """The address of this host that its peers should use.
+    """Return the address of this host that its peers should use.
 
-    WINDLASS_HOST may be an address or a name of this host, or a network (`10.1.0.0/16`), which
-    can be the same for all hosts: each takes its own address in it.
+    WINDLASS_HOST may be an address or a name of this host, or a network (`10.1.0.0/16`). A network
+    can be the same for all hosts: each uses its own address in it.
 
     Args:
         towards: URL of the controller; empty for a process without one.
 
     Raises:
-        ConfigError: WINDLASS_HOST is not of this host.
+        ConfigError: WINDLASS_HOST is not an address of this host.
         PeerUnreachable: see `address_towards`.
     """
     wanted = environment_value(HOST_VARIABLE)
@@ -154,11 +156,12 @@ def own_address(towards: str = "") -> str:
 
 
 def address_towards(url: str) -> str:
-    """The address of this host on the way to `url`; nothing is sent.
+    """Return the address of this host on the route to `url`. Nothing is sent.
 
     Raises:
-        ConfigError: it is no URL of a controller.
-        PeerUnreachable: its name is not known, or there is no way to it. Loopback would be wrong.
+        ConfigError: `url` is not the URL of a controller.
+        PeerUnreachable: the host name is unknown, or no route leads there. Loopback would be wrong
+            then.
     """
     parts = check_url(url, "controller")
     try:
@@ -170,7 +173,7 @@ def address_towards(url: str) -> str:
 
 
 def is_this_host(url: str) -> bool:
-    """Whether a URL leads to the host of this process; nothing is sent.
+    """Return whether a URL leads to the host of this process. Nothing is sent.
 
     Raises:
         ConfigError, PeerUnreachable: see `address_towards`.

@@ -10,7 +10,7 @@ from windlass.errors import TransferFailed
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment on the monotonic clock, and what has to be done by then."""
+    """A moment on the monotonic clock, and the operation that must end by then."""
 
     at_s: float
     seconds: float
@@ -18,7 +18,7 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float, purpose: str) -> Deadline:
-        """`seconds` from now."""
+        """Return a deadline `seconds` from now."""
         return cls(time.monotonic() + seconds, seconds, purpose)
 
     @property
@@ -27,7 +27,7 @@ class Deadline:
         return max(self.at_s - time.monotonic(), 0.0)
 
     def check_before_more(self) -> None:
-        """Refuse to start another piece of work after the deadline.
+        """Raise if the deadline has passed, before another piece of work starts.
 
         Raises:
             TransferFailed: the deadline has passed; nothing is in flight.

@@ -1,8 +1,8 @@
-"""An append-only file of JSON lines, of which a crash can tear off the end and nothing else.
+"""An append-only file of JSON lines. A crash can damage only its end.
 
-Each line is an object whose last member is the XXH3 (64 bits) of the line without it, so that a damaged line
-is never taken for another one. Shared by the journal of rounds, which is on disk before it is acted
-on, and the journal of rollouts, which is written in batches.
+Each line is an object. Its last member is the XXH3 (64 bits) of the line without that member, so
+that a damaged line is detected. Used by the journal of rounds, which is on disk before the
+controller acts on it, and by the journal of rollouts, which is written in batches.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ EntryT = TypeVar("EntryT")
 
 @final
 class LineFile(Generic[EntryT]):
-    """One writer at a time: the file is locked for as long as it is open.
+    """File of JSON lines with one writer at a time: the file is locked while it is open.
 
-    A last line without its end was torn by a crash and is cut off when the file is opened.
+    An incomplete last line, left by a crash, is cut off when the file is opened.
 
     Args:
-        path: made with its folders when it is missing.
+        path: path of the file, which is created with its folders if it does not exist.
         kind: type of an entry, or a union of tagged types.
-        first_line: how the first line of every such file begins; empty for anyhow.
+        first_line: first bytes of every such file; empty for no rule.
 
     Attributes:
-        found: what it held when it was opened; whoever has used it may clear it.
-        nbytes: its size.
+        found: entries of the file when it was opened. A caller that has used them may clear the
+            list.
+        nbytes: size of the file.
 
     Raises:
-        ConfigError: it cannot be opened, another process has it open, a complete line is
-            damaged or not an entry, or the file is none of ours: what there is of its first line begins
-            otherwise.
+        ConfigError: the file cannot be opened, another process has it open, a complete line is
+            damaged or not an entry, or the first line does not begin with `first_line`.
     """
 
     def __init__(self, path: Path, kind: type[EntryT], *, first_line: bytes = b"") -> None:
@@ -58,7 +58,8 @@ class LineFile(Generic[EntryT]):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = _lock(path)
             self.found, self.nbytes = read_lines(path, kind, first_line=first_line)
-            os.ftruncate(self._descriptor, self.nbytes)  # the next line must not grow on a torn one
+            # The next line must not continue an incomplete one.
+            os.ftruncate(self._descriptor, self.nbytes)
             _sync_directory(path.parent)
         except (OSError, ConfigError) as error:
             self.close()
@@ -74,11 +75,11 @@ class LineFile(Generic[EntryT]):
         return self.path.with_name(f"{self.path.name}.new")
 
     def encode(self, entry: EntryT) -> bytes:
-        """Return an entry as `write` takes it."""
+        """Return an entry in the form that `write` takes."""
         return self._encoder.encode(entry)
 
     def check_path(self) -> None:
-        """Check that the next process would find what is written.
+        """Check that the next process would find the written lines.
 
         Raises:
             OSError: the file was removed or replaced.
@@ -86,13 +87,13 @@ class LineFile(Generic[EntryT]):
         _check_is(self.path, os.fstat(self._descriptor))
 
     def write(self, encoded: Iterable[bytes]) -> None:
-        """Hand a line for each entry to the system, in one call.
+        """Write a line for each entry to the system, in one call.
 
-        From here on they survive the end of this process, not a power cut.
+        The lines then survive the end of this process, but not a power cut.
 
         Raises:
-            OSError: disk full, and the like. It is as if it had not been tried: what the end of the file
-                may have of the lines is cut off by the next call.
+            OSError: for example, the disk is full. No entry counts as written: the next call cuts
+                off any partial lines.
         """
         data = b"".join(map(add_checksum, encoded))
         if self._torn:
@@ -103,29 +104,30 @@ class LineFile(Generic[EntryT]):
         self.nbytes += len(data)
 
     def sync(self) -> None:
-        """Return once what was written is on disk; may be called from another thread."""
+        """Return once all written lines are on disk. May be called from another thread."""
         if self._moved:
             _sync_directory(self.path.parent)
             self._moved = False
         os.fdatasync(self._descriptor)
 
     def read(self, upto_nbytes: int) -> list[EntryT]:
-        """The entries of the first `upto_nbytes`; may be called from another thread.
+        """Return the entries in the first `upto_nbytes`. May be called from another thread.
 
         Raises:
-            OSError, ConfigError: it cannot be read, or a line is not an entry.
+            OSError, ConfigError: the file cannot be read, or a line is not an entry.
         """
         return read_lines(self.path, self._kind, upto_nbytes)[0]
 
     def write_replacement(self, entries: Iterable[EntryT]) -> None:
-        """Have a file with these entries on disk, under another name; for `replace`.
+        """Write a file with these entries to disk under another name, for `replace`.
 
         May be called from another thread.
 
         Raises:
-            OSError, ConfigError: it cannot be written; this file is as it was.
+            OSError, ConfigError: the file cannot be written; this file is unchanged.
         """
-        self._replacement.unlink(missing_ok=True)  # of a process that was killed here
+        # A process that was killed here may have left its file.
+        self._replacement.unlink(missing_ok=True)
         file = LineFile(self._replacement, self._kind)
         try:
             file.write(map(file.encode, entries))
@@ -134,13 +136,14 @@ class LineFile(Generic[EntryT]):
             file.close()
 
     def replace(self, upto_nbytes: int) -> None:
-        """Go on with the replacement, which says the same as the first `upto_nbytes` of this file.
+        """Continue with the replacement, which stands for the first `upto_nbytes` of this file.
 
-        What was written after those is copied behind it; then it takes this one's name. The name
-        survives a power cut after the next `sync`; before, it may be the old file's again.
+        Lines written after those are appended to it; then it takes the name of this file. The new
+        file survives a power cut only after the next `sync`. Before that, a power cut may restore
+        the old file.
 
         Raises:
-            OSError: the files are as they were.
+            OSError: both files are unchanged.
         """
         path = self._replacement
         descriptor = _lock(path)
@@ -175,7 +178,7 @@ def _check_is(path: Path, opened: os.stat_result) -> None:
 
 
 def add_checksum(entry: bytes) -> bytes:
-    """Return the line of an object with members: its checksum is the last one."""
+    """Return the line of a JSON object that is not empty, with its checksum as last member."""
     return entry[:-1] + CHECKSUM % xxhash.xxh3_64_intdigest(entry)
 
 
@@ -193,7 +196,7 @@ def _lock(path: Path) -> int:
     """Open for appending, locked until the descriptor is closed or the process ends.
 
     Raises:
-        OSError: another process holds it, or has just put another file in its place.
+        OSError: another process has locked it or has just replaced it.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -208,11 +211,11 @@ def _lock(path: Path) -> int:
 def read_lines(
     path: Path, kind: type[EntryT], upto_nbytes: int | None = None, *, first_line: bytes = b""
 ) -> tuple[list[EntryT], int]:
-    """The entries, and the bytes that they take; a line without its end was torn by a crash.
+    """Return the entries and their size in bytes. An incomplete last line was left by a crash.
 
     Raises:
-        ConfigError: a complete line is damaged or not an entry, or what there is of the first line does not
-            begin as `first_line`.
+        ConfigError: a complete line is damaged or not an entry, or the first line does not begin
+            with `first_line`.
     """
     entries: list[EntryT] = []
     decoder = msgspec.json.Decoder(kind)
@@ -221,7 +224,7 @@ def read_lines(
         for number, line in enumerate(file):
             is_torn, is_sound = not line.endswith(b"\n"), _has_checksum(line[:-1] + b"\n")
             if nbytes == upto_nbytes or (is_torn and not is_sound):
-                # Else the file would be cut off, whatever it is.
+                # Otherwise any file, even a foreign one, would be cut off here.
                 if number == 0 and line[: len(first_line)] != first_line[: len(line)]:
                     raise ConfigError(
                         f"journal {path}: must be a journal, begins with {line[:20]!r}"
@@ -238,7 +241,7 @@ def read_lines(
 
 
 def _sync_directory(path: Path) -> None:
-    """A new file survives a power cut only once its directory is on disk."""
+    """Sync a directory, because a new file survives a power cut only then."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

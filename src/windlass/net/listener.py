@@ -1,9 +1,10 @@
-"""Accepting connections of a server, so that whoever has no token costs it next to nothing.
+"""Accepts connections of a server so that clients without a token cost it very little.
 
-A connection is a stranger's until a request of it has shown a token. Strangers are few, short-lived,
-and the first to go when there is no room: none of them can hold up who belongs here, and no flood
-of them fills a disk with errors. Members that are too many are refused by name, with some descriptors left
-for what this process itself opens.
+A connection is a stranger's until one of its requests has presented a token. The server keeps few
+strangers, for a short time, and closes them first if it runs out of descriptors. So they cannot
+block members, and a flood of them cannot fill a disk with error logs. If there are too many
+members, further ones get an error response. Some descriptors are reserved for files that this
+process opens.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ from aiohttp.http_exceptions import HttpProcessingError
 from windlass.net.sockets import keep_alive
 
 BACKLOG = 16
-"""Connections that the kernel completes and nobody has accepted: accepting is quick."""
+"""Connections that the kernel completes before this process accepts them. Few suffice, because
+accepting is fast."""
 STRANGER_S = 10.0
-"""From a connection to its first request with a token; it is closed otherwise."""
+"""Seconds from a connection to its first request with a token. Then it is closed."""
 MAX_STRANGERS = 256
-"""Beyond which the oldest makes room for the next."""
+"""Largest number of strangers. A new one replaces the oldest."""
 STRANGERS_SHARE = 4
-"""Of the descriptors that this process may have open, strangers get one in so many."""
+"""Divisor of this process's descriptor limit: strangers get at most this fraction of all
+descriptors."""
 RESERVED_FILES = 32
-"""Descriptors, at most a quarter of all, that no member's connection takes: more than `BACKLOG`, which is
-accepted in one go."""
+"""Descriptors, at most a quarter of all, that no member's connection takes. More than `BACKLOG`
+connections, which asyncio accepts in one go."""
 RESERVED_SHARE = 4
 ACCEPT_TURNS = 3
-"""Of the loop, from a connection that asyncio has accepted to one that aiohttp knows."""
+"""Turns of the event loop after which aiohttp has every connection that asyncio has accepted."""
 NO_ROOM = "no file descriptor is left for another connection (ulimit -n)"
 ACCEPT_ERROR = "socket.accept() out of system resource"
 LOG_PERIOD_S = 60.0
@@ -45,9 +48,9 @@ MAX_LOGS = 20
 
 @final
 class RateLimit(logging.Filter):
-    """Lets `max_records` of a logger's records through in a period, and says how many it has left out.
+    """Filter that passes `max_records` records per period and reports how many it dropped.
 
-    What a peer sends that is not even HTTP is one line, and no traceback of ours.
+    An error caused by data that is not HTTP is logged as one line without a traceback.
     """
 
     def __init__(self, max_records: int = MAX_LOGS) -> None:
@@ -76,13 +79,13 @@ class RateLimit(logging.Filter):
 
 
 request_log = logging.getLogger("windlass.net.requests")
-"""For `web.AppRunner(logger=...)`: errors of single requests."""
+"""Logger of errors of single requests, for `web.AppRunner(logger=...)`."""
 request_log.addFilter(RateLimit())
 
 
 @final
 class _AcceptErrors(logging.Filter):
-    """Of what asyncio logs, only that no connection can be accepted, which it does without end."""
+    """Filter for asyncio's logger, which repeats without end that no connection can be accepted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,9 +100,9 @@ _accept_errors = _AcceptErrors()
 
 @final
 class Listener:
-    """Accepts connections for an aiohttp application that is set up, with TLS where `tls` is given.
+    """Acceptor of connections for an aiohttp application that is set up, with TLS if `tls` is given.
 
-    It owns `bound` from here on.
+    It owns `bound`.
     """
 
     def __init__(
@@ -119,14 +122,17 @@ class Listener:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
-        """Begin to accept."""
+        """Start to accept connections."""
         logging.getLogger("asyncio").addFilter(_accept_errors)
         self._server = await asyncio.get_running_loop().create_server(
             lambda: _Accepted(self._on_accepted), sock=self._socket, backlog=BACKLOG
         )
 
     def admit(self, request: web.Request) -> bool:
-        """Whether the request's connection, which has shown a token, may stay: then it is no stranger's."""
+        """Return whether the request's connection, which has presented a token, may stay.
+
+        A connection that may stay no longer counts as a stranger's.
+        """
         key = request.get_extra_info("socket")
         if key in self._strangers and _takes_reserved(key):
             request_log.warning("%s is refused: %s", request.remote, NO_ROOM)
@@ -135,7 +141,7 @@ class Listener:
         return True
 
     async def stop(self) -> None:
-        """Accept nobody more. Idempotent."""
+        """Stop accepting. Idempotent."""
         await stop_accepting(self._socket)
         for handshake in self._handshakes:
             handshake.cancel()
@@ -153,7 +159,8 @@ class Listener:
         if self._tls is None:
             self._serve(transport, accepted)
             return
-        transport.pause_reading()  # until there is somebody to decrypt it
+        # Read nothing until TLS is set up to decrypt it.
+        transport.pause_reading()
         handshake = asyncio.get_running_loop().create_task(
             self._shake_hands(transport, accepted, self._tls)
         )
@@ -167,7 +174,8 @@ class Listener:
             secured = await asyncio.get_running_loop().start_tls(
                 transport, accepted, tls, server_side=True, ssl_handshake_timeout=STRANGER_S
             )
-        except OSError as error:  # ssl.SSLError, a lost connection and a TimeoutError are such
+        # ssl.SSLError, a lost connection and TimeoutError are all OSErrors.
+        except OSError as error:
             request_log.info("TLS: %s: %s", type(error).__name__, error)
             return
         finally:
@@ -187,7 +195,7 @@ class Listener:
             handler.data_received(bytes(accepted.received))
 
     def _make_room(self) -> None:
-        """Who has gone by itself is forgotten; if nobody has, the oldest stranger must go."""
+        """Drop strangers with closed connections, or else the oldest stranger."""
         gone = [key for key, (transport, _) in self._strangers.items() if transport.is_closing()]
         for key in gone or list(self._strangers)[:1]:
             self._drop(key)
@@ -204,7 +212,7 @@ class Listener:
 
 
 def _takes_reserved(connection: socket.socket) -> bool:
-    """Whether it came when all descriptors but the reserved ones were taken: the system gives the lowest."""
+    """Return whether a connection took a reserved descriptor. The system gives the lowest free one."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return False
@@ -213,7 +221,7 @@ def _takes_reserved(connection: socket.socket) -> bool:
 
 @final
 class _Accepted(asyncio.Protocol):
-    """A connection until aiohttp has it: what the client sends right behind its handshake is kept."""
+    """Connection before aiohttp takes it over; keeps the bytes that arrive until then."""
 
     def __init__(self, on_accepted: Callable[[asyncio.Transport, _Accepted], None]) -> None:
         self._on_accepted = on_accepted
@@ -227,10 +235,10 @@ class _Accepted(asyncio.Protocol):
 
 
 async def stop_accepting(bound: socket.socket) -> None:
-    """Have the loop accept nobody more; return once whoever was is known to aiohttp. Idempotent.
+    """Stop accepting; return once aiohttp has every accepted connection. Idempotent.
 
-    A server that is closed between accepting a connection and making its transport drops it without
-    closing it (asyncio, `Server._attach` of Python 3.11 to 3.13).
+    If a server closes between accepting a connection and creating its transport, asyncio drops the
+    connection without closing it (`Server._attach` of Python 3.11 to 3.13).
     """
     if bound.fileno() >= 0:
         asyncio.get_running_loop().remove_reader(bound)

@@ -1,7 +1,8 @@
-"""Log lines that say which rollout, round and version they belong to.
+"""Log lines that carry the rollout, round and version they belong to.
 
-Code that works on one rollout or one round names it with `log_fields`; every line that is logged
-meanwhile carries it, a user's own lines too. The fields travel with asyncio tasks, not with threads.
+Code that works on one rollout or one round names it with `log_fields`. Every line logged during
+that work carries the fields, including lines of user code. The fields follow asyncio tasks, not
+threads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FORMAT_VARIABLE = "WINDLASS_LOG"
 LEVEL_VARIABLE = "WINDLASS_LOG_LEVEL"
 LOG_VARIABLES = (FORMAT_VARIABLE, LEVEL_VARIABLE)
 MAX_KINDS = 256
-"""Kinds of lines that a `LineLimit` remembers."""
+"""Kinds of lines that a `LineLimit` counts."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 _fields: ContextVar[Mapping[str, str | int]] = ContextVar("windlass_log_fields")
@@ -31,7 +32,7 @@ _NO_FIELDS: Mapping[str, str | int] = {}
 
 
 class _Undo:
-    """A context that sets the fields of before when it ends."""
+    """Context manager that restores the previous fields at its end."""
 
     __slots__ = ("_before",)
 
@@ -56,7 +57,7 @@ def log_fields(
     """Add fields to every later line of the running asyncio task, and of tasks that it creates.
 
     Returns:
-        For `with`: its end takes the fields away again.
+        A context manager for `with`. Its end removes the fields again.
     """
     before = _fields.get(_NO_FIELDS)
     given = {
@@ -72,7 +73,7 @@ def log_fields(
 
 @final
 class LineLimit:
-    """Decides which of many equal log lines to write: one of each kind in `every_s` seconds.
+    """Limit on repeated log lines: one line of each kind per `every_s` seconds.
 
     Args:
         every_s: seconds between two lines of one kind.
@@ -83,7 +84,7 @@ class LineLimit:
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def count(self, kind: str) -> int:
-        """Return how many lines of this kind came since one was written, this one included; 0 to write none."""
+        """Return how many lines of this kind came since one was written, with this; 0 to write none."""
         now = time.monotonic()
         next_s, num_held = self._kinds.pop(kind, (now, 0))
         is_due = now >= next_s
@@ -95,7 +96,7 @@ class LineLimit:
 
 @final
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (UTC), level, logger, process, message, fields, exception."""
+    """Formatter of one JSON object per line: UTC time, level, logger, process, message, fields, exception."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ class _TextFormatter(logging.Formatter):
 
 
 def printable(text: str) -> str:
-    """Return `text` with escapes for what would forge a line of a log, or speak to a terminal."""
+    """Return `text` with escapes for characters that could forge a log line or control a terminal."""
     return text if text.isprintable() else "".join(map(_escaped, text))
 
 
@@ -139,7 +140,7 @@ def _escaped(character: str) -> str:
 
 @final
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Handler that writes each line to the `sys.stderr` of that moment, which a live view replaces."""
+    """Handler that looks up `sys.stderr` for each line, because a live view replaces it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -147,13 +148,13 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def configure_logging(process: str) -> None:
-    """Log to stderr as WINDLASS_LOG (`text`, `json`) and WINDLASS_LOG_LEVEL (`INFO`) say.
+    """Log to stderr according to WINDLASS_LOG (`text`, `json`) and WINDLASS_LOG_LEVEL (`INFO`).
 
-    Called by the entry points of processes; a handler that is there already is left alone. The name of
-    the process is in every line.
+    Entry points of processes call this. An existing handler is kept. Every line carries the name of
+    the process.
 
     Raises:
-        ConfigError: a value that is neither.
+        ConfigError: a variable has an unknown value.
     """
     kind = environment_value(FORMAT_VARIABLE) or "text"
     if kind not in {"text", "json"}:

@@ -1,4 +1,4 @@
-"""What every session says, and how messages are read: as one type, or as the peer's error. No I/O."""
+"""Messages of every session, and decoding of a message into one type or an error. No I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError
 
 PROTOCOL_VERSION = 13
-"""Of all that two processes of Windlass say to each other; both must have the same."""
+"""Version of all messages between processes of Windlass. Both processes must have the same."""
 MAX_NAME_NBYTES = 255
 
 CallId = tuple[int, int, int]
@@ -18,12 +18,12 @@ CallId = tuple[int, int, int]
 T_co = TypeVar("T_co", covariant=True)
 
 encode = msgspec.msgpack.Encoder().encode
-"""The MessagePack form of a message of any type."""
+"""Encoder of a message of any type as MessagePack."""
 
 
 @final
 class Codec(Generic[T_co]):
-    """Reads messages of one type, or of a union of tagged types, that errors call `name`.
+    """Decoder of messages of one type, or of a union of tagged types. Errors call the message `name`.
 
     Messages longer than `max_nbytes` are refused before they are decoded.
     """
@@ -35,10 +35,10 @@ class Codec(Generic[T_co]):
         self._name, self.max_nbytes = name, max_nbytes
 
     def decode(self, data: bytes) -> T_co:
-        """Read a message.
+        """Decode a message.
 
         Raises:
-            ProtocolError: it is too long, or none of the type.
+            ProtocolError: the message is too long or not of the type.
         """
         if len(data) > self.max_nbytes:
             raise ProtocolError(
@@ -51,10 +51,10 @@ class Codec(Generic[T_co]):
 
 
 class RoundId(NamedTuple):
-    """Tells one round, or one binding of the fleet, from every other; later ones are greater.
+    """Identity of one round or one binding of the fleet. Later ones are greater.
 
-    `epoch` grows with every binding and with every start of a controller, `round` with both and
-    with every attempt to publish.
+    `epoch` grows with every binding and with every start of a controller. `round` grows with both
+    and with every attempt to publish.
     """
 
     epoch: int
@@ -68,23 +68,23 @@ class _OfCall(msgspec.Struct, frozen=True):
 
     @property
     def call_id(self) -> CallId:
-        """Of the call."""
+        """Identity of the call."""
         return self.epoch, self.round, self.seq
 
     @property
     def round_id(self) -> RoundId:
-        """The round that the call belongs to."""
+        """Round of the call."""
         return RoundId(self.epoch, self.round)
 
 
 class Envelope(_OfCall, Generic[T_co], frozen=True, tag="envelope"):
-    """A command and the id of its call."""
+    """A command with the identity of its call."""
 
     command: T_co
 
 
 class UnreadCall(_OfCall, frozen=True, tag="envelope"):
-    """An envelope whose command this process cannot read."""
+    """An envelope with a command that this process cannot decode."""
 
     command: msgspec.Raw
 
@@ -93,7 +93,7 @@ _UNREAD_CALLS = msgspec.msgpack.Decoder(UnreadCall)
 
 
 def unread_call(data: bytes) -> UnreadCall | None:
-    """Return a whole envelope without reading its command; None if the message is none."""
+    """Decode an envelope without its command; return None if the message is not an envelope."""
     try:
         return _UNREAD_CALLS.decode(data)
     except DECODE_ERRORS:
@@ -101,18 +101,18 @@ def unread_call(data: bytes) -> UnreadCall | None:
 
 
 class Reply(_OfCall, Generic[T_co], frozen=True, tag="reply"):
-    """The one answer to the envelope with the same (epoch, round, seq)."""
+    """The answer to the envelope with the same (epoch, round, seq)."""
 
     result: T_co
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", omit_defaults=True):
-    """Instead of a welcome, or before the server closes the connection.
+    """Refusal, sent instead of a welcome or before the server closes the connection.
 
     Attributes:
         message: one line for a person.
-        final: the peer does not belong here, and need not come again. False where only this
-            connection went wrong, or where it may be let in later.
+        final: whether the peer must not connect again. False if only this connection failed, or if
+            the server may admit the peer later.
     """
 
     message: str
@@ -120,32 +120,32 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", omit_defaults=True):
 
 
 class MustWait(ProtocolError):
-    """The peer may belong here, but not yet: it may come again."""
+    """The server does not admit the peer yet. The peer may connect again."""
 
 
 class OwnerClosed(MustWait):
-    """The owner is being closed: a successor may take the peer."""
+    """The owner of the route is closing. Its successor may admit the peer."""
 
 
 class Garbled(ProtocolError):
-    """The fault may be the connection's and not the peer's: it may come again."""
+    """A frame could not be decoded, perhaps because of the connection. The peer may connect again."""
 
 
 def check_version(version: int, peer: str) -> None:
-    """A peer must say the protocol version of this process.
+    """Check that a peer has the protocol version of this process.
 
     Raises:
-        ProtocolError: it says another one.
+        ProtocolError: the versions differ.
     """
     if version != PROTOCOL_VERSION:
         raise ProtocolError(f"{peer}: protocol_version must be {PROTOCOL_VERSION}, got {version}")
 
 
 def check_name(name: str, what: str) -> None:
-    """A name of a peer stands in logs, on terminals and in metrics.
+    """Check the name of a peer, which is written to logs, terminals and metrics.
 
     Raises:
-        ProtocolError: it is empty, has characters that cannot be printed, or more than 255 bytes.
+        ProtocolError: the name is empty, has unprintable characters, or exceeds 255 bytes.
     """
     if not name or not name.isprintable() or len(name.encode()) > MAX_NAME_NBYTES:
         shown = name[:MAX_NAME_NBYTES].encode("unicode_escape").decode()

@@ -1,4 +1,4 @@
-"""What a peer has answered: a call is carried out once, however often it is sent, and not after its time. No I/O."""
+"""Replies of a peer: each call is carried out once, and not after its round has passed. No I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ResultT = TypeVar("ResultT")
 
 @final
 class ReplyStore(Generic[ResultT]):
-    """Replies of the newest two rounds, and the rule that older calls are stale.
+    """Replies of the newest two rounds. Calls of older rounds are stale.
 
     Attributes:
         newest: (epoch, round) of the newest call.
@@ -30,10 +30,10 @@ class ReplyStore(Generic[ResultT]):
         return len(self._replies)
 
     def lookup(self, call_id: CallId) -> Reply[ResultT] | None:
-        """The stored reply; None for a new call.
+        """Return the stored reply; None for a new call.
 
         Raises:
-            StaleMessage: its round has passed.
+            StaleMessage: the round of the call has passed.
         """
         epoch, round_number, _ = call_id
         round_id = epoch, round_number
@@ -50,22 +50,22 @@ class ReplyStore(Generic[ResultT]):
         return None
 
     def received(self, round_id: RoundId) -> None:
-        """A call of it has come, and may have to wait for others."""
+        """Record that a call of this round has arrived. It may still have to wait for other calls."""
         self._received = max(self._received, round_id)
 
     def void(self) -> None:
-        """The connection is lost: what came over it and has not begun is not carried out.
+        """Reject the received calls that have not begun, because their connection was lost.
 
-        The server has left this peer out of that round; its next call is of a later one.
+        The server has left this peer out of their round; its next call belongs to a later one.
         """
         self._void = self._received
 
     def store(self, reply: Reply[ResultT]) -> None:
-        """Remember a reply."""
+        """Store a reply."""
         with self._lock:
             self._replies[reply.call_id] = reply
 
     def replies(self) -> list[Reply[ResultT]]:
-        """Every reply that is remembered, oldest first."""
+        """Return every stored reply, oldest first."""
         with self._lock:
             return list(self._replies.values())

@@ -1,14 +1,14 @@
-"""One way to call a peer: `Session` at the end that calls, `Callee` at the end that is called.
+"""Calls to a peer: `Session` is the calling side, `Callee` the called side.
 
-A peer opens a WebSocket (`rpc_client.Client`) and opens it again whenever it is lost: it needs no port
-of its own, and a process that dies is a closed connection, seen at once and not by polling. Its
-first frame says who it is; the server answers with a welcome of its own protocol, or with
-`Refused`. From then on the server sends `Envelope`s, the peer answers each of them with one `Reply`, and
-either may send what else their protocol has.
+A peer opens a WebSocket (`rpc_client.Client`) and opens it again whenever it is lost. So the peer
+needs no port, and if its process dies, the connection closes at once, without polling. The peer's
+first frame identifies it. The server answers with a welcome of its protocol, or with `Refused`.
+Then the server sends `Envelope`s, and the peer answers each with one `Reply`. Both may send further
+frames of their protocol.
 
-The id of a call is (epoch, round, seq), which only grows. A peer carries out a call once, however
-often it is sent: it stores its replies, sends them again over its next connection, and drops them when a
-call of a later round shows that they have been received.
+The identity of a call is (epoch, round, seq), which only grows. A peer carries out each call once,
+even if it arrives several times. It stores its replies, sends them again over its next connection,
+and drops them when a call of a later round shows that the server has them.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ ResultT = TypeVar("ResultT")
 
 
 class Session(Generic[CommandT, ResultT]):
-    """Calls one peer, and matches replies to whoever waits for them.
+    """Calling side: calls one peer and assigns replies to the waiting futures.
 
     Args:
         peer: its name, for errors.
-        socket: of its connection; None before the first.
-        keeps_calls: calls outlive a connection, and are sent again over the next one (`attach`).
-            Otherwise they fail with it.
-        send_deadline_s: for the peer to take a frame, or a part of a large one; the connection of
-            one that does not is cut.
+        socket: socket of its connection; None before the first.
+        keeps_calls: whether calls survive the loss of a connection and are sent again over the next
+            one (`attach`). Otherwise they fail.
+        send_deadline_s: seconds for the peer to take a frame, or a part of a large frame. If it
+            takes longer, the connection is cut.
 
     Attributes:
-        was_cut: the connection was cut because the peer did not read; its process may live.
+        was_cut: whether the connection was cut because the peer did not read. The peer's process
+            may be alive.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Session(Generic[CommandT, ResultT]):
         self._calls: dict[CallId, tuple[CommandT, asyncio.Future[ResultT]]] = {}
 
     async def send(self, frame: msgspec.Struct, *, within_s: float | None = None) -> None:
-        """Send a frame, all of it within `within_s` if that is given.
+        """Send a frame; all of it within `within_s` if that is given.
 
         Raises:
             PeerUnreachable: the connection is closed, or the peer does not read from it.
@@ -90,11 +91,11 @@ class Session(Generic[CommandT, ResultT]):
         """Send a command, within `within_s` if that is given.
 
         Returns:
-            Resolves with the result; fails with PeerUnreachable if the connection is lost, unless
-            calls are kept.
+            A future of the result. It fails with PeerUnreachable if the connection is lost, unless
+                calls are kept.
 
         Raises:
-            PeerUnreachable: as `send`, unless calls are kept.
+            PeerUnreachable: see `send`; not if calls are kept.
         """
         future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = command, future
@@ -102,17 +103,18 @@ class Session(Generic[CommandT, ResultT]):
             await self.send(Envelope(*call_id, command), within_s=within_s)
         except PeerUnreachable as error:
             if not self._keeps_calls:
-                # The connection may have been lost while the frame was sent: `fail_calls` took the call then.
+                # If the connection was lost during the send, `fail_calls` has already removed the
+                # call.
                 self._calls.pop(call_id, None)
                 raise
             _log.info("call waits for the next connection: %s", error)
         return future
 
     async def attach(self, socket: web.WebSocketResponse) -> None:
-        """Go on over another connection of the same process: what is not answered is sent again.
+        """Continue over another connection of the same process, and send the unanswered calls again.
 
         Raises:
-            PeerUnreachable: as `send`.
+            PeerUnreachable: see `send`.
         """
         if self._socket is socket:
             return
@@ -121,26 +123,28 @@ class Session(Generic[CommandT, ResultT]):
             await self.send(Envelope(*call_id, command))
 
     def detach(self, socket: web.WebSocketResponse, reason: str) -> None:
-        """This connection is gone, and with it every call that is not kept."""
+        """Record that a connection ended. All calls fail unless calls are kept."""
         if self._socket is socket and not self._keeps_calls:
             self.fail_calls(reason)
 
     def forget(self, call_id: CallId) -> None:
-        """Drop a call: nobody waits for its answer."""
+        """Drop a call that no caller waits for."""
         self._calls.pop(call_id, None)
 
     def on_reply(self, call_id: CallId, result: ResultT) -> None:
-        """Resolve whoever waits; an answer that nobody waits for is dropped."""
+        """Give the result to the waiting future, if any."""
         _, future = self._calls.pop(call_id, (None, None))
         if future is not None and not future.done():
             future.set_result(result)
 
     def fail_calls(self, reason: str) -> None:
-        """The peer is gone: nobody will answer."""
+        """Fail every call, because the peer will not answer."""
         for _, future in self._calls.values():
             if not future.done():
                 future.set_exception(PeerUnreachable(f"{self.peer}: {reason}"))
-                future.exception()  # seen; whoever still waits gets it all the same
+                # Mark the exception as retrieved, so that asyncio does not log it. Waiting callers
+                # still get it.
+                future.exception()
         self._calls.clear()
 
     async def close(self) -> None:
@@ -150,9 +154,9 @@ class Session(Generic[CommandT, ResultT]):
 
 
 class Callee(ABC, Generic[CommandT, ResultT]):
-    """Answers calls: each is carried out once, and its answer is kept until it has arrived.
+    """Called side: carries out each call once and keeps the answer until it has arrived.
 
-    Subclasses say what their protocol's commands are.
+    Subclasses define the commands of their protocol.
     """
 
     def __init__(self) -> None:
@@ -161,21 +165,21 @@ class Callee(ABC, Generic[CommandT, ResultT]):
 
     @abstractmethod
     def execute(self, call: Envelope[CommandT]) -> ResultT:
-        """Carry out a call, in the executor. Whatever it raises becomes the result `failed`."""
+        """Carry out a call in the executor. An exception becomes the result `failed`."""
 
     @abstractmethod
     def failed(self, error: Exception, command: CommandT | None) -> ResultT:
-        """Return the result of a command that raised, that came too late (`StaleMessage`), or that could not be read.
+        """Return the result of a command that raised, came too late (`StaleMessage`), or is undecodable.
 
-        The command is None if it could not be read.
+        The command is None if it could not be decoded.
         """
 
     def carry_out(
         self, call: Envelope[CommandT] | UnreadCall, error: Exception | None = None
     ) -> Reply[ResultT]:
-        """Return the answer to a call, which is carried out unless it was, or is too late. Blocks.
+        """Carry out a call unless it is too late or was carried out before; return its answer. Blocks.
 
-        A call that could not be read, because of `error`, is answered with its failure.
+        A call that could not be decoded, because of `error`, is answered with its failure.
         """
         command = call.command if isinstance(call, Envelope) else None
         with self._executing:
@@ -190,8 +194,8 @@ class Callee(ABC, Generic[CommandT, ResultT]):
                     result = self.execute(call)
                 else:
                     result = self.failed(error or ProtocolError("it cannot be read"), None)
-            # The boundary of the peer: whatever goes wrong must reach the server as a failure, or
-            # it would wait for its deadline.
+            # Every error must reach the server as a failure, or the server would wait until its
+            # deadline.
             except Exception as raised:  # noqa: BLE001
                 result = self.failed(raised, command)
             reply = Reply(*call.call_id, result)

@@ -1,8 +1,8 @@
-"""The end of a session that is called: it connects, connects again, and answers.
+"""Called side of a session: connects, reconnects, and answers calls.
 
-`Client` runs in a thread of its own (`connect`), for processes whose main thread is busy, or as a
-coroutine of any loop (`run`). Calls are carried out one after another, outside of the loop, so that
-pings are answered meanwhile. See `rpc` for the protocol.
+`Client` runs in its own thread (`connect`), for processes with a busy main thread, or as a
+coroutine of any loop (`run`). It carries out calls one after another outside the loop, so that
+pings are answered during a call. See `rpc` for the protocol.
 """
 
 from __future__ import annotations
@@ -62,25 +62,28 @@ FrameT = TypeVar("FrameT")
 
 
 class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, FrameT]):
-    """See the module. Subclasses say what their protocol's hello and other frames are.
+    """Called side of a session; see the module docstring. Subclasses define the frames of their protocol.
 
     Args:
-        url: the server's address. path: of its route. token: of this process's role.
-        codec: of what the server sends.
-        executor: carries out calls, one at a time; None for a thread of this client's own.
+        url: the server's address.
+        path: path of the server's route.
+        token: token of this process's role.
+        codec: decoder of the server's frames.
+        executor: carries out calls, one at a time; None for a thread of this client.
         loop: runs everything else; None for a new one.
-        give_up_s: without a connection until this client ends.
-        keeps_calls: a call that had not begun when its connection was lost is carried out all the same.
+        give_up_s: seconds without a connection after which this client ends.
+        keeps_calls: whether a call that had not begun when its connection was lost is still carried
+            out.
 
     Attributes:
-        welcomed: done when the server has said welcome, or refused for good.
-        ended: has its exception when no connection will be tried any more.
-        disconnected: set while no server is connected, once `on_lost` has returned; nothing is carried
-            out then.
-        last_error: why the last connection ended, for a person.
+        welcomed: done once the server has sent its welcome or its final refusal.
+        ended: gets an exception once the client stops connecting.
+        disconnected: set while no server is connected and `on_lost` has returned. No call runs
+            then.
+        last_error: reason for the end of the last connection, for a person.
 
     Raises:
-        ConfigError: `url` is no URL, or no header can carry `token`.
+        ConfigError: `url` is not a URL, or a header cannot carry `token`.
     """
 
     def __init__(
@@ -115,51 +118,53 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         self.disconnected.set()
         self.last_error = "no connection was tried"
 
-    # --- of a protocol, in the loop ------------------------------------------------------------
+    # --- hooks of a protocol, in the loop -------------------------------------------------------
 
     @abstractmethod
     def hello(self) -> msgspec.Struct:
-        """Make the first frame of a connection; called in the loop."""
+        """Return the first frame of a connection. Called in the loop."""
 
     @abstractmethod
     def on_frame(self, frame: FrameT) -> None:
-        """Take what is neither a call nor a refusal, the welcome included; called in the loop."""
+        """Handle a frame that is neither a call nor a refusal, such as the welcome. Called in the loop."""
 
     def on_call(self, call: Envelope[CommandT]) -> None:
-        """See a call as it comes in, before it waits for its turn; must not block."""
+        """Look at a call when it arrives, before it waits for its turn. Must not block."""
 
     async def on_welcome(self) -> None:
-        """The server has said welcome, and nothing has been sent over this connection yet."""
+        """React to the welcome, before anything is sent over this connection."""
 
     async def on_connected(self) -> None:
-        """The stored replies have been sent again."""
+        """React to a new connection, after the stored replies were sent again."""
 
     def on_lost(self) -> None:
-        """A connection that was welcomed is lost; called in the loop. A call may be being carried out."""
+        """React to the loss of a welcomed connection. Called in the loop; a call may still be running."""
 
     # --- from any thread -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Run in a thread of its own.
+        """Run the client in its own thread.
 
         Raises:
-            PeerUnreachable: this process can start no thread.
+            PeerUnreachable: this process cannot start a thread.
         """
         try:
             if self._owns_executor:
-                self._executor.submit(int).result()  # its thread starts now, and not with a call
+                # Start the executor's thread now, so that a failure shows here and not at the first
+                # call.
+                self._executor.submit(int).result()
             self._thread.start()
         except RuntimeError as error:
             self.close()
             raise PeerUnreachable(f"connect to {self._url}: {error}") from error
 
     def connect(self, deadline_s: float) -> None:
-        """Start, and return once the server has said welcome.
+        """Start, and return once the server has sent its welcome.
 
         Raises:
             AuthenticationError: the token is wrong.
-            ProtocolError: the server refused this peer; says why.
-            PeerUnreachable: this process can start no thread.
+            ProtocolError: the server refused this peer. The message has the reason.
+            PeerUnreachable: this process cannot start a thread.
             PeerTimeout: no welcome within `deadline_s`; the client is closed.
         """
         self.start()
@@ -175,19 +180,19 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             raise
 
     def wait_disconnected(self, deadline_s: float) -> bool:
-        """Whether no server is connected by then; `on_lost` has returned if so."""
+        """Wait until no server is connected and `on_lost` has returned; return False at the deadline."""
         return self.disconnected.wait(deadline_s)
 
     def run_later(self, work: Callable[[], None]) -> None:
-        """Do `work` where calls are carried out, after those that are there already.
+        """Run `work` in the executor of the calls, after the calls that are queued.
 
-        Once the client is closed nothing is done. `work` must not raise.
+        `work` must not raise. After `close` it does not run.
         """
         with contextlib.suppress(RuntimeError):
             self._executor.submit(work)
 
     def flush(self, deadline_s: float) -> None:
-        """Return once the results of all calls that were carried out have been sent, or the deadline has passed."""
+        """Wait until the results of all completed calls have been sent, or until the deadline."""
 
         async def sent() -> None:
             await asyncio.gather(*self._answers, return_exceptions=True)
@@ -201,10 +206,12 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             return
         self._closed = True
         if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # it has just closed its loop by itself
+            # The thread may have just closed its loop.
+            with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._cancel)
             self._thread.join(JOIN_S)
-        elif self._task is None:  # it was never started
+        # The client was never started.
+        elif self._task is None:
             self._loop.close()
         if self._owns_executor:
             self._executor.shutdown(wait=False, cancel_futures=True)
@@ -212,14 +219,14 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     # --- in the loop ---------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Stay connected until cancelled or refused; whoever waits is told."""
+        """Stay connected until cancelled or refused; then fail `welcomed` and `ended`."""
         try:
             await self._stay_connected()
         finally:
             self._end(PeerUnreachable("the control channel is closed"))
 
     async def send(self, frame: msgspec.Struct) -> bool:
-        """Send a frame; false if there is no connection any more."""
+        """Send a frame; return False if there is no connection."""
         if self._socket is None:
             return False
         try:
@@ -237,11 +244,12 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         except asyncio.CancelledError:
             pass
         finally:
-            left = asyncio.all_tasks(self._loop)  # answers to calls that are still carried out
+            # Answers to calls that are still running.
+            left = asyncio.all_tasks(self._loop)
             for task in left:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            # What was cut in the middle of a TLS handshake is closed in a later turn.
+            # The loop closes an interrupted TLS handshake only in a later turn.
             self._loop.run_until_complete(asyncio.sleep(CLOSING_S))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
@@ -251,7 +259,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             self._task.cancel()
 
     def _end(self, error: Exception) -> None:
-        """No connection will be tried any more: whoever waits is told. Idempotent."""
+        """Stop connecting: fail `welcomed` and `ended` unless they are done. Idempotent."""
         for future in (self.welcomed, self.ended):
             if not future.done():
                 future.set_exception(error)
@@ -264,7 +272,9 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
                 try:
                     await self._converse(http)
                 except (AuthenticationError, ProtocolError) as error:
-                    if self.welcomed.done():  # nobody may be waiting who would be told
+                    # Before the welcome, `connect` raises the error; after it, only a log line can
+                    # report it.
+                    if self.welcomed.done():
                         _log.error("%s: left for good: %s", self._url, error)
                     self._end(error)
                     return
@@ -288,7 +298,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
                     )
                 if self.ended.done():
                     return
-                # Waiting for a server that is away: nothing can signal its return.
+                # Nothing signals the return of a server, so wait and try again.
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
                 backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
 
@@ -326,11 +336,12 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         except ProtocolError as error:
             if not self.welcomed.done():
                 raise
-            # Sent again, a command that this process cannot read would be no better.
+            # The command cannot be decoded. Sent again it would fail the same way, so answer with
+            # the error.
             if whole is not None and (unread := unread_call(whole)) is not None:
                 self._answer_later(unread, error)
                 return
-            # The bytes were garbled: another connection may be better.
+            # The frame was damaged. Another connection may be better.
             raise PeerUnreachable(str(error)) from error
         if isinstance(frame, Refused):
             if frame.final:
@@ -350,8 +361,8 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         self._socket = socket
         if not self.welcomed.done():
             self.welcomed.set_result(None)
-        # What was sent last over the lost connection may not have arrived: how a write
-        # ended must not be lost, and a reply that comes twice does no harm.
+        # Replies that were sent just before the connection was lost may not have arrived. The
+        # server must learn how a write ended, and it ignores a reply that it already has.
         for reply in self._store.replies():
             await self.send(reply)
         await self.on_connected()
@@ -359,7 +370,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     def _answer_later(
         self, call: Envelope[CommandT] | UnreadCall, error: Exception | None = None
     ) -> None:
-        """Hand a call on at once, so that pings are answered while it is carried out."""
+        """Start to answer a call in a task, so that pings are answered while it runs."""
         self._store.received(call.round_id)
         task = self._loop.create_task(self._answer(call, error))
         self._answers.add(task)
@@ -368,8 +379,9 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     async def _answer(self, call: Envelope[CommandT] | UnreadCall, error: Exception | None) -> None:
         try:
             reply = await self._loop.run_in_executor(self._executor, self.carry_out, call, error)
-        # Of the executor itself: without an answer the server would wait for its deadline.
+        # The executor itself failed. Without an answer the server would wait until its deadline.
         except Exception as raised:  # noqa: BLE001
             command = call.command if isinstance(call, Envelope) else None
             reply = Reply(*call.call_id, self.failed(raised, command))
-        await self.send(reply)  # the next connection begins with all that are stored
+        # If this fails, the next connection sends all stored replies again.
+        await self.send(reply)

@@ -1,7 +1,7 @@
-"""The server's end of the connections of a route: admits peers and receives their frames.
+"""Server side of the connections of a route: admits peers and receives their frames.
 
-See `rpc` for the protocol. A peer is unknown until its first frame has been checked, so the size and the time of first
-frames are limited, for each connection and for all of them together.
+See `rpc` for the protocol. A peer is unknown until its first frame has been checked, so the size
+and the time of first frames are limited, for each connection and for all of them together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 FIRST_FRAME_S = 120.0
 """Seconds within which the whole first frame of a connection must arrive."""
 MAX_WAITING_NBYTES = 1 << 29
-"""Bytes of incomplete first frames that a server keeps, of all connections together."""
+"""Bytes of incomplete first frames that a server keeps, over all connections."""
 
 T = TypeVar("T")
 SessionT = TypeVar("SessionT", bound=Session)  # type: ignore[type-arg]  # of any commands
@@ -32,38 +32,39 @@ FrameT_contra = TypeVar("FrameT_contra", contravariant=True)
 
 
 class Owner(Protocol[FrameT_contra, SessionT]):
-    """Who the connections of a route belong to."""
+    """Owner of the connections of a route."""
 
     async def admit(
         self, first: FrameT_contra, socket: web.WebSocketResponse
     ) -> tuple[SessionT, msgspec.Struct] | None:
-        """Let in a peer that has sent its first frame.
+        """Admit a peer that has sent its first frame.
 
         Returns:
-            Its session, and the welcome that it is sent; None when that frame was all it had to say.
+            Its session and the welcome to send; None if the peer needs no session.
 
         Raises:
-            ProtocolError: it does not belong here, or not yet (`MustWait`).
-            PlanError: what it says of itself contradicts itself.
+            ProtocolError: the peer does not belong here, or not yet (`MustWait`).
+            PlanError: the peer's description of itself is inconsistent.
         """
         ...
 
     async def admitted(self, session: SessionT) -> None:
-        """The peer has been sent its welcome, and what it has not answered yet."""
+        """React after the peer has been sent its welcome and its unanswered calls."""
         ...
 
     async def received(self, session: SessionT, frame: FrameT_contra) -> None:
-        """Take a frame.
+        """Handle a frame.
 
         Raises:
-            ProtocolError: it does not belong here.
+            ProtocolError: the frame does not belong here.
         """
         ...
 
     async def lost(self, session: SessionT, reason: str, *, ended: bool) -> None:
-        """The connection is over. May come more than once.
+        """React to the end of a connection. May be called more than once.
 
-        `ended` by the peer's side, as it is when a process ends; not because of its silence.
+        `ended`: the peer's side closed the connection, as when its process ends. False if the peer
+        was only silent.
         """
         ...
 
@@ -76,12 +77,13 @@ async def serve(
     heartbeat_s: float,
     max_nbytes: int,
 ) -> web.WebSocketResponse:
-    """Serve one connection until it ends; what one peer does wrong touches no other.
+    """Serve one connection until it ends. Errors of one peer affect no other peer.
 
-    Each part of the first frame has `heartbeat_s` to come, and so has the answer to a ping. No frame may
-    be of more than `max_nbytes`.
+    Each part of the first frame, and the answer to a ping, must arrive within `heartbeat_s`. A
+    frame may have at most `max_nbytes`.
     """
-    # Large frames come in parts; and compressed ones would be a thousandth of what they become.
+    # Large frames come in parts. Compression is off, because a small compressed frame could expand
+    # to a thousand times its size.
     socket = web.WebSocketResponse(
         heartbeat=heartbeat_s, max_msg_size=min(MAX_PART_NBYTES, max_nbytes), compress=False
     )
@@ -109,10 +111,11 @@ async def serve(
                 await owner.received(session, frame)
         if socket.exception() is not None:
             reason = f"connection broke: {socket.exception()}"
-        # Not by its silence: TimeoutError is what a heartbeat raises, and one that did not read was cut off.
+        # After a missed heartbeat (TimeoutError), or a cut because the peer did not read, its
+        # process may still run.
         ended = not (session.was_cut or isinstance(socket.exception(), TimeoutError))
     except MustWait as error:
-        # Where that is not in order, the owner has told a person.
+        # If this is an error, the owner has already reported it.
         reason = str(error)
         level = logging.DEBUG if isinstance(error, OwnerClosed) else logging.INFO
         await _refuse(socket, reason, final=False, level=level)
@@ -141,13 +144,13 @@ async def _first_frame(
 ) -> T:
     """Receive the first frame: each part within `deadline_s`, and all of it within `FIRST_FRAME_S`.
 
-    While all incomplete first frames together exceed `MAX_WAITING_NBYTES`, a connection that holds more than an
-    even share of them is refused.
+    While all incomplete first frames together exceed `MAX_WAITING_NBYTES`, a connection with more
+    than an even share of them is refused.
 
     Raises:
         Garbled: the frame did not arrive in time, or cannot be decoded.
         MustWait: the server has too many incomplete first frames; the peer may try again.
-        ProtocolError: not a binary frame.
+        ProtocolError: the message is not a binary frame.
     """
     waiting.add(parts)
     try:
@@ -189,10 +192,11 @@ async def _refuse(
     try:
         await send_frame(socket, encode(Refused(reason, final)))
     except ConnectionError:
-        return  # it is gone already
+        # The peer has already disconnected.
+        return
 
 
 def host_of(socket: web.WebSocketResponse) -> str:
-    """The address that a connection comes from; empty where that is the server's own."""
+    """Return the address that a connection comes from; empty if it is the server's own."""
     peer, own = (socket.get_extra_info(name) for name in ("peername", "sockname"))
     return "" if peer is None or own is None or peer[0] == own[0] else str(peer[0])

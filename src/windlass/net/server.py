@@ -1,4 +1,4 @@
-"""The one HTTP server of a process: a controller's, a rollout worker's, an engine's."""
+"""The HTTP server of a process: a controller, a rollout worker or an engine."""
 
 from __future__ import annotations
 
@@ -21,37 +21,39 @@ from windlass.net.sockets import PartJoiner, close_socket, raise_file_limit
 from windlass.net.tls import server_context
 
 CALLER = ContextVar("CALLER", default=Access.OWNER)
-"""In the task of a request: the role of its token."""
+"""Role of the token, in the task of a request."""
 
 FIRST_FRAMES = web.AppKey("FIRST_FRAMES", set[PartJoiner])
 """First frames that are not complete yet, see `net.rpc_server`."""
 OPEN_SOCKETS = web.AppKey("OPEN_SOCKETS", WeakSet[web.WebSocketResponse])
-"""Of the application: connections that are ended when the server closes, however far they have come."""
+"""Connections of the application that are ended when the server closes, even unfinished ones."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @final
 class ControlServer:
-    """Binds first and then says what it bound; every route but public pages needs a token.
+    """Server that binds its address before it starts; every route except public pages needs a token.
 
-    Where this process requires TLS (`net.tls`) it serves nothing else, and a client's certificate may
-    stand for its token.
+    If this process requires TLS (`net.tls`), the server accepts only TLS, and a client certificate
+    may replace the token.
 
     Args:
-        host: address to bind. port: 0 lets the system choose.
-        advertise_host: what others connect to; empty for `host`.
-        token: the owner's secret, or that of a role. The tokens that `role_token` derives from it are
-            known as well. Compared in constant time.
-        routes: route -> roles that may call it beside the owner; the owner alone calls the others.
-        extra_token: a token, and the role that it stands for.
-        middlewares: of routes, behind the check of the token.
-        max_body_nbytes: larger request bodies are refused with 413.
-        what: the process, for errors.
+        host: address to bind.
+        port: port to bind; 0 lets the system choose.
+        advertise_host: address that peers connect to; empty for `host`.
+        token: the owner's secret, or the token of a role. Tokens that `role_token` derives from it
+            are accepted too. Compared in constant time.
+        routes: roles that may call a route besides the owner. Only the owner may call other routes.
+        extra_token: another token, and its role.
+        middlewares: middlewares that run after the check of the token.
+        max_body_nbytes: limit of request bodies; larger ones are refused with 413.
+        what: name of the process, for errors.
 
     Raises:
-        ConfigError: a token that no header can carry, a port that is none, `host` is every address
-            and `advertise_host` names none, or TLS is required and there is no certificate.
+        ConfigError: a header cannot carry the token, the port is invalid, `host` is a wildcard
+            address and `advertise_host` is empty, or TLS is required but the certificate is
+            missing.
     """
 
     def __init__(
@@ -89,15 +91,15 @@ class ControlServer:
 
     @property
     def url(self) -> str:
-        """The address that others connect to; valid after `bind`."""
+        """URL that peers connect to; valid after `bind`."""
         scheme = "http" if self._tls is None else "https"
         return url_of(self._published_host, self._port, scheme=scheme)
 
     def add_routes(self, routes: Iterable[web.AbstractRouteDef]) -> None:
-        """Mount routes; before `start`.
+        """Add routes, before `start`.
 
         Raises:
-            ConfigError: a method and path that are mounted already; none of `routes` is mounted then.
+            ConfigError: a method and path exist already; none of `routes` is added then.
         """
         added = list(routes)
         keys = [(r.method, r.path) for r in added if isinstance(r, web.RouteDef)]
@@ -109,12 +111,12 @@ class ControlServer:
         self._app.add_routes(added)
 
     def add_public_route(self, path: str, handler: Handler) -> None:
-        """Mount a GET route that needs no token, for what holds no secret; before `start`."""
+        """Add a GET route without a token, for pages without secrets, before `start`."""
         self._public.add(path)
         self._app.add_routes([web.get(path, handler)])
 
     def bind(self) -> socket.socket:
-        """Bind the address, so that `url` is known; nobody is answered before `start`. Idempotent.
+        """Bind the address, so that `url` is known. Requests are answered after `start`. Idempotent.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -125,7 +127,7 @@ class ControlServer:
         return self._bound
 
     async def start(self) -> None:
-        """Bind and serve. Raises this process's soft limit of open files to the hard one.
+        """Bind and serve. Raise this process's soft limit of open files to the hard one.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -140,10 +142,10 @@ class ControlServer:
         await self._listener.start()
 
     async def stop_listening(self) -> None:
-        """Let nobody new in; those who are served go on to be. Idempotent.
+        """Accept no new connections; existing ones continue. Idempotent.
 
-        Called before anything else closes: whoever is sent away tries to come back at once, and a
-        connection that is taken while aiohttp ends those that it knows is never ended.
+        The owner calls this before it closes anything else: a disconnected peer reconnects at once,
+        and aiohttp would never end a connection that is accepted while it ends the known ones.
         """
         if self._listener is not None:
             await self._listener.stop()
@@ -179,15 +181,19 @@ class ControlServer:
         except ConnectionError:
             if request.transport is not None and not request.transport.is_closing():
                 raise
-            return web.Response(status=499)  # whoever has asked has left: nobody gets this
+            # The caller has disconnected, so nobody receives this response.
+            return web.Response(status=499)
 
 
 async def _hide_software(_request: web.Request, response: web.StreamResponse) -> None:
-    """What serves here, and in which version, is nobody's business."""
+    """Remove the `Server` header."""
     response.headers.popall("Server", None)
 
 
 async def _end_sockets(app: web.Application) -> None:
-    """An agent that came while the server was closing would hold its connection open."""
+    """Close every WebSocket of the application.
+
+    An agent that connects while the server closes would keep its connection open.
+    """
     sockets = app[OPEN_SOCKETS]
     await asyncio.gather(*(close_socket(s, code=WSCloseCode.GOING_AWAY) for s in list(sockets)))

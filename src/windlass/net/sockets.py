@@ -1,12 +1,12 @@
-"""Frames over a WebSocket whose other end may be slow, or may have stopped reading.
+"""Frames over a WebSocket to a peer that may be slow or may have stopped reading.
 
-A large frame travels in parts, each with a deadline of its own: what counts is that bytes move, and
-not how many there are. Between parts the connection's heartbeat gets through, which would end a
-connection that is only busy.
+A large frame is sent in parts, each with its own deadline, so that a connection that still moves
+bytes is kept, however large the frame is. The heartbeat is sent between parts; without parts it
+would end a connection that is only busy.
 
-aiohttp waits for room in a connection's buffer without a deadline, while it closes too, and a
-heartbeat that fails does not wake who waits there: a process that is stopped, or hangs, would hold
-its peer for ever.
+aiohttp waits for room in a connection's buffer without a deadline, also when it closes, and a
+failed heartbeat does not end that wait. Without the deadlines here, a stopped or hanging process
+would block its peer for ever.
 """
 
 from __future__ import annotations
@@ -33,37 +33,40 @@ from windlass.net.access import authorization
 from windlass.net.tls import client_context
 
 PART_NBYTES = 1 << 20
-"""A frame of at most this many bytes travels whole."""
+"""Largest frame in bytes that is sent whole."""
 MAX_PART_NBYTES = PART_NBYTES + 3
-"""WebSocket messages of this many bytes or more end their connection before they are read."""
+"""Bytes of a WebSocket message that end its connection before it is read; smaller ones pass."""
 OTHER_DESCRIPTORS = 24
-"""What a process has open beside its connections for rollouts."""
+"""Number of descriptors that a process has open besides its connections for rollouts."""
 SEND_DEADLINE_S = 30.0
-"""For a part to leave: a peer that takes less than 35 kB/s is taken for one that has stopped.
+"""Seconds within which a part must be sent. A peer that reads less than 35 kB/s counts as stopped.
 
-Where there is a heartbeat, pings queue behind a part and what the two kernels hold, some MB in all.
+With a heartbeat, pings queue behind a part and behind the buffers of both kernels, some MB in
+total.
 """
 CLOSE_DEADLINE_S = 12.0
-"""More than aiohttp gives the other end to answer a close, which is 10 s."""
+"""Seconds, more than the 10 s that aiohttp gives the peer to answer a close."""
 
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_COUNT = 20, 10, 6
-"""Seconds of silence after which the kernel probes the other end, seconds between probes, and unanswered probes that
-end a connection. Load balancers forget connections after 60 s of silence, address translation after 350 s."""
+"""Seconds of silence after which the kernel probes the peer, seconds between probes, and unanswered
+probes that end a connection. Load balancers drop connections after 60 s of silence, address
+translation after 350 s."""
 
 _FIRST, _MIDDLE, _LAST = b"\xc1\x00", b"\xc1\x01", b"\xc1\x02"
-"""Before a part; no frame begins so, since MessagePack never uses the byte c1."""
+"""Marks in front of a part. No frame begins like this, because MessagePack never uses the byte
+c1."""
 
 WebSocket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 
 _turns: WeakKeyDictionary[WebSocket, asyncio.Lock] = WeakKeyDictionary()
-"""Of connections that have sent a frame in parts: frames leave in the order in which they were sent,
-the parts of each one after another."""
+"""Locks of connections that have sent a frame in parts. Frames are sent in order, and parts of two
+frames do not mix."""
 
 
 def connection_error(error: BaseException) -> str:
-    """Return what an error of a connection says to a person.
+    """Return an error of a connection as text for a person.
 
-    aiohttp's own text of a refused connection says `ssl:default`, of http URLs too.
+    aiohttp's own text of a refused connection contains `ssl:default` even for http URLs.
     """
     if isinstance(error, aiohttp.ClientConnectorError):
         why = error.os_error.strerror or error.os_error
@@ -79,15 +82,15 @@ async def send_frame(
     within_s: float | None = None,
     on_cut: Callable[[], None] | None = None,
 ) -> None:
-    """Send a MessagePack frame, which `PartJoiner` puts together at the other end.
+    """Send a MessagePack frame, which `PartJoiner` joins at the receiver.
 
-    The connection is cut if a part of it (the whole, up to `PART_NBYTES`) takes longer than
-    `deadline_s` to leave, or all of it longer than `within_s`. `on_cut` is called just before, so
-    that whoever sees the connection end knows who ended it.
+    The connection is cut if one part (the whole frame, up to `PART_NBYTES`) takes longer than
+    `deadline_s` to send, or all parts longer than `within_s`. `on_cut` is called just before, so
+    that the caller knows that this process ended the connection.
 
     Raises:
-        ConnectionError: the connection is closed, or was cut.
-        aiohttp.ClientError, RuntimeError: as aiohttp says that it is closed.
+        ConnectionError: the connection is closed or was cut.
+        aiohttp.ClientError, RuntimeError: aiohttp reports that the connection is closed.
     """
     if len(data) <= PART_NBYTES and not (_turns and websocket in _turns):
         within_s = deadline_s if within_s is None else min(deadline_s, within_s)
@@ -118,14 +121,15 @@ async def _send_part(websocket: WebSocket, part: bytes, cutter: _Cutter) -> None
 def _within(
     cutter: _Cutter, sending: Coroutine[object, object, None]
 ) -> Generator[object, object, None]:
-    """Await a send, with a timer only if it has to wait for room, which a small frame seldom has."""
+    """Await a send; start the cutter's timer only if it has to wait, which small frames seldom do."""
     with contextlib.suppress(StopIteration):
         waits_for = sending.send(None)
         with cutter:
             while True:
                 try:
                     resumed_with = yield waits_for
-                except BaseException as error:  # noqa: BLE001  # whatever it is, the send is told
+                # Also cancellation must reach the send.
+                except BaseException as error:  # noqa: BLE001
                     waits_for = sending.throw(error)
                 else:
                     waits_for = sending.send(resumed_with)
@@ -143,7 +147,7 @@ def _parts_of(data: bytes) -> Iterator[bytes]:
 
 @final
 class PartJoiner:
-    """The receiving end of `send_frame`, for one connection."""
+    """Receiver of the frames of `send_frame`, for one connection."""
 
     __slots__ = ("_max_nbytes", "_parts")
 
@@ -157,12 +161,12 @@ class PartJoiner:
         return sum(map(len, self._parts))
 
     def add(self, data: bytes) -> bytes | None:
-        """Add what came; returns a whole frame, or None if more of it must come.
+        """Add a WebSocket message; return a whole frame, or None while the frame is incomplete.
 
-        What was begun and not ended is dropped: its sender gave up.
+        A new frame drops an incomplete one, because its sender gave up.
 
         Raises:
-            ProtocolError: no such part may come now, or the frame is too large.
+            ProtocolError: the part is out of order, or the frame is too large.
         """
         if data[:1] != _FIRST[:1]:
             self._parts.clear()
@@ -185,18 +189,19 @@ class PartJoiner:
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard one, and return that; the largest int for none.
+    """Raise the soft limit of open files to the hard one and return it; the largest int if unlimited.
 
-    The usual soft limit, 1024, is for programs that use `select`; a fleet may need more.
+    The usual soft limit, 1024, is meant for programs that use `select`; a fleet may need more.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # the limit above it was lowered meanwhile
+    # Another thread or process may have lowered the hard limit since.
+    with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def keep_alive(connection: socket.socket | TransportSocket) -> None:
-    """Have the kernel send probes while a TCP connection is silent, so that no network on its way forgets it."""
+    """Enable TCP keepalive, so that no network device drops a silent connection."""
     if connection.family not in {socket.AF_INET, socket.AF_INET6}:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -216,7 +221,7 @@ def _kept_alive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 class _HTTPConnection(http.client.HTTPConnection):
-    """A connection that no network forgets while an answer takes long."""
+    """Connection that no network device drops while an answer takes long."""
 
     def connect(self) -> None:
         super().connect()
@@ -224,7 +229,7 @@ class _HTTPConnection(http.client.HTTPConnection):
 
 
 class _HTTPSConnection(http.client.HTTPSConnection):
-    """As `_HTTPConnection`, with TLS."""
+    """`_HTTPConnection` with TLS."""
 
     def connect(self) -> None:
         super().connect()
@@ -234,18 +239,18 @@ class _HTTPSConnection(http.client.HTTPSConnection):
 def open_http(
     token: str, *, to_controller: bool, many_connections: bool = False
 ) -> aiohttp.ClientSession:
-    """Return a session for requests that carry `token`. They follow no redirect, which could lead to another server.
+    """Return a session for requests with `token`. Redirects fail: they could lead to another server.
 
     Args:
-        token: shown to the server; empty for none.
+        token: sent to the server; empty for none.
         to_controller: see `client_context`.
-        many_connections: allow as many connections at once as this process may have descriptors (further requests
-            wait for a connection), and no deadline except those of single requests.
+        many_connections: allow as many connections as this process may have descriptors, and set no
+            default deadline. Requests beyond the limit wait for a connection.
     """
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(_refuse_redirect)
     tls = client_context(to_controller=to_controller)
-    # Half of them for connections in use: as many may be kept open beside them.
+    # aiohttp may keep as many idle connections open as there are connections in use.
     limit = max((raise_file_limit() - OTHER_DESCRIPTORS) // 2, 1) if many_connections else 100
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
@@ -288,18 +293,18 @@ async def close_socket(
     code: int = WSCloseCode.OK,
     deadline_s: float = CLOSE_DEADLINE_S,
 ) -> None:
-    """Close; the connection is cut if that takes longer than `deadline_s`. Idempotent."""
+    """Close a connection; cut it if that takes longer than `deadline_s`. Idempotent."""
     with _Cutter(websocket, deadline_s):
         await websocket.close(code=code)
 
 
 @final
 class _Cutter:
-    """Cuts a connection unless the block has ended by the deadline.
+    """Context manager that cuts a connection if its block has not ended by the deadline.
 
-    Whoever waits for room in the buffer gets a `ConnectionError`. To cancel it instead would cancel
-    all who wait there, because aiohttp has them share one future; and `Transport.close` would wait
-    for room, too.
+    A coroutine that waits for room in the buffer then gets a `ConnectionError`. Cancelling it
+    instead would cancel every coroutine that waits there, because aiohttp lets them share one
+    future. `Transport.close` would wait for room as well.
     """
 
     __slots__ = ("_on_cut", "_timer", "_websocket", "deadline_s", "has_cut")
@@ -326,5 +331,6 @@ class _Cutter:
             self._on_cut()
         connection = self._websocket.get_extra_info("socket")
         if connection is not None:
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            # The connection may have ended by itself.
+            with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

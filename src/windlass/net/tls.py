@@ -1,12 +1,12 @@
 """TLS of the control routes, from three environment variables that name PEM files.
 
-WINDLASS_TLS_CERT and WINDLASS_TLS_KEY are the certificate of this process, as a server and as a client.
-WINDLASS_TLS_CA holds the authorities that this process trusts. Without it the process trusts the system's
-authorities and accepts no client certificate.
+WINDLASS_TLS_CERT and WINDLASS_TLS_KEY are the certificate of this process, as a server and as a
+client. WINDLASS_TLS_CA contains the authorities that this process trusts. Without it the process
+trusts the system's authorities and accepts no client certificate.
 
-A process that has any of these variables uses TLS only: its servers accept no plain connection, and its clients
-refuse addresses that begin with `http://`. A client does not show its token to a controller whose certificate
-names another role than the owner's. Files are read once.
+A process that has any of these variables uses TLS only: its servers accept no plain connection, and
+its clients refuse addresses that begin with `http://`. A client does not send its token to a
+controller if the certificate names another role than the owner's. Files are read once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _files() -> _Files:
 
 
 def is_tls_required() -> bool:
-    """Whether this process speaks TLS alone.
+    """Return whether this process uses TLS only.
 
     Raises:
         ConfigError: a certificate without its key, or the reverse.
@@ -56,12 +56,12 @@ def is_tls_required() -> bool:
 
 
 def server_context() -> ssl.SSLContext | None:
-    """What a server of this process wraps connections in; None for plain ones.
+    """Return the TLS context for servers of this process; None for plain connections.
 
-    Clients may show a certificate; one that the authorities have not signed ends the connection.
+    A client may send a certificate. The connection ends if the authorities have not signed it.
 
     Raises:
-        ConfigError: TLS is required and there is no certificate, or a file cannot be used.
+        ConfigError: TLS is required but the certificate is missing, or a file cannot be used.
     """
     if not is_tls_required():
         return None
@@ -75,10 +75,11 @@ def server_context() -> ssl.SSLContext | None:
 
 
 def client_context(*, to_controller: bool) -> ssl.SSLContext | None:
-    """Return the context by which a client of this process verifies a server; None for the system's defaults.
+    """Return the TLS context for clients of this process; None for the system's defaults.
 
     Args:
-        to_controller: the server must be a controller: its certificate may name the role `owner` or none.
+        to_controller: require that the server is a controller: its certificate names the role
+            `owner` or no role.
 
     Raises:
         ConfigError: a file cannot be used.
@@ -93,7 +94,8 @@ def _server_context(files: _Files) -> ssl.SSLContext:
 
 @cache
 def _client_context(files: _Files, to_controller: bool) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks chain and host name
+    # This protocol checks the certificate chain and the host name.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if to_controller:
         context.sslsocket_class = _ControllerSocket
         context.sslobject_class = _ControllerObject
@@ -103,7 +105,7 @@ def _client_context(files: _Files, to_controller: bool) -> ssl.SSLContext:
 
 
 class _ControllerSocket(ssl.SSLSocket):
-    """A connection of a blocking client to a controller."""
+    """TLS connection of a blocking client to a controller."""
 
     def do_handshake(self, block: bool = False) -> None:
         super().do_handshake(block)
@@ -111,7 +113,7 @@ class _ControllerSocket(ssl.SSLSocket):
 
 
 class _ControllerObject(ssl.SSLObject):
-    """A connection of an asynchronous client to a controller."""
+    """TLS connection of an asynchronous client to a controller."""
 
     def do_handshake(self) -> None:
         super().do_handshake()
@@ -119,7 +121,7 @@ class _ControllerObject(ssl.SSLObject):
 
 
 def _check_controller(certificate: Certificate | None) -> None:
-    """Raise SSLCertVerificationError if a verified certificate belongs to another process than a controller."""
+    """Raise SSLCertVerificationError if a verified certificate names another role than the owner's."""
     role = role_of_certificate(certificate)
     if role not in {None, Access.OWNER}:
         raise ssl.SSLCertVerificationError(
@@ -134,7 +136,8 @@ def _load(context: ssl.SSLContext, files: _Files, verify: ssl.VerifyMode) -> ssl
         if files.ca:
             context.load_verify_locations(files.ca)
             context.verify_mode = verify
-    except OSError as error:  # an ssl.SSLError is one
+    # ssl.SSLError is an OSError, too.
+    except OSError as error:
         raise ConfigError(
             f"{TLS_CA_VARIABLE}, {TLS_CERTIFICATE_VARIABLE} and {TLS_KEY_VARIABLE} must name PEM files "
             f"that belong together, got {files.ca!r}, {files.certificate!r}, {files.key!r}: {error}"
