@@ -15,7 +15,7 @@ for the adapter and never reaches this type.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -194,6 +194,15 @@ class ShardManifest:
     def digest(self) -> str:
         """A hex digest of the wire form: equal digests describe equal layouts."""
         return self._digest
+
+    def without(self, names: Collection[str]) -> ShardManifest:
+        """Return the manifest without the rows and aliases of these tensors; indices stay what they are."""
+        if not names:
+            return self
+        gone = [index for index, spec in enumerate(self.tensors) if spec.name in names]
+        rows = np.flatnonzero(~np.isin(self.table.tensor, gone))
+        aliases = {alias: name for alias, name in self.aliases.items() if name not in names}
+        return replace(self, table=self.table.select(rows), aliases=aliases)
 
     @cached_property
     def layout_digest(self) -> str:

@@ -14,10 +14,11 @@ import numpy as np
 from windlass.errors import IncompleteCoverage, ManifestError
 from windlass.layout.columns import Int32Array, UInt8Array, column
 from windlass.layout.manifest import ShardManifest, ShardTable
-from windlass.layout.naming.patterns import renaming, said
+from windlass.layout.naming.patterns import patterns_of, renaming, said
 from windlass.layout.quantization import require_supported
 from windlass.planning.plan import DTYPES, Transform
 
+_MOST_PATTERNS = 6
 _DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 
@@ -203,9 +204,16 @@ def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> N
     there = {name: shape for name, shape in shapes.items() if name not in needed}
     matched = shapes.keys() - there.keys() - missing
     others = f" and {len(workers) - 1} more" if len(workers) > 1 else ""
+    advice = renaming({name: shapes[name] for name in missing}, there, matched)
+    if not there:
+        patterns = [of[0] if len(of) == 1 else p for p, of in patterns_of(sorted(missing)).items()]
+        shown = ", ".join(map(repr, patterns[:_MOST_PATTERNS]))
+        advice = (
+            f"; if engines shall keep what they have of it, pass `keep=({shown},)` to the trainer"
+        )
     raise IncompleteCoverage(
         f"{said(missing)} of {workers[0]}{others} {'has' if len(missing) == 1 else 'have'} no source at all"
-        f"{renaming({name: shapes[name] for name in missing}, there, matched)}"
+        f"{advice}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Tensors that trainers hold and no engine takes: which of them may stay unpublished."""
+"""Tensors of one side alone: which of the trainers' may stay unpublished, and which of the engines' stay as they are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from windlass.errors import ManifestError
 from windlass.layout.manifest import ShardManifest
 from windlass.layout.naming.patterns import patterns_of, said
+from windlass.planning.rows import resolve_names
 
 _HARMLESS = re.compile(
     r"(^|\.)(mtp(_[a-z_]+)?\.|rotary_emb\.|inv_freq$|position_ids$|masked_bias$|(cos|sin)_cached$)"
@@ -42,6 +43,21 @@ def find_unused(
         taken = {spec.name for spec in manifest.tensors} | manifest.aliases.keys()
         held = {name: names for name, names in held.items() if taken.isdisjoint(names)}
     return frozenset(held)
+
+
+def find_kept(
+    sources: Sequence[ShardManifest],
+    destinations: Sequence[ShardManifest],
+    patterns: Collection[str],
+) -> frozenset[str]:
+    """Return the tensors of `destinations` that no source has and that a pattern (`fnmatch`) names.
+
+    Raises:
+        ManifestError: see `resolve_names`.
+    """
+    names = resolve_names(sources, destinations)
+    missing = (n for n, of in zip(names.names, names.class_of.tolist(), strict=True) if of < 0)
+    return frozenset(n for n in missing if any(fnmatchcase(n, p) for p in patterns))
 
 
 def refuse_unused(

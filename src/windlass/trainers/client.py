@@ -105,7 +105,7 @@ class TrainerWeights:
         make_whole: see `TrainerClient.make_whole`; None where weights are whole after every optimizer step.
         step_stream: the stream of the weights' GPU that the calling thread queues its steps in, for
             the copy of `begin_publish` to wait for; None to wait for all of the GPU's work.
-        allow_unused: see `connect_trainer`.
+        allow_unused, keep: see `connect_trainer`.
     """
 
     manifest: ShardManifest
@@ -116,6 +116,7 @@ class TrainerWeights:
     make_whole: Callable[[], None] | None = None
     step_stream: Callable[[], int] | None = None
     allow_unused: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
 
 
 @final
@@ -194,6 +195,7 @@ class TrainerClient(Closing):
                 offers=transport.offers(),
                 job=job,
                 allow_unused=weights.allow_unused,
+                keep=weights.keep,
             )
             handler = agent if intercept is None else intercept(agent)
             self._channel = TrainerChannel(controller, token, lambda: hello, handler)

@@ -38,14 +38,24 @@ def connect_described(
     arena_nbytes: int,
     replica: ReplicaPlace,
     allow_unused: Sequence[str],
+    keep: Sequence[str],
     connect_deadline_s: float,
 ) -> TrainerClient:
     """Connect this rank with what was described; arguments and errors are `connect_trainer`'s."""
-    allowed = (*weights.allow_unused, *patterns_from(allow_unused), *_launched_patterns())
+    allowed = (
+        *weights.allow_unused,
+        *patterns_from("allow_unused", allow_unused),
+        *_launched_patterns(),
+    )
     config = parse_transport(transport)
     memory_at = next((memory.address for memory in weights.parameters() if memory.nbytes), 0)
     return TrainerClient(
-        replace(weights, step_stream=step_stream(memory_at), allow_unused=allowed),
+        replace(
+            weights,
+            step_stream=step_stream(memory_at),
+            allow_unused=allowed,
+            keep=patterns_from("keep", keep),
+        ),
         transport=create_transport(config, towards=controller, memory_at=memory_at),
         controller=controller,
         token=token,
@@ -57,20 +67,19 @@ def connect_described(
     )
 
 
-def patterns_from(allow_unused: Sequence[str]) -> tuple[str, ...]:
-    """Return the checked patterns of `allow_unused`.
+def patterns_from(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Return the checked patterns of the argument `what`.
 
     Raises:
         ConfigError: a single string, or something that is no string.
     """
-    if isinstance(allow_unused, str) or not all(
-        isinstance(p, str) and p for p in list[object](allow_unused)
+    if isinstance(patterns, str) or not all(
+        isinstance(p, str) and p for p in list[object](patterns)
     ):
         raise ConfigError(
-            f"allow_unused: must be a sequence of patterns, got {allow_unused!r}; pass "
-            "`allow_unused=('value_head.*',)`"
+            f"{what}: must be a sequence of patterns, got {patterns!r}; pass `{what}=('value_head.*',)`"
         )
-    return tuple(allow_unused)
+    return tuple(patterns)
 
 
 def _launched_patterns() -> tuple[str, ...]:
@@ -167,6 +176,7 @@ def connect_trainer(
     group: str = "trainer",
     replica: ReplicaPlace = ReplicaPlace.OFF,
     allow_unused: Sequence[str] = (),
+    keep: Sequence[str] = (),
     connect_deadline_s: float = 60.0,
 ) -> TrainerClient:
     """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
@@ -194,6 +204,9 @@ def connect_trainer(
         allow_unused: patterns (`fnmatch`) of tensors that engines need not take: a value head, the vision tower of a
             model whose text part is served. Any other tensor that no engine takes is refused before anything is
             sent. Buffers, rotary tables and layers that predict further tokens (MTP) need no pattern.
+        keep: patterns (`fnmatch`) of tensors that engines keep as they are, if no trainer has them: the vision tower of a
+            model whose text part is trained, a frozen half. Any other tensor that has no source is refused. Engines
+            verify by digests that what they keep has not changed since the trainers connected.
         connect_deadline_s: how long to wait for the controller.
 
     Raises:
@@ -211,5 +224,6 @@ def connect_trainer(
         arena_nbytes=arena_nbytes,
         replica=replica,
         allow_unused=allow_unused,
+        keep=keep,
         connect_deadline_s=connect_deadline_s,
     )

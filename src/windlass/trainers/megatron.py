@@ -55,6 +55,7 @@ def connect_megatron_trainer(
     group: str = "trainer",
     replica: ReplicaPlace = ReplicaPlace.OFF,
     allow_unused: Sequence[str] = (),
+    keep: Sequence[str] = (),
     connect_deadline_s: float = 60.0,
 ) -> TrainerClient:
     """Connect this rank of a Megatron-core trainer.
@@ -75,6 +76,7 @@ def connect_megatron_trainer(
         group: name of the trainer job.
         replica: see `connect_trainer`.
         allow_unused: see `connect_trainer`.
+        keep: see `connect_trainer`.
         connect_deadline_s: how long to wait for the controller.
 
     Raises:
@@ -98,6 +100,7 @@ def connect_megatron_trainer(
         arena_nbytes=arena_nbytes,
         replica=replica,
         allow_unused=allow_unused,
+        keep=keep,
         connect_deadline_s=connect_deadline_s,
     )
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import final
@@ -23,7 +24,7 @@ from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.planning.relay import RelayGroup, children_of, find_replicas, stripes_of
 from windlass.planning.replicated import Replicated, find_replicated
-from windlass.planning.unused import find_unused, refuse_unused
+from windlass.planning.unused import find_kept, find_unused, refuse_unused
 from windlass.transfer.bindings import Carried, DestinationBinding, GroupOffer
 from windlass.transports.base import TransportOffer
 from windlass.transports.choice import LinkChoice, choose_transport, unreachable_reason
@@ -88,6 +89,7 @@ class Binding:
         bound_in: trainer -> epoch of the command that it was bound by last.
         ended: links that trainers still have and that are no part of it any more.
         unused: trainer tensors that no engine has taken since these trainers are connected.
+        stays: engine tensors that no trainer has and that engines keep.
         costs: rank -> what it cost, of those that were asked when it was made.
     """
 
@@ -101,6 +103,7 @@ class Binding:
     bound_in: Mapping[str, int] = field(default_factory=dict)
     ended: frozenset[Link] = frozenset()
     unused: frozenset[str] = frozenset()
+    stays: frozenset[str] = frozenset()
     costs: Mapping[str, BindCost] = field(default_factory=dict)
 
     @property
@@ -188,6 +191,7 @@ class Binding:
             bound_in={**self.bound_in, **new.bound_in},
             ended=frozenset(),
             unused=new.unused,
+            stays=self.stays | new.stays,
             costs=new.costs,
         )
 
@@ -425,7 +429,8 @@ class FleetBinder:
             return binding, {}, self._change_trainers(self._kept, (), {})
         destinations = [m for manifests in self._manifests.values() for m in manifests]
         planned = [m for m in destinations if m.worker not in self._copies]
-        plan = self._plan(planned)
+        stays = self._find_kept()
+        plan = self._plan(planned, stays)
         unused = self._find_unused()
         links = {
             (plan.sources[link.src], plan.destinations[link.dst]): int(
@@ -455,9 +460,17 @@ class FleetBinder:
             relay=below,
             replicated=None if self._kept else self._find_replicated(unused),
             unused=unused,
+            stays=frozenset[str]().union(*stays.values()),
         )
         to_engines = {
-            w: ConnectEngine(part.encode(), digest, self._mode, self._backend, w in self._group_of)
+            w: ConnectEngine(
+                part.encode(),
+                digest,
+                self._mode,
+                self._backend,
+                w in self._group_of,
+                tuple(sorted(stays[self._engine_of[w]])),
+            )
             for w, part in parts.items()
         }
         own = plan.parts(sending=True, all_names=all_names)
@@ -546,14 +559,30 @@ class FleetBinder:
                 found[worker] = msgspec.structs.replace(found[worker], relay=relay)
         return found
 
-    def _plan(self, destinations: Sequence[ShardManifest]) -> TransferPlan:
+    def _find_kept(self) -> dict[str, frozenset[str]]:
+        """Return the tensors that each engine keeps: no trainer has them, and a pattern of the trainers names them."""
+        kept = dict.fromkeys(self._manifests, frozenset[str]())
+        patterns = self._of_trainers.keep
+        for engine, manifests in self._manifests.items() if patterns else ():
+            with suppress(PlanError):  # the planner refuses this engine with the same reason
+                kept[engine] = find_kept(self._sources, manifests, patterns)
+        return kept
+
+    def _plan(
+        self, destinations: Sequence[ShardManifest], stays: Mapping[str, frozenset[str]]
+    ) -> TransferPlan:
+        def written(manifest: ShardManifest) -> ShardManifest:
+            return manifest.without(stays[self._engine_of[manifest.worker]])
+
         try:
-            return self._planner(self._sources, destinations)
+            plan = self._planner(self._sources, [*map(written, destinations)])
+            # Engines know themselves by the digests of their whole manifests.
+            return replace(plan, destination_digests=tuple(m.digest() for m in destinations))
         except PlanError:
             refused: dict[str, str] = {}
             for engine, manifests in self._manifests.items():
                 try:
-                    self._planner(self._sources, manifests)
+                    self._planner(self._sources, [*map(written, manifests)])
                 except PlanError as error:
                     refused[engine] = f"{type(error).__name__}: {error}"
             if not refused or (len(refused) == len(self._engines) and self._kept is None):

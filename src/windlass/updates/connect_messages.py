@@ -65,6 +65,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         not_resumed: see `Done`.
         registered: by an engine rank.
         allow_unused: of a trainer rank: patterns of tensors that engines need not take.
+        keep: of a trainer rank: patterns of tensors that engines keep if no trainer has them.
     """
 
     protocol_version: int
@@ -89,6 +90,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     job: str = ""
     registered: Registered = Registered()
     allow_unused: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
 
 
 def group_and_rank(worker: str) -> tuple[str, int]:
@@ -154,7 +156,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 class ConnectEngine(msgspec.Struct, frozen=True, tag="connect_engine"):
     """Register memory for this plan and answer `Bound`. `plan` is the rank's own part.
 
-    With `relays` listen for chunks that others pass on, too.
+    With `relays` listen for chunks that others pass on, too. `kept`: tensors that must stay as they are.
     """
 
     plan: bytes
@@ -162,6 +164,7 @@ class ConnectEngine(msgspec.Struct, frozen=True, tag="connect_engine"):
     mode: UpdateMode
     backend: UpdateBackend = P2pBackend()
     relays: bool = False
+    kept: tuple[str, ...] = ()
 
 
 class Bound(msgspec.Struct, frozen=True, tag="bound"):

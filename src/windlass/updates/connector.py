@@ -42,6 +42,7 @@ class Connector:
         self.binds: tuple[str, ...] = ()
         self._costs: dict[str, BindCost] = {}
         self._carried: dict[Link, Carried] = {}
+        self._stays: frozenset[str] = frozenset()
         self._unused: tuple[frozenset[Identity], frozenset[str] | None] = frozenset(), None
 
     async def until_enough(self) -> Binding:
@@ -155,7 +156,10 @@ class Connector:
         finally:
             self.binds = ()
             self._changes.notify()
+        if binding.stays and binding.stays != self._stays:
+            _log.warning("engines keep %s as they are", said(binding.stays))
         if sources.role is Role.TRAINER:
+            self._stays = binding.stays
             if binding.unused and (known, unused) != (sources.identities, binding.unused):
                 _log.warning("no engine takes %s of the trainers", said(binding.unused))
             self._unused = sources.identities, binding.unused

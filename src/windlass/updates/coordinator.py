@@ -320,8 +320,8 @@ class Coordinator:
         report = await self.run_round(version, self.run.lineage, binding, is_new=True)
         if report.outcome is RoundOutcome.PUBLISHED:
             self.members.published_by = binding.identities_of(binding.trainers)
-        unused = _num_by_pattern(binding.unused)
-        return msgspec.structs.replace(report, bound=costs, unused=unused)
+        unused, kept = _num_by_pattern(binding.unused), _num_by_pattern(binding.stays)
+        return msgspec.structs.replace(report, bound=costs, unused=unused, kept=kept)
 
     # --- a round -----------------------------------------------------------------------------
 

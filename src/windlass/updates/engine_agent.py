@@ -13,6 +13,7 @@ from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.backends import receiver_for
 from windlass.transfer.base import GroupReceiver, ReceiverBackend
+from windlass.transfer.kept import KeptTensors
 from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay import RelayNode
@@ -132,6 +133,7 @@ class EngineAgent:
         self._backend: UpdateBackend = P2pBackend()
         self._receiver: ReceiverBackend = receiver_for(self._backend, receiver, host)
         self._relay = RelayNode(receiver, host)
+        self._kept = KeptTensors(receiver.manifest, receiver.live_addresses)
         self._push = PushReceiver(receiver.manifest, receiver.live_addresses, host)
         self._delivery: ReceiverBackend | PushReceiver = self._receiver
         self._hooks = hooks
@@ -206,6 +208,7 @@ class EngineAgent:
     def _connect(self, command: ConnectEngine) -> Bound:
         self._mode = command.mode
         self._fence()
+        self._kept.bind(command.kept)
         self._choose(command.backend)
         binding = self._receiver.connect(TransferPlan.decode(command.plan), command.mode)
         if not command.relays:
@@ -224,6 +227,7 @@ class EngineAgent:
         """What a relay that died may have left in its kernel lands before this or never."""
         if self._fence_is_due:
             self._fence()
+        self._kept.verify()
         return Verified(self._delivery.verify(command.version, command.expected))
 
     def _check_relays(self) -> None:

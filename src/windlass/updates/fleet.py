@@ -186,6 +186,11 @@ class Group:
         return frozenset(p for agent in self.agents.values() for p in agent.hello.allow_unused)
 
     @property
+    def keep(self) -> frozenset[str]:
+        """Patterns of tensors that engines keep if no trainer has them, of all ranks of a trainer job."""
+        return frozenset(p for agent in self.agents.values() for p in agent.hello.keep)
+
+    @property
     def url(self) -> str:
         """Address of the engine; empty for trainers."""
         return self.agents[0].hello.url if 0 in self.agents else ""

@@ -150,6 +150,8 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
             them in the first one, nobody where the fleet has not changed. Trainers are told of the 64 that
             took longest, the controller's own process of all.
         unused: pattern of names -> number of trainer tensors that no engine takes.
+        kept: pattern of names -> number of engine tensors that no trainer has and that engines keep (`keep` of
+            `connect_trainer`).
         unchanged: how many versions in a row changed nothing, up to this one; 0 where it changed something, or where
             it is the first of these trainers.
         non_finite: pattern of names -> number of trainer parameters that contain NaN or infinity, as far as they were
@@ -169,6 +171,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
     wire: dict[str, TransportWire] = {}
     bound: dict[str, BindCost] = {}
     unused: dict[str, int] = {}
+    kept: dict[str, int] = {}
     unchanged: int = 0
     non_finite: dict[str, int] = {}
 

@@ -51,6 +51,7 @@ class WeightTransfer:
         transport: name of the transport, or its configuration in JSON.
         stacked: see `connect_trainer`.
         allow_unused: see `connect_trainer`.
+        keep: see `connect_trainer`.
         pause: one of `PAUSE_MODES`, or None.
         api_key: what the servers were started to ask for; empty for nothing.
         deadline_s: for all servers to join, and then for every version.
@@ -67,6 +68,7 @@ class WeightTransfer:
         transport: str = "auto",
         stacked: Sequence[StackedRule] | None = None,
         allow_unused: Sequence[str] = (),
+        keep: Sequence[str] = (),
         pause: str | None = "keep",
         api_key: str = "",
         deadline_s: float = 600.0,
@@ -79,6 +81,7 @@ class WeightTransfer:
             transport=transport,
             stacked=stacked,
             allow_unused=allow_unused,
+            keep=keep,
             pause=pause,
             api_key=api_key,
             deadline_s=deadline_s,

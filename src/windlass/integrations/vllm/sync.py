@@ -75,6 +75,7 @@ class WeightSync:
         name_map: see `connect_trainer`.
         stacked: see `connect_trainer`.
         allow_unused: see `connect_trainer`.
+        keep: see `connect_trainer`.
         pause: one of `PAUSE_MODES`: what becomes of running requests. With `keep` they stop between two steps and go
             on where they are; for the others `/pause` is asked before a version, and `/resume` follows. None where
             the caller has it pause and resume, which is as `keep` if nobody does.
@@ -99,6 +100,7 @@ class WeightSync:
         name_map: Callable[[str], str | None] | None = None,
         stacked: Sequence[StackedRule] | None = None,
         allow_unused: Sequence[str] = (),
+        keep: Sequence[str] = (),
         pause: str | None = "keep",
         api_key: str = "",
         deadline_s: float = 600.0,
@@ -131,6 +133,7 @@ class WeightSync:
                     name_map=name_map,
                     stacked=stacked,
                     allow_unused=allow_unused,
+                    keep=keep,
                     connect_deadline_s=deadline_s,
                 )
                 undo.callback(self._trainer.close)

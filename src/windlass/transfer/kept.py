@@ -1,0 +1,94 @@
+"""Tensors of an engine rank that no trainer has: nothing writes them, and digests show that they stay as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import final
+
+import numpy as np
+
+from windlass.errors import PlanError
+from windlass.layout.columns import Int64Array
+from windlass.layout.manifest import ShardManifest
+from windlass.layout.naming.patterns import said
+from windlass.memory.ops import OWN_WORK_S
+from windlass.memory.place import memory_at
+
+
+@final
+class KeptTensors:
+    """Digests of what an engine rank keeps.
+
+    Args:
+        live: addresses of the parameters, in manifest order; they never move.
+    """
+
+    def __init__(self, manifest: ShardManifest, live: Sequence[int]) -> None:
+        self._manifest, self._live = manifest, live
+        self._digests: dict[str, str] = {}
+
+    def bind(self, names: Collection[str]) -> None:
+        """Keep these tensors: those that are new here must stay as they are now.
+
+        Raises:
+            TransferFailed, TransferOutcomeUnknown: see `Digests.take`.
+        """
+        held = {spec.name for spec in self._manifest.tensors}.intersection(names)
+        before = {name: digest for name, digest in self._digests.items() if name in held}
+        self._digests = self._digests_of(held - before.keys()) | before
+
+    def verify(self) -> None:
+        """Refuse an update if a kept tensor has changed.
+
+        Raises:
+            PlanError: it has.
+            TransferFailed, TransferOutcomeUnknown: see `Digests.take`.
+        """
+        now = self._digests_of(self._digests)
+        changed = [name for name, digest in self._digests.items() if now[name] != digest]
+        if changed:
+            raise PlanError(
+                f"keep: {said(changed)} of {self._manifest.worker} must be as when the trainers connected, but something "
+                "else has changed them; start the engine again"
+            )
+
+    def _digests_of(self, names: Collection[str]) -> dict[str, str]:
+        if not names:
+            return {}
+        manifest, table = self._manifest, self._manifest.table
+        ordered = sorted(names)
+        index = {spec.name: i for i, spec in enumerate(manifest.tensors)}
+        addresses, nbytes, start = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)], [0]
+        for name in ordered:
+            pieces = start[-1]
+            for row in np.flatnonzero(table.tensor == index[name]).tolist():
+                parameter = int(table.parameter[row])
+                itemsize = manifest.parameters[parameter].dtype.itemsize
+                offsets, run = _runs(table.sizes[row], table.strides_bytes[row], itemsize)
+                first = self._live[parameter] + int(table.offset_bytes[row])
+                addresses.append((offsets + first).astype(np.uint64))
+                nbytes.append(np.full(len(offsets), run, np.int64))
+                pieces += len(offsets)
+            start.append(pieces)
+        memory = memory_at(self._live, manifest.worker)
+        digests = memory.chunk_digests(
+            np.concatenate(addresses), np.concatenate(nbytes), np.array(start, np.int64)
+        )
+        try:
+            found = digests.take(range(len(ordered)), OWN_WORK_S)
+        finally:
+            digests.close()
+        return {name: found[number] for number, name in enumerate(ordered)}
+
+
+def _runs(sizes: Int64Array, strides: Int64Array, itemsize: int) -> tuple[Int64Array, int]:
+    """Return where the contiguous runs of a row begin, in bytes, and how long each is."""
+    if not sizes.prod():
+        return np.zeros(0, np.int64), 0
+    run, offsets = itemsize, np.zeros(1, np.int64)
+    for size, stride in zip(reversed(sizes.tolist()), reversed(strides.tolist()), strict=True):
+        if size > 1 and stride == run and len(offsets) == 1:
+            run *= size
+        elif size > 1:
+            offsets = (np.arange(size)[:, None] * stride + offsets).ravel()
+    return offsets, run

@@ -1,0 +1,148 @@
+"""Trainers of a part of a model: engines keep what the trainers say that they do not have, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from flat_engine import flat_engine
+
+import windlass
+from windlass.config import ControlConfig, DiskBackend, UpdateMode, XcclBackend
+from windlass.errors import ConfigError, RoundAborted
+
+TOKEN = "t" * 32
+
+
+class Text(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(8, 6)
+        self.down = torch.nn.Linear(6, 8, bias=False)
+
+
+def served(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    like = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    tower = {f"visual.blocks.{i}.weight": torch.zeros(4, 4) for i in range(3)}
+    return {**like, **tower, "projector.weight": torch.zeros(4, 8)}
+
+
+Report = windlass.UpdateReport
+
+
+async def published(
+    keep: Sequence[str],
+    *,
+    config: ControlConfig | None = None,
+    model: torch.nn.Module | None = None,
+    between: Callable[[dict[str, torch.Tensor]], None] = lambda held: None,
+) -> list[Report]:
+    """Publish two versions of a text model to an engine of a larger one; check all that it holds."""
+    model = model or Text()
+    async with windlass.Controller(token=TOKEN, config=config or ControlConfig()) as controller:
+
+        def run() -> list[Report]:
+            reports: list[Report] = []
+            with ExitStack() as undo:
+                held = undo.enter_context(flat_engine(controller.url, TOKEN, served(model)))
+                for index, tensor in enumerate(held.values()):
+                    tensor.fill_(index + 0.5)
+                before = {name: tensor.clone() for name, tensor in held.items()}
+                trainer = undo.enter_context(
+                    windlass.connect_trainer(
+                        model, controller=controller.url, token=TOKEN, transport="cma", keep=keep
+                    )
+                )
+                trained = dict(model.named_parameters())
+                for version in range(2):
+                    reports.append(trainer.publish(version, deadline_s=20))
+                    for name, tensor in held.items():
+                        want = trained[name].detach() if name in trained else before[name]
+                        assert torch.equal(tensor, want), name
+                    between(held)
+                    with torch.no_grad():
+                        model.get_parameter("up.weight").add_(1.0)
+            return reports
+
+        return await asyncio.to_thread(run)
+
+
+def configs(folder: Path) -> dict[str, ControlConfig]:
+    return {
+        "in_place": ControlConfig(),
+        "staged": ControlConfig(mode=UpdateMode.STAGED),
+        "xccl": ControlConfig(backend=XcclBackend()),
+        "disk": ControlConfig(backend=DiskBackend(str(folder))),
+    }
+
+
+@pytest.mark.parametrize("way", configs(Path("/")))
+async def test_engines_keep_what_the_trainer_names(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports = await published(["visual.*", "projector.weight"], config=configs(tmp_path)[way])
+    assert [r.kept for r in reports] == [{"visual.blocks.*.weight": 3, "projector.weight": 1}] * 2
+    lines = [r.getMessage() for r in caplog.records if "engines keep" in r.getMessage()]
+    assert lines == ["engines keep 'projector.weight', 3 of 'visual.blocks.*.weight' as they are"]
+
+
+async def test_tensor_that_no_pattern_names_must_have_a_source() -> None:
+    with pytest.raises(RoundAborted, match=r"'projector.weight' of engine/0 has no source at all"):
+        await published(["visual.*"])
+
+
+async def test_refusal_of_missing_tensors_offers_to_keep_them() -> None:
+    with pytest.raises(
+        RoundAborted, match=r"keep=\('projector.weight', 'visual.blocks.\*.weight',\)"
+    ):
+        await published([])
+
+
+async def test_tensor_that_the_trainer_has_is_sent_whatever_the_patterns_say() -> None:
+    reports = await published(["*"])
+    assert sum(reports[-1].kept.values()) == 4
+
+
+async def test_kept_tensor_that_something_else_changes_refuses_the_update() -> None:
+    def write(held: dict[str, torch.Tensor]) -> None:
+        held["visual.blocks.1.weight"][2, 3] = -7.0
+
+    with pytest.raises(
+        RoundAborted, match=r"visual.blocks.1.weight.* must be as when the trainers connected"
+    ):
+        await published(["visual.*", "projector.*"], between=write)
+
+
+async def test_only_the_trainable_half_is_published() -> None:
+    """The frozen half is not in the trainer's module at all."""
+    model = Text()
+    half = torch.nn.Module()
+    half.up = model.up
+
+    async with windlass.Controller(token=TOKEN) as controller:
+
+        def run() -> None:
+            with (
+                flat_engine(controller.url, TOKEN, served(model)) as held,
+                windlass.connect_trainer(
+                    half,
+                    controller=controller.url,
+                    token=TOKEN,
+                    keep=("down.*", "visual.*", "projector.*"),
+                ) as trainer,
+            ):
+                trainer.publish(0, deadline_s=20)
+                assert torch.equal(held["up.weight"], model.up.weight.detach())
+                assert (held["down.weight"] == 1).all()
+
+        await asyncio.to_thread(run)
+
+
+@pytest.mark.parametrize("keep", ["visual.*", [3], [""]])
+def test_patterns_are_checked(keep: Sequence[str]) -> None:
+    with pytest.raises(ConfigError, match=r"keep: must be a sequence of patterns"):
+        windlass.connect_trainer(Text(), controller="http://127.0.0.1:9", token=TOKEN, keep=keep)
