@@ -1,4 +1,4 @@
-"""`MemoryOps` of host memory: torch copies and casts, xxh3 hashes, blocks are quantised here."""
+"""`MemoryOps` of host memory: torch copies and casts, xxh3 hashes, and this module quantises blocks."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     import torch
 
 SCRATCH_NBYTES = 1 << 20
-"""For casting before hashing: small enough to stay in cache in between."""
+"""Bytes of scratch memory for casting before hashing: small enough to stay in cache in between."""
 _PER_MAX = 1.0 / 448.0
 _FLOOR = 1e-4
 
 
 @final
 class HostMemory(MemoryOps):
-    """`MemoryOps` of host memory: what it is asked to do is done on return, and nothing is held or queued."""
+    """`MemoryOps` of host memory. Every method has finished its work on return; nothing is queued."""
 
     ordinal = -1
     digest_kind = DigestKind.XXH3
@@ -96,16 +96,17 @@ class HostMemory(MemoryOps):
 
 @final
 class HostBuffer:
-    """Zeroed pages, mapped when they are touched; unmapped when their last view is gone.
+    """Zeroed pages, mapped when they are touched and unmapped when their last view is deleted.
 
     Attributes:
-        bytes: (nbytes,) uint8; empty once closed.
+        bytes: (nbytes,) uint8; empty after `close`.
     """
 
     def __init__(self, nbytes: int) -> None:
         mapping = mmap.mmap(-1, nbytes)
-        with contextlib.suppress(OSError):  # a kernel without huge pages works as well
-            mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to fault in and to pin
+        # Huge pages mean fewer page faults and fewer pages to pin. A kernel without them works too.
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes = nbytes
         self.bytes: UInt8Array = np.frombuffer(mapping, np.uint8)
         self.address = int(self.bytes.ctypes.data)
@@ -168,11 +169,11 @@ class _HostPack:
         )
 
     def close(self) -> None:
-        """Free nothing."""
+        """Do nothing: the caller owns the packed memory."""
 
 
 def least_half(program: LinkProgram) -> int:
-    """Return bytes of half a ring that holds any part which `split_op` cannot cut."""
+    """Return the least bytes of half a ring that holds every part that `split_op` cannot cut."""
     rows_of_blocks = (
         min(op.nbytes, _row_of_blocks(op))
         for op in program.ops
@@ -182,12 +183,12 @@ def least_half(program: LinkProgram) -> int:
 
 
 def _row_of_blocks(op: BoundOp) -> int:
-    """Return bytes of a row of blocks in the payload, which is not cut."""
+    """Return the bytes of one row of blocks in the payload, which is never cut."""
     return op.packed_strides[0] * (1 if op.transform is Transform.FP8_BLOCK_SCALES else BLOCK)
 
 
 def pack_op(op: BoundOp, src_parameter: int, address: int) -> None:
-    """Gather, cast or quantise the payload of an op, or of a part from `split_op`, to `op.nbytes` at `address`."""
+    """Gather, cast or quantise the payload of an op, or of a part from `split_op`, to `address`."""
     if op.transform is not Transform.NONE:
         pack_quantized(
             transform=op.transform,
@@ -205,7 +206,7 @@ def pack_op(op: BoundOp, src_parameter: int, address: int) -> None:
 
 
 def _hash_sent(program: LinkProgram, sources: UInt64Array) -> str:
-    """Digest what a link is to deliver, from host memory as it is; nothing is packed. From any thread."""
+    """Return the digest of a link's payload, computed at its source without packing. Thread-safe."""
     limit = max(SCRATCH_NBYTES, least_half(program))
     scratch: UInt8Array = np.empty(limit, np.uint8)
 
@@ -222,9 +223,10 @@ def _hash_source(
     sources: UInt64Array,
     parts: Callable[[int, BoundOp], Iterable[tuple[BoundOp, int]]],
 ) -> str:
-    """Digest a link; each part is hashed as soon as it is packed, while it is in the cache.
+    """Return the digest of a link. Each part is hashed right after packing, while it is in the cache.
 
-    `parts`: of an op and its index, and the address at which to pack each; none to hash it as it lies.
+    `parts` returns, for an op and its index, the parts to pack and the address for each; none to
+    hash the op in place.
     """
     digest = new_digest()
     for index, op in enumerate(program.ops):
@@ -252,7 +254,7 @@ def _hash_received(program: LinkProgram, addresses: UInt64Array, staging_address
 
 
 def _hash_ranges(addresses: UInt64Array, nbytes: Int64Array) -> str:
-    """Hash ranges one after another; short ones of one size, such as elements with gaps, many at a time."""
+    """Return the digest of ranges in order. Short ranges of equal size are gathered, many at a time."""
     digest = new_digest()
     if len(nbytes) > 1 and nbytes[0] <= SHORT_NBYTES and (nbytes == nbytes[0]).all():
         within = np.arange(int(nbytes[0]), dtype=np.uint64)
@@ -270,7 +272,7 @@ def _hash_ranges(addresses: UInt64Array, nbytes: Int64Array) -> str:
 
 SHORT_NBYTES = 64
 GATHERED = 1 << 16
-"""Short ranges that are gathered at a time."""
+"""Number of short ranges gathered at a time."""
 
 
 _Cut = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -278,10 +280,10 @@ _Cut = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
-    """Cut an op whose payload is one run at the destination into parts of at most `limit` bytes.
+    """Cut an op with a contiguous payload at the destination into parts of at most `limit` bytes.
 
-    PACKED and staged ops are such by construction, so a part's bytes follow those of the part
-    before. Parts say what is read; where they go is for the caller to count.
+    PACKED and staged ops have such a payload, so the bytes of each part follow the bytes of the
+    previous part. Parts describe the source only; the caller computes the destination addresses.
     """
     if op.nbytes <= limit:
         yield op
@@ -302,7 +304,7 @@ def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
 
 
 def _rows_of_blocks(op: BoundOp, limit: int) -> Iterator[_Cut]:
-    """Yield parts that are rows of blocks, which are not cut."""
+    """Yield parts that consist of whole rows of blocks."""
     step = _row_of_blocks(op)
     if step > limit:
         raise PlanError(
@@ -326,11 +328,11 @@ def pack_quantized(
     dst_address: int,
     tensor: str = "",
 ) -> None:
-    """Quantise a matrix of whole blocks, by rows of blocks, so that scratch memory is some 128 rows of float32.
+    """Quantise a matrix in rows of blocks, so that scratch memory is about 128 rows of float32.
 
-    `dst_address`: of the payload, row-major: float8 of `sizes`, or float32 of `scale_shape(sizes)`.
-
-    The values are those of `per_block_cast_to_fp8` (DeepGEMM) on the whole matrix on a GPU, bit for bit.
+    `dst_address` is the address of the row-major payload: float8 of `sizes`, or float32 of
+    `scale_shape(sizes)`. The result equals `per_block_cast_to_fp8` (DeepGEMM) of the whole matrix
+    on a GPU, bit for bit.
 
     Raises:
         TransferFailed: a finite weight is too large for bfloat16.
@@ -358,7 +360,7 @@ def pack_quantized(
 
 
 def _scales(part: torch.Tensor) -> torch.Tensor:
-    """Scales of one row of blocks, (columns / 128,) float32."""
+    """Return the scales of one row of blocks, (columns / 128,) float32."""
     import torch
 
     columns = part.shape[1]

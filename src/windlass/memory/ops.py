@@ -1,7 +1,8 @@
-"""What memory can do: the one seam between host memory and the memory of GPUs.
+"""Operations on memory: the only interface that differs between host memory and GPU memory.
 
-`HostMemory` and `CudaMemory` implement `MemoryOps`; whoever moves weights asks `memory_at` (`place.py`) where they lie
-and is the same code for both. `tests/memory/test_ops.py` is the conformance suite.
+`HostMemory` and `CudaMemory` implement `MemoryOps`. Code that moves weights gets one of them from
+`memory_at` (`place.py`) and is the same for both. `tests/memory/test_ops.py` is the conformance
+suite.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 Key = TypeVar("Key")
 
 OWN_WORK_S = 60.0
-"""Deadline of work on memory of one's own, which takes milliseconds."""
+"""Deadline in seconds of work on memory of this process, which takes milliseconds."""
 
 
 class Buffer(Protocol):
-    """Memory that nobody else uses, from `MemoryOps.allocate` to `close`."""
+    """Memory with a single user, from `MemoryOps.allocate` to `close`."""
 
     @property
     def address(self) -> int: ...
@@ -37,16 +38,16 @@ class Buffer(Protocol):
     def nbytes(self) -> int: ...
 
     def close(self) -> None:
-        """Free it. Idempotent."""
+        """Free the memory. Idempotent."""
         ...
 
 
 class Digests(Protocol[Key]):
-    """Digests of what lies in memory, to be taken any number of times: of links by peer, of chunks by number.
+    """Digests of memory, taken any number of times: of links by peer, or of chunks by number.
 
     Attributes:
-        links: at the destination, on a GPU: by peer, the tables of its pieces, for whoever hashes them
-            part by part; they go with `close`. Empty otherwise.
+        links: tables of a link's pieces by peer, for hashing part by part. Only at the destination
+            on a GPU, otherwise empty. `close` frees them.
     """
 
     @property
@@ -62,13 +63,13 @@ class Digests(Protocol[Key]):
             key -> digest, hex, in the order of `keys`.
 
         Raises:
-            TransferFailed: at the source: a cast overflows.
-            TransferOutcomeUnknown: not within `deadline_s`.
+            TransferFailed: a cast at the source overflows.
+            TransferOutcomeUnknown: the result was not ready within `deadline_s`.
         """
         ...
 
     def close(self) -> None:
-        """Free what was prepared, unless late kernels may still use it. Idempotent."""
+        """Free the prepared data, unless late kernels may still use it. Idempotent."""
         return
 
 
@@ -77,10 +78,11 @@ ChunkDigests = Digests[int]
 
 
 class LinkPack(Protocol):
-    """The payload of a link's ops that do not go as they lie, packed into fixed memory any number of times.
+    """The payload of a link's ops that must be packed, packed into fixed memory any number of times.
 
     Attributes:
-        turns: what is packed at once, in the order of the payload; later turns go over earlier ones.
+        turns: parts that are packed together, in the order of the payload. Later turns overwrite
+            earlier ones.
     """
 
     @property
@@ -90,35 +92,36 @@ class LinkPack(Protocol):
         """Gather, cast or quantise one turn, and wait for it.
 
         Raises:
-            TransferFailed: in host memory, a cast overflows.
-            TransferOutcomeUnknown: not within `deadline_s`.
+            TransferFailed: a cast in host memory overflows.
+            TransferOutcomeUnknown: the turn did not end within `deadline_s`.
         """
         ...
 
     def pack_and_hash(self, deadline_s: float) -> str:
-        """Pack all turns; the digest of the link, of ops that go as they lie too.
+        """Pack all turns and return the digest of the link, including ops that are not packed.
 
         Raises:
             TransferFailed: a cast overflows.
-            TransferOutcomeUnknown: not within `deadline_s`.
+            TransferOutcomeUnknown: the work did not end within `deadline_s`.
         """
         ...
 
     def close(self) -> None:
-        """Free what was prepared, unless late kernels may still use it. Idempotent."""
+        """Free the prepared data, unless late kernels may still use it. Idempotent."""
         return
 
 
 class MemoryOps(Protocol):
-    """Host memory, or the memory of one GPU. Thread-safe; what it makes is not.
+    """Host memory, or the memory of one GPU. Thread-safe; the objects that it creates are not.
 
-    Everywhere `addresses` is (num_parameters,) where this rank's parameters begin, in manifest order. What
-    is prepared is closed by the caller; to prepare raises `TransferFailed` where a GPU has no room for its
-    tables, and `UnsupportedLayout` where quantised rows on a GPU have gaps.
+    `addresses` is always (num_parameters,): the start of each parameter of this rank, in manifest
+    order. The caller closes the objects that it prepared. Preparing raises `TransferFailed` if a
+    GPU has too little memory for the tables, and `UnsupportedLayout` if quantised rows on a GPU
+    have gaps.
 
     Attributes:
-        ordinal: of the GPU; -1 for host memory.
-        digest_kind: of the digests it takes.
+        ordinal: ordinal of the GPU; -1 for host memory.
+        digest_kind: kind of its digests.
     """
 
     ordinal: int
@@ -126,42 +129,46 @@ class MemoryOps(Protocol):
 
     @property
     def gpu(self) -> Gpu | None:
-        """In whose stream its work is queued; None for host memory."""
+        """GPU that queues the work in its stream; None for host memory."""
         return None
 
     def allocation(self, address: int) -> tuple[int, int] | None:  # noqa: ARG002
-        """Return start and bytes of what is mapped and freed as one around an address; None where nobody knows.
+        """Return start and bytes of the allocation that contains an address; None if it is unknown.
 
         Raises:
-            RegionError: it is not in the memory of this GPU.
+            RegionError: the address is not in the memory of this GPU.
         """
         return None
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Memory of `nbytes` >= 1, aligned to 64 bytes, not cleared; the caller closes it.
+        """Allocate `nbytes` >= 1 bytes, aligned to 64 bytes, not zeroed. The caller closes the buffer.
 
         Raises:
-            TransferFailed: there is not so much.
+            TransferFailed: there is too little memory.
         """
         ...
 
     def prepare(
         self, copies: Sequence[StridedCopy], *, beside_transfers: bool = False
     ) -> PreparedCopies:
-        """Copies that are run again and again; none reads what another one stores. Either side may be pinned host memory.
+        """Prepare copies that run repeatedly. No copy reads what another one stores.
 
-        `beside_transfers`: they run while bytes of the same memory are on the wire, and are to leave most of a GPU
-        to that.
+        Source or destination may be pinned host memory.
+
+        Args:
+            copies: the copies.
+            beside_transfers: whether they run while bytes of the same memory are on the wire, and
+                must leave most of a GPU to the transfer.
 
         Raises:
-            ConfigError: nothing casts between the dtypes.
+            ConfigError: no cast exists between the dtypes.
         """
         ...
 
     def sent_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array
     ) -> LinkDigests:
-        """Prepare digests of what links, by peer, are to deliver: in plan order, in the destination's dtype.
+        """Prepare digests of the payloads of links, by peer: in plan order, in the destination's dtype.
 
         Elements are cast as they are read; nothing is stored.
         """
@@ -170,26 +177,27 @@ class MemoryOps(Protocol):
     def received_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array, staging_address: int = 0
     ) -> LinkDigests:
-        """Prepare digests of what links have delivered: those of `sent_digests` where all of it arrived.
+        """Prepare digests of received links. They equal the sent digests if everything has arrived.
 
-        `staging_address`: where peers write the payload of ops that are staged; 0: where each element belongs.
+        `staging_address` is where peers write the payload of staged ops; 0 if they write each
+        element to its final place.
         """
         ...
 
     def chunk_digests(
         self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
     ) -> ChunkDigests:
-        """Prepare digests of chunks that lie in pieces; equal wherever pieces of the same sizes hold the same bytes.
+        """Prepare digests of chunks of pieces. Equal piece sizes and bytes give equal digests.
 
         Args:
-            addresses: (n,) of the pieces.
-            nbytes: (n,) of each, >= 1.
+            addresses: (n,) addresses of the pieces.
+            nbytes: (n,) bytes of each piece, >= 1.
             chunk_start: (num_chunks + 1,) first piece of each chunk, and n.
         """
         ...
 
     def least_pack_nbytes(self, program: LinkProgram) -> int:
-        """Return what the memory of one turn of `pack_link` must hold at least."""
+        """Return the least bytes of memory for one turn of `pack_link`."""
         ...
 
     def pack_link(
@@ -197,34 +205,35 @@ class MemoryOps(Protocol):
     ) -> LinkPack:
         """Prepare to pack a link at its source.
 
-        `places`: addresses that turns are packed at, in rotation, all of one length; every op begins at a multiple
-        of `ALIGNMENT`.
+        `places` are the address ranges for turns, used in rotation, all of one length. Every op
+        begins at a multiple of `ALIGNMENT`.
 
         Raises:
-            PlanError: less than `least_pack_nbytes`, where it is needed.
+            PlanError: a place has less than the needed `least_pack_nbytes`.
         """
         ...
 
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
     ) -> torch.Tensor:
-        """This memory as a tensor of `sizes`; the caller keeps it alive and in place."""
+        """Return this memory as a tensor of `sizes`. The caller keeps the memory alive and in place."""
         ...
 
     def settle(self, deadline_s: float) -> None:  # noqa: ARG002
-        """Wait for what this process has queued there by whatever library, such as an optimiser step.
+        """Wait for work of this process on this memory through any library, such as an optimiser step.
 
         Raises:
-            TransferFailed: it is not over within `deadline_s`, or it failed.
-            TransferOutcomeUnknown: kernels outlived an earlier deadline.
+            TransferFailed: the work failed or did not end within `deadline_s`.
+            TransferOutcomeUnknown: kernels exceeded an earlier deadline.
         """
         return
 
     def finish(self, deadline_s: float) -> None:  # noqa: ARG002
-        """Wait for what was queued through this object.
+        """Wait for all work that was queued through this object.
 
         Raises:
-            TransferFailed: it failed.
-            TransferOutcomeUnknown: it is not over within `deadline_s`, and may go on for ever.
+            TransferFailed: the work failed.
+            TransferOutcomeUnknown: the work did not end within `deadline_s` and may continue
+                without limit.
         """
         return

@@ -1,7 +1,7 @@
 """Gather, cast, scatter and hash at raw addresses: the kernels behind PACKED and SCATTER.
 
-`torch.Tensor.copy_` between two strided views is the kernel: it gathers, casts and stores in one
-pass. Addresses are of host memory. Torch is imported when the first view is made.
+`torch.Tensor.copy_` between two strided views gathers, casts and stores in one pass. Addresses are
+in host memory. Torch is imported when the first view is made.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 Work = TypeVar("Work")
 
 ALIGNMENT = 64
-"""Bytes; whatever shares an arena begins at a multiple of it."""
+"""Alignment in bytes of everything that shares an arena."""
 RUN_NBYTES = 1024
-"""Runs of this size and more are hashed where they lie; shorter ones are gathered first."""
+"""Shortest run in bytes that is hashed in place; shorter runs are gathered first."""
 GATHER_NBYTES = 1 << 20
-"""Scratch memory for gathering: small enough to stay in cache between gather and hash."""
+"""Bytes of scratch memory for gathering: small enough to stay in cache between gather and hash."""
 
 new_digest = xxhash.xxh3_128
 
 
 def aligned(nbytes: int) -> int:
-    """Return bytes that something of `nbytes` takes up in an arena."""
+    """Return the bytes that an object of `nbytes` takes in an arena."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class PackedPart(NamedTuple):
-    """Bytes [start, start + nbytes) of the payload of an op that is packed. `op`: its index in the link."""
+    """Bytes [start, start + nbytes) of the payload of a packed op. `op` is the op's index in the link."""
 
     op: int
     start: int
@@ -50,11 +50,11 @@ class PackedPart(NamedTuple):
 
 @final
 class Turns(Generic[Work]):
-    """Parts of a payload, placed one behind the other in memory that is packed again and again.
+    """Parts of a payload, placed one after another in memory that is packed repeatedly.
 
     Attributes:
-        parts: by turn, in the order of the payload.
-        work: what packs each of them.
+        parts: parts of each turn, in the order of the payload.
+        work: the work that packs each part.
     """
 
     def __init__(self, places: Sequence[range]) -> None:
@@ -64,7 +64,7 @@ class Turns(Generic[Work]):
         self.work: list[list[Work]] = []
 
     def place(self, op: int, start: int, nbytes: int, work: Work) -> int:
-        """Return the address of a part: in the turn of the last one, or in another."""
+        """Place a part in the current turn, or in a new one if it does not fit; return its address."""
         if not self.parts or self._at + aligned(nbytes) > self._stop:
             place = self._places[len(self.parts) % len(self._places)]
             self._at, self._stop = place.start, place.stop
@@ -78,7 +78,7 @@ class Turns(Generic[Work]):
 
 
 _PYBUF_WRITE = 0x200
-# One C call: a ctypes array would make a new Python class per length, at 50 us each.
+# A single C call: a ctypes array would create a Python class per length, at 50 us each.
 _memoryview_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _memoryview_from_memory.restype = ctypes.py_object
 _memoryview_from_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
@@ -86,14 +86,14 @@ _memoryview_from_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StridedCopy:
-    """Elements to copy between two strided layouts, cast where dtypes differ.
+    """Elements to copy between two strided layouts, cast if the dtypes differ.
 
     Attributes:
-        sizes: elements per dim, each >= 1; one dim at least.
-        src_address, dst_address: of the first element.
+        sizes: elements per dim, each >= 1; at least one dim.
+        src_address, dst_address: addresses of the first element.
         src_strides, dst_strides: bytes per dim, multiples of the item size.
-        src_dtype, dst_dtype: the same, or one of `CASTS`.
-        tensor: its name, for errors.
+        src_dtype, dst_dtype: the same dtype, or a pair of `CASTS`.
+        tensor: name of the tensor, for errors.
     """
 
     sizes: tuple[int, ...]
@@ -107,12 +107,12 @@ class StridedCopy:
 
     @property
     def nbytes(self) -> int:
-        """What is stored."""
+        """Bytes stored at the destination."""
         return math.prod(self.sizes) * self.dst_dtype.itemsize
 
     @classmethod
     def of_op(cls, op: BoundOp, src_address: int, dst_address: int) -> StridedCopy:
-        """Return what an op that computes nothing copies or casts, from and to where its elements begin."""
+        """Return the copy of an op without a transform, between the addresses of its first element."""
         return cls(
             sizes=op.sizes,
             src_address=src_address,
@@ -126,7 +126,7 @@ class StridedCopy:
 
     @classmethod
     def of_bytes(cls, src_address: int, dst_address: int, nbytes: int) -> StridedCopy:
-        """Return a copy of bytes as they lie."""
+        """Return a copy of contiguous bytes."""
         return cls(
             sizes=(nbytes,),
             src_address=src_address,
@@ -139,31 +139,32 @@ class StridedCopy:
 
 
 class PreparedCopies(Protocol):
-    """Copies between fixed addresses, to be run any number of times."""
+    """Copies between fixed addresses that can be run any number of times."""
 
     def run(self) -> None:
-        """Copy all, or queue it: `MemoryOps.finish` waits, and `check` tells how it went.
+        """Copy everything, or queue it: `MemoryOps.finish` then waits, and `check` reports errors.
 
         Raises:
-            TransferFailed: in host memory, a cast overflowed.
+            TransferFailed: a cast in host memory overflowed.
         """
         ...
 
     def check(self) -> None:
-        """Refuse what the last `run`, which is over, has stored.
+        """Check the result of the last `run`, which must have ended.
 
         Raises:
-            TransferFailed: a finite number became infinite in a cast; what was stored must not be used.
+            TransferFailed: a cast made a finite number infinite; the stored values must not be
+                used.
         """
         return
 
     def close(self) -> None:
-        """Free what was prepared; nothing of it may be under way. Idempotent."""
+        """Free the prepared data. No copy may be running. Idempotent."""
         return
 
 
 def bytes_at(address: int, nbytes: int) -> memoryview:
-    """Raw memory as a writable buffer. The caller keeps it alive and in place."""
+    """Return raw memory as a writable buffer. The caller keeps the memory alive and in place."""
     view: memoryview = _memoryview_from_memory(address, nbytes, _PYBUF_WRITE)
     return view
 
@@ -171,10 +172,10 @@ def bytes_at(address: int, nbytes: int) -> memoryview:
 def split_inner(
     sizes: Sequence[int], strides_bytes: Sequence[int], itemsize: int
 ) -> tuple[int, int]:
-    """Return how far elements in row-major order are consecutive in memory.
+    """Return how far elements in row-major order are contiguous in memory.
 
     Returns:
-        (number of outer dims that step over gaps, bytes of one consecutive run).
+        (number of outer dims that step over gaps, bytes of one contiguous run).
     """
     step, outer = itemsize, len(sizes)
     while outer and (sizes[outer - 1] == 1 or strides_bytes[outer - 1] == step):
@@ -184,7 +185,7 @@ def split_inner(
 
 
 def is_contiguous(sizes: Sequence[int], strides_bytes: Sequence[int], itemsize: int) -> bool:
-    """Return whether elements in row-major order are consecutive in memory."""
+    """Return whether elements in row-major order are contiguous in memory."""
     return split_inner(sizes, strides_bytes, itemsize)[0] == 0
 
 
@@ -203,7 +204,8 @@ def row_major_blocks(
     if dim == 0:
         yield (0,) * len(sizes), tuple(sizes)
         return
-    # Dims before `dim - 1` are walked one index at a time, `dim - 1` in chunks, the rest whole.
+    # Step through the dims before `dim - 1` one index at a time, cut `dim - 1` into chunks, and
+    # keep the other dims whole.
     chunk, size, rest = max(max_numel // inner, 1), sizes[dim - 1], sizes[dim:]
     for outer in itertools.product(*map(range, sizes[: dim - 1])):
         for first in range(0, size, chunk):
@@ -212,10 +214,10 @@ def row_major_blocks(
 
 
 def copy_cast(target: torch.Tensor, source: torch.Tensor, tensor: str) -> None:
-    """Copy `source` into `target`, of the same shape, and cast as `CASTS` says.
+    """Copy `source` into `target`, which has the same shape, and cast according to `CASTS`.
 
     Raises:
-        TransferFailed: a finite number has become infinite, or nothing casts between the dtypes.
+        TransferFailed: a finite number became infinite, or no cast exists between the dtypes.
     """
     from windlass.memory.torch_dtypes import dtype_of
 
@@ -225,7 +227,7 @@ def copy_cast(target: torch.Tensor, source: torch.Tensor, tensor: str) -> None:
     target.copy_(source)
     if have is want or not can_overflow(have, want) or not target.numel():
         return
-    # One pass over what was just written; only where it holds an infinity or a NaN it is looked at again.
+    # One pass over the stored values finds infinities and NaNs; only then compare with the source.
     least, most = target.aminmax()
     if least.isfinite() and most.isfinite():
         return
@@ -234,14 +236,14 @@ def copy_cast(target: torch.Tensor, source: torch.Tensor, tensor: str) -> None:
 
 
 def overflow_text(tensor: str, have: DType, want: DType) -> str:
-    """Why an update with an overflow ends, on a GPU and in host memory."""
+    """Return the message of an update that ends because a cast overflowed, on a GPU or in host memory."""
     return f"tensor {tensor!r}: a finite {have} is too large for {want} and would become infinite"
 
 
 def strided_view(
     address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
 ) -> torch.Tensor:
-    """Host memory as a tensor of `sizes`. The caller keeps it alive and in place."""
+    """Return host memory as a tensor of `sizes`. The caller keeps the memory alive and in place."""
     import torch
 
     from windlass.memory.torch_dtypes import torch_dtype
@@ -259,10 +261,10 @@ def hash_strided(
     strides_bytes: Sequence[int],
     dtype: DType,
 ) -> None:
-    """Add elements to a digest in row-major order of `sizes`; uses at most 1 MiB of scratch.
+    """Add elements to a digest in row-major order of `sizes`. Uses at most 1 MiB of scratch memory.
 
-    The digest of a link runs over its ops in plan order and over each op's elements so, in the
-    destination's dtype, however the bytes are laid out and whichever way they travelled.
+    The digest of a link covers its ops in plan order, and the elements of each op in this order and
+    in the destination's dtype. It does not depend on the layout of the bytes or on the transport.
     """
     outer, run_nbytes = split_inner(sizes, strides_bytes, dtype.itemsize)
     if outer == 0:
@@ -294,5 +296,5 @@ def _hash_gathered(
 
 
 def offset_of(index: Sequence[int], strides_bytes: Sequence[int]) -> int:
-    """Return bytes from the first element to the one at `index`, of the outer dims or of all."""
+    """Return the bytes from the first element to the one at `index`, which may cover only outer dims."""
     return sum(i * s for i, s in zip(index, strides_bytes, strict=False))

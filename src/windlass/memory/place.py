@@ -1,4 +1,4 @@
-"""Which memory weights are in: that of this host, or that of a GPU."""
+"""Choice of the `MemoryOps` for a rank's weights: host memory or the memory of a GPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from windlass.memory.ops import MemoryOps
 
 
 def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:
-    """Return the memory that all of a rank's parameters are in; the address of one without bytes is 0.
+    """Return the memory that contains all of a rank's parameters; the address of an empty one is 0.
 
     Raises:
-        PlanError: they are in host memory and on a GPU, or on several GPUs.
-        TransportUnavailable: a GPU whose kernels cannot be compiled.
+        PlanError: the parameters are on several GPUs, or both on a GPU and in host memory.
+        TransportUnavailable: kernels cannot be compiled for the GPU.
     """
     ordinals = {gpu_of(address) for address in addresses if address}
     if len(ordinals) > 1:
@@ -27,10 +27,10 @@ def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:
 
 
 def memory_on(ordinal: int) -> MemoryOps:
-    """Return the memory of the GPU of this process that is `ordinal`; host memory for -1.
+    """Return the memory of this process's GPU `ordinal`; host memory for -1.
 
     Raises:
-        TransportUnavailable: a GPU whose kernels cannot be compiled.
+        TransportUnavailable: kernels cannot be compiled for the GPU.
     """
     if ordinal < 0:
         return HostMemory()

@@ -1,4 +1,4 @@
-"""Pieces of a write: joined, cut, and shared out to native calls."""
+"""Pieces of a write: merging, cutting, and grouping into native calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Pieces = tuple[UInt64Array, UInt64Array, UInt64Array]
 
 
 def merge_adjacent(local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array) -> Pieces:
-    """Join pieces that follow each other on both sides."""
+    """Merge pieces that are adjacent on both sides."""
     if len(nbytes) < 2:
         return local, remote, nbytes
     joins = (local[:-1] + nbytes[:-1] == local[1:]) & (remote[:-1] + nbytes[:-1] == remote[1:])
@@ -24,7 +24,7 @@ def merge_adjacent(local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array)
 def split_pieces(
     local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array, max_nbytes: int
 ) -> Pieces:
-    """Cut pieces over `max_nbytes`, so that one copy stays short."""
+    """Cut pieces above `max_nbytes`, so that each copy stays short."""
     if len(nbytes) == 0 or int(nbytes.max()) <= max_nbytes:
         return local, remote, nbytes
     limit = np.uint64(max_nbytes)
@@ -37,7 +37,7 @@ def split_pieces(
 
 
 def calls(nbytes: UInt64Array, *, max_pieces: int, max_nbytes: int) -> Iterator[slice]:
-    """Yield pieces that go into one native call each: as many, in order, as the limits allow, at least one."""
+    """Yield slices of pieces, one per native call, each as long as the limits allow; at least one piece."""
     ends = np.cumsum(nbytes)
     start, done = 0, 0
     while start < len(nbytes):
@@ -48,16 +48,16 @@ def calls(nbytes: UInt64Array, *, max_pieces: int, max_nbytes: int) -> Iterator[
 
 
 def edges_of(address: int, nbytes: int, step_nbytes: int) -> list[int]:
-    """Return where a region that is registered in steps has a seam; none for a step of 0."""
+    """Return the borders between registrations of a region registered in steps; none for a step of 0."""
     if not 0 < step_nbytes < nbytes:
         return []
     return list(range(address + step_nbytes, address + nbytes, step_nbytes))
 
 
 def cut_at_edges(pieces: Pieces, *, local: list[int], remote: list[int]) -> Pieces:
-    """Cut pieces that cross a seam between two registrations, on either side.
+    """Cut pieces that cross a border between two registrations, on either side.
 
-    `local`, `remote`: addresses at which a registration begins, in any order, any number of times.
+    `local` and `remote` are start addresses of registrations, in any order, with duplicates.
     """
     if local:
         pieces = _cut(pieces, pieces[0], np.unique(np.array(local, np.uint64)))
@@ -83,7 +83,7 @@ def _cut(pieces: Pieces, addresses: UInt64Array, edges: UInt64Array) -> Pieces:
 
 
 def joined_ranges(rows: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Return (owner, start, stop), such as of parameters, sorted, joined where they meet."""
+    """Return sorted (owner, start, stop) ranges, joined if they touch. An owner may be a parameter."""
     joined: list[tuple[int, int, int]] = []
     for owner, start, stop in sorted(rows):
         if joined and joined[-1][0] == owner and start <= joined[-1][2]:

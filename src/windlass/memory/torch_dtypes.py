@@ -1,4 +1,4 @@
-"""Checkpoint element types and torch's."""
+"""Conversion between checkpoint element types and torch's."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def dtype_of(name: str, tensor: torch.Tensor) -> DType:
-    """Return the checkpoint type of a tensor; `name` is for the message.
+    """Return the checkpoint type of a tensor; `name` is used in the error.
 
     Raises:
-        UnsupportedLayout: a type that checkpoints do not have.
+        UnsupportedLayout: checkpoints do not have this type.
     """
     if tensor.dtype not in _FROM_TORCH:
         raise UnsupportedLayout(

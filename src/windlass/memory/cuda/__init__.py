@@ -1,1 +1,1 @@
-"""NVLink on one host: peer memory opened through CUDA IPC, kernels that store straight into it."""
+"""CUDA on one host: peer memory opened through CUDA IPC, and kernels that store into it."""

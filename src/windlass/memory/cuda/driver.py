@@ -1,8 +1,8 @@
-"""The CUDA driver, by ctypes: memory, IPC handles, streams, kernels compiled at run time.
+"""The CUDA driver through ctypes: memory, IPC handles, streams, kernels compiled at run time.
 
-Only what the transport needs, so that it needs no CUDA package: libcuda comes with the GPU's
-driver, and NVRTC with every CUDA toolkit and every CUDA build of torch. A native return code
-becomes an exception in `_check` alone.
+This module wraps only the calls in use, so that no CUDA package is needed: libcuda comes with the
+GPU's driver, and NVRTC with every CUDA toolkit and every CUDA build of torch. Native return codes
+become exceptions in `_check`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class _IpcHandle(ctypes.Structure):
 
 @functools.cache
 def driver() -> ctypes.CDLL:
-    """libcuda, initialised.
+    """Return libcuda, initialised.
 
     Raises:
-        TransportUnavailable: no NVIDIA driver here.
+        TransportUnavailable: this host has no NVIDIA driver.
     """
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -59,7 +59,7 @@ def driver() -> ctypes.CDLL:
 
 
 def count_gpus() -> int:
-    """Return how many GPUs the driver shows; 0 without a driver."""
+    """Return the number of GPUs that the driver shows; 0 without a driver."""
     count = ctypes.c_int(0)
     try:
         code = driver().cuDeviceGetCount(ctypes.byref(count))
@@ -86,12 +86,12 @@ def _check(code: int, call: str) -> None:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call the driver; pointers and numbers of 64 bits must be ctypes values."""
+    """Call the driver. Pointers and 64-bit numbers must be ctypes values."""
     _check(getattr(driver(), name)(*arguments), name)
 
 
 class MemoryKind(Enum):
-    """Where an address lies. PINNED: host memory that kernels reach; PAGEABLE: not yet."""
+    """Kind of memory at an address. Kernels can access PINNED host memory, not PAGEABLE memory."""
 
     DEVICE = auto()
     PINNED = auto()
@@ -99,14 +99,14 @@ class MemoryKind(Enum):
 
 
 def _attribute_of(address: int, attribute: int) -> int | None:
-    """Return what the driver knows of an address; None for nothing."""
+    """Return an attribute of an address; None if the driver does not know the address."""
     found = ctypes.c_int(0)
     code = driver().cuPointerGetAttribute(ctypes.byref(found), attribute, _u64(address))
     return None if code else found.value
 
 
 def memory_kind(address: int) -> MemoryKind:
-    """Return what the driver knows of `address`."""
+    """Return the kind of memory at `address`."""
     found = _attribute_of(address, _POINTER_MEMORY_TYPE)
     if not found:
         return MemoryKind.PAGEABLE
@@ -114,7 +114,7 @@ def memory_kind(address: int) -> MemoryKind:
 
 
 def gpu_of(address: int) -> int:
-    """Return the ordinal of the GPU that `address` is on; -1 for host memory, as on a host without a driver."""
+    """Return the ordinal of the GPU with `address`; -1 for host memory or without a driver."""
     if not _has_driver() or memory_kind(address) is not MemoryKind.DEVICE:
         return -1
     ordinal = _attribute_of(address, _POINTER_DEVICE_ORDINAL)
@@ -127,7 +127,7 @@ def pointer_device(address: int) -> int:
     """Return the ordinal of the GPU that `address` belongs to.
 
     Raises:
-        RegionError: it is no GPU memory that another process could open.
+        RegionError: it is not GPU memory, or another process could not open it.
     """
     ordinal = _attribute_of(address, _POINTER_DEVICE_ORDINAL)
     capable = _attribute_of(address, _POINTER_IS_LEGACY_IPC_CAPABLE)
@@ -151,11 +151,11 @@ class Stream:
         device.call("cuStreamCreate", ctypes.byref(self.handle), _NON_BLOCKING)
 
     def record(self) -> Event:
-        """Return an event after everything queued so far."""
+        """Return an event that follows everything in the stream now."""
         return Event(self._device, self.handle)
 
     def close(self) -> None:
-        """Destroy it; queued work goes on."""
+        """Destroy the stream; queued work continues."""
         with self._device.current():
             driver().cuStreamDestroy_v2(self.handle)
 
@@ -172,16 +172,16 @@ class Event:
             _call("cuEventRecord", self._handle, stream)
 
     def wait(self) -> None:
-        """Block this thread until the point is reached.
+        """Block this thread until the stream reaches the point.
 
         Raises:
-            TransferFailed: work before it failed, now or earlier in this process.
+            TransferFailed: work before the point failed, now or earlier in this process.
         """
         self._device.call("cuEventSynchronize", self._handle)
         self.close()
 
     def close(self) -> None:
-        """Nobody waits for it: instead of `wait`, which does this as well."""
+        """Destroy the event. `wait` does this too, so call one of the two."""
         driver().cuEventDestroy_v2(self._handle)
 
 
@@ -190,7 +190,7 @@ class Device:
     """The primary context of one GPU, shared with torch in this process.
 
     Raises:
-        TransportUnavailable: no such device.
+        TransportUnavailable: the GPU does not exist.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -210,21 +210,21 @@ class Device:
         return value.value
 
     def synchronize(self) -> None:
-        """Wait for everything that this process has queued on the device, by whichever library."""
+        """Wait for all work that this process has queued on the device, through any library."""
         self.call("cuCtxSynchronize")
 
     def record(self, stream: int) -> Event:
-        """Return an event after everything queued so far in a stream of another library; 0: the default one."""
+        """Return an event after everything queued in another library's stream; 0 for the default stream."""
         return Event(self, ctypes.c_void_p(stream))
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call the driver with this device current; see `_call`."""
+        """Call the driver with this device's context current; see `_call`."""
         with self.current():
             _call(name, *arguments)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Have it current in this thread within; then what was, as whose thread it is may rely on that."""
+        """Make this the thread's current context inside the block and restore the previous one after it."""
         _call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -232,14 +232,14 @@ class Device:
             _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def enable_peer(self, other: Device) -> None:
-        """Let kernels of this device reach memory of `other` in this process. Idempotent."""
+        """Allow kernels of this device to access memory of `other` in this process. Idempotent."""
         with self.current():
             code = driver().cuCtxEnablePeerAccess(other._context, 0)
         if code != _PEER_ALREADY_ENABLED:
             _check(code, f"cuCtxEnablePeerAccess({self.ordinal} -> {other.ordinal})")
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate by cuMemAlloc: outside every pool, never moved; the caller frees it."""
+        """Allocate with cuMemAlloc: outside every pool, never moved. The caller frees it."""
         address = ctypes.c_uint64()
         self.call("cuMemAlloc_v2", ctypes.byref(address), _size(nbytes))
         return address.value
@@ -249,16 +249,17 @@ class Device:
         self.call("cuMemFree_v2", _u64(address))
 
     def upload(self, address: int, data: bytes | memoryview) -> None:
-        """Copy from the host to the device, complete on return."""
+        """Copy from the host to the device; complete on return."""
         view = memoryview(data).cast("B")
         source = (ctypes.c_char * len(view)).from_buffer_copy(view)
         with self.current():
             _call("cuMemcpyHtoD_v2", _u64(address), source, _size(len(view)))
-            # It returns once the bytes are staged, and non-blocking streams do not wait for the rest.
+            # The call returns once the bytes are staged, and non-blocking streams do not wait for
+            # the rest.
             _call("cuStreamSynchronize", None)
 
     def download(self, address: int, nbytes: int, stream: Stream | None = None) -> bytes:
-        """Copy to the host; with `stream` in its order, else after what the default one has queued."""
+        """Copy to the host, in the order of `stream`, or after the queued work of the default stream."""
         target = (ctypes.c_char * nbytes)()
         with self.current():
             if stream is None:
@@ -273,11 +274,11 @@ class Device:
         self.call("cuMemsetD8Async", _u64(address), ctypes.c_ubyte(0), _size(nbytes), stream.handle)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Copy by a copy engine, in stream order; either side may be a peer's memory."""
+        """Copy with a copy engine, in stream order. Source and target may be a peer's memory."""
         self.call("cuMemcpyAsync", _u64(target), _u64(source), _size(nbytes), stream.handle)
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """Return start and bytes of the allocation around `address`."""
+        """Return start and bytes of the allocation that contains `address`."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), _u64(address))
         return base.value, size.value
@@ -289,29 +290,29 @@ class Device:
         return bytes(handle.reserved)
 
     def open(self, handle: bytes) -> int:
-        """Map a peer's allocation into this process, reachable by this device's kernels."""
+        """Map a peer's allocation into this process, so that this device's kernels can access it."""
         raw = _IpcHandle((ctypes.c_byte * IPC_HANDLE_NBYTES).from_buffer_copy(handle))
         address = ctypes.c_uint64()
         self.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), raw, _LAZY_PEER_ACCESS)
         return address.value
 
     def close_handle(self, address: int) -> None:
-        """Unmap what `open` mapped."""
+        """Unmap an allocation that `open` mapped."""
         with self.current():
             driver().cuIpcCloseMemHandle(_u64(address))
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Lock pages of host memory, so that kernels can read them. Whole pages."""
+        """Pin whole pages of host memory, so that kernels can read them."""
         flags = ctypes.c_uint(_PIN_FOR_EVERY_CONTEXT | _PIN_FOR_KERNELS)
         self.call("cuMemHostRegister_v2", ctypes.c_void_p(address), _size(nbytes), flags)
 
     def unpin(self, address: int) -> None:
-        """Let go of what `pin` locked."""
+        """Unpin memory that `pin` pinned."""
         with self.current():
             driver().cuMemHostUnregister(ctypes.c_void_p(address))
 
     def device_pointer(self, address: int) -> int:
-        """Return where kernels find pinned host memory."""
+        """Return the address of pinned host memory for kernels."""
         found = ctypes.c_uint64()
         flags = ctypes.c_uint(0)
         self.call(
@@ -340,7 +341,7 @@ class Device:
         arguments: Sequence[Any],
         stream: ctypes.c_void_p,
     ) -> None:
-        """Queue a kernel. `arguments`: ctypes values. `stream`: handle of one, of ours or another library's."""
+        """Queue a kernel. `arguments` are ctypes values; `stream` is the handle of any library's stream."""
         pointers = (ctypes.c_void_p * len(arguments))(
             *(ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in arguments)
         )
@@ -349,10 +350,10 @@ class Device:
 
 
 def compile_source(source: str, architecture: str) -> bytes:
-    """CUDA C to a cubin for `sm_<architecture>`, by NVRTC.
+    """Compile CUDA C to a cubin for `sm_<architecture>` with NVRTC.
 
     Raises:
-        TransportUnavailable: no NVRTC here, or it refuses the source.
+        TransportUnavailable: NVRTC is missing or refuses the source.
     """
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()

@@ -18,13 +18,14 @@ from windlass.memory.cuda.kernels import Kernels
 
 @final
 class Gpu:
-    """See the module.
+    """One GPU with its compiled kernels and its stream.
 
     Args:
-        num_multiprocessors: that kernels may occupy; 0 for all.
+        ordinal: ordinal of the GPU.
+        num_multiprocessors: most multiprocessors that kernels use; 0 for all.
 
     Raises:
-        TransportUnavailable: no NVIDIA driver, no such GPU, no NVRTC.
+        TransportUnavailable: the NVIDIA driver, the GPU or NVRTC is missing.
     """
 
     def __init__(self, ordinal: int = 0, num_multiprocessors: int = 0) -> None:
@@ -35,15 +36,16 @@ class Gpu:
 
     @property
     def is_late(self) -> bool:
-        """Whether queued work outlived a deadline; it may go on for ever."""
+        """Whether queued work exceeded a deadline and may continue without limit."""
         return bool(self._late)
 
     def wait(self, event: Event, deadline_s: float) -> None:
-        """Return once `event` is reached.
+        """Return once the stream has reached `event`.
 
         Raises:
             TransferFailed: queued work failed.
-            TransferOutcomeUnknown: not within `deadline_s`, now or in an earlier call; it goes on.
+            TransferOutcomeUnknown: `event` was not reached within `deadline_s`, now or in an
+                earlier call. The work continues.
         """
         self.refuse_late()
         try:
@@ -58,27 +60,27 @@ class Gpu:
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from error
 
     def wait_or_leave(self, event: Event, deadline_s: float) -> None:
-        """As `wait`, but what is late is the caller's to end: the GPU is trusted as before.
+        """Wait as `wait` does, but leave late work to the caller, so the GPU does not count as late.
 
         Raises:
-            TransferFailed: queued work failed, `event` was not reached within `deadline_s`, or no thread
-                is to be had that waits.
-            TransferOutcomeUnknown: kernels outlived an earlier deadline.
+            TransferFailed: queued work failed, `event` was not reached within `deadline_s`, or no
+                waiting thread could start.
+            TransferOutcomeUnknown: kernels exceeded an earlier deadline.
         """
         self._wait_for(event.wait, deadline_s, "what was queued was")
 
     def settle(self, deadline_s: float, step: Event | None = None) -> float:
-        """Wait for what this process has queued on the GPU by whatever library, such as a step.
+        """Wait for work of this process on the GPU through any library, such as a training step.
 
-        `step`: wait for this only, and not for what other streams or later calls have queued.
+        With `step`, wait only for this event and not for other streams or later work.
 
         Returns:
-            Seconds that the driver waited, without those that it took to ask it.
+            Seconds that the driver waited, without the time until the wait began.
 
         Raises:
-            TransferFailed: it is not over within `deadline_s` (of this library nothing was queued),
-                or it failed.
-            TransferOutcomeUnknown: kernels outlived an earlier deadline.
+            TransferFailed: the work failed or did not end within `deadline_s`; this library had
+                queued nothing.
+            TransferOutcomeUnknown: kernels exceeded an earlier deadline.
         """
         wait = self.device.synchronize if step is None else step.wait
         return self._wait_for(wait, deadline_s, "work of this process was", "; nothing was sent")
@@ -101,32 +103,32 @@ class Gpu:
             ) from error
 
     def distrust(self, reason: str) -> None:
-        """Queued work may go on for ever, as far as anybody knows."""
+        """Record that queued work may continue without limit."""
         self._late = reason
 
     def refuse_late(self) -> None:
-        """To be called before tables are freed or made: late kernels may read the old ones.
+        """Raise if kernels are late. Call this before tables are freed or built: late kernels may read them.
 
         Raises:
-            TransferOutcomeUnknown: there are such.
+            TransferOutcomeUnknown: kernels are late.
         """
         if self._late:
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}")
 
     def finish(self, deadline_s: float) -> None:
-        """As `wait`, for everything queued in the stream so far."""
+        """Wait as `wait` does, for everything in the stream now."""
         self.wait(self.stream.record(), deadline_s)
 
 
 def end_queued(gpu: Gpu, error: Exception, deadline_s: float) -> None:
-    """`error` came up when work was queued already: return once that is over, then raise `error`.
+    """Wait for queued work after `error`, so that the caller can raise `error`.
 
     Raises:
-        TransferOutcomeUnknown: it is not, or that cannot be told.
+        TransferOutcomeUnknown: the work did not end, or its end cannot be determined.
     """
     try:
         gpu.finish(deadline_s)
-    # Whatever it is: as nobody has seen the end of what was queued, bytes may still land.
+    # After any failure the end of the queued work is unknown, so bytes may still arrive.
     except Exception as again:  # noqa: BLE001
         gpu.distrust(f"{error}; then {again}: bytes may still land")
         raise TransferOutcomeUnknown(f"{error}; then {again}: bytes may still land") from error
@@ -134,25 +136,25 @@ def end_queued(gpu: Gpu, error: Exception, deadline_s: float) -> None:
 
 @functools.cache
 def shared_gpu(ordinal: int) -> Gpu:
-    """Return the one of this process for work on the GPU's own memory; never closed."""
+    """Return this process's `Gpu` for work on the GPU's own memory; it is never closed."""
     return Gpu(ordinal)
 
 
 @final
 class _Waits:
-    """Calls of the driver that wait and know no deadline, in threads that are kept for the next one.
+    """Threads for driver calls that wait without a deadline; each thread is used again.
 
-    They are daemons, since what hangs is not ours to end, and it holds up nobody else.
+    Daemon threads: a driver call that hangs cannot be cancelled and must not block process exit.
     """
 
     def __init__(self) -> None:
         self._idle: list[SimpleQueue[tuple[Callable[[], None], Future[float]]]] = []
 
     def submit(self, wait: Callable[[], None]) -> Future[float]:
-        """Begin; the future has the seconds that it took, or the `TransferFailed` that it raised.
+        """Start the wait; return a future of its seconds or of the `TransferFailed` that it raised.
 
         Raises:
-            RuntimeError: no thread is to be had.
+            RuntimeError: no thread could start.
         """
         over: Future[float] = Future()
         try:
@@ -172,7 +174,8 @@ class _Waits:
             except TransferFailed as error:
                 failure = error
             waited_s = time.perf_counter() - began
-            self._idle.append(calls)  # before anybody knows, so that who waits next finds it
+            # Before the future is done, so that the next caller finds this thread idle.
+            self._idle.append(calls)
             if failure is None:
                 over.set_result(waited_s)
             else:

@@ -1,4 +1,4 @@
-"""The put kernels: piece tables in, stores into peer memory out."""
+"""The put kernels: they take a table of pieces and store into peer memory."""
 
 from __future__ import annotations
 
@@ -30,21 +30,23 @@ PIECE = np.dtype(
 """`Piece` of put.cu: addresses, pitches and payload positions in bytes, sizes in elements."""
 
 MAX_PIECE_NBYTES = 64 << 10
-"""One block of threads copies a piece: smaller ones keep more of the device busy at the end."""
+"""Largest piece in bytes. One block of threads copies a piece; smaller pieces keep more of the
+device busy at the end."""
 SMALL_PIECE_NBYTES = 8 << 10
-"""Up to this mean size a piece is left to 128 threads, so that more pieces are under way."""
+"""Mean piece size in bytes up to which 128 threads copy a piece, so that more pieces are copied at
+once."""
 SMALL_BLOCK, LARGE_BLOCK = 128, 512
 THREADS_PER_MULTIPROCESSOR = 2048
 
 PART_NBYTES = 1 << 30
-"""What a part of a table stores at least: the last one is hashed when the wire is silent already.
-With 1 GiB that takes 0.5 ms, and stores are as fast as in one part (H200, 2026-11-21)."""
+"""Least bytes that one part of a table stores. The last part is hashed after the wire has become
+idle. With 1 GiB that takes 0.5 ms, and storing is as fast as in one part (H200, 2026-11-21)."""
 
 
 def raw_pieces(
     sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array, max_nbytes: int
 ) -> StructuredArray:
-    """Return pieces of at most `max_nbytes` of ranges, (n,) each, behind each other in the payload."""
+    """Cut ranges, (n,) each, into pieces of at most `max_nbytes`, consecutive in the payload."""
     source, target, size = split_pieces(sources, targets, nbytes, max_nbytes)
     pieces = np.zeros(len(size), PIECE)
     pieces["src"], pieces["dst"], pieces["row_elems"] = source, target, size
@@ -55,18 +57,19 @@ def raw_pieces(
 
 @final
 class PieceTable:
-    """Pieces on the device, all of one source and one destination dtype.
+    """Pieces on the device, all with the same source dtype and the same destination dtype.
 
     Args:
         pieces: (n,) `PIECE`.
-        kernel: for them, without the suffix of a hashing one.
-        dst_itemsize: of their elements where they are stored.
+        kernel: name of their kernel, without the suffix of the hashing variant.
+        dst_itemsize: bytes of one element at the destination.
 
     Raises:
-        TransferFailed: the GPU has no room for them.
+        TransferFailed: the GPU has too little free memory.
 
     Attributes:
-        parts: consecutive pieces of `PART_NBYTES` at the destination, all pieces in all.
+        parts: ranges of consecutive pieces that store about `PART_NBYTES` each; together all
+            pieces.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class PieceTable:
         nbytes = pieces["rows"].astype(np.int64) * pieces["row_elems"] * dst_itemsize
         mean = nbytes.mean() if len(pieces) else 0
         self.parts = cut_parts(nbytes)
-        # Quantising kernels hold a block of 128 x 128 in the registers of 512 threads.
+        # Quantising kernels keep a block of 128 x 128 in the registers of 512 threads.
         small = mean <= SMALL_PIECE_NBYTES and not kernel.startswith("fp8")
         self.block = SMALL_BLOCK if small else LARGE_BLOCK
         self._device = device
@@ -94,7 +97,7 @@ class PieceTable:
 
 
 def cut_parts(nbytes: Int64Array) -> tuple[range, ...]:
-    """Return ranges of pieces. `nbytes`: (num_pieces,)."""
+    """Return ranges of pieces for `PieceTable.parts`, from the bytes of each piece, (num_pieces,)."""
     ends = np.cumsum(nbytes)
     if not len(ends):
         return ()
@@ -105,10 +108,10 @@ def cut_parts(nbytes: Int64Array) -> tuple[range, ...]:
 
 
 def put_kernel(src_dtype: DType, dst_dtype: DType) -> str:
-    """Return which kernel stores elements of `src_dtype` as `dst_dtype`: one for each of `CASTS`.
+    """Return the kernel that stores elements of `src_dtype` as `dst_dtype`; each pair of `CASTS` has one.
 
     Raises:
-        ConfigError: nothing casts between them.
+        ConfigError: no cast exists between them.
     """
     if src_dtype is dst_dtype:
         return f"put_{dst_dtype.itemsize}"
@@ -119,10 +122,11 @@ def put_kernel(src_dtype: DType, dst_dtype: DType) -> str:
 
 @final
 class Kernels:
-    """Compiled for one device.
+    """Kernels compiled for one device.
 
     Args:
-        num_multiprocessors: to keep busy at most, which leaves the others to the engine; 0 for all.
+        num_multiprocessors: most multiprocessors that a launch uses, which leaves the rest to the
+            engine; 0 for all.
 
     Raises:
         TransportUnavailable: NVRTC is missing.
@@ -147,10 +151,10 @@ class Kernels:
     ) -> None:
         """Queue the stores; with `digest_address`, add their digest to the two words there.
 
-        Of a cast that overflows the third word becomes 1 + a position in the payload of its piece.
+        If a cast overflows, the third word becomes 1 + a position in the payload of its piece.
 
-        `part`: of the table's pieces; all by default. `num_multiprocessors`: to keep busy at most; 0 for
-        what the kernels were compiled for.
+        `part` is a range of the table's pieces; all by default. `num_multiprocessors` limits this
+        launch; 0 for the limit of the constructor.
         """
         name = f"{table.kernel}_hashed" if digest_address else table.kernel
         self._launch(name, table, stream, digest_address, part, num_multiprocessors)
@@ -158,7 +162,7 @@ class Kernels:
     def hash(
         self, table: PieceTable, stream: Stream, digest_address: int, part: range | None = None
     ) -> None:
-        """Add the digest of what lies at the pieces' destinations to the two words there."""
+        """Add the digest of the bytes at the pieces' destinations to the words at `digest_address`."""
         self._launch(f"hash_{table.itemsize}", table, stream, digest_address, part)
 
     def _launch(

@@ -1,4 +1,4 @@
-"""What is prepared on a GPU: tables of pieces, and the words that digests are added up in."""
+"""Prepared data on a GPU: tables of pieces, and the words that collect digests."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ Item = TypeVar("Item")
 
 DIGEST_NBYTES = 16
 WORDS_NBYTES = DIGEST_NBYTES + 8
-"""Of a link: a digest, and a word that says where a cast overflowed."""
+"""Bytes of a link's words: a digest, and a word for the position of a cast that overflowed."""
 
 
 class GpuTables:
     """Tables and words of one preparation in a GPU's memory, freed together.
 
-    Derived classes build theirs within `_building`, and none under late kernels.
+    Derived classes create theirs inside `_building`. The constructor refuses while kernels are
+    late.
 
     Raises:
-        TransferOutcomeUnknown: kernels outlived a deadline.
-        TransferFailed: the GPU has no room for them; nothing is left behind.
+        TransferOutcomeUnknown: kernels exceeded a deadline.
+        TransferFailed: the GPU has too little free memory; nothing stays allocated.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -40,7 +41,7 @@ class GpuTables:
         self._held: list[Callable[[], None]] = []
 
     def close(self) -> None:
-        """Free them, unless late kernels may still use them. Idempotent."""
+        """Free everything, unless late kernels may still use it. Idempotent."""
         held, self._held = self._held, []
         if not self._gpu.is_late:
             for free in held:
@@ -48,14 +49,14 @@ class GpuTables:
 
     @contextmanager
     def _building(self) -> Iterator[None]:
-        """Leave nothing behind of a preparation that fails."""
+        """Free everything if the preparation inside the block fails."""
         with ExitStack() as undo:
             undo.callback(self.close)
             yield
             undo.pop_all()
 
     def _load(self, tables: Mapping[PieceKind, StructuredArray]) -> list[PieceTable]:
-        """Upload a table per kind of piece."""
+        """Upload one table per kind of piece."""
         loaded = []
         for kind, pieces in tables.items():
             loaded.append(load_table(self._gpu, kind, pieces))
@@ -70,7 +71,7 @@ class GpuTables:
     def _queue_digest(
         self, words: int, hashed: Iterable[PieceTable], stored: Iterable[PieceTable] = ()
     ) -> None:
-        """Queue the digest of what is hashed where it lies, and of what is stored meanwhile."""
+        """Queue the digest of tables: `hashed` in place, `stored` while kernels store them."""
         gpu = self._gpu
         gpu.device.clear(words, WORDS_NBYTES, gpu.stream)
         for table in hashed:
@@ -84,7 +85,7 @@ class DeviceLink(GpuTables):
     """A link on the device.
 
     Attributes:
-        tables: one per kind of piece, in the same order and with the same pieces at both ends.
+        tables: one per kind of piece, with the same order and the same pieces at both ends.
         digest: address of its words.
     """
 
@@ -104,12 +105,12 @@ def load_table(gpu: Gpu, kind: PieceKind, pieces: StructuredArray) -> PieceTable
 
 
 def read_digest(gpu: Gpu, address: int) -> str:
-    """Return the digest at `address`, as links report it; waits for no other stream."""
+    """Return the digest at `address` in the form of links. Waits only for the GPU's own stream."""
     return digest_text(read_words(gpu, address))
 
 
 def read_sent(gpu: Gpu, address: int, program: LinkProgram) -> tuple[str, str]:
-    """Return what kernels noted of a link at its source: its digest, and which tensor's cast overflowed or empty."""
+    """Return the digest of a link at its source, and the error of a cast that overflowed, or ""."""
     words, reason = read_words(gpu, address), ""
     if words[2]:
         op = item_at(words[2], program.ops, (op.nbytes for op in program.ops))
@@ -118,18 +119,18 @@ def read_sent(gpu: Gpu, address: int, program: LinkProgram) -> tuple[str, str]:
 
 
 def read_words(gpu: Gpu, address: int) -> list[int]:
-    """Return the words at `address`: a digest, and where a cast overflowed or 0."""
+    """Return the words at `address`: a digest, and 1 + the position of a cast that overflowed, or 0."""
     found = gpu.device.download(address, WORDS_NBYTES, gpu.stream)
     words: list[int] = np.frombuffer(found, "<u8").tolist()
     return words
 
 
 def item_at(overflow: int, items: Sequence[Item], nbytes: Iterable[int]) -> Item:
-    """Return which of `items`, whose payloads of `nbytes` follow each other, the third word names."""
+    """Return the item at the position `overflow`. The items have consecutive payloads of `nbytes`."""
     ends = itertools.accumulate(nbytes)
     return next(item for item, end in zip(items, ends, strict=True) if overflow <= end)
 
 
 def digest_text(words: Sequence[int]) -> str:
-    """Return a digest as links report it, of words as `read_words` gives them."""
+    """Return the digest in the words of `read_words`, in the form of links."""
     return f"{words[0]:016x}{words[1]:016x}"

@@ -1,4 +1,4 @@
-"""`MemoryOps` of one GPU: kernels of `put.cu` copy, cast and hash, by tables that are cut once."""
+"""`MemoryOps` of one GPU: kernels of `put.cu` copy, cast and hash from tables that are built once."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ if TYPE_CHECKING:
     import torch
 
 BESIDE_TRANSFERS = 16
-"""Multiprocessors of copies that run while NCCL sends: all of them would take the memory from it."""
+"""Multiprocessors for copies that run while NCCL sends. With all of them, copies would take NCCL's
+memory bandwidth."""
 
 
 @final
 class DeviceMemory:
-    """GPU memory from cuMemAlloc, outside every pool; not cleared. No transport knows it.
+    """GPU memory from cuMemAlloc, outside every pool, not zeroed. No transport registers it.
 
     Raises:
-        TransferFailed: the GPU has not so much memory.
+        TransferFailed: the GPU has too little free memory.
     """
 
     def __init__(self, gpu: Gpu, nbytes: int) -> None:
@@ -64,7 +65,7 @@ class DeviceMemory:
         self.address = gpu.device.allocate(nbytes)
 
     def close(self) -> None:
-        """Free it, unless kernels that outlived a deadline may still use it. Idempotent."""
+        """Free the memory, unless kernels that exceeded a deadline may still use it. Idempotent."""
         address, self.address = self.address, 0
         if address and not self._gpu.is_late:
             self._gpu.device.free(address)
@@ -72,7 +73,7 @@ class DeviceMemory:
 
 @final
 class CudaMemory:
-    """See `MemoryOps`. What is queued runs in one stream of the GPU, in the order of the calls."""
+    """See `MemoryOps`. All queued work runs in one stream of the GPU, in the order of the calls."""
 
     digest_kind = DigestKind.POSITION
 
@@ -82,7 +83,7 @@ class CudaMemory:
 
     @property
     def gpu(self) -> Gpu:
-        """Whose memory it is."""
+        """GPU that has the memory."""
         return self._gpu
 
     def allocation(self, address: int) -> tuple[int, int]:
@@ -127,7 +128,7 @@ class CudaMemory:
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
     ) -> torch.Tensor:
-        """See `MemoryOps.view`. By `__cuda_array_interface__`, which torch takes without a copy."""
+        """See `MemoryOps.view`. Torch uses `__cuda_array_interface__`, which needs no copy."""
         import torch
 
         from windlass.memory.torch_dtypes import torch_dtype
@@ -145,7 +146,7 @@ class CudaMemory:
 
 
 class _DeviceBytes:
-    """What torch reads an array of another library by."""
+    """GPU memory as an array of another library that torch can read."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -177,7 +178,7 @@ class _CudaCopies(GpuTables):
         if self._words:
             gpu.device.clear(self._words, WORDS_NBYTES, gpu.stream)
         for table, may_overflow in self._tables:
-            # Only kernels that hash tell of an overflow.
+            # Only hashing kernels report an overflow.
             words = self._words if may_overflow else 0
             gpu.kernels.put(table, gpu.stream, words, num_multiprocessors=self._num_multiprocessors)
 
@@ -188,7 +189,7 @@ class _CudaCopies(GpuTables):
 
 
 class _LinkDigests(GpuTables, Digests[str]):
-    """Derived classes queue and read the digest of a link."""
+    """Digests of links. Derived classes queue and read the digest of one link."""
 
     def take(
         self,
@@ -240,7 +241,7 @@ class _ReceivedDigests(_LinkDigests):
 
 @final
 class _SentDigests(_LinkDigests):
-    """Per link: words, tables that are hashed, and tables that are cast, which needs somewhere to store."""
+    """Per link: words, tables hashed in place, and tables that are cast into scratch memory."""
 
     def __init__(
         self, gpu: Gpu, programs: Mapping[str, LinkProgram], addresses: UInt64Array
@@ -256,7 +257,7 @@ class _SentDigests(_LinkDigests):
                     if op.transform is Transform.NONE and op.src_dtype is op.dst_dtype:
                         hashed.append((kind_of(op), pieces))
                         continue
-                    # Digests are of what threads hold: what they store over each other is never read.
+                    # Kernels digest the values in registers. The values that they store over each other are never read.
                     pieces["dst"], pieces["dst_pitch"] = scratch, pieces["pos_pitch"]
                     cast.append((kind_of(op), pieces))
                 words = self._allocate(WORDS_NBYTES)
@@ -272,7 +273,7 @@ class _SentDigests(_LinkDigests):
 
 @final
 class _ChunkDigests(GpuTables, Digests[int]):
-    """One table of raw bytes, in the order of the chunks; words for each chunk."""
+    """One table of raw bytes in the order of the chunks, and words for each chunk."""
 
     def __init__(
         self, gpu: Gpu, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
@@ -296,7 +297,8 @@ class _ChunkDigests(GpuTables, Digests[int]):
     ) -> dict[int, str]:
         gpu, chunks = self._gpu, list(keys)
         if not chunks:
-            return {}  # the words are read without a deadline, once kernels are over
+            # Return early: the words below are read without a deadline, once kernels have ended.
+            return {}
         gpu.device.clear(self._words, self._nbytes, gpu.stream)
         for chunk in chunks:
             part = range(int(self._first[chunk]), int(self._first[chunk + 1]))
@@ -309,7 +311,7 @@ class _ChunkDigests(GpuTables, Digests[int]):
 
 @final
 class _CudaPack(GpuTables):
-    """Tables per turn. Both ends cut ops alike, because a digest by position depends on how rows are cut."""
+    """Tables per turn. Both ends cut ops the same way, because the digest depends on the lengths of rows."""
 
     def __init__(
         self, gpu: Gpu, program: LinkProgram, addresses: UInt64Array, places: Sequence[range]
@@ -344,7 +346,7 @@ class _CudaPack(GpuTables):
 
 
 def _source_pieces(program: LinkProgram, addresses: UInt64Array) -> Iterator[OpPieces]:
-    """Yield ops whose pieces are hashed where the source's elements lie."""
+    """Yield ops with pieces that are hashed in place at the source."""
     for found in cut_ops(program, at_source=True):
         pieces = found.pieces
         pieces["src"] += addresses[found.op.src_parameter]

@@ -1,8 +1,8 @@
-"""Ops cut into blocks of rows: what a device kernel stores piece by piece, at both ends alike.
+"""Ops cut into blocks of rows, the pieces that a device kernel stores; the same at both ends.
 
-Both ends of a link cut the same ops in the same way, so their digests agree. Where kernels store
-into the peer, nothing is packed and nothing lands beside its place, whatever the op's mode says:
-they store strided and cast on the way. Where a NIC carries the bytes, pieces are stored packed.
+Both ends of a link cut the same ops in the same way, so their digests agree. If kernels store into
+the peer, they store strided and cast on the way: nothing is packed or staged, whatever the op's
+mode is. If a NIC carries the bytes, kernels store the pieces packed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from windlass.planning.program import BoundOp, LinkProgram
 
 
 class PieceKind(NamedTuple):
-    """What a kernel does with a piece."""
+    """Operation of a kernel on a piece."""
 
     transform: Transform
     src_dtype: DType
@@ -37,10 +37,10 @@ class PieceKind(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel, without the suffix of a hashing one.
+        """Name of the kernel, without the suffix of the hashing variant.
 
         Raises:
-            ConfigError: nothing casts between the dtypes.
+            ConfigError: no cast exists between the dtypes.
         """
         match self.transform:
             case Transform.NONE:
@@ -62,17 +62,18 @@ def block_tables(
     targets: UInt64Array,
     staging_address: int = 0,
 ) -> dict[PieceKind, StructuredArray]:
-    """Return the pieces of a link by what a kernel does with them.
+    """Return the pieces of a link by kind.
 
     Args:
-        program: of the link.
-        sources: (num_parameters,) where the source's parameters begin; None at the destination,
-            which only hashes: there scales are rows of one element, as the source sends them.
-        targets: (num_parameters,) where the destination's begin, as the kernel reaches them.
-        staging_address: of the payload of ops that are staged; 0: they are stored in their places.
+        program: program of the link.
+        sources: (num_parameters,) addresses of the source's parameters. None at the destination,
+            which only hashes; scales are then rows of one element, as the source sends them.
+        targets: (num_parameters,) addresses of the destination's parameters, for the kernel.
+        staging_address: address of the payload of staged ops; 0 to store them in their final
+            places.
 
     Returns:
-        `PIECE` arrays. Positions count the link's payload from 0.
+        `PIECE` arrays. Positions count from the start of the link's payload.
     """
     found = []
     for op, position, pieces in cut_ops(program, at_source=sources is not None):
@@ -87,9 +88,9 @@ def block_tables(
 
 
 class OpPieces(NamedTuple):
-    """The pieces of one op; `src` and `dst` count from where its parameters begin.
+    """The pieces of one op. `src` and `dst` are offsets from the start of its parameters.
 
-    `position`: of the op's payload in the link's.
+    `position` is the position of the op's payload in the link's payload.
     """
 
     op: BoundOp
@@ -106,15 +107,15 @@ def cut_ops(program: LinkProgram, *, at_source: bool) -> Iterator[OpPieces]:
 
 
 def kind_of(op: BoundOp) -> PieceKind:
-    """Return what a kernel does with its pieces."""
+    """Return the kind of an op's pieces."""
     return PieceKind(op.transform, op.src_dtype, op.dst_dtype)
 
 
 def cut_ranges(addresses: UInt64Array, nbytes: Int64Array) -> tuple[StructuredArray, Int64Array]:
-    """Return pieces of raw bytes, hashed where they lie, of (n,) ranges in the order of the payload.
+    """Cut (n,) ranges of raw bytes into pieces that are hashed in place, in the order of the payload.
 
     Returns:
-        The pieces, and (n + 1,) which of them is the first of each range, and how many there are.
+        The pieces, and (n + 1,) the index of each range's first piece and the number of pieces.
     """
     first = np.append(0, np.cumsum(-(-nbytes // MAX_PIECE_NBYTES)))
     pieces = raw_pieces(addresses, addresses, nbytes.astype(np.uint64), MAX_PIECE_NBYTES)
@@ -124,7 +125,7 @@ def cut_ranges(addresses: UInt64Array, nbytes: Int64Array) -> tuple[StructuredAr
 def join_tables(
     found: Iterable[KindOfPieces],
 ) -> dict[PieceKind, StructuredArray]:
-    """Return one table per kind, each in the order given."""
+    """Return one table per kind, each in the given order."""
     parts: dict[PieceKind, list[StructuredArray]] = {}
     for kind, pieces in found:
         parts.setdefault(kind, []).append(pieces)
@@ -132,9 +133,9 @@ def join_tables(
 
 
 def store_packed(pieces: StructuredArray, first: int, address: int) -> None:
-    """Let pieces, changed in place, store their payload row-major behind each other, wherever they are read.
+    """Change pieces in place to store their payload packed and row-major at `address`.
 
-    `first`: position in the link's payload that `address` is for.
+    `first` is the position in the link's payload that corresponds to `address`.
     """
     pieces["dst"] = pieces["pos"] - np.uint64(first) + np.uint64(address)
     pieces["dst_pitch"] = pieces["pos_pitch"]
@@ -143,7 +144,7 @@ def store_packed(pieces: StructuredArray, first: int, address: int) -> None:
 def _cut_op(op: BoundOp, position: int, *, at_source: bool) -> StructuredArray:
     match op.transform:
         case Transform.NONE:
-            # At offsets from where the parameters of both sides begin.
+            # Offsets count from the start of the parameters on both sides.
             return cut_copy(StridedCopy.of_op(op, op.src_offset, op.dst_offset), position)
         case Transform.FP8_BLOCK_VALUES:
             return _cut_values(op, position)
@@ -154,7 +155,7 @@ def _cut_op(op: BoundOp, position: int, *, at_source: bool) -> StructuredArray:
 
 
 def _cut_values(op: BoundOp, position: int) -> StructuredArray:
-    """Cut one piece per block of the matrix, cut alike at both ends."""
+    """Cut one piece per block of the matrix, the same at both ends."""
     (rows, columns), (src_row, src_col) = op.src_sizes, op.src_strides
     dst_row, dst_col = op.dst_strides
     if src_col != op.src_dtype.itemsize or dst_col != op.dst_dtype.itemsize:
@@ -188,7 +189,7 @@ def _cut_scales(op: BoundOp, position: int, *, at_source: bool) -> StructuredArr
 
 
 def cut_copy(copy: StridedCopy, position: int) -> StructuredArray:
-    """Return all pieces of one copy, whose payload begins at `position`."""
+    """Return all pieces of one copy. `position` is the position of its payload."""
     sizes, src, dst = list(copy.sizes), list(copy.src_strides), list(copy.dst_strides)
     itemsize = copy.dst_dtype.itemsize
     run = 1
@@ -227,7 +228,7 @@ def cut_copy(copy: StridedCopy, position: int) -> StructuredArray:
 
 @dataclass(frozen=True, slots=True)
 class PayloadPart:
-    """Pieces whose payload is bytes [start, start + nbytes) of their op's."""
+    """Pieces with bytes [start, start + nbytes) of the payload of their op."""
 
     start: int
     nbytes: int
@@ -235,10 +236,10 @@ class PayloadPart:
 
 
 def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
-    """Cut an op between pieces, so that a part has at most `limit` bytes, none left out.
+    """Cut an op between pieces into parts of at most `limit` bytes.
 
     Raises:
-        PlanError: pieces that lie between each other (a row of blocks) are more than that.
+        PlanError: interleaved pieces (a row of blocks) have more than `limit` bytes.
     """
     op, pieces = found.op, found.pieces
     if op.nbytes <= limit:
@@ -261,9 +262,13 @@ def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
 
 
 def _closed_ends(found: OpPieces, pieces: StructuredArray, starts: Int64Array) -> Int64Array:
-    """Return numbers of pieces after which no earlier one reaches further: (n,), ascending."""
+    """Return the piece counts at which the payload may be cut: (n,), ascending.
+
+    No piece before such a cut reaches beyond it.
+    """
     itemsize = found.op.dst_dtype.itemsize
-    if found.op.transform is Transform.FP8_BLOCK_SCALES:  # a block at the source, one scale here
+    # A piece of scales is a block at the source but one element in the payload.
+    if found.op.transform is Transform.FP8_BLOCK_SCALES:
         reach = starts + itemsize
     else:
         rows = (pieces["rows"].astype(np.int64) - 1) * pieces["pos_pitch"].astype(np.int64)
@@ -273,12 +278,12 @@ def _closed_ends(found: OpPieces, pieces: StructuredArray, starts: Int64Array) -
 
 
 def _ends_at(cuts: Int64Array, starts: Int64Array, nbytes: int) -> Int64Array:
-    """Return where the payload of the pieces before each cut ends."""
+    """Return the payload position at which the pieces before each cut end."""
     return np.append(starts, nbytes)[cuts]
 
 
 def least_packed_nbytes(program: LinkProgram) -> int:
-    """Return bytes that hold any piece of a link, or row of blocks that is quantised, which are not cut."""
+    """Return the least bytes that hold any uncut unit of a link: a piece or a quantised row of blocks."""
     rows_of_blocks = (
         BLOCK * op.packed_strides[0]
         for op in program.ops

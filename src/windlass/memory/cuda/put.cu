@@ -1,9 +1,10 @@
-// Pieces of a plan, stored straight into a peer's memory; and digests of what they hold.
+// Kernels that store the pieces of a plan into a peer's memory, and compute digests of the pieces.
 //
 // A piece is a block of rows: `rows` runs of `row_elems` elements, `src_pitch` and `dst_pitch`
-// bytes apart. `pos` is where its payload begins in the link's payload, `pos_pitch` the payload
-// bytes from one of its rows to the next: the digest depends on the order of all bytes, not on
-// how they were cut into pieces. One block of threads works on one piece at a time.
+// bytes apart. `pos` is the position of its payload in the link's payload, and `pos_pitch` the
+// payload bytes from one of its rows to the next. The digest depends on the position of every byte
+// and on the lengths of rows, not on the grouping of rows into pieces. One block of threads works
+// on one piece at a time.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -19,8 +20,8 @@ struct Hash {
     u64 a, b;
 };
 
-// Keep in step with windlass/memory/position_digest.py, which says why it is built this way. Its
-// sums of products with a constant are products of the sums here: `settle` multiplies, once.
+// Must give the same digest as tests/support/position_digest.py, which explains the construction.
+// That file adds products with a constant; here `settle` multiplies the sums by it, once.
 constexpr u64 POSITION = 0x9E3779B97F4A7C15ull;
 
 // `salt`: the unit's position times POSITION.
@@ -51,7 +52,7 @@ __device__ __forceinline__ void settle(Hash h, u64* out) {
 
 __device__ __forceinline__ u64 join(u32 low, u32 high) { return (u64)low | ((u64)high << 32); }
 
-// A unit of the digest is 8 bytes where a row's payload is a multiple of 8, else 4, 2 or 1.
+// A unit of the digest is 8 bytes if the bytes of a row are a multiple of 8, else 4, 2 or 1.
 __device__ __forceinline__ u32 unit_of(u32 row_nbytes) {
     return row_nbytes & 1 ? 1 : row_nbytes & 2 ? 2 : row_nbytes & 4 ? 4 : 8;
 }
@@ -109,7 +110,7 @@ __device__ void put_rows(const Piece& p, u32 row_nbytes, Hash& h) {
     }
 }
 
-// The dtypes that are cast into one another: CASTS in layout/dtypes.py.
+// Dtypes that can be cast into each other: CASTS in layout/dtypes.py.
 enum Dtype { FLOAT32, BFLOAT16, FLOAT16 };
 
 __device__ __forceinline__ constexpr u32 itemsize_of(Dtype dtype) { return dtype == FLOAT32 ? 4 : 2; }
@@ -123,7 +124,7 @@ __device__ __forceinline__ float decode(u32 bits) {
     return f;
 }
 
-// Round to nearest even, as torch casts; a NaN becomes the one of c10.
+// Round to nearest even, as torch casts. A NaN becomes the NaN that c10 uses.
 template <Dtype TO>
 __device__ __forceinline__ u32 encode(float f) {
     const u32 bits = __float_as_uint(f);
@@ -137,7 +138,7 @@ __device__ __forceinline__ u32 encode(float f) {
     return half;
 }
 
-// As `encode`; `lost` becomes true where a finite number has become infinite.
+// As `encode`; `lost` becomes true if a finite number became infinite.
 template <Dtype FROM, Dtype TO>
 __device__ __forceinline__ u32 cast(float f, bool& lost) {
     const u32 bits = encode<TO>(f);
@@ -146,14 +147,14 @@ __device__ __forceinline__ u32 cast(float f, bool& lost) {
     return bits;
 }
 
-// `out[2]`: 0, or 1 more than a position in the payload of a piece with a cast that overflowed.
+// `out[2]`: 0, or 1 + the payload position of a piece with a cast that overflowed.
 __device__ __forceinline__ void note(u64* out, bool lost, const Piece& p) {
     if (lost && out) atomicMax(out + 2, p.pos + 1);
 }
 
 template <Dtype FROM, Dtype TO, bool HASH>
 __device__ void put_cast(const Piece& p, Hash& h, u64* out) {
-    // Eight elements are one or two vectors of 16 bytes at either side.
+    // Eight elements are one or two vectors of 16 bytes on each side.
     constexpr u32 SRC = itemsize_of(FROM) / 2, DST = itemsize_of(TO) / 2;
     const u32 row_nbytes = p.row_elems * itemsize_of(TO);
     bool lost = false;
@@ -254,7 +255,7 @@ PUT_CAST(float16_float32, FLOAT16, FLOAT32)
 PUT_CAST(float16_bfloat16, FLOAT16, BFLOAT16)
 
 // Block float8 (128 x 128, e4m3, one float32 scale per block), as layout/quantization.py defines it.
-// A piece is one block: `src_pitch` apart at the source, values or one scale at the destination.
+// A piece is one block: rows `src_pitch` apart at the source, values or one scale at the destination.
 
 // Weights are rounded to bfloat16 first.
 template <Dtype FROM>
@@ -265,7 +266,7 @@ __device__ __forceinline__ float read_weight(const Piece& p, u32 row, u32 col, b
     return decode<BFLOAT16>(cast<FROM, BFLOAT16>(decode<FROM>(bits), lost));
 }
 
-// A NaN stays: fmaxf would leave it out.
+// Keeps a NaN, which fmaxf would ignore.
 __device__ __forceinline__ float max_nan(float a, float b) {
     float found;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(a), "f"(b));
@@ -288,7 +289,7 @@ __device__ __forceinline__ float block_max(float mine) {
     return partial[0];
 }
 
-// As torch divides by a number on a GPU: by its reciprocal, which rounds differently.
+// Multiply by the reciprocal, as torch does on a GPU. A division would round differently.
 __device__ __forceinline__ float scale_of(float amax) { return max_nan(amax, 1e-4f) * (1.0f / 448.0f); }
 
 __device__ __forceinline__ u32 to_e4m3(float f) {
@@ -299,7 +300,7 @@ __device__ __forceinline__ u32 to_e4m3(float f) {
 
 template <Dtype FROM, bool SCALES, bool HASH>
 __device__ void put_fp8(const Piece& p, Hash& h, u64* out) {
-    // Each thread holds its part of the block: it is read once.
+    // Each thread keeps its part of the block in registers, so the block is read once.
     const u32 unit = unit_of(p.row_elems), per_row = p.row_elems / unit, total = per_row * p.rows;
     float held[4][8];
     float amax = 0.0f;
@@ -367,8 +368,8 @@ PUT_FP8(bfloat16, BFLOAT16)
 PUT_FP8(float32, FLOAT32)
 PUT_FP8(float16, FLOAT16)
 
-// What lies at the destinations of the pieces, hashed where it lies. `num` vectors of 16 bytes behind
-// each other; four loads of every thread are under way at once.
+// Hashes bytes at the destination of a piece in place: `num` consecutive vectors of 16 bytes. Each
+// thread has four loads in flight.
 __device__ __forceinline__ void hash_run(const uint4* run, u32 num, u64 pos, Hash& h) {
     const u32 T = blockDim.x;
     const u64 stride = 16ull * T * POSITION;
@@ -384,7 +385,7 @@ __device__ __forceinline__ void hash_run(const uint4* run, u32 num, u64 pos, Has
     }
 }
 
-// Not inlined, so that its registers are not those of `hash_run`.
+// Not inlined, so that its registers do not add to those of `hash_run`.
 __device__ __noinline__ Hash hash_strided(const Piece* piece, u32 row_nbytes) {
     const Piece p = *piece;
     Hash h = {0, 0};
@@ -418,7 +419,7 @@ __device__ __forceinline__ void hash_rows(const Piece* piece, Hash& h) {
     h.b += part.b;
 }
 
-// Two blocks of 512 threads to a multiprocessor: one alone waits for memory half of its time.
+// Two blocks of 512 threads per multiprocessor: a single block waits for memory half of the time.
 #define HASH(NAME, ITEMSIZE)                                                                      \
     extern "C" __global__ void __launch_bounds__(512, 2) NAME(const Piece* pieces, u32 n, u64* out) { \
         Hash h = {0, 0};                                                                          \

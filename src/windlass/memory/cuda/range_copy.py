@@ -1,4 +1,4 @@
-"""Many ranges of memory, copied by one GPU in one stream: by copy engines where they are large."""
+"""Copies of many memory ranges by one GPU in one stream; copy engines copy large ranges."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PieceTable, raw_pieces
 
 COPY_ENGINE_NBYTES = 32 << 20
-"""From this size per piece copy engines are as fast as the kernel (H200, 2026-11-21: 380 GB/s at
-32 MiB, 268 at 2 MiB) and leave the multiprocessors to others."""
+"""Smallest range in bytes that a copy engine copies as fast as the kernel (H200, 2026-11-21: 380 GB/s at
+32 MiB, 268 at 2 MiB) without occupying multiprocessors."""
 
 
 @final
 class RangeCopy:
-    """Cut once, queued as often as wanted. Small ranges are one kernel, large ones a copy each.
+    """Copies that are prepared once and queued any number of times. One kernel copies all small ranges.
 
     Memory: a piece table on the GPU, from construction to `close`.
 
     Args:
-        sources, targets: (num_ranges,) addresses as its kernels reach them.
-        nbytes: (num_ranges,), of each.
-        engine_nbytes: from this size on a range is left to a copy engine.
+        sources, targets: (num_ranges,) addresses for the GPU's kernels.
+        nbytes: (num_ranges,) bytes of each range.
+        engine_nbytes: smallest range that a copy engine copies.
 
     Raises:
-        TransferFailed: the GPU has no room for the table.
+        TransferFailed: the GPU has too little free memory for the table.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class RangeCopy:
             self._table = PieceTable(gpu.device, pieces, "put_1", 1)
 
     def queue(self) -> None:
-        """Queue all of it in the GPU's stream.
+        """Queue all copies in the GPU's stream.
 
         Raises:
-            TransferFailed: the driver refuses; a part may have been queued.
+            TransferFailed: the driver refused; some copies may have been queued.
         """
         for source, target, size in self._large:
             self._gpu.device.copy(target, source, size, self._gpu.stream)
@@ -59,6 +59,6 @@ class RangeCopy:
             self._gpu.kernels.put(self._table, self._gpu.stream)
 
     def close(self) -> None:
-        """Free the table, once nothing that was queued can still read it. Idempotent."""
+        """Free the table. No queued copy may still read it. Idempotent."""
         if self._table is not None:
             self._table.close()

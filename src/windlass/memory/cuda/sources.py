@@ -1,7 +1,7 @@
-"""Memory as kernels and copy engines of a GPU reach it: on their own GPU, or host memory over PCIe.
+"""Memory that kernels and copy engines of a GPU read: on that GPU, or host memory over PCIe.
 
-Offloaded weights (FSDP2's CPUOffloadPolicy) are read where they lie: a kernel loads them over PCIe,
-casts, and stores them through NVLink into the engine. Nothing is uploaded first.
+Offloaded weights (FSDP2's CPUOffloadPolicy) are read in place: a kernel loads them over PCIe, casts
+them, and stores them through NVLink into the engine. Nothing is uploaded first.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _TOUCHED_NBYTES = 256 << 20
 
 @final
 class SourceMemory:
-    """Parameters as kernels of `device` reach them.
+    """Parameters that kernels of `device` can access.
 
-    Pageable host memory is pinned, which takes about as long as reading it once; memory that its
-    owner has pinned (torch's `pin_memory`) is taken as it is. What is pinned here must not be freed
-    before `close`, or before `reach` is called with other parameters.
+    Pageable host memory is pinned, which takes about as long as reading it once. Memory that its
+    owner has pinned (torch's `pin_memory`) is used as it is. The owner must not free memory pinned
+    here before `close`, or before `reach` is called with other parameters.
     """
 
     def __init__(self, device: Device) -> None:
@@ -36,19 +36,19 @@ class SourceMemory:
 
     @property
     def has_pinned(self) -> bool:
-        """Whether anything is pinned here."""
+        """Whether this object has pinned any memory."""
         return bool(self._pinned)
 
     def reach(self, parameters: Sequence[tuple[int, int]]) -> list[int]:
-        """Addresses for kernels; lets go of what an earlier call has pinned.
+        """Return the addresses of parameters for kernels. Unpins the memory of an earlier call.
 
         Args:
-            parameters: address and bytes of each. What has no bytes here (a rank's share of a small
-                parameter that others hold) may lie anywhere, and nothing is read there.
+            parameters: address and bytes of each. A parameter without bytes here, because other
+                ranks hold it, may have any address; nothing is read there.
 
         Raises:
             RegionError: memory of another GPU, or GPU memory that is not from cudaMalloc.
-            TransferFailed: the host refuses to lock so much memory.
+            TransferFailed: the host refuses to pin so much memory.
         """
         self.close()
         kinds = [memory_kind(address) if nbytes else None for address, nbytes in parameters]
@@ -76,14 +76,14 @@ class SourceMemory:
         return address
 
     def close(self) -> None:
-        """Let go of what was pinned here. Idempotent."""
+        """Unpin all memory that was pinned here. Idempotent."""
         for start in self._pinned:
             self._device.unpin(start)
         self._pinned = []
 
 
 def covering_pages(memory: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return whole pages around pieces of memory, each page once: start and stop, ascending."""
+    """Return the whole pages that cover pieces of memory, each page once: start and stop, ascending."""
     page = mmap.PAGESIZE
     pages = ((0, at // page * page, -(-(at + nbytes) // page) * page) for at, nbytes in memory)
     return [(start, stop) for _, start, stop in joined_ranges(pages)]
@@ -91,19 +91,20 @@ def covering_pages(memory: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @final
 class PinnedArena:
-    """Host memory of this process, locked; no peer writes it and no transport knows it.
+    """Pinned host memory of this process. Peers do not write it, and no transport registers it.
 
-    Memory: owned by the arena from construction to `close`. Touched by several threads at once,
-    because the kernel zeroes pages one after another.
+    Memory: owned by the arena from construction to `close`. Several threads touch the pages,
+    because one thread would zero them one after another.
 
     Args:
-        device: reaches it. nbytes: capacity, >= 1.
+        device: device that accesses it.
+        nbytes: capacity, >= 1.
 
     Attributes:
-        address: where kernels and copy engines find it.
+        address: address for kernels and copy engines.
 
     Raises:
-        TransferFailed: the host refuses to lock so much memory.
+        TransferFailed: the host refuses to pin so much memory.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -113,16 +114,16 @@ class PinnedArena:
         with ThreadPoolExecutor(_NUM_TOUCHING, "windlass-pin") as threads:
             for _ in threads.map(self._touch, range(0, nbytes, _TOUCHED_NBYTES)):
                 pass
-        # Whole pages: the mapping ends with one.
+        # Pin whole pages, because the mapping ends with a whole page.
         device.pin(self._start, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         self.address = device.device_pointer(self._start)
 
     def _touch(self, at: int) -> None:
-        """Zero a part, which releases the interpreter."""
+        """Zero a part of the memory; `memset` releases the GIL."""
         ctypes.memset(self._start + at, 0, min(_TOUCHED_NBYTES, self.nbytes - at))
 
     def close(self) -> None:
-        """Let go of the pages; unmapped when nothing refers to them. Idempotent."""
+        """Unpin the pages. They are unmapped when the last reference is dropped. Idempotent."""
         if self.address:
             self._device.unpin(self._start)
             self._memory.close()
