@@ -275,6 +275,8 @@ def test_tasks_that_are_none_or_raise_are_an_error_of_the_recipe() -> None:
         (KeyError("shard 5"), r"recipe: tasks raised KeyError: 'shard 5'"),
         (SystemExit(3), r"recipe: tasks raised SystemExit: 3"),
         ((1, 2), r"recipe: tasks\[1\] must be a Task, got \(1, 2\)"),
+        # Not the end of the tasks, which `next(tasks, None)` would take it for.
+        (None, r"recipe: tasks\[1\] must be a Task, got None"),
     ):
         with pytest.raises(WindlassError, match=says):
             list(tasks_of(Asks(given)))

@@ -40,6 +40,8 @@ _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 MODULE = "windlass_launched_recipe"
+_END = object()
+"""What stands after the last task; a recipe may yield None by mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +308,8 @@ def tasks_of(recipe: Recipe) -> Iterator[tuple[Task, bytes]]:
         tasks = iter(recipe.tasks())
     for number in itertools.count():
         with recipe_code("tasks"):
-            task: object = next(tasks, None)
-        if task is None:
+            task: object = next(tasks, _END)
+        if task is _END:
             return
         if not isinstance(task, Task):
             raise ConfigError(f"recipe: tasks[{number}] must be a Task, got {task!r}")
