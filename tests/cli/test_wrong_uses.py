@@ -191,12 +191,12 @@ async def test_a_prompt_is_plain_integers_or_refused() -> None:
     """What a worker cannot decode would be sent to it for ever, with all that goes with it."""
     policy = windlass.StalenessPolicy.unbounded(1)
     async with RolloutController(StaticEngines(), policy) as rollouts:
-        for prompt in ([1, 2], np.array([1, 2]), torch.tensor([1, 2])):
+        for prompt in ([1, 2], [True, 2], np.array([1, 2]), torch.tensor([1, 2])):
             handle = rollouts.submit(prompt, SAMPLING)  # type: ignore[arg-type]
             record = rollouts._table.records[handle.task_id]
             assert record.work.prompt_ids == (1, 2)
             assert {type(token) for token in record.work.prompt_ids} == {int}
-        for wrong in ("a text", [1.5], [[1, 2]]):
+        for wrong in ("a text", [1.5], [[1, 2]], [1 << 63]):
             with pytest.raises(ConfigError, match="prompt_ids must be integers"):
                 rollouts.submit_group(wrong, 2, SAMPLING)  # type: ignore[arg-type]
         for empty in ((), np.array([], np.int64)):
@@ -205,6 +205,8 @@ async def test_a_prompt_is_plain_integers_or_refused() -> None:
         odd = windlass.SamplingParams(max_new_tokens=1, temperature=np.float32(1))  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="sampling must be SamplingParams"):
             rollouts.submit([1], odd)
+        with pytest.raises(ConfigError, match="deadline_s must be > 0, got nan"):
+            rollouts.submit([1], SAMPLING, deadline_s=float("nan"))
         await asyncio.sleep(0)
 
 

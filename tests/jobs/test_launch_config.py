@@ -162,7 +162,21 @@ def test_steps_count_those_of_the_checkpoint_that_a_job_goes_on_from(tmp_path: P
         ),
         ("world_size = 2", "world_size = 0", r"trainer\.world_size must be >= 1, got 0"),
         ("world_size = 2", "worldsize = 2", r"trainer\.worldsize is no known key"),
-        ('mode = "in_place"', 'mode = "hot"', r"update\.mode: Invalid enum value 'hot', got 'hot'"),
+        (
+            'mode = "in_place"',
+            'mode = "hot"',
+            r"line \d+: update\.mode must be one of \['in_place', .*\], got 'hot'",
+        ),
+        (
+            "max_staleness = 1",
+            'on_stale = "keep"',
+            r"line \d+: rollout\.on_stale must be one of \['.*\], got 'keep'",
+        ),
+        (
+            "world_size = 2",
+            'world_size = 2\nenvironment = { A = "1", OMP_NUM_THREADS = 1 }',
+            r"line \d+: trainer\.environment\.OMP_NUM_THREADS must be text, got 1",
+        ),
         ('mode = "in_place"', "minengines = 2", r"update\.minengines is no known key"),
         (
             'mode = "in_place"',

@@ -343,3 +343,60 @@ def test_sigint_is_obeyed_while_tasks_wait_for_data_and_the_line_says_so(tmp_pat
         assert job.end() == 130, job.text
         assert time.monotonic() - began_s < 12
     assert "step 2:" in job.text
+
+
+def test_a_batch_without_tasks_says_so_in_its_error(tmp_path: Path) -> None:
+    with launched(write(tmp_path, recipe=STALLS, rollout="batch_deadline_s = 4.0")) as job:
+        assert job.end() == 2, job.text
+    assert "no batch within 4 s; it needs 2 groups; 1 are scored" in job.error
+    assert "; the recipe's tasks() has yielded nothing for " in job.error
+
+
+EXITS = (
+    RECIPE
+    + """
+    async def ended(self, summary):
+        raise SystemExit(3)
+"""
+)
+
+
+def test_sys_exit_in_the_last_hook_is_an_error_of_the_recipe(tmp_path: Path) -> None:
+    with launched(write(tmp_path, recipe=EXITS, steps=1)) as job:
+        assert job.end() == 2, job.text
+    assert job.error.endswith("recipe: ended raised SystemExit: 3\n")
+    assert "is closed" not in job.text
+
+
+BLOCKS_THEN_HANGS = (
+    RECIPE.replace("import itertools", "import asyncio, itertools")
+    + """
+    async def before_step(self, step, samples):
+        time.sleep(8)
+        await asyncio.sleep(1000)
+"""
+)
+
+
+def test_a_hook_that_blocks_or_does_not_return_is_named_and_sigint_is_obeyed(
+    tmp_path: Path,
+) -> None:
+    with launched(write(tmp_path, recipe=BLOCKS_THEN_HANGS, top="shutdown_s = 5.0")) as job:
+        said = job.read_until("something has blocked the event loop of the controller for 5 s")
+        assert "in before_step: time.sleep(8) <- " in said
+        job.read_until(" s for the recipe's before_step of step 0")
+        job.process.send_signal(signal.SIGINT)
+        assert job.end() == 130, job.text
+
+
+def test_two_jobs_cannot_run_in_one_output_folder(tmp_path: Path) -> None:
+    config = write(tmp_path, top='resume = "auto"')
+    with launched(config) as first:
+        first.read_until("controller http")
+        with launched(config) as second:
+            assert second.end() == 2, second.text
+        assert "output_dir must be a folder that no running job has, got" in second.error
+        first.process.send_signal(signal.SIGTERM)
+        assert first.end() == 143, first.text
+    with launched(config) as third:
+        third.read_until("controller http")

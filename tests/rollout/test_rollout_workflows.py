@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -364,3 +365,33 @@ async def test_a_workflow_that_blocks_the_loop_is_named(
     said = f"workflow blocks (rollout {handle.task_id}) has blocked the event loop of the controller for 0 s"
     assert said in caplog.text
     assert "time.sleep(0.6)" in caplog.text
+
+
+async def test_a_wait_for_a_workflow_that_no_worker_knows_names_it(rig: Rig) -> None:
+    await rig.start()
+    rig.controller.run_here({"blocks": blocks})
+    handle = rig.controller.submit_workflow("blokcs", None, SAMPLING)
+    says = r"1 are not done \(.*workflow 'blokcs': workers know \['blocks'\]"
+    with pytest.raises(PeerTimeout, match=says):
+        await rig.controller.wait([handle], deadline_s=0.2)
+
+
+async def hook() -> None:
+    """Block the loop, far below the caller's own code."""
+    json.loads("{}", object_hook=lambda _: time.sleep(0.6))
+
+
+@pytest.mark.parametrize("num_local", [0, 2], ids=["no_local_worker", "two_local_workers"])
+async def test_other_code_that_blocks_the_controllers_loop_is_named_once(
+    rig: Rig, num_local: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(blocked, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(blocked, "BLOCKED_AFTER_S", 0.2)
+    await rig.start()
+    async with RolloutController(StaticEngines([]), StalenessPolicy.unbounded(1)) as evaluation:
+        for controller in (rig.controller, evaluation)[:num_local]:
+            controller.run_here({})
+        await asyncio.sleep(0.2)
+        await hook()
+    assert caplog.text.count("something has blocked the event loop of the controller for 0 s") == 1
+    assert "in hook" in caplog.text

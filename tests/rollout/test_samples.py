@@ -163,6 +163,8 @@ def test_a_sample_of_arrays_and_tensors_is_one_of_plain_numbers(changes: dict[st
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"prompt_ids": (1 << 63,)}, r"prompt_ids must be integers of at most 63 bits, got \(92"),
+        ({"group_id": -(1 << 64)}, r"group_id must be integers of at most 63 bits"),
         ({"reward": None}, r"sample of group 5: reward must be one number, got None"),
         ({"reward": math.nan}, r"sample of group 5: reward must be finite, got nan"),
         ({"output_ids": (2, 3, 4)}, r"must have one length of at least 1, got 3, 2 and 2"),

@@ -457,6 +457,15 @@ def _values(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, Any
             return
 
 
+def _all_values(
+    where: str, raw: Any, kind: inspect.Type
+) -> Iterator[tuple[str, Any, inspect.Type]]:
+    """Yield the place, the value and the type of whatever stands in a table or a list, at any depth."""
+    for place, value, value_kind in _values(where, raw, kind):
+        yield place.rstrip("."), value, value_kind
+        yield from _all_values(place, value, value_kind)
+
+
 def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
     likely = difflib.get_close_matches(key, known, n=len(known))
     keys = [*likely, *(each for each in known if each not in likely)]
@@ -502,6 +511,12 @@ def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
         return f"{key}{'.' * bool(key)}{lacking[1]} must be given, got none"
     if not key or rule.startswith(re.split(r"[.\[]", key)[0]):
         return rule
+    for place, found, kind in _all_values("", raw, inspect.type_info(LaunchConfig)):
+        if isinstance(kind, inspect.EnumType) and place == key:
+            return f"{key} must be one of {[each.value for each in kind.cls]}, got {found!r}"
+        is_of_table = key == f"{place.rpartition('.')[0]}[...]"
+        if is_of_table and isinstance(kind, inspect.StrType) and not isinstance(found, str):
+            return f"{place} must be text, got {found!r}"
     value: Any = raw
     for part in key.replace("[", ".[").split("."):
         if part.startswith("[") and part[1:-1].isdecimal() and isinstance(value, list):

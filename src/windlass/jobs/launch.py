@@ -124,7 +124,7 @@ async def run_job(
         progress: is told of the slow parts of the start.
 
     Raises:
-        ConfigError: see `check_job`, before anything is started.
+        ConfigError: see `check_job`, or another job runs in the output folder; before anything is started.
         WindlassError: a process could not be started, died too often, or a deadline passed; or all
             steps are done and the last update was not published.
     """
@@ -132,6 +132,18 @@ async def run_job(
     recipe = recipe or load_recipe(Path(config.recipe.file), config.recipe.name)
     output_dir = await asyncio.to_thread(Path(config.output_dir).resolve)
     await asyncio.to_thread(output_dir.mkdir, parents=True, exist_ok=True)
+    with OutputFolder(output_dir).locked():
+        return await _run_in(output_dir, config, recipe, notify, progress or Progress())
+
+
+async def _run_in(
+    output_dir: Path,
+    config: LaunchConfig,
+    recipe: Recipe,
+    notify: Callable[[str], None],
+    progress: Progress,
+) -> JobSummary:
+    """Run a job whose output folder is locked; see `run_job`."""
     inherited = {name: environment_value(name) for name in (*LOG_VARIABLES, *TLS_VARIABLES)}
     environment = {
         **{name: value for name, value in inherited.items() if value},
@@ -153,7 +165,7 @@ async def run_job(
             outcomes=(),
             rollouts={},
         )
-    job = _Job(config, output_dir, recipe, scheduler, notify, progress or Progress(), start)
+    job = _Job(config, output_dir, recipe, scheduler, notify, progress, start)
     loop = asyncio.get_running_loop()
 
     def listen() -> None:
@@ -262,7 +274,13 @@ class _Job:
             sampling=rollout.sampling,
         )
         self._trainers.mount(self.controller.server)
-        self._scoring = Scoring(self.controller.rollouts, recipe, rollout, self._forget)
+        self._scoring = Scoring(
+            self.controller.rollouts,
+            recipe,
+            rollout,
+            declined=self._forget,
+            describe_tasks=self._describe_tasks,
+        )
         self._task_calls = CallThread("recipe tasks")
         self._asked_for_task_at: float | None = None
         self._in_step = asyncio.Lock()
@@ -356,8 +374,14 @@ class _Job:
 
     async def _call_ended(self, summary: JobSummary) -> None:
         """Call the recipe's `ended`, until a signal; after a signal for at most `shutdown_s`."""
-        with recipe_code("ended"):
-            hook = asyncio.ensure_future(self._recipe.ended(summary))
+
+        async def call() -> None:
+            # Inside of the task: SystemExit would pass it, and end the loop.
+            with recipe_code("ended"):
+                await self._recipe.ended(summary)
+
+        with self._waiting_for(lambda: "the recipe's ended"):
+            hook = asyncio.create_task(call(), name="ended")
             insisted = asyncio.create_task(self.signals.get())
             try:
                 timeout_s = self._config.shutdown_s if summary.stopped_by else None
@@ -583,7 +607,8 @@ class _Job:
             )
             self._notify(f"{reason}; starting the ranks again, {where}")
             try:
-                await self._start_ranks()
+                with self._waiting_for(lambda: "the trainer ranks to start again"):
+                    await self._start_ranks()
                 async with self._in_step:
                     return await self._publish()
             except TrainerError as again:
@@ -642,7 +667,8 @@ class _Job:
     async def _step(self, batch: list[list[TrainingSample]]) -> None:
         trainer, step = self._config.trainer, self._steps
         samples = [sample for group in batch for sample in group]
-        with recipe_code(f"before_step of step {step}"):
+        hook = f"the recipe's before_step of step {step}"
+        with recipe_code(f"before_step of step {step}"), self._waiting_for(lambda: hook):
             await self._recipe.before_step(step, samples)
         self.controller.observe_samples(samples)
         async with self._in_step:
@@ -681,7 +707,8 @@ class _Job:
                 **result.metrics,
             }
         )
-        with recipe_code(f"after_step of step {step}"):
+        hook = f"the recipe's after_step of step {step}"
+        with recipe_code(f"after_step of step {step}"), self._waiting_for(lambda: hook):
             await self._recipe.after_step(step, result)
 
     async def _produce(self) -> None:
@@ -744,17 +771,22 @@ class _Job:
         """Forget a group that will not be trained on."""
         self._open.pop(group_id, None)
 
-    def _describe_batch(self) -> str:
-        said = f"groups of step {self._steps + 1}: {self._scoring.describe()}"
-        if self._asked_for_task_at is not None:
-            waited_s = asyncio.get_running_loop().time() - self._asked_for_task_at
-            if waited_s >= 1:
-                said += f"; the recipe's tasks() has yielded nothing for {waited_s:.0f} s"
-        return said
+    def _describe_tasks(self) -> str:
+        """Return what is to be said of the recipe's tasks while the job waits for groups; empty for nothing."""
+        if self._asked_for_task_at is None:
+            return ""
+        waited_s = asyncio.get_running_loop().time() - self._asked_for_task_at
+        return (
+            f"the recipe's tasks() has yielded nothing for {waited_s:.0f} s"
+            if waited_s >= 1
+            else ""
+        )
 
     async def _batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
         """Return the groups of a step, scored; None when there are no tasks left for one."""
-        with self._waiting_for(self._describe_batch):
+        with self._waiting_for(
+            lambda: f"groups of step {self._steps + 1}: {self._scoring.describe()}"
+        ):
             return await self._scoring.next_batch(producer)
 
     @contextmanager

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -38,6 +42,29 @@ class OutputFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._warned = False
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other jobs out of the folder; the end of this process, however it ends, lets them in.
+
+        Raises:
+            ConfigError: another job runs with this folder.
+        """
+        opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"output_dir must be a folder that no running job has, got {str(self.path)!r}; wait for the "
+                    "end of that job, or name another folder"
+                ) from error
+            except OSError as error:
+                # Some network file systems lock no folders.
+                _log.info("%s is not locked against other jobs: %s", self.path, error)
+            yield
+        finally:
+            os.close(opened)
 
     def checkpoints(self) -> list[tuple[Path, Checkpoint]]:
         """Return the finished checkpoints with their folders, oldest first."""

@@ -29,6 +29,7 @@ class Scoring:
         recipe: makes samples of a group, in a thread; of several groups at a time.
         config: says how many groups a step takes, and how long it may wait.
         declined: is told the number of each group that the recipe declines.
+        describe_tasks: returns what keeps the recipe from yielding tasks; empty for nothing.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class Scoring:
         recipe: Recipe,
         config: RolloutSection,
         declined: Callable[[int], None] = lambda _: None,
+        describe_tasks: Callable[[], str] = lambda: "",
     ) -> None:
-        self._declined = declined
+        self._declined, self._describe_tasks = declined, describe_tasks
         self._rollouts, self._recipe, self._config = rollouts, recipe, config
         self._scores: dict[int, asyncio.Task[list[TrainingSample]]] = {}
         self._slots = asyncio.Semaphore(config.rewards_at_once)
@@ -53,10 +55,11 @@ class Scoring:
     def describe(self) -> str:
         """Return a line about the groups of the next step and the rollouts behind them."""
         num_scored = sum(scoring.done() for scoring in self._scores.values())
-        return (
+        said = (
             f"{self._config.groups_per_step} groups; {num_scored} are scored, "
             f"{len(self._scores) - num_scored} are being scored; {self._rollouts.describe()}"
         )
+        return "; ".join(filter(None, (said, self._describe_tasks())))
 
     async def next_batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
         """Return the samples of the groups of one step, or None if too few tasks are left for a step.

@@ -1,4 +1,4 @@
-"""Names a workflow that blocks the event loop in which it runs."""
+"""Names a workflow, or other code, that blocks the event loop in which it runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from types import FrameType
-from typing import final
+from typing import ClassVar, final
+from weakref import WeakSet
 
 from windlass.rollout.workflows import WorkflowContext
 
@@ -18,27 +20,37 @@ LOOK_EVERY_S = 1.0
 BLOCKED_AFTER_S = 5.0
 """Seconds without a turn of the loop after which it counts as blocked: half of what ends a silent connection."""
 SAY_EVERY_S = 15.0
+MAX_FRAMES = 20
+_ASYNCIO = str(Path(asyncio.__file__).parent)
 
 
 @final
 class BlockWatch:
-    """A daemon thread that logs which workflow keeps an event loop from its turns, and where.
+    """A daemon thread that logs which workflow or other code keeps an event loop from its turns, and where.
 
-    Its peers only see that a blocked process is silent, and take it for a dead one.
+    Its peers only see that a blocked process is silent, and take it for a dead one. The first watch of a loop
+    logs; further ones do nothing while it is open.
 
     Args:
         loop: the loop of the calling thread.
         where: whose loop it is, for the log.
     """
 
+    _watched: ClassVar[WeakSet[asyncio.AbstractEventLoop]] = WeakSet()
+
     def __init__(self, loop: asyncio.AbstractEventLoop, where: str) -> None:
         self._loop, self._where = loop, where
+        self._is_first = loop not in self._watched
         self._thread_id = threading.get_ident()
         self._ended, self._turned = threading.Event(), threading.Event()
-        threading.Thread(target=self._watch, name="block watch", daemon=True).start()
+        if self._is_first:
+            self._watched.add(loop)
+            threading.Thread(target=self._watch, name="block watch", daemon=True).start()
 
     def close(self) -> None:
         """End the thread. Idempotent."""
+        if self._is_first:
+            self._watched.discard(self._loop)
         self._ended.set()
         self._turned.set()
 
@@ -60,12 +72,18 @@ class BlockWatch:
         if frame is None:
             return
         context, frames = _context_of(frame), traceback.extract_stack(frame)
+        of_loop = [n for n, each in enumerate(frames) if each.filename.startswith(_ASYNCIO)]
+        first = max(of_loop[-1] + 1 if of_loop else 0, len(frames) - MAX_FRAMES)
         who = "something"
         if context is not None:
             who = f"workflow {context.workflow} (rollout {context.task_id})"
-        stack = "".join(traceback.format_list(frames[-4:]))
+        # Innermost first. In one line, because a log escapes the ends of lines in a message.
+        stack = " <- ".join(
+            f"{each.filename}:{each.lineno} in {each.name}: {each.line}"
+            for each in reversed(frames[first:])
+        )
         logger.warning(
-            "%s has blocked the event loop of %s for %.0f s; call blocking code with asyncio.to_thread:\n%s",
+            "%s has blocked the event loop of %s for %.0f s; call blocking code with asyncio.to_thread; it is at %s",
             *(who, self._where, blocked_s, stack),
         )
 

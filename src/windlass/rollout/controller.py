@@ -23,6 +23,7 @@ from windlass.errors import ConfigError, PeerTimeout, RolloutError
 from windlass.net.messages import PROTOCOL_VERSION
 from windlass.net.server import ControlServer
 from windlass.rollout.batches import BatchQueue
+from windlass.rollout.blocked import BlockWatch
 from windlass.rollout.directory import EngineChoice, EngineDirectory
 from windlass.rollout.handles import (
     GroupHandle,
@@ -35,6 +36,7 @@ from windlass.rollout.handles import (
 )
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import (
+    LARGEST_INTEGER,
     LOCAL_WORKER,
     MAX_TOKENS,
     AttemptKey,
@@ -106,6 +108,7 @@ class RolloutController:
         self._room, self._joined, self._changes = Changes(), Changes(), Changes()
         self._is_dispatch_scheduled = self._is_open = False
         self._paused = self._closed = False
+        self._watch: BlockWatch | None = None
 
     async def __aenter__(self) -> Self:
         """Raises `ConfigError` when the journal cannot be used."""
@@ -113,6 +116,7 @@ class RolloutController:
         self._pool.open(self._life.identity, ((r.worker, r.key) for r in self._table.running()))
         self._journal.on_change(self._schedule_dispatch)
         self._is_open = True
+        self._watch = BlockWatch(asyncio.get_running_loop(), "the controller")
         self._engines.subscribe(self._engines_changed)
         self._engines_changed()
         return self
@@ -142,6 +146,8 @@ class RolloutController:
         self._joined.notify()
         self._life.ready.set()
         await self._pool.close()
+        if self._watch is not None:
+            self._watch.close()
 
     async def cancel_all(self, *, deadline_s: float) -> int:
         """Cancel everything outstanding, and wait until workflows have cleaned up.
@@ -275,7 +281,8 @@ class RolloutController:
             _, left = await asyncio.wait(futures, timeout=deadline_s)
             if left:
                 raise PeerTimeout(
-                    f"wait: {len(handles)} rollouts within {deadline_s} s, {len(left)} are not done"
+                    f"wait: {len(handles)} rollouts within {deadline_s} s, {len(left)} are not done "
+                    f"{self.describe()}"
                 )
         return tuple([await handle for handle in handles])
 
@@ -650,13 +657,17 @@ class RolloutController:
 def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
     """Plain integers, also of an array or a tensor: what a worker cannot decode would be sent for ever."""
     try:
-        tokens = tuple(map(operator.index, prompt_ids))
+        tokens = tuple([int(operator.index(each)) for each in prompt_ids])
     except TypeError as error:
         raise ConfigError(f"rollout: prompt_ids must be integers: {error}") from error
     if not tokens:
         raise ConfigError("rollout: prompt_ids must not be empty")
     if min(tokens) < 0:
         raise ConfigError(f"rollout: prompt_ids must be >= 0, got {min(tokens)}")
+    if max(tokens) > LARGEST_INTEGER:
+        raise ConfigError(
+            f"rollout: prompt_ids must be integers of at most 63 bits, got {max(tokens)}"
+        )
     if len(tokens) > MAX_TOKENS:
         raise ConfigError(f"rollout: prompt_ids must be at most {MAX_TOKENS}, got {len(tokens)}")
     return tokens

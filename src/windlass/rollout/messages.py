@@ -28,6 +28,8 @@ LOCAL_WORKER = "controller"
 """Name of the worker that is the controller's own event loop."""
 MAX_FRAME_NBYTES = 64 << 20
 MAX_TOKENS = 1 << 22
+LARGEST_INTEGER = (1 << 63) - 1
+"""Of a message: one that cannot be encoded would hold up all messages after it."""
 """Of one prompt or one answer."""
 MAX_VALUE_NBYTES = 16 << 20
 """Of what a workflow returns, or is given."""
@@ -171,7 +173,7 @@ class Work(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     arguments: bytes = b""
 
     def __post_init__(self) -> None:
-        if self.deadline_s is not None and self.deadline_s <= 0:
+        if self.deadline_s is not None and not self.deadline_s > 0:
             raise ConfigError(f"rollout: deadline_s must be > 0, got {self.deadline_s}")
 
 
@@ -439,15 +441,19 @@ def plain_integers(what: str, values: object) -> tuple[int, ...]:
     """Return integers of Python, also of an array or a tensor.
 
     Raises:
-        ConfigError: a value is none; begins with `what`.
+        ConfigError: a value is none, or no message can carry it; begins with `what`.
     """
     if type(values) is tuple and set(map(type, values)) <= {int}:
-        return values
-    found = _listed(what, values, "integers")
-    try:
-        return tuple(map(operator.index, found))
-    except (TypeError, RuntimeError) as error:
-        raise ConfigError(f"{what} must be integers, got {_short(values)}") from error
+        found: tuple[int, ...] = values
+    else:
+        try:
+            # `index` leaves a boolean as it is, which msgpack would send as one.
+            found = tuple([int(operator.index(each)) for each in _listed(what, values, "integers")])
+        except (TypeError, RuntimeError) as error:
+            raise ConfigError(f"{what} must be integers, got {_short(values)}") from error
+    if found and not (min(found) >= -LARGEST_INTEGER and max(found) <= LARGEST_INTEGER):
+        raise ConfigError(f"{what} must be integers of at most 63 bits, got {_short(values)}")
+    return found
 
 
 _isfinite: Callable[[Any], bool] = math.isfinite

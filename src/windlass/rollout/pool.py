@@ -25,7 +25,6 @@ from windlass.net.messages import Garbled, OwnerClosed, check_name, check_versio
 from windlass.net.rpc import Session
 from windlass.net.rpc_server import serve
 from windlass.net.sockets import close_socket, open_http
-from windlass.rollout.blocked import BlockWatch
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import (
     LOCAL_WORKER,
@@ -146,7 +145,6 @@ class LocalWorker(Worker):
             role_token(token, Access.CLIENT), to_controller=False, many_connections=True
         )
         self._attempts = Attempts(self._session, workflows, hello, self._ended)
-        self._watch = BlockWatch(asyncio.get_running_loop(), "the controller")
 
     def enqueue(self, task: RolloutTask) -> None:
         self.assigned[task.task_id] = task.attempt
@@ -161,7 +159,6 @@ class LocalWorker(Worker):
         self.takes_no_more = True
         await self._attempts.stop(STOP_DEADLINE_S)
         await self._session.close()
-        self._watch.close()
 
     def deliver(self) -> None:
         """Hand over what has ended and was not taken yet."""
