@@ -553,6 +553,9 @@ class GroupWrite:
             TransferOutcomeUnknown: bytes may still land.
         """
         digests, roots = self._chunks if self.digest else (), self._group.roots()
+        if root not in {roots[chunk % len(roots)] for chunk in range(self._payload.num_chunks)}:
+            # The root expects no chunk of this trainer, so its relay may have ended already.
+            return Carried(0, 0.0)
         binding = self._bindings[root]
         address, remote = self._addresses[root], _at(self._payload, binding)
         writer = ChunkWriter(transport, worker, binding, address, round_id, deadline)
