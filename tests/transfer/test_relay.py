@@ -31,10 +31,11 @@ def fleet_of(
     *,
     transport: str = "cma",
     write_s: float = 20.0,
+    chunk_nbytes: int = CHUNK,
 ) -> AbstractAsyncContextManager[Any]:
     config = ControlConfig(
         mode=mode,
-        backend=P2pBackend(relay=shape, relay_chunk_nbytes=CHUNK),
+        backend=P2pBackend(relay=shape, relay_chunk_nbytes=chunk_nbytes),
         deadlines=PhaseDeadlines(connect_s=30, write_s=write_s, fleet_s=30),
         min_engines=num_engines,
         max_rewrites=1,
@@ -141,18 +142,32 @@ async def test_a_relay_that_stands_still_is_left_out_and_so_is_whom_it_may_still
         assert await fleet.held(last) == [(0, "0", False)]
 
 
-@pytest.mark.long
-async def test_an_arena_that_is_too_small_to_relay_still_delivers() -> None:
-    async with fleet_of(RelayShape.CHAIN, UpdateMode.STAGED, 2) as fleet:
-        fleet.add_trainers(arena_nbytes=1024)
-        for i in range(2):
-            fleet.add_engine(f"engine{i}", 2)  # row-parallel layers are packed
+@pytest.mark.parametrize(
+    ("shape", "arena_nbytes", "chunk_nbytes"),
+    [
+        # One chunk per link: one of the two roots of the tree expects nothing.
+        (RelayShape.TREE, 1024, 4 << 20),
+        pytest.param(RelayShape.TREE, 1 << 24, 4 << 20, marks=pytest.mark.long),
+        pytest.param(RelayShape.TREE, 1024, CHUNK, marks=pytest.mark.long),
+        pytest.param(RelayShape.CHAIN, 1024, CHUNK, marks=pytest.mark.long),
+        pytest.param(RelayShape.CHAIN, 0, 4 << 20, marks=pytest.mark.long),
+    ],
+)
+async def test_every_engine_is_written_whatever_the_arena_and_the_chunks(
+    shape: RelayShape, arena_nbytes: int, chunk_nbytes: int
+) -> None:
+    async with fleet_of(shape, UpdateMode.STAGED, 3, chunk_nbytes=chunk_nbytes) as fleet:
+        fleet.add_trainers(arena_nbytes=arena_nbytes)
+        for i in range(3):
+            # Links of row-parallel layers are packed.
+            fleet.add_engine(f"engine{i}", 2)
         await fleet.ready()
-        outcome, left_out, nbytes = await fleet.publish(0)
-        assert (outcome, left_out) == ("published", [])
-        assert nbytes >= 2 * NBYTES
-        for i in range(2):
-            assert await fleet.held(f"engine{i}") == [(0, "0", False)] * 2
+        for version in range(3):
+            outcome, left_out, nbytes = await fleet.publish(version)
+            assert (outcome, left_out) == ("published", [])
+            assert nbytes >= NBYTES
+            for i in range(3):
+                assert await fleet.held(f"engine{i}") == [(version, str(version), False)] * 2
 
 
 async def test_a_trainer_that_is_killed_while_it_feeds_ends_the_round() -> None:
