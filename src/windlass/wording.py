@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 
 def counted(number: int, noun: str) -> str:
     """Return `1 engine`, `2 engines`; for nouns whose plural ends in s."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Return the first names, with commas, and the number of the others."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def install_command(extra: str = "", python: str = "") -> str:

@@ -117,7 +117,9 @@ async def test_what_trainers_stand_still_with_is_published_by_a_call() -> None:
         assert "stale version" in stale.reason
         await asyncio.to_thread(rig.channels.pop("trainer/1").close)
         alone = rig.coordinator.begin_publish(5, deadline_s=0.2)
-        assert "not all trainer ranks were connected within 0.2 s" in (await alone.report).reason
+        assert (await alone.report).reason == (
+            "publish: all trainer ranks must be connected within 0.2 s, missing: trainer/1"
+        )
         assert not alone.copied.is_set()
 
 
@@ -1081,3 +1083,23 @@ async def test_an_agent_answers_a_repeated_command_from_memory_and_refuses_old_o
         "Relay",
     ]
     assert "LookupError: a defect" in str(replies[5])
+
+
+async def test_publish_names_the_trainer_ranks_that_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("windlass.updates.coordinator.NAME_MISSING_S", 0.05)
+    missing = "trainer/2 (not connected); trainer/1 (has not called publish)"
+    async with FakeFleet(quick(), num_trainers=3) as rig:
+        for index in range(2):
+            await rig.add_trainer(index)
+        with pytest.raises(PeerTimeout) as raised:
+            await rig.announce("trainer/0", 0, deadline_s=0.3)
+        assert str(raised.value) == (
+            f"publish: no report of version 0 within 0.3 s: it waited for {missing}"
+        )
+        assert f"publish waits for {missing}" in caplog.text
+        # Nothing is left of the announcement.
+        await rig.add_trainer(2)
+        await rig.add_engine("a")
+        assert (await rig.publish(1)).outcome is RoundOutcome.PUBLISHED

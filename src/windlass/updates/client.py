@@ -148,6 +148,8 @@ class TrainerChannel(AgentChannel):
         super().__init__(url, token, hello, handler)
         self._lock = threading.Lock()
         self._announced: Announcement | None = None
+        # Not sent again; its report may still come.
+        self._withdrawn: Announcement | None = None
         self._attempts = 0
         self._published, self._lineage, self._welcomed_by = -1, "", ""
         self.ended.add_done_callback(self._end_announcement)
@@ -170,12 +172,20 @@ class TrainerChannel(AgentChannel):
             sent = self.withdraw(announced)
             if not isinstance(error, concurrent.futures.TimeoutError):
                 raise
+            reason = ""
             if sent is not None:
-                concurrent.futures.wait([sent], WITHDRAW_S)
-            away = f": the controller is away: {self.last_error}"
+                # The controller answers with the ranks that it waited for, unless a round has begun.
+                concurrent.futures.wait([announced.report], WITHDRAW_S)
+                if announced.report.done():
+                    report = announced.report.result()
+                    if report.outcome is not RoundOutcome.FAILED:
+                        return report
+                    reason = report.reason
+            if self.disconnected.is_set():
+                reason = f"the controller is away: {self.last_error}"
             raise PeerTimeout(
                 f"publish: no report of version {version} within {deadline_s} s"
-                + (away if self.disconnected.is_set() else "")
+                + (f": {reason}" if reason else "")
             ) from None
 
     def begin_announcement(self, version: int) -> Announcement:
@@ -219,7 +229,7 @@ class TrainerChannel(AgentChannel):
         """
         with self._lock:
             if self._announced is announced:
-                self._announced = None
+                self._announced, self._withdrawn = None, announced
             if self.ended.done():
                 return None
             sending = self.send(Withdraw(announced.frame.attempt))
@@ -247,13 +257,13 @@ class TrainerChannel(AgentChannel):
         if frame.outcome is RoundOutcome.PUBLISHED:
             self._published, self._lineage = frame.version, self._welcomed_by
         with self._lock:
-            announced = self._announced
-            if announced is None or announced.report.done():
-                return
-            if frame.attempt != announced.frame.attempt:
-                return
-            if frame.attempt or frame.version == announced.frame.version:
-                announced.report.set_result(frame)
+            for announced in (self._announced, self._withdrawn):
+                if announced is None or announced.report.done():
+                    continue
+                if frame.attempt != announced.frame.attempt:
+                    continue
+                if frame.attempt or frame.version == announced.frame.version:
+                    announced.report.set_result(frame)
 
     async def on_connected(self) -> None:
         """Send it again after a lost connection, which took it back."""

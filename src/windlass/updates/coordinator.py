@@ -50,11 +50,16 @@ from windlass.updates.report import (
 from windlass.updates.rounds import AgentLost, Finish, Phase, RoundSpec, unchanged_reason
 from windlass.updates.run import Run
 from windlass.updates.session import AgentSession
+from windlass.wording import listed
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_ATTEMPTS_WITHOUT_ENGINES = 3
 """Times that one version is tried again after all engines have ended in its round."""
+
+
+NAME_MISSING_S = 15.0
+"""Seconds between the log lines that name the trainer ranks that a publish waits for."""
 
 
 @final
@@ -93,6 +98,7 @@ class Coordinator:
         self.catch_ups = CatchUps(self, config, planner)
         self._resume_retries = ResumeRetries(self, config.deadlines)
         self._requests = PublishRequests()
+        self._names_missing = False
         self._comparisons = Comparisons(config.compare_share)
         self.lock = asyncio.Lock()
         self._driver: RoundDriver | None = None
@@ -175,10 +181,38 @@ class Coordinator:
         ):
             with log_fields(version=frame.version):  # which the new task keeps
                 self.spawn(self._update(all_of_them))
+        elif not self._names_missing:
+            self._names_missing = True
+            self.spawn(self._name_missing_ranks())
+
+    async def _name_missing_ranks(self) -> None:
+        """Log the ranks that a publish waits for, until no rank waits."""
+        try:
+            while True:
+                await asyncio.sleep(NAME_MISSING_S)
+                if not self._requests.num_waiting:
+                    return
+                if missing := self._missing_ranks():
+                    _log.warning("publish waits for %s", missing)
+        finally:
+            self._names_missing = False
+
+    def _missing_ranks(self) -> str:
+        """Return the trainer ranks that have not announced a version, each with the reason; empty if all have."""
+        trainers = self.fleet.trainers()
+        workers = () if trainers is None else trainers.workers
+        idle = [worker for worker in workers if not self._requests.is_waiting(worker)]
+        reasons = ((self.fleet.away(), "not connected"), (idle, "has not called publish"))
+        return "; ".join(f"{listed(names)} ({reason})" for names, reason in reasons if names)
 
     def withdraw(self, session: AgentSession, frame: Withdraw) -> None:
-        """A trainer rank's caller waits no longer."""
-        self._requests.give_up(session.peer, frame.attempt)
+        """End the announcement of a trainer rank whose caller waits no longer, and send it the missing ranks."""
+        missing = self._missing_ranks()
+        given_up = self._requests.give_up(session.peer, frame.attempt)
+        if given_up is not None:
+            report = failed_report(given_up.version, f"it waited for {missing}" if missing else "")
+            report = msgspec.structs.replace(report, attempt=frame.attempt)
+            self.spawn(self.members.report_to(session.agent.identity, report))
 
     def replied(self, session: AgentSession, reply: Reply[Result]) -> None:
         """An agent has answered a command."""
@@ -222,7 +256,10 @@ class Coordinator:
             await self.changes.until(
                 lambda: bool(ranks()),
                 deadline_s,
-                lambda: f"publish: not all trainer ranks were connected within {deadline_s} s",
+                lambda: (
+                    f"publish: all trainer ranks must be connected within {deadline_s} s, missing: "
+                    f"{listed(self.fleet.away()) or 'all'}"
+                ),
             )
         except PeerTimeout as error:
             return failed_report(version, str(error))

@@ -384,6 +384,14 @@ class Fleet:
         found = self._groups.get(self._trainer_group)
         return found if found is not None and found.role is Role.TRAINER else None
 
+    def away(self) -> list[str]:
+        """Return the names of trainer ranks that are not connected, in rank order."""
+        trainers = self.trainers()
+        if trainers is None:
+            return []
+        ranks = range(trainers.world_size)
+        return [f"{trainers.name}/{rank}" for rank in ranks if rank not in trainers.agents]
+
     def engines(self) -> tuple[Group, ...]:
         """Engines with at least one rank, complete or not."""
         return tuple(g for g in self._groups.values() if g.role is Role.ENGINE)

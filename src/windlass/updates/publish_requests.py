@@ -87,11 +87,21 @@ class PublishRequests:
             del self._newest[worker]
             self._waiting.discard(worker)
 
-    def give_up(self, worker: str, attempt: int) -> None:
-        """The rank's caller waits no longer. Too late for a round that has begun."""
+    def give_up(self, worker: str, attempt: int) -> PendingPublish | None:
+        """Forget the request of a rank whose caller waits no longer.
+
+        Returns:
+            The request; None if its update has begun, or if the rank has made another one.
+        """
         known = self._newest.get(worker)
-        if known is not None and known.pending.attempt <= attempt:
-            self.withdraw(worker)
+        if known is None or known.pending.attempt > attempt or known.has_begun:
+            return None
+        self.withdraw(worker)
+        return known.pending
+
+    def is_waiting(self, worker: str) -> bool:
+        """Return whether a rank stands still and its update has not begun."""
+        return worker in self._waiting
 
     def pop_all(self, workers: Collection[str]) -> tuple[PendingPublish, ...]:
         """All of them once every one of `workers` stands still, else none."""
