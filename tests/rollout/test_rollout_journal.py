@@ -415,7 +415,7 @@ async def test_a_journal_in_use_or_without_a_folder_is_refused_by_name(tmp_path:
         RolloutJournal(RolloutConfig(journal=path)).open(0)
     await journal.close()
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match=r"cannot be used: .*it is no regular file"):
+    with pytest.raises(ConfigError, match=r"cannot be used: .*it is not a regular file"):
         RolloutJournal(RolloutConfig(journal=tmp_path / "pipe")).open(0)
     with pytest.raises(ConfigError, match="cannot be used"):
         RolloutJournal(RolloutConfig(journal=path / "below")).open(0)

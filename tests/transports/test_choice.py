@@ -44,7 +44,7 @@ def test_what_cannot_be_reached_is_refused_with_the_reason_of_each() -> None:
     ):
         choose_transport(has("cma"), has("nixl"), same_host=True, same_address=True)
     with pytest.raises(
-        ConfigError, match=r"cma reaches processes of one host.*use mooncake or nixl"
+        ConfigError, match=r"cma: both ranks must be on one host.*use mooncake or nixl"
     ):
         choose_transport(has("cma"), has("cma"), same_host=False, same_address=True)
     with pytest.raises(ConfigError, match=r"must be reachable from other hosts, got '127.0.0.1:9'"):

@@ -116,7 +116,7 @@ def test_a_second_controller_on_a_journal_is_told_that_another_one_has_it(folder
 
 def test_a_journal_that_is_a_fifo_is_refused(folder: Path) -> None:
     os.mkfifo(folder / "journal")
-    with pytest.raises(ConfigError, match="it is no regular file"):
+    with pytest.raises(ConfigError, match="it is not a regular file"):
         Coordinator(ControlConfig(), journal_path=folder / "journal")
 
 

@@ -120,7 +120,7 @@ def listen(host: str, port: int, what: str) -> socket.socket:
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ConfigError(f"{what}: host {host!r} is not known: {error}") from error
+        raise ConfigError(f"{what}: host {host!r} cannot be resolved: {error}") from error
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

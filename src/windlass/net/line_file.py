@@ -168,7 +168,7 @@ class LineFile(Generic[EntryT]):
 
 def _check_is(path: Path, opened: os.stat_result) -> None:
     if not stat.S_ISREG(opened.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     try:
         found = path.stat()
     except FileNotFoundError as error:

@@ -275,7 +275,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
                     # Before the welcome, `connect` raises the error; after it, only a log line can
                     # report it.
                     if self.welcomed.done():
-                        _log.error("%s: left for good: %s", self._url, error)
+                        _log.error("%s: not connecting again: %s", self._url, error)
                     self._end(error)
                     return
                 except (aiohttp.ClientError, OSError, PeerUnreachable) as error:

@@ -59,8 +59,8 @@ def choose_transport(
             continue
         if offer.traits.same_host and not same_host:
             reasons.append(
-                f"transport {offer.transport} reaches processes of one host, one namespace of "
-                "processes and one of networks, got a rank of another"
+                f"transport {offer.transport}: both ranks must be on one host, in one PID namespace "
+                "and one network namespace, got ranks that are not"
             )
         elif not same_address and (reason := unreachable_reason(other.endpoint)):
             reasons.append(reason)

@@ -146,7 +146,7 @@ class NetworkPeer(ABC):
     """
 
     outlives_process: ClassVar[bool]
-    """Whether a failed call may still read local memory after the peer's process has ended."""
+    """True if a failed call may still read local memory after the peer's process has ended."""
 
     def __init__(
         self, endpoint: PeerEndpoint, liveness: PeerLiveness, lock: threading.RLock
@@ -172,7 +172,7 @@ class NetworkPeer(ABC):
 
     @abstractmethod
     def step_nbytes(self, region: RemoteRegion) -> int:
-        """Return the most bytes per registration of a peer's region; 0 if it was registered at once.
+        """Return the bytes per registration of a peer's region; 0 if it was registered at once.
 
         Raises:
             RegionError: the key of the region is malformed.
@@ -184,7 +184,7 @@ class NetworkPeer(ABC):
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the library works for this peer, in any thread."""
+        """True while the library works for this peer, in any thread."""
         return bool(self._under_way)
 
     def is_open(self) -> bool:

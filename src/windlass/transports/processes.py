@@ -175,7 +175,7 @@ def _prove(peer: PeerEndpoint, pid: int) -> None:
         try:
             client.connect(_name_of(peer))
         except OSError as error:
-            raise PeerUnreachable(f"{what}, nobody listens for it: {error}") from error
+            raise PeerUnreachable(f"{what}, no process listens for it: {error}") from error
         asked = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     listening, _, _ = _CREDENTIALS.unpack(asked)
     if listening != pid:

@@ -36,7 +36,7 @@ class Gpu:
 
     @property
     def is_late(self) -> bool:
-        """Whether queued work exceeded a deadline and may continue without limit."""
+        """True if queued work exceeded a deadline and may continue without limit."""
         return bool(self._late)
 
     def wait(self, event: Event, deadline_s: float) -> None:
@@ -51,12 +51,12 @@ class Gpu:
         try:
             _waits.submit(event.wait).result(deadline_s)
         except FutureTimeout:
-            self.distrust(f"kernels were not over within {deadline_s} s and may still go on")
+            self.distrust(f"kernels did not end within {deadline_s} s and may still go on")
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from None
         except RuntimeError as error:
             if isinstance(error, WindlassError):
                 raise
-            self.distrust(f"kernels may still go on, nobody can wait for them: {error}")
+            self.distrust(f"kernels may still go on, no thread can wait for them: {error}")
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from error
 
     def wait_or_leave(self, event: Event, deadline_s: float) -> None:
@@ -67,7 +67,7 @@ class Gpu:
                 waiting thread could start.
             TransferOutcomeUnknown: kernels exceeded an earlier deadline.
         """
-        self._wait_for(event.wait, deadline_s, "what was queued was")
+        self._wait_for(event.wait, deadline_s, "queued work was")
 
     def settle(self, deadline_s: float, step: Event | None = None) -> float:
         """Wait for work of this process on the GPU through any library, such as a training step.
@@ -99,7 +99,7 @@ class Gpu:
             if isinstance(error, WindlassError):
                 raise
             raise TransferFailed(
-                f"GPU {self.device.ordinal}: nobody can wait for it: {error}{hence}"
+                f"GPU {self.device.ordinal}: no thread can wait for it: {error}{hence}"
             ) from error
 
     def distrust(self, reason: str) -> None:

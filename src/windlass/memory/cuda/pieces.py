@@ -32,7 +32,7 @@ class PieceKind(NamedTuple):
 
     @property
     def may_overflow(self) -> bool:
-        """Whether a finite element may become infinite."""
+        """True if a finite element may become infinite."""
         return self.src_dtype is not self.dst_dtype and can_overflow(self.src_dtype, self.dst_dtype)
 
     @property

@@ -36,7 +36,7 @@ class SourceMemory:
 
     @property
     def has_pinned(self) -> bool:
-        """Whether this object has pinned any memory."""
+        """True if this object has pinned any memory."""
         return bool(self._pinned)
 
     def reach(self, parameters: Sequence[tuple[int, int]]) -> list[int]:

@@ -266,14 +266,16 @@ def max_registration_nbytes(device: str) -> int:
     count = ctypes.c_int(0)
     devices = verbs.ibv_get_device_list(ctypes.byref(count))
     if not devices:
-        raise TransportUnavailable("mooncake: libibverbs gives no list of devices")
+        raise TransportUnavailable("mooncake: libibverbs returned no list of devices")
     try:
         for index in range(count.value):
             if verbs.ibv_get_device_name(devices[index]) == device.encode():
                 return _query(verbs, devices[index], device)
     finally:
         verbs.ibv_free_device_list(devices)
-    raise TransportUnavailable(f"mooncake: libibverbs knows no device {device!r}")
+    raise TransportUnavailable(
+        f"mooncake: device must be one that libibverbs lists, got {device!r}"
+    )
 
 
 def _query(verbs: ctypes.CDLL, device: int | None, name: str) -> int:
@@ -284,7 +286,7 @@ def _query(verbs: ctypes.CDLL, device: int | None, name: str) -> int:
         answer = ctypes.create_string_buffer(_DEVICE_ATTR_NBYTES)
         code = verbs.ibv_query_device(context, answer)
         if code != 0:
-            raise TransportUnavailable(f"mooncake: device {name} cannot be asked (code {code})")
+            raise TransportUnavailable(f"mooncake: device {name} cannot be queried (code {code})")
         return int(ctypes.c_uint64.from_buffer(answer, _MAX_MR_SIZE_OFFSET).value)
     finally:
         verbs.ibv_close_device(context)

@@ -120,7 +120,7 @@ class PutWire:
 
     @property
     def one_sided(self) -> bool:
-        """Whether a write completes while the target's process is stopped."""
+        """True if a write completes while the target's process is stopped."""
         return self.name in _ONE_SIDED and not self.emulated
 
 

@@ -107,7 +107,8 @@ class NixlKey(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         metadata: NIXL's metadata.
         scratch: address that probe writes may overwrite.
-        step_nbytes: most bytes per registration of the region; 0 if it was registered at once.
+        step_nbytes: bytes per registration of the region (the last may be smaller); 0 if it was
+            registered at once.
         gpu: ordinal of the region's GPU; -1 for host memory.
     """
 
@@ -212,7 +213,7 @@ class NixlPeer(NetworkPeer):
         self._keys: dict[str, tuple[NixlKey, ...]] = {}
         """Keys of the regions that NIXL has loaded, by `RemoteRegion.key`."""
         self._confirmed = False
-        """Whether a probe write has arrived over the configured wire."""
+        """True once a probe write has arrived over the configured wire."""
         self._connection = 1
         self._words: list[_Transfer] = []
         """Late probe writes, which no thread waits for."""
@@ -479,7 +480,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         except self._agent.errors as error:
             raise RegionError(
                 f"register: [{address:#x}, {address + first:#x}) is refused ({error}; UCX: "
-                f"{self._agent.log.complaints() or 'no word'}); over verbs see ulimit -l"
+                f"{self._agent.log.complaints() or 'no message'}); over verbs see ulimit -l"
             ) from error
 
     def _parts(self, spans: Sequence[tuple[int, int]], gpu: int) -> list[tuple[int, int, int, str]]:
