@@ -147,18 +147,23 @@ def _parts_of(data: bytes) -> Iterator[bytes]:
 
 @final
 class PartJoiner:
-    """Receiver of the frames of `send_frame`, for one connection."""
+    """Receiver of the frames of `send_frame`, for one connection.
 
-    __slots__ = ("_max_nbytes", "_parts")
+    Attributes:
+        nbytes: of the parts of an incomplete frame.
+    """
+
+    __slots__ = ("_max_nbytes", "_parts", "nbytes")
 
     def __init__(self, max_nbytes: int) -> None:
         self._max_nbytes = max_nbytes
         self._parts: list[bytes] = []
+        self.nbytes = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parts of an incomplete frame."""
-        return sum(map(len, self._parts))
+    def _drop(self) -> None:
+        """Drop the parts of the incomplete frame."""
+        self._parts.clear()
+        self.nbytes = 0
 
     def add(self, data: bytes) -> bytes | None:
         """Add a WebSocket message; return a whole frame, or None while the frame is incomplete.
@@ -169,22 +174,23 @@ class PartJoiner:
             ProtocolError: the part is out of order, or the frame is too large.
         """
         if data[:1] != _FIRST[:1]:
-            self._parts.clear()
+            self._drop()
             return data
         mark, part = data[:2], data[2:]
         if mark == _FIRST:
-            self._parts.clear()
+            self._drop()
         elif mark not in {_MIDDLE, _LAST} or not self._parts:
             raise ProtocolError(f"frame: part {mark.hex()} after {len(self._parts)} parts")
         if mark != _LAST and len(part) != PART_NBYTES:
             raise ProtocolError(f"frame: a part must be of {PART_NBYTES} bytes, got {len(part)}")
-        if len(self._parts) * PART_NBYTES + len(part) > self._max_nbytes:
+        if self.nbytes + len(part) > self._max_nbytes:
             raise ProtocolError(f"frame: must be of at most {self._max_nbytes} bytes, got more")
         self._parts.append(part)
+        self.nbytes += len(part)
         if mark != _LAST:
             return None
         whole = b"".join(self._parts)
-        self._parts.clear()
+        self._drop()
         return whole
 
 
