@@ -1,26 +1,27 @@
-"""Run the engine's own loader on coded tensors and read off what went where.
+"""Run the engine's own loader on coded tensors and read the layout from the engine's memory.
 
-`load` is the engine's way from checkpoint tensors to memory that serves, post-processing
-included. It runs once per digit of an element number, and then with random values. The digits
-say which checkpoint element lies at every place; the random values prove it bit for bit. Of layers
-that are alike one is loaded with digits, and the others are taken to lie as it does; where the proof
-does not bear that out, all are. What the loader permutes, pads, splits, fuses or repeats is a copy and
-is followed; what it computes (a dequantised weight, `weight + 1`) fails the proof, and is left to the
-loader itself (`recompute`).
+`load` turns checkpoint tensors into the memory that the engine serves from, post-processing
+included. Capture calls it once per digit of the element numbers, and then with random values. The
+digits give the checkpoint element at every place; the random values prove that layout bit for bit.
+Capture loads digits into one layer of each kind and assumes the same layout for identical layers. If
+the proof fails, it loads digits into all layers. Capture follows copies that the loader permutes, pads,
+splits, fuses or repeats. Tensors that the loader computes (a dequantised weight, `weight + 1`) fail the
+proof; the loader computes them again after each update (`recompute`).
 
-One load of random values is enough where these things are so; where one is not, there is a second one:
+One load of random values is a proof if all of these conditions are true. Otherwise capture makes a second one:
 
-- Every tensor that changes holds at every place the value of its element. No load before, nor the engine's
-  start, had these values: the place was written by this load, from that element. A place that holds another
-  element passes by chance, once in 768 in bfloat16 and in 2^24 in float32, independently of others, and a
-  wrong layout is wrong in rows and whole tensors. So tensors of fewer than `FEW` elements, of which nothing
-  was read, need the second load.
-- What a copy of some values is might be none of others. The loads before were of digits, which lie where the
-  random values do in all that was read: one layer of each kind, which the same code loads as its likes.
-- Where no element lies, what was read holds the same after digits as after random values, and its likes hold
-  that, too: it depends on no value.
-- The loads have changed every parameter. Of one that they have not, the second load shows whether it is written
-  at all: its memory is marked before.
+- Every tensor that changes holds the value of its element at every place. No earlier load used these values,
+  and neither did the engine's start, so this load wrote the place from that element. A place with a wrong
+  element passes by chance once in 768 for bfloat16 and once in 2^24 for float32, independently of other
+  places, and a wrong layout is wrong in rows or whole tensors. A tensor with fewer than `FEW` elements whose
+  layout was assumed therefore needs the second load.
+- Digits and random values have the same layout in every tensor that capture read. A region that equals a copy
+  for one set of values may not be a copy for another. Capture read one layer of each kind, and the same code
+  loads the identical layers.
+- Padding holds the same bytes after digits as after random values, in the layers that capture read and in
+  the identical ones. It then depends on no checkpoint value.
+- The loads have changed every parameter. Before the second load, capture marks the memory of the others, to
+  see whether the loader writes them at all.
 
 The idea of running a loader on tensors that remember where they came from is that of vLLM's
 sharded weight transfer; carrying coordinates in the values needs no operator coverage.
@@ -65,20 +66,19 @@ from windlass.layout.naming.patterns import patterns_of
 _Found = TypeVar("_Found")
 EXACT_NUMEL = 1 << 20
 FEW = 4
-"""As many elements by chance hold, in bfloat16, what they should with a probability of 768^-4."""
+"""Elements below which one load proves no assumed layout: this many match by chance with 768^-4 in bfloat16."""
 NUM_SAMPLES = 8
-"""Places of a tensor: in so many, what lies otherwise holds the same by chance with a probability of some 100^-8."""
+"""Sampled places per tensor: a wrong layout matches all of them with a probability of about 100^-8."""
 _NOT_REPEATED = (
     "loading the engine's own checkpoint again gives other bytes than its start gave: the engine "
     "does not repeat its post-processing, or was not started from it"
 )
 _SEEDS = itertools.count(4)
-"""Of random values: no two loads of this process have the same, so that what an earlier one left is never taken for
-what a later one has written."""
+"""Seeds of random values, unique per load in this process, so that no load repeats values of an earlier one."""
 CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types that updates cast into one another."""
 MAX_EXACT_NUMEL = 1 << 30
-"""Read place by place if need be: 8 GiB of numbers."""
+"""Largest tensor, in elements, that capture reads place by place: its element numbers take 8 GiB."""
 
 
 def capture(
@@ -94,38 +94,39 @@ def capture(
     recompute: bool = True,
     made_up: bool = False,
 ) -> Captured:
-    """Capture the layout of a model, which then holds what it held before, in whatever way this ends.
+    """Capture the layout of a model and restore the model, also if capture fails.
 
-    That is: bytes, tensors at their addresses, and what modules, tensors and objects of the engine
-    beside them hold (`Snapshot`). What else `load` changes is its own to put back when it fails.
-    The engine is quiesced; no collective of ours. Memory: a copy of every tensor of the model (on its
-    device where that has room, else on the host), and what `exact_numel` says.
+    Capture restores bytes, tensor addresses, and the contents of modules, tensors and other objects of
+    the engine (`Snapshot`). If `load` fails, it must itself restore any other state that it changed.
+    The caller has quiesced the engine. Capture calls no collective. It needs memory for a copy of every
+    tensor of the model (on the tensor's device if it has room, else on the host), and for `exact_numel`.
 
     Args:
-        model: of this rank.
-        specs: the whole checkpoint.
-        load: see `Load`.
+        model: the model of this rank.
+        specs: all tensors of the checkpoint.
+        load: the engine's loader; see `Load`.
         worker: identity of the rank.
         ignored: see `held_by`.
-        reference: the checkpoint that the model was first loaded from. An engine's way of
-            loading again may skip what it did at the start (repacking for a kernel). So layers of
-            each kind are loaded from it once more, and where the bytes are not those of the first
-            load, or those of the other layers' tensors not the checkpoint's in `NUM_SAMPLES` places
-            or more, at least one of every checkpoint tensor, the layout is refused.
-        exact_numel: tensors of more elements are read row by row first, and place by place (8
-            bytes each) only if that does not prove right. The proof visits every place of all.
-        factors: by one of which the engine may multiply a tensor while it loads it; those that it
-            does are received in a buffer and multiplied by `finalise`. One load more.
-        recompute: have `finalise` call `load` with the checkpoint tensors from which the engine
-            computes others, for as long as the engine lives; if not, because `load` replaces all that
-            it ever loaded, computed tensors are refused, and all of `reference` is loaded.
-        made_up: the engine was started without weights and has served nobody: what its parameters
-            hold is not put back.
+        reference: the checkpoint from which the engine first loaded the model. A second load by an
+            engine may skip steps of the first (repacking for a kernel). Capture therefore loads one
+            layer of each kind from this checkpoint again and compares its bytes with the engine's
+            start. In tensors of the other layers it compares at least `NUM_SAMPLES` places with the
+            checkpoint, and at least one place per checkpoint tensor. It refuses the layout if any differ.
+        exact_numel: elements above which capture reads a tensor row by row first, and place by place (8
+            bytes per element) only if the proof fails. The proof covers every place of every tensor.
+        factors: factors by which the engine may multiply a tensor while it loads it. Updates receive
+            such a tensor in a buffer, and `finalise` multiplies it. Costs one more load.
+        recompute: whether `finalise` calls `load` with the checkpoint tensors from which the engine
+            computes others, for the engine's lifetime. Pass False if `load` replaces everything that it
+            loaded before; capture then refuses computed tensors and loads all of `reference`.
+        made_up: whether the engine started without weights and has served no request. Capture then
+            does not restore the values of parameters.
 
     Raises:
-        UnsupportedLayout: the loader failed, with its reason; or a tensor that is computed and that
-            no load of a part computes again, a parameter (other than a scalar) that the loader does
-            not write, memory that moves with every load, or that only loads make; names all of them.
+        UnsupportedLayout: the loader failed (the message has its reason); or the model has a computed
+            tensor that no partial load computes again, a parameter (other than a scalar) that the loader
+            does not write, memory that moves with every load, or tensors that did not exist before the
+            loads. The message names all of them.
     """
     held = Watched(model, ignored)
     seconds: dict[str, float] = {}
@@ -163,7 +164,7 @@ def capture(
         with _timed(seconds, "putting back"):
             before.restore()
             held.changed()
-    # Where tensors lie is told of those that are there again, not of what the last load has made.
+    # The description needs the addresses of the restored tensors; the last load may have made others.
     now = held()
     made = [n for n in seen.numbers if n not in now or now[n].reach != seen.holdings[n].reach]
     refuse(made, "tensors that the engine had not before its loader made them")
@@ -193,10 +194,10 @@ def _mirrors(
 ) -> Mapping[str, Mirror]:
     """Return mirrors of the constants that are copies of weights.
 
-    `early`: result of a search before the first load, if the parameters have lost the values of the start.
+    `early` is the result of a search before the first load. It is needed if capture does not restore the parameters.
 
     Raises:
-        UnsupportedLayout: a constant follows from weights in another way; names all of them.
+        UnsupportedLayout: a constant depends on weights but is not a copy; the message names all of them.
     """
     weights = seen.numbers.keys() | seen.computed
     constants = {
@@ -221,13 +222,13 @@ def _mirrors(
 def capture_on_every_rank(
     capture: Callable[[], _Found], is_on_every_rank: Callable[[bool], bool]
 ) -> _Found:
-    """Capture a layout, unless another rank could not: a retry captures on every rank then.
+    """Capture a layout on every rank, and fail on every rank if one of them fails.
 
-    Loaders of tensor-parallel ranks may wait for each other, so that one must not load alone. All of them are
-    in this call; `is_on_every_rank` is collective.
+    Loaders of tensor-parallel ranks may wait for each other, so a retry must run on every rank. All ranks of
+    the engine call this function together; `is_on_every_rank` is collective.
 
     Raises:
-        RefusedByOtherRank: another rank could not.
+        RefusedByOtherRank: another rank failed to capture its layout.
         UnsupportedLayout: see `capture`.
     """
     try:
@@ -241,9 +242,10 @@ def capture_on_every_rank(
 
 
 def all_ranks(mine: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether `mine` is true on every rank of a group, each of which is in the same call.
+    """Return whether `mine` is true on every rank of a group.
 
-    The group (None: all of the world) reduces tensors of `device`; its timeout is the deadline.
+    Every rank of the group (None: the default group) makes the same call. The group must be able to reduce
+    tensors on `device`. Its timeout is the deadline.
     """
     least = torch.tensor([int(mine)], device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
@@ -252,7 +254,7 @@ def all_ranks(mine: bool, device: torch.device, group: dist.ProcessGroup | None 
 
 @contextmanager
 def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    """Within it a stage of the capture goes on; what it has queued on a GPU counts, and is waited for."""
+    """Add the time of the block to a stage of the capture, including GPU work that the block queued."""
     begun = time.perf_counter()
     seconds.setdefault(stage, 0.0)
     try:
@@ -268,7 +270,7 @@ class _Start:
     """State of the model when its capture began.
 
     Attributes:
-        numbers: its Python numbers, by path.
+        numbers: Python numbers of the model, by path.
         prints: fingerprints of its tensors; empty unless the loader filled them from a known checkpoint.
     """
 
@@ -278,9 +280,11 @@ class _Start:
 
 @dataclass(frozen=True, slots=True)
 class _Loads:
-    """The loads of a capture, and the model that they fill.
+    """Loads of a capture and the model that they fill.
 
-    `seconds`: see `Captured`. `counted`: paths of Python numbers that a load has changed.
+    Attributes:
+        seconds: see `Captured`.
+        counted: paths of Python numbers that a load has changed.
     """
 
     codes: Codes
@@ -297,7 +301,7 @@ class _Loads:
 
 
 def _multiplied(codes: Codes, load: Load, held: Held, factors: Sequence[float]) -> dict[str, float]:
-    """Return the factor of every tensor that shows one of `factors`; the proof decides."""
+    """Return the likely factor of each tensor that the loader multiplies; the proof confirms it later."""
     found: dict[str, float] = {}
     if others := [factor for factor in factors if factor != 1.0]:
         load(codes.constant(1.0))
@@ -313,7 +317,7 @@ def _multiplied(codes: Codes, load: Load, held: Held, factors: Sequence[float]) 
 
 
 def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen, Recompute | None]:
-    """Observe until everything is understood."""
+    """Observe the loader until each changed tensor is proven to be a copy or known to be computed."""
     scattered = frozenset(loads.factors)
     layers = Layers.alike(loads.codes, loads.held()) if not loads.factors else None
     while True:
@@ -340,10 +344,10 @@ def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen
 def _observe(
     loads: _Loads, exact_numel: int, scattered: frozenset[str], layers: Layers | None
 ) -> Seen:
-    """Load digits, from which the places are read, and then random values, which prove them, once or twice.
+    """Load digits to read the layout, then load random values once or twice to prove it.
 
     Raises:
-        _PartRefused: the loader takes no part of a checkpoint, if it is given one: digits of `layers`.
+        _PartRefused: the loader failed when it was given only the tensors of `layers.loaded`.
     """
     codes, seconds = loads.codes, loads.seconds
     with _timed(seconds, "fingerprints"):
@@ -380,7 +384,8 @@ def _observe(
     ):
         idle = {n: held[n].memory().clone() for n in constants if _is_weight(held[n])}
         for name in idle:
-            with torch.inference_mode():  # as tensors that were made in it demand
+            # Tensors that were made in inference mode can be written only in it.
+            with torch.inference_mode():
                 held[name].memory().view(torch.uint8).fill_(0x55)
         loads.random(seed := next(_SEEDS))
         held = loads.held()
@@ -402,7 +407,7 @@ def _observe(
     )
     derived_numbers = loads.held.numbers
     right = {n for n in right if _is_received(held[n], loads.codes)} - derived_numbers
-    # What random values do not change, but the checkpoint of the start did, depends on it too.
+    # These tensors depend on the checkpoint, although random values did not change them.
     hidden = {
         n for n in constants if n in loads.start.prints and prints[n] != loads.start.prints[n]
     }
@@ -419,7 +424,7 @@ def _observe(
 
 
 def _counted(before: Mapping[str, Number], loads: _Loads) -> frozenset[str]:
-    """Return the numbers that a load has changed, and the same numbers of all other layers."""
+    """Return the paths of numbers that a load has changed, and of the same numbers in all other layers."""
     changed = patterns_of(differing(before, loads.held.all_numbers()))
     if not changed:
         return frozenset()
@@ -430,7 +435,7 @@ def _counted(before: Mapping[str, Number], loads: _Loads) -> frozenset[str]:
 def _checks(
     loads: _Loads, held: Mapping[str, Holding], numbers: Mapping[str, ElementIds], seed: int
 ) -> dict[str, Check]:
-    """Compare tensors, just loaded from `random(seed)`, with what their numbers say."""
+    """Compare tensors after a load of `random(seed)` with the values that their element numbers predict."""
     with _timed(loads.seconds, "comparison"):
         return {
             n: ids.check(held[n], loads.codes, seed, loads.factors.get(n, 1.0))
@@ -439,9 +444,9 @@ def _checks(
 
 
 def _is_certain(numbers: ElementIds, check: Check, paddings: Mapping[int, int]) -> bool:
-    """Return whether one load of random values proves a tensor that is right after it; see the module.
+    """Return whether one matching load of random values proves the tensor's layout; see the module docstring.
 
-    `paddings`: fingerprints of the padding of what was read, after a load of other values.
+    `paddings` has the fingerprints of the padding after the load of digits, for tensors that were read.
     """
     origin = numbers.origin
     is_read = numbers is origin
@@ -449,11 +454,15 @@ def _is_certain(numbers: ElementIds, check: Check, paddings: Mapping[int, int]) 
 
 
 class _PartRefused(Exception):
-    """The loader failed with part of a checkpoint."""
+    """Raised if the loader fails when it is given part of a checkpoint."""
 
 
 def _load_digit(loads: _Loads, position: int, chosen: frozenset[str] | None) -> None:
-    """Load a digit of every element, or of those of the chosen tensors."""
+    """Load one digit of every element number, or only those of the chosen tensors.
+
+    Raises:
+        _PartRefused: the loader failed with the chosen tensors only.
+    """
     try:
         loads.load(loads.codes.digits(position, chosen))
     except Exception as error:
@@ -469,7 +478,7 @@ def _read_digits(
     scattered: frozenset[str],
     chosen: frozenset[str] | None,
 ) -> dict[str, ElementIds]:
-    """Which checkpoint element lies at each place of what is `held`, which has the first digits."""
+    """Return the checkpoint element at each place of the tensors in `held`, which already hold the first digits."""
     numbers = {
         name: ElementIds(
             h, by_place=h.reach <= (MAX_EXACT_NUMEL if name in scattered else exact_numel)
@@ -487,14 +496,14 @@ def _read_digits(
 
 
 def _read(loads: _Loads, placed: frozenset[str]) -> frozenset[str]:
-    """Return the checkpoint tensors beside `placed` at whose elements the loader looks, by a load that is watched."""
+    """Return the checkpoint tensors outside `placed` that the loader reads, found by a watched load."""
     others = frozenset(spec.name for spec in loads.codes.specs if spec.numel) - placed
     if not others:
         return frozenset()
-    # One that is surely read is among them: where no read is seen, another thread does it.
+    # Include a tensor that the loader certainly reads: if no read is seen, the loader reads in another thread.
     try:
         return _watched(loads, others.union(sorted(placed)[:1])).read(others)
-    except Exception:  # noqa: BLE001 - an engine's loader raises what it likes where it misses tensors
+    except Exception:  # noqa: BLE001 - a loader may raise anything if tensors are missing
         return _watched(loads, others | placed).read(others)
 
 
@@ -505,20 +514,20 @@ def _watched(loads: _Loads, names: frozenset[str]) -> _Reading:
 
 
 def _must_stay(holding: Holding) -> bool:
-    """Return whether a tensor is refused if every load moves it. HELD tensors are put back instead."""
+    """Return whether to refuse a tensor that every load moves. HELD tensors are restored instead."""
     if holding.kind is Kind.HELD:
         return False
     return holding.kind is not Kind.ATTRIBUTE or holding.tensor.device.type != "cpu"
 
 
 def _is_received(holding: Holding, codes: Codes) -> bool:
-    """Return whether updates can write a copy that lies there. The loader makes others: of other types, and numbers."""
+    """Return whether updates can write this copy directly. The loader makes copies of other types, and numbers."""
     is_module = holding.kind in (Kind.PARAMETER, Kind.BUFFER)
     return is_module or holding.tensor.dtype in (*codes.dtypes, *CAST_DTYPES)
 
 
 def _is_weight(holding: Holding) -> bool:
-    """Return whether loads must write this: a parameter, but no scalar, from which engines take settings as numbers."""
+    """Return whether loads must write this: any parameter except a scalar, which engines may use as a setting."""
     return holding.kind is Kind.PARAMETER and holding.tensor.dim() > 0
 
 
@@ -528,16 +537,17 @@ _TENSOR: Mapping[str, Any] = vars(torch._C.TensorBase)
 _QUESTIONS = frozenset(
     {*(_TENSOR[name].__get__ for name in _ATTRIBUTES), *(_TENSOR[name] for name in _METHODS)}
 )
-"""What is known of a tensor whose elements nobody has seen."""
+"""Tensor attributes and methods that a loader can call without reading an element."""
 
 
 @final
 class _Reading(TorchFunctionMode):
-    """Entered for a load, takes note of the tensors with which torch's functions are called.
+    """Torch function mode that records which checkpoint tensors a loader passes to torch functions.
 
-    Engines skip what they do not serve: layers that predict further tokens, an output matrix that is tied, a
-    tower that was not built. A tensor that left no trace may have been skipped, or lie where capture does not
-    see it. It was skipped if the loader called nothing with it but questions of its shape, and let it go.
+    Engines skip tensors that they do not serve: layers for multi-token prediction, a tied output matrix, a
+    vision tower that was not built. If no element of a tensor appears in the model, the loader skipped it or
+    stored it out of capture's sight. The loader skipped it if it asked only for metadata such as the shape,
+    and kept no reference.
     """
 
     def __init__(self) -> None:
@@ -548,9 +558,10 @@ class _Reading(TorchFunctionMode):
     def over(
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same tensors, watched from then on."""
+        """Yield the same tensors and record the loader's calls with them from then on."""
         while True:
-            with torch._C.DisableTorchFunction():  # making them is not reading them
+            # Creating a tensor does not count as a read by the loader.
+            with torch._C.DisableTorchFunction():
                 name, tensor = next(weights, ("", None))
             if tensor is None:
                 return
@@ -559,7 +570,10 @@ class _Reading(TorchFunctionMode):
             del tensor
 
     def read(self, names: Iterable[str]) -> frozenset[str]:
-        """Return those of `names` that were read, or are still there. All of them if none was: another thread did it."""
+        """Return the `names` that the loader read or still references.
+
+        Return all of them if no read was recorded: the loader then reads in another thread.
+        """
         kept = {name for tensor, name in self._given.values() if tensor() is not None}
         found = self._read | kept
         return frozenset(name for name in names if not self._read or name in found)
@@ -588,7 +602,7 @@ def _tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
 
 
 def _device(held: Mapping[str, Holding]) -> torch.device:
-    """Return where the parameters are; loads made there need no way over the host."""
+    """Return the device of the parameters, so that coded tensors are made there and not copied from the host."""
     devices = {h.tensor.device for h in held.values() if h.kind is Kind.PARAMETER}
     return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
@@ -604,12 +618,15 @@ def _require_repeated(
     part: Recompute | None,
     layers: Layers | None,
 ) -> frozenset[str]:
-    """Load what the engine started from, of `layers` one of each kind if it takes that; fill the buffers of `part`.
+    """Load the engine's own checkpoint again, fill the buffers of `part`, and compare with the engine's start.
 
-    Returns the tensors of which that tells nothing.
+    Load one layer of each kind if `layers` is given and the loader accepts that, else the whole checkpoint.
+
+    Returns:
+        Names of tensors that this load did not check.
 
     Raises:
-        UnsupportedLayout: the bytes are not those of the start.
+        UnsupportedLayout: the bytes differ from the engine's start.
     """
     computed = frozenset() if part is None else frozenset(part.names)
     buffers = frozenset() if part is None else frozenset(spec.name for spec, _ in part.buffers)
@@ -619,7 +636,7 @@ def _require_repeated(
         given = layers.loaded | buffers
         try:
             _load_reference(loads, reference.tensors(given), part)
-        except Exception:  # noqa: BLE001 - an engine's loader raises what it likes where it misses tensors
+        except Exception:  # noqa: BLE001 - a loader may raise anything if tensors are missing
             layers = None
         else:
             apart = frozenset(
@@ -638,7 +655,7 @@ def _require_repeated(
 
 
 def _refuse_numbers(loads: _Loads, before: Mapping[str, Number]) -> None:
-    """Raise UnsupportedLayout if only the own checkpoint gives numbers their values of the start."""
+    """Raise UnsupportedLayout if some numbers get their start values only from the engine's own checkpoint."""
     start, now = loads.start.numbers, loads.held.all_numbers()
     hidden = differing(start, before) - differing(start, now) - loads.counted
     refuse(
@@ -655,7 +672,7 @@ def _load_reference(
 
 
 def _require_start(loads: _Loads, ignored: Collection[str]) -> None:
-    """Raise UnsupportedLayout if tensors, but for those ignored, hold what they did not at the start."""
+    """Raise UnsupportedLayout if tensors outside `ignored` differ from the engine's start."""
     changed = [
         n
         for n, h in loads.held().items()
@@ -669,7 +686,7 @@ def _require_start(loads: _Loads, ignored: Collection[str]) -> None:
 def _require_samples(
     reference: StoredCheckpoint, codes: Codes, seen: Seen, names: Collection[str]
 ) -> None:
-    """Raise UnsupportedLayout if tensors that hold what they did at the start differ from its checkpoint in some places."""
+    """Raise UnsupportedLayout if sampled places of these tensors differ from the engine's own checkpoint."""
     changed: list[str] = []
     samples = {name: seen.samples(name, codes, NUM_SAMPLES) for name in sorted(names)}
     stored = reference.elements((t, at) for found in samples.values() for t, at, _ in found)

@@ -1,8 +1,8 @@
-"""Layers that are alike: what lies where in one of them tells what lies where in the others.
+"""Group identical layers: trace one per group and reuse its layout for the others.
 
-A model has dozens of layers of the same tensors, and loaders of engines take seconds per load of all. So
-one layer of each kind is loaded with digits, and where its elements lie is taken over for its likes. That
-is a guess, which the proof with ordinary values, of every element of every layer, turns into knowledge.
+A model has dozens of layers with the same tensors, and an engine needs seconds to load all of them. Capture
+therefore loads digits into one layer of each kind and assumes the same layout for the identical layers. The
+load of random values then checks that assumption for every element of every layer.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from windlass.engines.capture.element_ids import ElementIds
 from windlass.engines.capture.memory import Holding
 
 _LAYER = re.compile(r"((?:[^.]+\.)*?)(\d+)(\..+)")
-"""What stands before the first number in a name, the number, and what follows."""
+"""Pattern of tensor names: the text before the first number, the number, and the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Checkpoint tensors whose names begin alike, to the first number; `tensors`: the names' rest, shapes, types."""
+    """Checkpoint tensors whose names share everything up to and including the first number.
+
+    Attributes:
+        indices: positions of the tensors in the checkpoint.
+        tensors: rest of the name, shape and type of each tensor.
+    """
 
     indices: range
     tensors: tuple[object, ...]
@@ -35,7 +40,7 @@ class Layers:
     """Layers of a checkpoint.
 
     Attributes:
-        loaded: names of the checkpoint tensors of one layer of each kind, and of all that are in none.
+        loaded: names of the checkpoint tensors of one layer of each kind, and of all tensors outside layers.
     """
 
     loaded: frozenset[str]
@@ -43,9 +48,10 @@ class Layers:
 
     @classmethod
     def alike(cls, codes: Codes, held: Mapping[str, Holding]) -> Layers | None:
-        """Return the layers of a checkpoint; None where most of its tensors would have to be loaded all the same.
+        """Return the layers of a checkpoint, or None if they save less than half of its tensors.
 
-        Of each kind one is loaded that the engine has (`held`, whose layers have the same numbers), if it has any.
+        Choose a layer of each kind whose number also occurs in the names of `held`, if there is one: a pipeline
+        stage has only some of the layers.
         """
         here = {int(found[2]) for name in held if (found := _LAYER.fullmatch(name))}
         members = defaultdict[tuple[str, int], list[int]](list)
@@ -58,7 +64,8 @@ class Layers:
             members.items(), key=lambda item: (item[0][1] not in here, item[0])
         ):
             if indices[-1] - indices[0] + 1 != len(indices):
-                continue  # others lie between them
+                # Tensors of other layers are between these, so no single shift maps one layer to another.
+                continue
             specs = [codes.specs[index] for index in indices]
             names = len(f"{prefix}{number}")
             tensors = tuple((spec.name[names:], spec.shape, spec.dtype) for spec in specs)
@@ -76,7 +83,11 @@ class Layers:
     def all_of(
         self, read: Mapping[str, ElementIds], held: Mapping[str, Holding], codes: Codes
     ) -> dict[str, ElementIds]:
-        """Return what is known of all that the engine holds, from what was `read`: of what a load of `loaded` changed."""
+        """Return the element numbers of all tensors in `held` whose layout is known.
+
+        `read` has the element numbers of the tensors that a load of `loaded` changed. Tensors of identical
+        layers get these numbers, shifted to their own checkpoint tensors.
+        """
         found = dict(read)
         sources = defaultdict[tuple[str, str], list[tuple[int, str, tuple[str, int]]]](list)
         for name, numbers in read.items():

@@ -1,9 +1,9 @@
-"""State that an engine computes from checkpoint tensors, computed anew by its own loader.
+"""Tensors that an engine computes from checkpoint tensors, and that its own loader computes again after updates.
 
-The checkpoint tensors that it depends on are received whole, in checkpoint order. After an update
-the engine's own way of loading gets exactly these, while the engine is quiesced. At capture it is
-proven, with updates on trial, that writing the copies and loading the part leaves what a load of
-everything would: every tensor of the model, bit for bit, and at its address.
+An update writes the checkpoint tensors that they depend on into buffers, whole and in checkpoint order.
+After the update, while the engine is quiesced, the engine's loader gets exactly these tensors. At capture,
+trial updates prove that direct writes plus this partial load give the same result as a load of the whole
+checkpoint: every tensor of the model has the same bytes and stays at its address.
 """
 
 from __future__ import annotations
@@ -41,13 +41,17 @@ _MARKS = {
     torch.float8_e4m3fn: 0xFF,
     torch.float8_e5m2: 0xFF,
 }
-"""Bits of a NaN; what has none, or another type, is not marked."""
+"""Bits of a NaN for each type that capture marks. It does not mark tensors of other types."""
 PREFIX = "loader/"
-"""Of the manifest's names of buffers."""
+"""Prefix of buffer names in the manifest."""
 
 
 def surroundings(model: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Return what enters, in any thread, what torch keeps per thread as it is in this one; `model`: where weights are."""
+    """Return a context manager factory that applies this thread's torch settings in another thread.
+
+    The settings are inference mode, the default device and, if `model` (the device of the weights) is a GPU, the
+    current GPU. The context also disables gradients, and waits for GPU work at its end.
+    """
     inference, default = torch.is_inference_mode_enabled(), torch.get_default_device()
     cuda = torch.cuda.current_device() if model.type == "cuda" else None
 
@@ -69,23 +73,23 @@ def surroundings(model: torch.device) -> Callable[[], AbstractContextManager[Non
 @final
 @dataclass(kw_only=True, slots=True, eq=False)
 class Recompute:
-    """What the engine's loader does after every update.
+    """Partial load by the engine's own loader after every update.
 
-    A run is right if the loader has taken every buffer, written all that it is to fill (which holds
-    NaN before), and moved nothing. After one that failed the loader may have kept tensors of that
-    version, which nobody sees: runs are then repeated until two following ones leave the same bytes
-    in every tensor of the model, and have left alone what updates write themselves and what no
-    checkpoint changes.
+    A run succeeds if the loader took every buffer, wrote every tensor in `names` (marked with NaN before),
+    and moved no tensor. After a failed run, the loader may privately keep tensors of that version. The next
+    run therefore loads until two successive loads leave the same bytes in every tensor of the model. It also
+    checks that tensors in `written` and constants have not changed.
 
     Attributes:
-        names: of the engine's tensors that it fills: the computed ones, and copies of the same
+        names: names of the engine's tensors that the loader fills: computed tensors, and copies of the same
             checkpoint tensors.
-        buffers: the checkpoint tensors that it is given, in checkpoint order; updates write them.
-        written: names of the engine's tensors that updates write themselves.
-        unwritten: of those of `names` that may hold NaN before a load, how many elements a load
-            leaves as they are (padding).
-        load: see `capture`. held: what the model holds now.
-        entered: see `surroundings`; of the thread that captures.
+        buffers: checkpoint tensors that the loader gets, in checkpoint order; updates write them.
+        written: names of the engine's tensors that updates write directly.
+        unwritten: elements that a load leaves as they are (padding), by name, for each tensor in `names`
+            that may hold NaN before a load.
+        load: see `capture`.
+        held: current tensors of the model.
+        entered: see `surroundings`; has the settings of the thread that captured.
     """
 
     names: tuple[str, ...]
@@ -105,7 +109,7 @@ class Recompute:
         return tuple(PREFIX + spec.name for spec, _ in self.buffers)
 
     def fix_addresses(self, refilled: Collection[str]) -> None:
-        """Record the addresses of the model's tensors, which must not change, and its constants, without `refilled`."""
+        """Record the addresses that loads must keep, and the bytes of the constants outside `refilled`."""
         held = self.held()
         self._fixed = _places(held, self.written, self.names)
         self._constants = {
@@ -114,17 +118,17 @@ class Recompute:
             if name not in self.written
             and name not in self.names
             and name not in refilled
-            # Others may be scratch memory of steps.
+            # Other kinds may be scratch memory that the engine's steps overwrite.
             and h.kind in (Kind.PARAMETER, Kind.BUFFER)
         }
 
     def run(self) -> None:
-        """Load the buffers. The engine is quiesced; called in any thread.
+        """Load the buffers. The caller has quiesced the engine and may call this in any thread.
 
         Raises:
-            UnsupportedLayout: the loader failed, left out what it should have taken or written, or
-                moved or changed what must stay. The model holds its own tensors at their addresses,
-                with bytes of which nothing is known.
+            UnsupportedLayout: the loader failed, did not take a buffer, did not write a tensor that it must
+                fill, or moved or changed a tensor that must stay. The model then holds its own tensors
+                at their addresses, with unknown bytes.
         """
         was_proven, self._is_proven = self._is_proven, False
         self.held.changed()
@@ -183,7 +187,7 @@ class Recompute:
     def filling(
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same tensors; those that have a buffer are copied there on the way."""
+        """Yield the same tensors and copy each into its buffer, if it has one."""
         buffers = {spec.name: buffer for spec, buffer in self.buffers}
         for name, tensor in weights:
             if name in buffers:
@@ -194,19 +198,20 @@ class Recompute:
 @final
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A search for the checkpoint tensors from which an engine computes what is no copy of any.
+    """Search for the checkpoint tensors from which an engine computes tensors that are not copies.
 
-    Loads that differ in some tensors only are compared. Names that differ in their numbers alone (the
-    same tensor of every layer) are changed together, and the groups that matter are found by halving;
-    then every tensor of the engine tells which of the numbers it depends on, one binary digit of them
-    per two loads, all layers at once. A last load changes everything else: nothing computed may follow.
+    The search compares loads that differ in some checkpoint tensors. First it groups names that differ only in
+    their numbers (the same tensor of every layer), changes each group as a whole, and finds the relevant
+    groups by bisection. Then it finds the layer numbers that each computed tensor depends on: two loads per
+    binary digit of the number, for all layers at once. A last load changes all other checkpoint tensors; no
+    computed tensor may change.
 
-    Takes about 2 log2 of the number of kinds of names per kind that matters, and 2 log2 of the
-    number of layers (or layers times experts), in loads.
+    The number of loads is about 2 log2(groups) per relevant group, plus 2 log2(layers), or 2 log2(layers x
+    experts) for a mixture of experts.
 
     Attributes:
-        prints: fingerprints of the computed tensors, now.
-        base: the same after a load of `codes.random(0)`.
+        prints: function that returns the current fingerprints of the computed tensors.
+        base: their fingerprints after a load of `codes.random(0)`.
     """
 
     codes: Codes
@@ -218,7 +223,7 @@ class Search:
         """Return the checkpoint tensors that change one of the computed tensors.
 
         Raises:
-            UnsupportedLayout: tensors whose sources cannot be told; names them.
+            UnsupportedLayout: the search cannot find the sources of some tensors; the message names them.
         """
         every = frozenset(spec.name for spec in self.codes.specs)
         deaf = sorted(self.base.keys() - self._changed(every))
@@ -237,7 +242,7 @@ class Search:
         return members
 
     def _changed(self, names: frozenset[str]) -> frozenset[str]:
-        """Return the computed tensors that differ once these checkpoint tensors do."""
+        """Return the computed tensors that change if these checkpoint tensors change."""
         if not names:
             return frozenset()
         self.load(self.codes.mixed(names, _SEEDS[0]))
@@ -247,7 +252,7 @@ class Search:
     def _mattering(
         self, groups: Sequence[tuple[str, ...]], *, known: bool
     ) -> Iterator[tuple[str, ...]]:
-        """Groups that change something; `known`: one of them does."""
+        """Yield the groups that change a computed tensor. `known` is True if at least one of `groups` does."""
         if not known and not self._changed(frozenset().union(*groups)):
             return
         if len(groups) == 1:
@@ -259,7 +264,7 @@ class Search:
         yield from self._mattering(groups[half:], known=not first)
 
     def _numbered(self, members: frozenset[str]) -> frozenset[str]:
-        """Return those whose numbers a computed tensor may depend on, by every digit of them."""
+        """Return the `members` on whose numbers a computed tensor may depend, found digit by digit."""
         keys = sorted({_numbers(name) for name in members})
         index = {key: at for at, key in enumerate(keys)}
         possible = [set(range(len(keys))) for _ in self.base]
@@ -287,15 +292,17 @@ def plan_recompute(
     load: Load,
     held: Watched,
 ) -> Recompute | None:
-    """Find what the loader has to be given, and prove that it can be given that alone.
+    """Find the checkpoint tensors that the loader needs, and prove that a load of only these is enough.
 
-    Where a load of a part leaves other tensors wrong (a layer that is made anew as a whole), it is
-    given theirs too: first of the tensors themselves, then of everything in their modules, then in
-    the modules around these.
+    A partial load may leave other tensors wrong (the loader may rebuild a whole layer). The plan then adds
+    their sources: first of these tensors, then of all tensors in their modules, then of the enclosing modules.
+
+    Returns:
+        The plan, or None if the only computed values are numbers that do not depend on weights.
 
     Raises:
-        UnsupportedLayout: tensors whose sources cannot be told, or that no load of a part fills
-            right, or that the same load fills otherwise; names them.
+        UnsupportedLayout: the search cannot find the sources of a tensor, no partial load fills it
+            correctly, or two equal loads fill it differently. The message names all of them.
     """
 
     def prints() -> dict[str, int]:
@@ -328,10 +335,11 @@ def plan_recompute(
 
 
 def _saturated(base: Mapping[str, int], codes: Codes, load: Load, held: Watched) -> frozenset[str]:
-    """Return numbers that no values change any more: they count up to a limit.
+    """Return numbers that other checkpoint values do not change, such as counters that reached their limit.
 
     Raises:
-        UnsupportedLayout: digits change a number, and the values of a search do not; names all of them.
+        UnsupportedLayout: digits change a number, but the values of a search do not. The message names
+            all of them.
     """
     if not held.numbers:
         return frozenset()
@@ -349,7 +357,7 @@ def _saturated(base: Mapping[str, int], codes: Codes, load: Load, held: Watched)
 @final
 @dataclass(frozen=True)
 class _Part:
-    """Loads of some checkpoint tensors, compared with loads of all; see `plan_recompute`."""
+    """Comparison of partial loads with loads of the whole checkpoint; see `plan_recompute`."""
 
     computed: frozenset[str]
     numbers: Mapping[str, ElementIds]
@@ -359,16 +367,16 @@ class _Part:
 
     @cached_property
     def copied(self) -> Mapping[str, frozenset[str]]:
-        """The checkpoint tensors in every tensor of the engine that holds copies."""
+        """Checkpoint tensors in each of the engine's tensors that holds copies."""
         return {name: _tensors_in(found, self.codes) for name, found in self.numbers.items()}
 
     @property
     def depth(self) -> int:
-        """How many modules lie around one, at most."""
+        """Largest number of parts in a tensor's name, which bounds the number of nested modules."""
         return max(len(name.split(".")) for name in [*self.computed, *self.copied])
 
     def disturbed(self, sources: frozenset[str]) -> frozenset[str]:
-        """Return what is wrong, or was moved though updates write it, after two updates on trial."""
+        """Return the tensors that two trial updates leave wrong, or move although their address must stay."""
         self.load(self.codes.random(0))
         before = self._fixed(sources)
         try:
@@ -376,7 +384,7 @@ class _Part:
                 for seed in _SEEDS:
                     self._write(self._written(sources), seed)
                     self.load(self.codes.some(sources, seed))
-        except Exception:  # noqa: BLE001 - an engine's loader raises what it likes where it misses tensors
+        except Exception:  # noqa: BLE001 - a loader may raise anything if tensors are missing
             return self.computed
         found = prints_of(self.held())
         after = self._fixed(sources)
@@ -386,7 +394,7 @@ class _Part:
         return frozenset(wrong | moved)
 
     def _write(self, names: Iterable[str], seed: int) -> None:
-        """Write what an update writes itself, as it lies once it is finalised."""
+        """Write the tensors that an update writes directly, with their values after `finalise`."""
         held = self.held()
         for name in names:
             memory = held[name].memory()
@@ -394,11 +402,12 @@ class _Part:
                 filled = numbers >= 0
                 values = self.codes.expected(numbers[filled], seed, memory.dtype, loud=True)
                 part = bits_of(memory[begin : begin + len(numbers)])
-                with torch.inference_mode():  # as tensors that were made in it demand
+                # Tensors that were made in inference mode can be written only in it.
+                with torch.inference_mode():
                     part[filled] = bits_of(values)
 
     def sources_near(self, names: frozenset[str], level: int) -> frozenset[str]:
-        """Return the sources of the tensors themselves (level 0), or of all in the modules that many levels up."""
+        """Return the sources of these tensors (level 0), or of all tensors in the modules `level` levels above."""
         if level == 0:
             chosen = names & self.copied.keys()
         else:
@@ -407,7 +416,7 @@ class _Part:
         return frozenset().union(*(self.copied[name] for name in chosen))
 
     def recompute(self, sources: frozenset[str]) -> Recompute:
-        """Return what has been proven."""
+        """Return the plan for these sources, which trial updates have proven."""
         return Recompute(
             names=tuple(sorted(self._filled(sources))),
             buffers=tuple(
@@ -423,7 +432,7 @@ class _Part:
         )
 
     def _unwritten(self, sources: frozenset[str]) -> dict[str, int]:
-        """See `Recompute`; without tensors from whose old values the loader computes something."""
+        """Return `Recompute.unwritten`, without tensors from whose old values the loader computes something."""
         held = self.held()
         names = {
             n
@@ -433,13 +442,13 @@ class _Part:
         self.load(self.codes.some(sources, _SEEDS[0]))
         plain = prints_of(self.held())
         while names:
-            # What is put back where a mark is left is another value than `plain` has, unless no
-            # load writes it: a mark that came through arithmetic is not taken for padding.
+            # `clear` restores values of this load where marks remain. They differ from `plain` unless no load
+            # writes the place, so a NaN that the loader computed from a mark does not count as padding.
             self.load(self.codes.some(sources, _SEEDS[1]))
             marks = _Marks(self.held(), dict.fromkeys(names, -1))
             try:
                 self.load(self.codes.some(sources, _SEEDS[0]))
-            except Exception:  # noqa: BLE001 - a loader that looks at what is there
+            except Exception:  # noqa: BLE001 - a loader that reads old values may raise anything
                 return {}
             left = marks.clear(self.held())
             found = prints_of(self.held())
@@ -452,11 +461,11 @@ class _Part:
         return {}
 
     def _filled(self, sources: frozenset[str]) -> frozenset[str]:
-        """Return what such a load fills: all of it comes from these checkpoint tensors."""
+        """Return the tensors that a load of `sources` fills: computed ones, and copies of `sources` only."""
         return self.computed | {n for n, found in self.copied.items() if found <= sources}
 
     def _written(self, sources: frozenset[str]) -> frozenset[str]:
-        """Return what updates write directly."""
+        """Return the tensors that updates write directly."""
         return frozenset(self.copied.keys() - self._filled(sources))
 
     def _fixed(self, sources: frozenset[str]) -> dict[str, int]:
@@ -468,7 +477,7 @@ class _Part:
 def _places(
     held: Mapping[str, Holding], written: Collection[str], filled: Collection[str]
 ) -> dict[str, int]:
-    """Return addresses of what updates write, and on GPUs, whose graphs know them, of what is filled."""
+    """Return addresses that must stay: of `written` tensors, and of `filled` ones on GPUs, which CUDA graphs use."""
     return {
         name: h.address
         for name, h in held.items()
@@ -478,15 +487,16 @@ def _places(
 
 @final
 class _Marks:
-    """Floating-point tensors filled with a NaN that no weight is, to see what a load writes.
+    """Floating-point tensors filled with a NaN that no weight has, to find the elements that a load writes.
 
-    `left`: by name, how many elements a load leaves unwritten, -1 where that is not known.
+    `left` has the number of elements that a load leaves unwritten, by name; -1 if it is unknown.
     """
 
     def __init__(self, held: Mapping[str, Holding], left: Mapping[str, int]) -> None:
         self._names = tuple(left)
         self._before: dict[str, torch.Tensor] = {}
-        with torch.inference_mode():  # as tensors that were made in it demand
+        # Tensors that were made in inference mode can be written only in it.
+        with torch.inference_mode():
             for name in left.keys() & held.keys():
                 memory = bits_of(held[name].memory())
                 if left[name]:
@@ -494,13 +504,17 @@ class _Marks:
                 memory.fill_(_MARKS[held[name].tensor.dtype])
 
     def clear(self, held: Mapping[str, Holding]) -> dict[str, int]:
-        """Return how many elements were not written, by name, -1 of a tensor that is gone; put old values back there."""
+        """Return the number of unwritten elements by name, and restore their old values.
+
+        The number is -1 for a tensor that no longer exists.
+        """
         found = dict.fromkeys(self._names, -1)
         with torch.inference_mode():
             memories = {n: bits_of(held[n].memory()) for n in found.keys() & held.keys()}
             marks = {n: _MARKS[held[n].tensor.dtype] for n in memories}
             counts = [(memory == marks[n]).sum() for n, memory in memories.items()]
-            if counts:  # read as one: a GPU is waited for once, in every pause
+            # Stack the counts: this runs in every pause, and one transfer waits for the GPU only once.
+            if counts:
                 on = counts[0].device
                 found |= zip(
                     memories, torch.stack([c.to(on) for c in counts]).tolist(), strict=True
@@ -514,13 +528,13 @@ class _Marks:
 
 
 def _module(name: str, level: int) -> str:
-    """Return a tensor's module, with its last dot, so that nothing else begins like it."""
+    """Return the name of the module `level` levels up, with a final dot so that it is an exact prefix."""
     parts = name.split(".")[:-level]
     return "".join(f"{part}." for part in parts)
 
 
 def _tensors_in(numbers: ElementIds, codes: Codes) -> frozenset[str]:
-    """Return the checkpoint tensors of which a tensor of the engine holds elements."""
+    """Return the checkpoint tensors that have elements in a tensor of the engine."""
     bounds = torch.from_numpy(codes.starts[1:-1])
     found: set[int] = set()
     for _, part in numbers.chunks():
@@ -532,7 +546,7 @@ def _tensors_in(numbers: ElementIds, codes: Codes) -> frozenset[str]:
 
 @contextmanager
 def _nothing_left_over() -> Iterator[None]:
-    """Have what is made without values hold NaN, not what lay there before, which may be right."""
+    """Fill uninitialised tensors with NaN inside the block: old memory may hold correct values by chance."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
