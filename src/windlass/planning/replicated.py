@@ -79,7 +79,15 @@ def decode_held(data: bytes, manifest: ShardManifest) -> StructuredArray:
     inside &= held["offset"] + ((sizes - 1.0) * strides).sum(axis=1) + row_nbytes <= extent
     inside &= sizes.prod(axis=1, dtype=np.float64) * row_nbytes <= extent
     if not inside.all():
-        raise PlanError(f"replicated boxes of {manifest.worker} must lie in its parameters")
+        row = int(np.flatnonzero(~inside)[0])
+        index = int(held["parameter"][row])
+        where = (
+            f"parameter {manifest.parameters[index].name!r}" if known[row] else f"parameter {index}"
+        )
+        raise PlanError(
+            f"{where} of {manifest.worker}: its replicated boxes must lie in its memory, each byte once; an expanded "
+            "tensor must be made contiguous"
+        )
     return held
 
 

@@ -34,6 +34,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from windlass.errors import (
     ConfigError,
@@ -131,7 +132,9 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
             offsets[dim] += start
         if not by_fsdp and any(isinstance(tensor.placements[axis], _StridedShard) for axis in axes):
             read = _read_in_turn(tensor, dim, sorted(axes))
-            if len(read) == sizes[dim] and (read != np.arange(sizes[dim]) + offsets[dim]).any():
+            # Torch drops the dims of an empty part.
+            held = (*tensor._local_tensor.shape, *([0] * tensor.dim()))[dim]
+            if held == len(read) and not np.array_equal(read, np.arange(sizes[dim]) + offsets[dim]):
                 raise UnsupportedLayout(
                     f"parameter {name!r}: dim {dim} of {tensor.shape[dim]} must be cut evenly by "
                     f"{tensor.placements}: torch reads uneven strided shards in two ways"
@@ -325,6 +328,10 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
         UnsupportedLayout: on the meta device, sparse, of a subclass that is made of other tensors, or with torch's
             negative or conjugate bit: such a tensor's memory contains other values than the tensor.
     """
+    if is_lazy(tensor):
+        raise UnsupportedLayout(
+            f"parameter {name!r}: must have a shape, got one of a lazy module; run a forward pass before connecting"
+        )
     by_zero = vars(tensor)
     if "ds_id" in by_zero and tuple(tensor.shape) != tuple(by_zero["ds_shape"]):
         raise UnsupportedLayout(
@@ -369,9 +376,9 @@ def _has_memory(local: torch.Tensor) -> bool:
 
 
 def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that a checkpoint holds."""
-    for path, child in module.named_modules():
-        for name, buffer in child.named_buffers(recurse=False):
+    """Yield the buffers that a checkpoint contains, each under all of its names."""
+    for path, child in module.named_modules(remove_duplicate=False):
+        for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
             if name not in child._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, buffer
 
@@ -545,8 +552,10 @@ class LiveTensors:
     ) -> None:
         self._modules, self._walk = tuple(modules), walk
         held = walk() if held is None else held
+        # By bare name: a module may get or lose a wrapper, as `torch.compile` puts one around it.
         self._parts = {
-            one.name: local_shard(one.name, one.tensor, by_fsdp=one.by_fsdp) for one in held
+            _bare(one.name, ()): local_shard(one.name, one.tensor, by_fsdp=one.by_fsdp)
+            for one in held
         }
         self._names = tuple(self._parts)
         self._nbytes = [_reach(local_tensor(one.tensor)) for one in held]
@@ -671,10 +680,14 @@ class LiveTensors:
         if self._positions and self._registered == (keys, identities):
             return _at(self._positions, tensors)
         walked = self._walk()
-        held = {one.name: one.tensor for one in walked}
+        held = {_bare(one.name, ()): one.tensor for one in walked}
         is_read = zip(self._names, self._is_read, strict=True)
         gone = [name for name, read in is_read if read and name not in held]
-        new = [one.name for one in walked if not one.is_buffer and one.name not in self._parts]
+        new = [
+            one.name
+            for one in walked
+            if not one.is_buffer and _bare(one.name, ()) not in self._parts
+        ]
         if gone or new:
             self._refuse_fsdp1()
             raise PlanError(
