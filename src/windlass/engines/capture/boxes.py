@@ -1,4 +1,4 @@
-"""From "this place holds that element" to boxes with strides."""
+"""Convert pairs of element and place into boxes with strides."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class TooManyBoxes(Exception):
-    """The elements lie too scattered; nothing is wrong with them."""
+    """Raised if the elements need more boxes than the limit. The elements themselves are valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedBox:
-    """A box of a tensor; offset and strides in elements of the memory it lies in."""
+    """A box of a tensor and its place in memory; offset and strides are in elements of that memory."""
 
     box: Box
     offset: int
     strides: tuple[int, ...]
 
     def element(self, shape: tuple[int, ...], number: int) -> tuple[int, int]:
-        """Return where an element of the box, the `number`th row by row, is in the tensor of `shape`, and in the memory."""
+        """Return the index in the tensor of `shape`, and in memory, of the element with row-major `number` in the box."""
         index, place, step = 0, self.offset, 1
         for begin, size, stride, length in reversed(
             [*zip(self.box.offsets, self.box.sizes, self.strides, shape, strict=True)]
@@ -41,7 +41,7 @@ class PlacedBox:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Elements that lie side by side: `step` apart in the tensor's row-major order."""
+    """Elements that are adjacent in memory and `step` apart in the tensor's row-major order."""
 
     length: int
     step: int
@@ -52,7 +52,7 @@ ELEMENT = Line(1, 1)
 
 @dataclass(slots=True)
 class _Items:
-    """Boxes in the making: (n, dims) starts, sizes, strides and (n,) places."""
+    """Boxes that still grow: (n, dims) starts, sizes, strides and (n,) places."""
 
     start: Int64Array
     size: Int64Array
@@ -74,13 +74,17 @@ def boxes_of(
     limit: int,
     line: Line = ELEMENT,
 ) -> tuple[PlacedBox, ...]:
-    """Return the fewest boxes that growing dim by dim, from the last, finds.
+    """Join lines into boxes, dim by dim from the last, and return the boxes.
 
-    `flat`: (n,) row-major indices of the first elements of lines, each possibly several times. `place`: (n,) where
-    these lie, each place once. `limit`: of the number of boxes, and of the number of changes of stride on the way.
+    Args:
+        shape: shape of the tensor.
+        flat: row-major indices of the first elements of lines, (n,). An index may occur several times.
+        place: places of these elements in memory, (n,), each place once.
+        limit: bound of the number of boxes, and of the number of stride changes on the way.
+        line: elements that each index stands for.
 
     Raises:
-        TooManyBoxes: there would be more than `limit`, or a line turns a corner of the tensor.
+        TooManyBoxes: the result exceeds `limit`, or a line continues past the end of its dim.
     """
     if (whole := _whole(shape, line, flat, place)) is not None:
         return (whole,)
@@ -96,7 +100,7 @@ def boxes_of(
 def _whole(
     shape: tuple[int, ...], line: Line, flat: Int64Array, place: Int64Array
 ) -> PlacedBox | None:
-    """Return the box of a whole tensor that was read by place and lies in order, without gaps; None for others."""
+    """Return the box of a whole tensor that was read by place and is in order without gaps, else None."""
     whole = line == ELEMENT and 0 < len(flat) == math.prod(shape)
     if not whole or any((steps[1:] - steps[:-1] != 1).any() for steps in (flat, place)):
         return None
@@ -116,7 +120,7 @@ def _dim_of(shape: tuple[int, ...], line: Line, flat: Int64Array) -> int:
 
 
 def _copies(flat: Int64Array, place: Int64Array) -> Iterator[tuple[Int64Array, Int64Array]]:
-    """Yield the n-th place of every element, for each n."""
+    """Yield, for each n, the elements that have an n-th place, and that place."""
     order = np.lexsort((place, flat))
     flat, place = flat[order], place[order]
     first = np.concatenate([[True], flat[1:] != flat[:-1]])
@@ -135,7 +139,7 @@ def _boxes_of_one_copy(
     along: list[int],
     limit: int,
 ) -> Iterator[PlacedBox]:
-    """Yield the boxes of elements that have one place each; `along`: the dim of longer lines."""
+    """Yield the boxes of elements that have one place each. `along` has the dim of lines longer than 1."""
     if not shape:
         yield PlacedBox(Box((), ()), int(place[0]), ())
         return
@@ -159,7 +163,7 @@ def _boxes_of_one_copy(
 
 
 def _grow(items: _Items, dim: int, grown: list[int], limit: int) -> _Items:
-    """Join boxes that are equal but for `dim`, along which they follow each other evenly."""
+    """Join boxes that are equal except in `dim` and evenly spaced along it."""
     keys = [items.start[:, d] for d in range(items.start.shape[1]) if d != dim]
     keys += [items.size[:, d] for d in grown]
     keys += [items.stride[:, d] for d in grown]
@@ -173,7 +177,8 @@ def _grow(items: _Items, dim: int, grown: list[int], limit: int) -> _Items:
         same &= ordered[1:] == ordered[:-1]
     same &= np.diff(items.start[:, dim]) == 1
     step = np.where(same, np.diff(items.place), 0)
-    step[step < 0] = 0  # plans have no negative strides
+    # Plans have no negative strides.
+    step[step < 0] = 0
     first, length, stride = _chains(step, limit)
     joined = items.take(first)
     joined.size[:, dim] = length
@@ -182,9 +187,10 @@ def _grow(items: _Items, dim: int, grown: list[int], limit: int) -> _Items:
 
 
 def _chains(step: Int64Array, limit: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Cut items into chains of one step each; step 0 never joins two.
+    """Cut items into chains with one step each; step 0 never joins two items.
 
-    Returns first item, length and step of every chain.
+    Returns:
+        First item, length and step of every chain.
     """
     starts = np.concatenate([[0], np.flatnonzero(step[1:] != step[:-1]) + 1])
     ends = np.append(starts[1:], len(step))
@@ -193,7 +199,8 @@ def _chains(step: Int64Array, limit: int) -> tuple[Int64Array, Int64Array, Int64
     first: list[Int64Array] = []
     length: list[int] = []
     stride: list[int] = []
-    at = 0  # the first item that is in no chain yet; the step before it belongs to none
+    # `at` is the first item that has no chain yet; no chain uses the step before it.
+    at = 0
     for end, value in zip(ends.tolist(), step[starts].tolist(), strict=True):
         if at >= end:
             continue

@@ -13,8 +13,8 @@ One load of random values is a proof if all of these conditions are true. Otherw
 - Every tensor that changes holds the value of its element at every place. No earlier load used these values,
   and neither did the engine's start, so this load wrote the place from that element. A place with a wrong
   element passes by chance once in 768 for bfloat16 and once in 2^24 for float32, independently of other
-  places, and a wrong layout is wrong in rows or whole tensors. A tensor with fewer than `FEW` elements whose
-  layout was assumed therefore needs the second load.
+  places, and a wrong layout is wrong in rows or whole tensors. A tensor that has an assumed layout and
+  fewer than `FEW` elements therefore needs the second load.
 - Digits and random values have the same layout in every tensor that capture read. A region that equals a copy
   for one set of values may not be a copy for another. Capture read one layer of each kind, and the same code
   loads the identical layers.
@@ -23,8 +23,8 @@ One load of random values is a proof if all of these conditions are true. Otherw
 - The loads have changed every parameter. Before the second load, capture marks the memory of the others, to
   see whether the loader writes them at all.
 
-The idea of running a loader on tensors that remember where they came from is that of vLLM's
-sharded weight transfer; carrying coordinates in the values needs no operator coverage.
+vLLM's sharded weight transfer also runs a loader on tensors that record their origin. Capture stores the
+origin in the values instead, so it does not depend on the operators that the loader uses.
 """
 
 from __future__ import annotations
@@ -107,17 +107,17 @@ def capture(
         load: the engine's loader; see `Load`.
         worker: identity of the rank.
         ignored: see `held_by`.
-        reference: the checkpoint from which the engine first loaded the model. A second load by an
+        reference: the checkpoint that the engine loaded at its start. A second load by an
             engine may skip steps of the first (repacking for a kernel). Capture therefore loads one
             layer of each kind from this checkpoint again and compares its bytes with the engine's
             start. In tensors of the other layers it compares at least `NUM_SAMPLES` places with the
             checkpoint, and at least one place per checkpoint tensor. It refuses the layout if any differ.
         exact_numel: elements above which capture reads a tensor row by row first, and place by place (8
             bytes per element) only if the proof fails. The proof covers every place of every tensor.
-        factors: factors by which the engine may multiply a tensor while it loads it. Updates receive
+        factors: factors that the engine may apply to a tensor while it loads it. Updates receive
             such a tensor in a buffer, and `finalise` multiplies it. Costs one more load.
-        recompute: whether `finalise` calls `load` with the checkpoint tensors from which the engine
-            computes others, for the engine's lifetime. Pass False if `load` replaces everything that it
+        recompute: whether `finalise` calls `load` with the sources of computed tensors, for the
+            engine's lifetime. Pass False if `load` replaces everything that it
             loaded before; capture then refuses computed tensors and loads all of `reference`.
         made_up: whether the engine started without weights and has served no request. Capture then
             does not restore the values of parameters.
@@ -458,7 +458,7 @@ class _PartRefused(Exception):
 
 
 def _load_digit(loads: _Loads, position: int, chosen: frozenset[str] | None) -> None:
-    """Load one digit of every element number, or only those of the chosen tensors.
+    """Load one digit of every element number, or of the chosen tensors only.
 
     Raises:
         _PartRefused: the loader failed with the chosen tensors only.

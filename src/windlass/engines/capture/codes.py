@@ -1,10 +1,9 @@
-"""Checkpoint tensors whose elements say which element they are.
+"""Checkpoint tensors with values that encode the numbers of their elements.
 
-Every element of every checkpoint tensor gets a number, from 1 on. A load carries one digit of it,
-as a small integer that each type of the checkpoint holds exactly: base 128, or base 16 where a
-tensor is float8. 0 never occurs in a load, so that zero padding reads as "no element". After as
-many loads as a number has digits, every place in the engine's memory tells which checkpoint element
-lies there.
+Every element of every checkpoint tensor gets a number, from 0 on. A load contains one digit of it plus 1, as a
+small integer that each type of the checkpoint represents exactly: base 128, or base 16 if any tensor is
+float8. Such a load never contains 0, so zero padding reads as "no element". After one load per digit, capture knows
+the checkpoint element at every place in the engine's memory.
 """
 
 from __future__ import annotations
@@ -30,41 +29,44 @@ from windlass.layout.quantization import QuantizedTensor, scale_shape
 from windlass.memory.torch_dtypes import torch_dtype
 
 DIGIT_BITS = 7
-"""Digits travel as 1 .. 128: exact in bfloat16, and no digit is 0."""
+"""Bits per digit. Loads contain digits as 1 .. 128, which are exact in bfloat16."""
 
 FLOAT8_DIGIT_BITS = 4
-"""1 .. 16: exact in e4m3, whose integers are odd up to 15 only."""
+"""Bits per digit if a tensor is float8. Loads contain 1 .. 16; e4m3 represents no odd integer above 15."""
 
 LOUDNESS = 16.0
-"""Of values that must show in a maximum over others too."""
+"""Factor of values that must also show in a maximum over other values."""
 
 
 def chunk_on(device: torch.device) -> int:
-    """Elements that are made or compared at a time: few enough for a core's cache; a GPU works while more are asked for."""
+    """Return the number of elements to make or compare at a time.
+
+    On CPUs this is small enough for a core's cache. On GPUs it is large, so that kernels outlast their launch.
+    """
     return 1 << 16 if device.type == "cpu" else 1 << 24
 
 
-# Of MurmurHash3 (Appleby, 2011), as signed numbers: 32 bits, which processors multiply many of at once.
+# Constants of MurmurHash3 (Appleby, 2011), as signed numbers. Processors multiply vectors of 32-bit integers fast.
 _MIX_1 = 0x85EBCA6B - (1 << 32)
 _MIX_2 = 0xC2B2AE35 - (1 << 32)
 _HIGH = 0x9E3779B1 - (1 << 32)
-"""For the high half of a number."""
+"""Multiplier for the high half of a number."""
 _LOW_HALVES = 1 << 32
-"""As many numbers share their high 32 bits."""
+"""Count of numbers that share their high 32 bits."""
 
 _EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
 _SAFETENSORS = {dtype.safetensors_name: dtype for dtype in _EXACT}
 _INTEGERS_STORED = ("BOOL", "U8", "I8", "I16", "I32", "I64")
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
-"""File of an adapter that was saved beside the model."""
+"""Name of an adapter's file, which may be saved in the model's folder."""
 SCALE_SUFFIX = "_scale_inv"
-"""What the name of a float8 matrix gets to name its scales."""
+"""Suffix that turns the name of a float8 matrix into the name of its scales."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
-"""Loads a checkpoint into the model; the tensors belong to it from then on."""
+"""Function that loads a checkpoint into the model. It owns the tensors that it gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +86,16 @@ class CheckpointSpec:
 def checkpoint_folder(
     option: str, model: str, revision: str | None, cache: str | None = None
 ) -> Path:
-    """Return the folder that an engine has loaded its model from.
+    """Return the folder that an engine loaded its model from.
 
-    `model`, which errors call `option`, is that folder, or a repository of the Hugging Face Hub that was
-    downloaded into `cache`, None for the usual one.
+    Args:
+        option: name of the setting `model` in errors.
+        model: folder, or repository of the Hugging Face Hub that was downloaded to this host.
+        revision: revision of the repository.
+        cache: download folder; None for the default of the Hub's client.
 
     Raises:
-        ConfigError: it is no folder, nor a repository that this host has.
+        ConfigError: `model` is neither a folder nor a repository that was downloaded to this host.
     """
     if (folder := Path(model)).is_dir():
         return folder
@@ -107,18 +112,19 @@ def checkpoint_folder(
 
 
 def checkpoint_specs(folder: Path) -> tuple[CheckpointSpec, ...]:
-    """Return what a checkpoint holds, from the headers of its files alone; ordered by name.
+    """Return the tensors of a checkpoint, ordered by name. Read only the headers of its files.
 
-    Files are ordered by type first, which parts scales from their weights. vLLM keeps what it has
-    of every layer until the layer is complete, and counts all of it at each tensor: tensors of one
-    layer must come together.
+    The order of tensors within a file would separate scales from their weights. vLLM buffers the tensors of a
+    layer until the layer is complete, and counts all buffered tensors at each new one. Tensors of one layer
+    must therefore follow each other.
 
-    Integers (masks, positions) are left out, which no training changes and engines make themselves; what
-    an engine needs of them it keeps. Not of a quantised checkpoint, where they are weights.
+    The result omits integers (masks, positions): training does not change them, and engines create or keep
+    them. In a quantised checkpoint integers are weights, so they are refused.
 
     Raises:
-        ConfigError: no safetensors files there, or one that is none; or its index names others.
-        UnsupportedLayout: a tensor of a type that codes cannot travel in (packed integers, say).
+        ConfigError: the folder has no safetensors files, a file is not a safetensors file, or the index is
+            invalid or names a missing file.
+        UnsupportedLayout: a tensor has a type that cannot represent digits (for example packed integers).
     """
     found: dict[str, CheckpointSpec] = {}
     quantised = is_declared(folder)
@@ -140,10 +146,13 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the model's files in the order in which engines load them: of a tensor in two files the later one counts.
+    """Return the model's files in the order that engines load them; a later file overrides a tensor of an earlier one.
 
-    These are the files that the index names, or all but those of an adapter. Engines sort them naturally
-    (`model-2` before `model-10`).
+    These are the files that the index names, or without an index all files except an adapter's. Engines sort
+    them naturally (`model-2` before `model-10`).
+
+    Raises:
+        ConfigError: the index is invalid, or names a file outside the folder.
     """
     index = folder / INDEX
     if not index.exists():
@@ -167,14 +176,14 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _natural(file: Path) -> tuple[list[tuple[int, str]], str]:
-    """Return a sort key of a file's name in which numbers count as numbers."""
+    """Return a key that sorts files by name and compares numbers in names by value."""
     pieces = re.split(r"(\d+)", file.name)
     return [(int(p), "") if p.isdecimal() else (-1, p) for p in pieces], str(file)
 
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[dict[str, Any]]:
-    """Open a folder; yield the safetensors file of every tensor in it, by the tensor's name."""
+    """Open a folder and yield the safetensors file of every tensor in it, by the tensor's name."""
     from safetensors import SafetensorError, safe_open
 
     files = _files(folder)
@@ -194,7 +203,7 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def quantized_tensors(specs: Iterable[CheckpointSpec]) -> tuple[QuantizedTensor, ...]:
-    """Return the matrices in block float8 that have their scales beside them."""
+    """Return the block float8 matrices that have scales in the same checkpoint."""
     by_name = {spec.name: spec for spec in specs}
     found: list[QuantizedTensor] = []
     for spec in by_name.values():
@@ -209,18 +218,18 @@ def quantized_tensors(specs: Iterable[CheckpointSpec]) -> tuple[QuantizedTensor,
 @final
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """The safetensors files of a folder. Reading them raises what `checkpoint_specs` does of the folder."""
+    """Safetensors files of a folder. Reads raise the ConfigError of `checkpoint_specs`."""
 
     folder: Path
 
     def tensors(self, chosen: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read tensors, all or those that are chosen, in the order of `checkpoint_specs`; each belongs to the caller."""
+        """Read all tensors, or the chosen ones, in the order of `checkpoint_specs`. The caller owns each tensor."""
         with _opened(self.folder) as stored:
             for name in sorted(stored if chosen is None else stored.keys() & set(chosen)):
                 yield name, stored[name].get_tensor(name)
 
     def elements(self, places: Iterable[tuple[str, int]]) -> Iterator[torch.Tensor]:
-        """Read elements, (1,) each, that are told by their tensors' names and by the place in these, row by row."""
+        """Read single elements, (1,) each. A place is a tensor's name and a row-major index into the tensor."""
         with _opened(self.folder) as stored:
             for name, place in places:
                 entry = stored[name].get_slice(name)
@@ -232,7 +241,7 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Tensors whose elements have the numbers [first, last)."""
+    """Tensors that together have the element numbers [first, last)."""
 
     specs: list[CheckpointSpec]
     first: int
@@ -241,15 +250,16 @@ class _Batch:
 
 
 class Codes:
-    """ElementIds of all elements of a checkpoint, and the loads that spell them.
+    """Numbers of all elements of a checkpoint, and the loads that encode them.
 
     Args:
-        specs: of the checkpoint, each name once.
-        device: where the loads are made; tensors of real models are made fast only on a GPU.
+        specs: tensors of the checkpoint, each name once.
+        device: device that creates the tensors of loads; only a GPU is fast for large models.
 
     Attributes:
-        index: of every tensor in `specs`, by its name.
-        dtypes: torch's, of the tensors.
+        starts: number of the first element of each tensor in `specs`, and the total; int64, (len(specs) + 1,).
+        index: index of every tensor in `specs`, by its name.
+        dtypes: torch types of the tensors, each once.
     """
 
     def __init__(self, specs: Sequence[CheckpointSpec], device: torch.device | str = "cpu") -> None:
@@ -270,7 +280,7 @@ class Codes:
     def digits(
         self, position: int, chosen: frozenset[str] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Make one load: the digit at `position` of every element, tensor by tensor; or part of it, of `chosen`."""
+        """Make one load with the digit at `position` of every element number, or only the tensors in `chosen`."""
         return self._load(
             lambda first, last, _dtype, _chosen: _digits(
                 first, last, self.digit_bits, position, self.device
@@ -279,28 +289,28 @@ class Codes:
         )
 
     def constant(self, value: float) -> Iterator[tuple[str, torch.Tensor]]:
-        """Make one load of the same value everywhere."""
+        """Make one load with the same value everywhere."""
         same = torch.full((1,), value, device=self.device)
         return self._load(lambda first, last, _dtype, _chosen: same.expand(last - first))
 
     def random(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Make one load of ordinary values, the same for the same seed.
+        """Make one load of random values, which are equal for equal seeds.
 
-        Uniform, below 0.125; in float8 each of the 254 patterns that are a number.
+        Values are uniform between -0.125 and 0.125; in float8 all 254 bit patterns of numbers occur.
         """
         return self._load(
             lambda first, last, dtype, _chosen: self._ordinary(first, last, seed, dtype)
         )
 
     def some(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Make part of a load: the tensors named `chosen`, of larger values, below 2."""
+        """Make a partial load: the tensors named `chosen`, with larger random values between -2 and 2."""
         return self._load(
             lambda first, last, dtype, _chosen: _loud(*self._halves(first, last), seed, dtype),
             self._batches(self._indices(chosen)),
         )
 
     def mixed(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Make one load: `chosen` as in `some`, the others as in `random(0)`."""
+        """Make one load with values of `some` in the chosen tensors and of `random(0)` in all others."""
         return self._load(
             lambda first, last, dtype, is_chosen: (
                 _loud(*self._halves(first, last), seed, dtype)
@@ -313,10 +323,10 @@ class Codes:
     def expected(
         self, numbers: torch.Tensor, seed: int, dtype: torch.dtype, *, loud: bool = False
     ) -> torch.Tensor:
-        """Return what a copy of `random(seed)` leaves in the engine's `dtype` where the elements `numbers` lie.
+        """Return the values of the elements `numbers` in a load of `random(seed)`, cast to the engine's `dtype`.
 
-        `numbers`, (n,) int64, may be on any device. `loud`: the load was `some` or `mixed`, of these elements.
-        Each of the (n,) values is made in its tensor's type, then cast.
+        `numbers`, (n,) int64, may be on any device. With `loud`, return the values of these elements in `some`.
+        Each of the (n,) values is made in its checkpoint tensor's type, then cast.
         """
         make = _loud if loud else _ordinary
 
@@ -340,7 +350,7 @@ class Codes:
     def tensor_of(
         self, numbers: np.ndarray[tuple[int], np.dtype[np.int64]]
     ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return the index of the tensor that each element number belongs to."""
+        """Return the index in `specs` of the tensor that each element number belongs to."""
         return np.searchsorted(self.starts, numbers, side="right") - 1
 
     def _indices(self, chosen: frozenset[str]) -> list[int]:
@@ -355,7 +365,7 @@ class Codes:
         return made
 
     def _halves(self, first: int, last: int) -> tuple[torch.Tensor, int]:
-        """Return the low 32 bits of the numbers [first, last), and the high 32 bits, which all of them share."""
+        """Return the low 32 bits of the numbers [first, last), and their common high 32 bits."""
         low = torch.arange(_signed(first), _signed(first) + last - first, device=self.device)
         return low.to(torch.int32), first >> 32
 
@@ -364,7 +374,7 @@ class Codes:
         values: Callable[[int, int, DType, bool], torch.Tensor],
         batches: Iterable[_Batch] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of `values(first, last, dtype, is_chosen)`, called for numbers that share their high 32 bits."""
+        """Yield tensors of `values(first, last, dtype, is_chosen)`; numbers of a call share their high 32 bits."""
         most = chunk_on(self.device)
         for batch in self._all if batches is None else batches:
             stored, first, last = batch.specs[0].dtype, batch.first, batch.last
@@ -377,13 +387,17 @@ class Codes:
                 begin = end
             parts = torch.split(made, [spec.numel for spec in batch.specs])
             for spec, part in zip(batch.specs, parts, strict=True):
-                # Each is the loader's own: it may keep one, and read it as another type.
+                # Clone: the loader owns each tensor. It may keep one, or view it as another type.
                 yield spec.name, (part.clone() if len(parts) > 1 else part).view(spec.shape)
 
     def _batches(
         self, specs: Iterable[int], chosen: frozenset[str] = frozenset()
     ) -> Iterator[_Batch]:
-        """Tensors, of which models have thousands, that are made at once: neighbours, alike, and few enough (`chunk_on`)."""
+        """Yield groups of successive tensors to make at once, because a model has thousands of small ones.
+
+        Tensors of a group have one type, and are all chosen or all not. Only a group of a single tensor can have more
+        than `chunk_on` elements.
+        """
         batch: list[CheckpointSpec] = []
         first = last = 0
         most = chunk_on(self.device)
@@ -406,18 +420,18 @@ class Codes:
 
 
 def bits_of(memory: torch.Tensor) -> torch.Tensor:
-    """View a tensor's bytes as integers of its elements' size; not every operation knows float8."""
+    """View a tensor's bytes as integers of its elements' size, because not every operation supports float8."""
     return memory.view(_INTEGERS[memory.element_size()])
 
 
 def _signed(number: int) -> int:
-    """Wrap a number as 32 signed bits hold it."""
+    """Wrap a number into the range of a signed 32-bit integer."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def _digits(first: int, last: int, bits: int, position: int, device: torch.device) -> torch.Tensor:
-    """Make the digit at `position` of the numbers [first, last), plus 1, in float32, which converts to every type."""
-    # A row of the table has the numbers that differ in their last digit alone.
+    """Return the digits at `position` of the numbers [first, last), plus 1, as float32."""
+    # Numbers in a row of the table differ only in their last digit.
     if position:
         rows = torch.arange(first >> bits, (last - 1 >> bits) + 1, device=device)
         rows = rows.bitwise_right_shift_(bits * (position - 1)).bitwise_and_((1 << bits) - 1)
@@ -430,27 +444,31 @@ def _digits(first: int, last: int, bits: int, position: int, device: torch.devic
 
 
 _HighHalf = torch.Tensor | int
-"""(n,) int32, or one that all numbers share."""
+"""High 32 bits: (n,) int32, or one integer for all numbers."""
 
 
 def _loud(low: torch.Tensor, high: _HighHalf, seed: int, dtype: DType) -> torch.Tensor:
-    """Make values as `_ordinary` does, but larger; float8 has none larger, others are multiplied, which is exact."""
+    """Return the values of `_ordinary` times `LOUDNESS`, which is exact; float8 values already span the full range."""
     values = _ordinary(low, high, seed, dtype)
     return values if dtype is DType.FLOAT8_E4M3 else values * LOUDNESS
 
 
 def _ordinary(low: torch.Tensor, high: _HighHalf, seed: int, dtype: DType) -> torch.Tensor:
-    """Make a value of `dtype` for each number, the same on every device: 24 bits of a hash; overwrite `low`, (n,) int32."""
+    """Return a value of `dtype` for each number, from 24 bits of a hash. Overwrite `low`, (n,) int32.
+
+    The values are the same on every device.
+    """
     bits = _bits24(low, high, hash_seed(seed))
     if dtype is DType.FLOAT8_E4M3:
         pattern = bits.remainder_(254)
-        pattern += pattern >= 127  # 127 and 255 are no numbers
+        # The patterns 127 and 255 are NaN.
+        pattern += pattern >= 127
         return pattern.to(torch.uint8).view(torch.float8_e4m3fn)
     return bits.sub_(1 << 23).to(torch.float32).mul_(2.0**-26).to(torch_dtype(dtype))
 
 
 def hash_seed(seed: int) -> int:
-    """Return what the hash of a load's values begins with."""
+    """Return the initial state of the hash for a load's seed."""
     return _signed((seed + 1) * _HIGH)
 
 

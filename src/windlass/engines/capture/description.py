@@ -1,4 +1,4 @@
-"""What was captured of one rank, as a manifest and what has to be done after every update."""
+"""Turn the captured layout of one rank into a manifest and the steps that follow every update."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from windlass.memory.packing import copy_cast
 from windlass.memory.torch_dtypes import dtype_of, torch_dtype
 
 MAX_BOXES = 256
-"""Boxes of one tensor in one parameter; what is more scattered is received apart and repacked."""
+"""Most boxes of one tensor in one parameter. Updates receive a more scattered parameter in a buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repack:
-    """A parameter that no copy fills: filled from a buffer after every update.
+    """A parameter that is filled from a buffer after every update.
 
-    Its element order is no set of boxes, or the engine multiplies its elements while it loads.
+    Updates cannot write it directly: it has too many boxes, or the engine multiplies its elements while it loads.
 
     Attributes:
         target: the parameter's memory, (reach,).
-        buffer: (n,) what updates write instead, in checkpoint order; of the type of `target`, or of
-            the checkpoint if that has values which `target` cannot hold.
-        places: (n,) index into `target` of every element of `buffer`[`elements`].
-        elements: (n,) index into `buffer`.
-        factor: of every element, multiplied in the type of `target`.
+        buffer: memory that updates write instead, (n,), in checkpoint order. It has the type of `target`, or
+            the checkpoint's type if `target` cannot hold all of its values.
+        places: index into `target` of every element of `buffer[elements]`, (m,).
+        elements: index into `buffer`, (m,); an element with several places occurs several times.
+        factor: factor of every element, multiplied in the type of `target`.
     """
 
     name: str
@@ -49,23 +49,23 @@ class Repack:
     factor: float = 1.0
 
     def apply(self) -> None:
-        """Put the buffer's elements where the engine wants them."""
+        """Copy the buffer's elements to their places in `target`, multiplied by `factor`."""
         values = scaled(self.buffer.to(self.target.dtype), self.factor)
         bits_of(self.target)[self.places] = bits_of(values)[self.elements]
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Elements that an update leaves with more than their checkpoint's type holds.
+    """Elements with received values that may be more precise than the checkpoint's type.
 
-    A fresh engine has loaded them from that type, so after every update they are rounded to it and
-    cast to the engine's type, as its loader would.
+    A fresh engine loads values of the checkpoint's type. After every update, the engine therefore rounds the
+    received values to that type and casts them to its own type, as its loader would.
 
     Attributes:
-        dtype: of the checkpoint's tensors.
+        dtype: type of the checkpoint's tensors.
         received: views of the memory that updates write.
-        targets: of the parameter, as many of the same shapes; the same views where the parameter's
-            type holds every value that updates bring and the checkpoint's type besides.
+        targets: views of the parameter, with the same shapes. They are the same views as `received` if updates
+            write the parameter itself.
     """
 
     name: str
@@ -75,16 +75,20 @@ class Rounding:
 
     @property
     def in_place(self) -> bool:
-        """Whether updates write the parameter itself."""
+        """True if updates write the parameter itself."""
         return self.received is self.targets
 
 
 _ROUNDED_AT_ONCE = 64 << 20
-"""Bytes. A GPU is waited for once per so many, and not per tensor: engines have hundreds of small ones."""
+"""Bytes rounded per wait for the GPU. Engines have hundreds of small tensors; a wait for each would be slow."""
 
 
 def _round(roundings: Sequence[Rounding]) -> None:
-    """Round what updates have written; raise TransferFailed for a finite value too large for its checkpoint's type."""
+    """Round the values that an update has written.
+
+    Raises:
+        TransferFailed: a finite value is too large for its checkpoint's type.
+    """
     nbytes = 0
     waiting: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for rounding in roundings:
@@ -101,7 +105,7 @@ def _round(roundings: Sequence[Rounding]) -> None:
 
 
 def _put(waiting: Sequence[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
-    """Write rounded values to their targets, unless one is infinite that was not."""
+    """Write rounded values to their targets; raise TransferFailed if rounding made a finite value infinite."""
     bounds = defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]](list)
     for _, _, _, rounded in waiting:
         bounds[rounded.device, rounded.dtype] += rounded.aminmax()
@@ -114,19 +118,20 @@ def _put(waiting: Sequence[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What was captured of one rank.
+    """Captured layout of one rank.
 
     Attributes:
-        manifest: of the rank. addresses: of its parameters, in order.
-        repacks: to be applied after every update.
-        constants: tensors that no checkpoint changes (rotary caches, scales of 1).
-        unplaced: checkpoint tensors that left no trace on this rank (other ranks' experts, or a
-            copy that the engine hides from its model).
-        unread: those of `unplaced` at whose elements the loader did not look.
-        recompute: what the engine's own loader has to do after every update, if anything.
-        roundings: to be applied after every update, before the repacks.
-        later: fills copies of weights that no load refreshes, and finds new ones.
-        seconds: that the stages of capture took.
+        manifest: manifest of the rank.
+        addresses: addresses of the manifest's parameters, in order.
+        repacks: parameters to fill from buffers after every update.
+        constants: names of tensors that no checkpoint changes (rotary caches, scales of 1).
+        unplaced: checkpoint tensors without an element on this rank (other ranks' experts, or a copy
+            that the engine hides from its model).
+        unread: names in `unplaced` that the loader did not read.
+        recompute: partial load by the engine's own loader after every update, if one is needed.
+        roundings: elements to round after every update, before the repacks.
+        later: refills copies of weights that no load refreshes, and finds new ones.
+        seconds: duration of each stage of the capture.
     """
 
     manifest: ShardManifest
@@ -142,7 +147,7 @@ class Captured:
 
     @property
     def repacked(self) -> tuple[str, ...]:
-        """Names of the manifest's parameters that are buffers, and no memory of the model."""
+        """Names of the manifest's parameters that are buffers outside the model's memory."""
         received = () if self.recompute is None else self.recompute.parameters
         apart = (r.name for r in self.roundings if not r.in_place)
         return (*apart, *(repack.name for repack in self.repacks), *received)
@@ -154,44 +159,48 @@ class Captured:
 
     @property
     def buffer_nbytes(self) -> int:
-        """Return what the buffers take besides the model."""
+        """Bytes of all buffers outside the model's memory."""
         received = () if self.recompute is None else self.recompute.buffers
         buffers = [*(repack.buffer for repack in self.repacks), *(b for _, b in received)]
         buffers += [memory for r in self.roundings if not r.in_place for memory in r.received]
         return sum(buffer.nbytes for buffer in buffers)
 
     def finalise(self) -> None:
-        """Bring state that is derived from received bytes up to date. Idempotent.
+        """Update all state that the engine derives from received bytes. Idempotent.
 
         Raises:
-            UnsupportedLayout, TransferFailed: see `Recompute.run`; a value that is rounded overflows.
+            UnsupportedLayout: see `Recompute.run`.
+            TransferFailed: a received value is too large for its checkpoint's type.
         """
-        with torch.inference_mode():  # as tensors that were made in it demand
+        # Tensors that were made in inference mode can be written only in it.
+        with torch.inference_mode():
             _round(self.roundings)
             for repack in self.repacks:
                 repack.apply()
         touched = [repack.target for repack in self.repacks]
         touched += [target for rounding in self.roundings for target in rounding.targets]
         for device in {target.device for target in touched if target.is_cuda}:
-            torch.cuda.synchronize(device)  # the engine's next step may run on another stream
+            # The engine's next step may run on another stream.
+            torch.cuda.synchronize(device)
         if self.recompute is not None:
             self.recompute.run()
         if self.later is not None:
             self.later.refill()
 
     def look(self) -> None:
-        """Look for values that the engine has derived from weights since its capture; see `Later.look`."""
+        """Search for values that the engine has derived from weights since its capture; see `Later.look`."""
         if self.later is not None:
             self.later.look()
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Holdings, and per name of those that a load changes, what lies where.
+    """Tensors of the model, and the layout of the tensors that a load changes.
 
     Attributes:
-        unproven: their rows mislead: they are to be read place by place.
-        computed: no copy of checkpoint elements; not in `numbers`.
+        numbers: checkpoint elements in each tensor that a load changes, by name.
+        unproven: names of tensors that failed the proof when read by rows; capture must read them place by place.
+        computed: names of tensors that are not copies of checkpoint elements; they are not in `numbers`.
     """
 
     holdings: Mapping[str, Holding]
@@ -202,11 +211,11 @@ class Seen:
     computed: frozenset[str]
 
     def boxes_of(self, name: str, codes: Codes) -> Parts | None:
-        """Return the boxes of one tensor; None if they are too many."""
+        """Return the boxes of one tensor, or None if there are more than `MAX_BOXES`."""
         return self.numbers[name].parts(codes, MAX_BOXES)
 
     def scattered(self, codes: Codes) -> frozenset[str]:
-        """Return the names of the tensors that have to be read place by place."""
+        """Return the names of the tensors that capture must read place by place."""
         in_rows = {name for name, numbers in self.numbers.items() if not numbers.by_place}
         return self.unproven | {
             name
@@ -215,14 +224,20 @@ class Seen:
         }
 
     def sources(self, name: str, codes: Codes) -> set[str]:
-        """Return the checkpoint tensors of which an engine's tensor, not to be read by place any more, holds elements."""
+        """Return the checkpoint tensors that have elements in one of the engine's tensors.
+
+        The tensor must be readable as boxes or already read place by place; see `scattered`.
+        """
         if (parts := self.boxes_of(name, codes)) is not None:
             return {spec.name for spec, _ in parts}
         tensors = np.unique(codes.tensor_of(self.numbers[name].placed()[0]))
         return {codes.specs[index].name for index in tensors}
 
     def samples(self, name: str, codes: Codes, num_places: int) -> list[tuple[str, int, int]]:
-        """Return some elements of each of its `sources`, `num_places` or more: tensor, place in it, place in the memory."""
+        """Return at least `num_places` sample elements of a tensor, and at least one of each of its `sources`.
+
+        Each sample is the checkpoint tensor's name, the index in that tensor, and the index in the engine's memory.
+        """
         if (parts := self.boxes_of(name, codes)) is not None:
             boxes = [(spec, placed) for spec, boxes in parts for placed in boxes]
             return [
@@ -240,7 +255,7 @@ class Seen:
         ]
 
     def placed(self, codes: Codes, recompute: Recompute | None) -> frozenset[str]:
-        """Return the checkpoint tensors of which the engine holds elements; see `sources`."""
+        """Return the checkpoint tensors that have elements in the engine or in the buffers of `recompute`."""
         placed = set() if recompute is None else {spec.name for spec, _ in recompute.buffers}
         filled = () if recompute is None else recompute.names
         return frozenset(
@@ -249,7 +264,7 @@ class Seen:
 
 
 def _spread(length: int, num_places: int) -> Iterator[int]:
-    """Yield numbers below `length`: multiples of the golden ratio, whose fractions are dense nowhere."""
+    """Yield evenly spread numbers below `length`: the fractions of multiples of the golden ratio."""
     return (int((number * 0.6180339887498949) % 1 * length) for number in range(1, num_places + 1))
 
 
@@ -261,10 +276,20 @@ def describe(
     placed: frozenset[str],
     read: frozenset[str],
 ) -> Captured:
-    """Return what was captured, none of which has to be read place by place.
+    """Return the captured layout, once `seen.scattered` is empty for tensors not yet read place by place.
 
-    What `recompute` fills has no place of its own in the manifest: its buffers have. `placed`: see `Seen.placed`;
-    `read`: of the other checkpoint tensors those at whose elements the loader looks.
+    The manifest has the buffers of `recompute` and not the tensors that `recompute` fills.
+
+    Args:
+        seen: layout of every tensor.
+        codes: element numbers of the checkpoint.
+        worker: identity of the rank.
+        recompute: partial load after every update, if one is needed.
+        placed: see `Seen.placed`.
+        read: checkpoint tensors outside `placed` that the loader reads.
+
+    Raises:
+        UnsupportedLayout: a tensor has too many boxes to be received, or checkpoint tensors of several types.
     """
     builder = ManifestBuilder(worker, Role.ENGINE)
     addresses: list[int] = []
@@ -310,11 +335,17 @@ def describe(
 
 
 _HALVES = (DType.BFLOAT16, DType.FLOAT16)
-"""Types to which wider values are rounded; what is quantised has rules of its own."""
+"""Types to which wider values are rounded. Quantised tensors follow other rules."""
 
 
 def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
-    """Return the type in which updates bring a tensor: its own, unless that cannot hold the checkpoint's one type."""
+    """Return the type of a tensor in updates.
+
+    This is the tensor's own type, or the checkpoint's type if the tensor's type cannot hold all of its values.
+
+    Raises:
+        UnsupportedLayout: the tensor cannot hold all values and its checkpoint tensors have several types.
+    """
     own, stored = dtype_of(name, holding.tensor), {spec.dtype for spec, _ in parts}
     if own not in _HALVES or not stored & {*_HALVES} - {own}:
         return own
@@ -329,7 +360,10 @@ def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
 def _roundings(
     name: str, memory: torch.Tensor, target: torch.Tensor, parts: Parts
 ) -> Iterator[Rounding]:
-    """Yield what turns `memory`, which updates write, into what a load of the checkpoint leaves in `target`."""
+    """Yield the roundings that give `target` the values that a load of the checkpoint would give it.
+
+    Updates write `memory`; it may be `target` itself.
+    """
     own = dtype_of(name, memory)
     apart = target.dtype is not memory.dtype
     for stored in sorted({spec.dtype for spec, _ in parts} & {*_HALVES}):
@@ -342,7 +376,7 @@ def _roundings(
 
 
 def _views(memory: torch.Tensor, boxes: Sequence[PlacedBox]) -> tuple[torch.Tensor, ...]:
-    """Return views of boxes in a tensor's memory; one of all of it, if they are that."""
+    """Return one view per box of a tensor's memory, or a single view if the boxes fill all of the memory."""
     if sum(placed.box.numel for placed in boxes) == len(memory):
         return (memory,)
     first = memory.storage_offset()
@@ -355,7 +389,7 @@ def _views(memory: torch.Tensor, boxes: Sequence[PlacedBox]) -> tuple[torch.Tens
 def _add_parameter(
     builder: ManifestBuilder, name: str, dtype: DType, numel: int, parts: Parts
 ) -> None:
-    """Add a parameter of `numel` elements; what no part describes of it is padding."""
+    """Add a parameter of `numel` elements; elements outside all parts are padding."""
     described = sum(part.box.numel for _, boxes in parts for part in boxes)
     builder.add_parameter(
         name,
@@ -376,7 +410,7 @@ def _add_parameter(
 
 
 def _add_buffers(builder: ManifestBuilder, recompute: Recompute) -> list[int]:
-    """Add buffers of whole checkpoint tensors; return their addresses."""
+    """Add the buffers of whole checkpoint tensors and return their addresses."""
     for parameter, (spec, buffer) in zip(recompute.parameters, recompute.buffers, strict=True):
         builder.add_parameter(parameter, nbytes=buffer.nbytes, dtype=spec.dtype)
         builder.add_shard(spec.name, spec.shape, Box.full(spec.shape), parameter)
@@ -386,7 +420,11 @@ def _add_buffers(builder: ManifestBuilder, recompute: Recompute) -> list[int]:
 def _repack(
     name: str, holding: Holding, codes: Codes, numbers: ElementIds, factor: float
 ) -> tuple[Repack, Parts]:
-    """Make a buffer that holds the parameter's elements in checkpoint order, each once."""
+    """Return a buffer for the parameter's elements, each once and in checkpoint order, and the buffer's layout.
+
+    Raises:
+        UnsupportedLayout: the tensor was not read place by place, or the buffer has more than `MAX_BOXES` boxes.
+    """
     if not numbers.by_place:
         raise UnsupportedLayout(
             f"{name}: its checkpoint elements are scattered, and too many to be read one by one"

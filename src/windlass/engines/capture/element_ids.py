@@ -1,9 +1,8 @@
-"""Which checkpoint element lies at every place of one tensor of the engine.
+"""Find the checkpoint element at every place of one of the engine's tensors.
 
-Small tensors are read place by place. Of large ones a *grid* is read: the first element of every
-row, and whole rows of each group (the outermost dim: an expert, say) as pattern; a row is then
-its first element plus the pattern. That is a guess about the rest, and only the proof with
-ordinary values, which visits every place, turns it into knowledge.
+Capture reads small tensors place by place. It reads a *grid* of large ones: the first element of every row,
+and some whole rows of each group (the outermost dim, for example an expert) as a pattern. It assumes that each
+row is its first element plus the pattern. The load of random values then checks this at every place.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from windlass.engines.capture.memory import Holding, places_sum
 
 Int64Array = npt.NDArray[np.int64]
 Parts = list[tuple[CheckpointSpec, tuple[PlacedBox, ...]]]
-"""Per checkpoint tensor, where its boxes lie in one tensor of the engine."""
+"""Boxes of each checkpoint tensor in one of the engine's tensors."""
 
 _NOTHING = -(1 << 58)
-"""Added for what is no digit: no number of digits makes the sum positive again, or so low that it wraps."""
+"""Value added for a place without a digit: further digits leave the sum negative, and it never wraps around."""
 
 
 def scaled(values: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply as an engine does, in the type of the tensor; leave values alone if the factor is 1."""
+    """Multiply as an engine does, in the type of the tensor; return the same tensor if the factor is 1."""
     return values if factor == 1.0 else values * factor
 
 
 def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1.0) -> torch.Tensor:
-    """Read digits of any shape, shifted to their position; far below 0 where there is none.
+    """Return the digits in a tensor of any shape, shifted to their position; `_NOTHING` for any other value.
 
-    A product of a digit and `factor` is rounded, but no two of them to the same value: digits have
-    eight bits at most, as many as the coarsest type that is multiplied.
+    The engine rounds the product of a digit and `factor`, but no two digits give the same product: digits have
+    at most eight bits, as many as the coarsest type that engines multiply.
     """
     base = 1 << bits
     exact = values.double() if values.element_size() > 4 or factor != 1.0 else values.float()
@@ -55,7 +54,7 @@ def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1
 def parts_of(
     codes: Codes, numbers: Int64Array, places: Int64Array, limit: int, line: Line = ELEMENT
 ) -> Parts:
-    """Return the boxes of lines that begin with `numbers` and lie at `places`, tensor by tensor."""
+    """Return the boxes of lines, tensor by tensor: `numbers` has their first elements, `places` their places."""
     return [
         (spec, boxes_of(spec.shape, flat, lies, limit=limit, line=line))
         for spec, flat, lies in _by_tensor(codes, numbers, places)
@@ -65,7 +64,7 @@ def parts_of(
 def _by_tensor(
     codes: Codes, numbers: Int64Array, places: Int64Array
 ) -> Iterator[tuple[CheckpointSpec, Int64Array, Int64Array]]:
-    """(tensor, indices in it, places) of every tensor that is met, in the order of the checkpoint."""
+    """Yield (tensor, indices in it, places) for every tensor in `numbers`, in the order of the checkpoint."""
     tensors = codes.tensor_of(numbers)
     if (tensors[1:] < tensors[:-1]).any():
         order = np.argsort(tensors, kind="stable")
@@ -79,7 +78,10 @@ def _by_tensor(
 
 
 def _grid_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """Return groups, rows and width of a tensor without gaps, of any order of dims; None for others."""
+    """Return groups, rows and width of a tensor, whatever the order of its dims.
+
+    Return None if the tensor has gaps or fewer than two dims longer than 1.
+    """
     dims = sorted(
         ((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True)
          if size > 1), reverse=True
@@ -97,7 +99,7 @@ def _grid_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Part of a row whose numbers advance evenly: columns [begin, begin + length)."""
+    """Part of a row with evenly spaced element numbers: columns [begin, begin + length)."""
 
     begin: int
     length: int
@@ -107,12 +109,12 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """How a tensor compares with the values that it is to hold.
+    """Result of a comparison of a tensor with its expected values.
 
     Attributes:
-        is_right: every place that is to hold an element holds its value.
-        padding: a fingerprint of what lies where no element is to; 0 if there is no such place.
-        numel: places that are to hold an element.
+        is_right: True if every place of an element has the expected value.
+        padding: fingerprint of the places without an element; 0 without such places.
+        numel: number of places with an element.
     """
 
     is_right: bool
@@ -124,9 +126,9 @@ class Check:
 class ElementIds:
     """Element numbers of one tensor, gathered digit by digit.
 
-    Of a grid of groups, rows and places in a row these are the first elements of all rows, and three whole
-    rows per group. In a grid of one place per row every place is read, 8 bytes for each: if it is asked for
-    (`by_place`), and of tensors with gaps.
+    The grid has groups, rows, and places in a row. `ElementIds` reads the first elements of all rows, and up to
+    three whole rows per group. With `by_place`, and for tensors with gaps, a row has one place: every place is
+    read and takes 8 bytes.
     """
 
     def __init__(self, holding: Holding, *, by_place: bool) -> None:
@@ -141,11 +143,11 @@ class ElementIds:
 
     @property
     def by_place(self) -> bool:
-        """Whether every place was read, and nothing guessed."""
+        """True if every place was read and no pattern is assumed."""
         return self._shape[2] == 1
 
     def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
-        """Take the digit at `position` from the tensor, which the loader multiplies by `factor`."""
+        """Add the digit at `position`, read from the tensor, which the loader multiplies by `factor`."""
         memory, bits = holding.memory(), codes.digit_bits
         heads, firsts = self._heads.view(-1), memory[:: self._shape[2]]
         step = chunk_on(heads.device)
@@ -158,16 +160,20 @@ class ElementIds:
 
     @property
     def origin(self) -> ElementIds:
-        """Return those that were read, of which these are the likes; itself if these were."""
+        """Numbers read from a tensor: the source of `moved` for derived numbers, else this object."""
         return self if self._like is None else self._like[0]
 
     @property
     def highest(self) -> int:
-        """Return the highest number that was read; below 0 if no element lies there."""
+        """Highest element number at the start of a row; below 0 if all rows start with padding."""
         return int(self._heads.max())
 
     def moved(self, codes: Codes, tensors: range, by: int) -> ElementIds:
-        """Return these with the elements of `tensors` (indices) replaced, by those of equally large ones, `by` further on."""
+        """Return a copy for an identical layer.
+
+        It replaces elements of `tensors` (indices in the checkpoint) by elements of the checkpoint tensors `by`
+        positions further on. Both ranges have tensors of equal size.
+        """
         first, last = int(codes.starts[tensors.start]), int(codes.starts[tensors.stop])
         step = int(codes.starts[tensors.start + by]) - first
 
@@ -181,13 +187,13 @@ class ElementIds:
         return found
 
     def is_consistent(self) -> bool:
-        """Whether each group that holds an element has a sampled row that does."""
+        """Return whether each group with an element also has an element at the start of a sampled row."""
         filled = (self._heads >= 0).any(dim=1)
         sampled = (self._samples[:, :, 0] >= 0).any(dim=1)
         return self.by_place or bool((filled == sampled).all())
 
     def _patterns(self) -> torch.Tensor:
-        """(groups, width): what to add to the first element of a row; `_NOTHING` for padding."""
+        """Return offsets from the first element of a row, (groups, width); `_NOTHING` for padding."""
         if self.by_place:
             return torch.zeros_like(self._samples[:, 0])
         chosen = (self._samples[:, :, 0] >= 0).to(torch.int8).argmax(dim=1)
@@ -195,7 +201,7 @@ class ElementIds:
         return torch.where((rows >= 0) & (rows[:, :1] >= 0), rows - rows[:, :1], _NOTHING)
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first place, numbers) in order, covering every place; below 0 where no element lies."""
+        """Yield (first place, element numbers) in order until every place is covered; padding is below 0."""
         groups, rows, width = self._shape
         patterns = self._patterns()
         size = chunk_on(self._heads.device)
@@ -208,7 +214,10 @@ class ElementIds:
                 yield (group * rows + row) * width, numbers.reshape(-1)
 
     def check(self, holding: Holding, codes: Codes, seed: int | None, factor: float = 1.0) -> Check:
-        """Compare every place of a tensor, just loaded from `random(seed)`; without a seed none is right."""
+        """Compare every place of a tensor with its value after a load of `random(seed)`.
+
+        Without a seed, only fingerprint the padding and count elements; `is_right` is then False.
+        """
         memory, end = holding.memory(), int(codes.starts[-1])
         if not self.is_consistent() or holding.reach != math.prod(self._shape):
             return Check(False)
@@ -236,13 +245,13 @@ class ElementIds:
         return Check(is_right, padding % (1 << 64), numel)
 
     def placed(self) -> tuple[Int64Array, Int64Array]:
-        """(numbers, places) of all places that hold an element, if these were read `by_place`."""
+        """Return (numbers, places) of all places with an element, for a tensor that was read `by_place`."""
         numbers = self._heads.view(-1).cpu().numpy()
         places = np.flatnonzero(numbers >= 0)
         return numbers[places], places
 
     def parts(self, codes: Codes, limit: int) -> Parts | None:
-        """Return the boxes, once the numbers are proven; None if they are more than `limit` of one tensor."""
+        """Return the boxes, or None if a checkpoint tensor has more than `limit`. The numbers must be proven first."""
         if limit not in self._found:
             try:
                 self._found[limit] = self._parts(codes, limit)
@@ -283,7 +292,11 @@ class ElementIds:
 
 
 def _pieces(pattern: Int64Array, limit: int) -> list[_Piece]:
-    """Cut a row into even pieces; a piece of one element has step 0."""
+    """Cut a row into evenly spaced pieces; a piece of one element has step 0.
+
+    Raises:
+        TooManyBoxes: there are more than `limit` pieces.
+    """
     width = len(pattern)
     filled = np.append(np.flatnonzero(pattern > _NOTHING // 2), width)
     steps = np.diff(pattern)

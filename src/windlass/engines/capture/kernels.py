@@ -1,4 +1,4 @@
-"""The kernels of `capture.cu`, for memory of GPUs: one pass over it, where torch makes twenty."""
+"""Kernels of `capture.cu` for GPU memory. They read it once; the same work in torch reads it about twenty times."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from windlass.memory.cuda.driver import Device, compile_source
 
 _log = logging.getLogger(__name__)
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-"""Types of elements that kernels make and check."""
+"""Element types that the kernels support."""
 _BLOCK = 256
 _BLOCKS_PER_MULTIPROCESSOR = 8
 
 
 @final
 class Kernels:
-    """Compiled for one GPU; each is queued on torch's current stream.
+    """Kernels compiled for one GPU. Each launch is queued on torch's current stream.
 
     Raises:
         TransportUnavailable: NVRTC is missing.
@@ -43,7 +43,7 @@ class Kernels:
         )[0]
 
     def fill(self, out: torch.Tensor, first: int, seed: int) -> None:
-        """Write the values of `codes._ordinary` of the numbers from `first` on; `seed`: as the hash takes it."""
+        """Write the values of `codes._ordinary` for the numbers from `first` on. `seed` is a result of `hash_seed`."""
         numel = len(out)
         arguments = (
             *(_address(out), ctypes.c_uint64(numel), ctypes.c_uint64(first)),
@@ -54,13 +54,17 @@ class Kernels:
     def check(
         self, memory: torch.Tensor, heads: torch.Tensor, patterns: torch.Tensor, end: int, seed: int
     ) -> tuple[int, int, int]:
-        """Return what `Check` says: how many places are wrong, a fingerprint of padding, how many are no padding.
+        """Return the number of wrong places, the fingerprint of padding, and the number of places with an element.
 
-        `memory`: (groups * rows * width,), fewer than 2^32; `heads`, (groups, rows), and `patterns`, (groups,
-        width), are int64 and contiguous. `end`: elements of the checkpoint. `seed`: as the hash takes it.
+        Args:
+            memory: memory to check, (groups * rows * width,), fewer than 2^32 elements.
+            heads: numbers of the first elements of rows, int64, (groups, rows), contiguous.
+            patterns: offsets from the first element of a row, int64, (groups, width), contiguous.
+            end: number of elements of the checkpoint.
+            seed: a result of `hash_seed`.
 
         Raises:
-            TransferFailed: the GPU did not look at every place.
+            TransferFailed: the GPU did not compare every place.
         """
         numel = len(memory)
         arguments = (
@@ -69,12 +73,13 @@ class Kernels:
             *(ctypes.c_int64(end), ctypes.c_uint32(seed % (1 << 32))),
         )
         wrong, padding, held, empty = self._run(f"check_{NAMES[memory.dtype]}", numel, arguments, 4)
-        if held + empty != numel:  # a kernel that did nothing would have found nothing wrong
+        # Without this check, a kernel that did not run would report that no place is wrong.
+        if held + empty != numel:
             raise TransferFailed(f"cuda: {held + empty} of {numel} elements were compared")
         return wrong, padding, held
 
     def _run(self, name: str, numel: int, arguments: Sequence[object], num_sums: int) -> list[int]:
-        """Return the sums that a kernel makes, of 64 bits each."""
+        """Launch a kernel and return its sums of 64 bits each."""
         sums = torch.zeros(num_sums, dtype=torch.int64, device=self._on)
         self._launch(name, numel, (*arguments, _address(sums)))
         return [value % (1 << 64) for value in sums.tolist()]
@@ -94,11 +99,14 @@ def _address(tensor: torch.Tensor) -> ctypes.c_uint64:
 
 @functools.cache
 def kernels_on(device: torch.device) -> Kernels | None:
-    """Return the kernels of a device; None where torch has to do: in host memory, and without NVRTC."""
+    """Return the kernels of a device, or None on CPUs and without NVRTC; the caller then uses torch."""
     if device.type != "cuda":
         return None
     try:
         return Kernels(device)
     except TransportUnavailable as error:
-        _log.warning("capture takes longer, by torch alone: %s", error)
+        _log.warning(
+            "capture uses slower torch operations because its GPU kernels are unavailable: %s",
+            error,
+        )
         return None

@@ -23,7 +23,7 @@ _LAYER = re.compile(r"((?:[^.]+\.)*?)(\d+)(\..+)")
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Checkpoint tensors whose names share everything up to and including the first number.
+    """Checkpoint tensors with names that are equal up to and including the first number.
 
     Attributes:
         indices: positions of the tensors in the checkpoint.
@@ -50,8 +50,8 @@ class Layers:
     def alike(cls, codes: Codes, held: Mapping[str, Holding]) -> Layers | None:
         """Return the layers of a checkpoint, or None if they save less than half of its tensors.
 
-        Choose a layer of each kind whose number also occurs in the names of `held`, if there is one: a pipeline
-        stage has only some of the layers.
+        Prefer a layer with a number that occurs in the names of `held`: a pipeline stage has only some of the
+        layers.
         """
         here = {int(found[2]) for name in held if (found := _LAYER.fullmatch(name))}
         members = defaultdict[tuple[str, int], list[int]](list)
@@ -83,7 +83,7 @@ class Layers:
     def all_of(
         self, read: Mapping[str, ElementIds], held: Mapping[str, Holding], codes: Codes
     ) -> dict[str, ElementIds]:
-        """Return the element numbers of all tensors in `held` whose layout is known.
+        """Return the element numbers of all tensors in `held` that were read or have a layer that was read.
 
         `read` has the element numbers of the tensors that a load of `loaded` changed. Tensors of identical
         layers get these numbers, shifted to their own checkpoint tensors.

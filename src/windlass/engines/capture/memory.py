@@ -1,4 +1,4 @@
-"""Every tensor that an engine's model reaches, by name, and fingerprints of them."""
+"""Find every tensor that an engine's model reaches, and compute their fingerprints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A tensor of the model that shares no element with an earlier one. `node`: its place; None for a number."""
+    """A tensor of the model that is neither tied to an earlier one nor a view inside it.
+
+    Attributes:
+        node: place of the tensor in the model; None for a number.
+    """
 
     name: str
     tensor: torch.Tensor
@@ -44,45 +48,45 @@ class Holding:
 
     @property
     def address(self) -> int:
-        """Return the address of its first element."""
+        """Address of its first element."""
         return self.tensor.data_ptr()
 
     @property
     def nbytes(self) -> int:
-        """Return its bytes from the first to the last element, gaps between strides included."""
+        """Bytes from the first to the last element, gaps between strides included."""
         return self.reach * self.tensor.element_size()
 
     @property
     def reach(self) -> int:
-        """Return `nbytes` in elements."""
+        """Elements from the first to the last, gaps between strides included."""
         steps = zip(self.tensor.shape, self.tensor.stride(), strict=True)
         return sum((size - 1) * step for size, step in steps) + 1
 
     def memory(self) -> torch.Tensor:
-        """Return its elements as they lie, gaps included: (reach,)."""
+        """Return a flat view of its memory, gaps included: (reach,)."""
         return self.tensor.detach().as_strided((self.reach,), (1,))
 
 
 def refuse(names: Collection[str], why: str) -> None:
-    """Raise UnsupportedLayout that names tensors and says what is wrong with them, if there are any."""
+    """Raise UnsupportedLayout with these names and the reason, if there are any names."""
     if names:
         raise UnsupportedLayout(f"{said(names)}: {why}")
 
 
 Held = Callable[[], Mapping[str, Holding]]
-"""By name, what a model holds now; see `held_by`."""
+"""Function that returns the current tensors of a model by name; see `held_by`."""
 
 
 def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Mapping[str, Holding]:
     """Return all tensors that a model reaches, by name, parameters first. Tied tensors and views appear once.
 
-    `ignored`: addresses of storages that hold no weights (key-value caches).
+    `ignored` has addresses of storages without weights (key-value caches).
     """
     return _distinct(reach(model), ignored)
 
 
 def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:
-    """Return what `held_by` does."""
+    """Return the distinct tensors of a walk, as `held_by` describes."""
     counts = found.num_parameters, found.num_buffers, found.num_attributes
     direct = (Kind.PARAMETER, Kind.BUFFER, Kind.ATTRIBUTE)
     kinds = (kind for kind, count in zip(direct, counts, strict=True) for _ in range(count))
@@ -110,7 +114,10 @@ def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor lies in one storage: subclasses that wrap others do not, and the walk reaches those."""
+    """Return whether a tensor has its own storage.
+
+    Subclasses that wrap other tensors do not; the walk reaches the wrapped tensors.
+    """
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     try:
@@ -120,9 +127,10 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """Return a tensor in the memory of an array; None for one that torch cannot view."""
+    """Return a tensor in the memory of an array, or None if torch cannot view the array."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of an array that is read-only
+        # torch warns about read-only arrays.
+        warnings.simplefilter("ignore")
         try:
             return torch.from_numpy(array)
         except (TypeError, ValueError):
@@ -130,17 +138,17 @@ def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 
 _LARGEST_NUMBER = 1 << 40
-"""Bound of integers that count as numbers. Larger ones are addresses and hashes."""
+"""Bound below which integers count as numbers. Larger ones are addresses and hashes."""
 
 
 @final
 class Watched:
-    """Tensors of a model. After `changed`, the next question walks the model again.
+    """Tensors of a model, cached. After `changed`, the next access walks the model again.
 
-    A call returns the tensors of `held_by`, without those that only loads make (see `settle`), and `numbers`.
+    A call returns `numbers` and the tensors of `held_by`, except tensors that only loads make (see `settle`).
 
     Attributes:
-        numbers: paths of the Python numbers that appear among tensors.
+        numbers: paths of the Python numbers that a call returns as tensors.
     """
 
     def __init__(self, model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> None:
@@ -151,25 +159,25 @@ class Watched:
         self.numbers: frozenset[str] = frozenset()
 
     def changed(self) -> None:
-        """Forget the last walk, and drop its references."""
+        """Discard the last walk and its references."""
         self._reach = self._held = None
 
     @property
     def reach(self) -> Reach:
-        """Return what the model reaches."""
+        """Objects and tensors that the model reaches."""
         if self._reach is None:
             self._reach = reach(self._model)
         return self._reach
 
     def settle(self) -> None:
-        """Leave out, from now on, HELD tensors that the model does not have now.
+        """Exclude, from now on, HELD tensors that the model does not have now.
 
         An engine's loader may keep tensors for its own use. The restored model has none of them.
         """
         self._settled = frozenset(name for name, h in self().items() if h.kind is Kind.HELD)
 
     def __call__(self) -> Mapping[str, Holding]:
-        """Return what the model holds by name."""
+        """Return the current tensors of the model by name."""
         if self._held is None:
             held = _distinct(self.reach, self._ignored)
             settled = self._settled
@@ -185,12 +193,12 @@ class Watched:
         }
 
     def all_numbers(self) -> dict[str, Number]:
-        """Return the Python numbers that the model holds, by path."""
+        """Return the Python numbers of the model, by path."""
         return self.reach.numbers()
 
 
 def differing(one: Mapping[str, Number], other: Mapping[str, Number]) -> frozenset[str]:
-    """Return the paths whose numbers differ between two walks, without integers as large as addresses."""
+    """Return the paths of numbers that differ between two walks; skip integers as large as addresses."""
     return frozenset(
         path
         for path, value in one.items()
@@ -204,13 +212,16 @@ def _of_number(value: Number) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.complex128 if isinstance(value, complex) else torch.float64)  # fmt: skip
 
 
-# odd constants of splitmix64, as signed numbers
+# Odd constants of splitmix64, as signed numbers.
 _WEIGHT = 0xBF58476D1CE4E5B9 - (1 << 64)
 _STEP = 0x94D049BB133111EB - (1 << 64)
 
 
 def fingerprint(memory: torch.Tensor) -> int:
-    """Return 64 bits of the bytes of a contiguous (n,) tensor, sensitive to their order; on its device, in one pass."""
+    """Return a 64-bit hash of the bytes of a contiguous (n,) tensor and of their order.
+
+    The hash is computed on the tensor's device in one pass.
+    """
     words = _words_of(memory)
     if words.dtype is torch.int64 and (kernels := kernels_on(words.device)) is not None:
         return kernels.fingerprint(words)
@@ -224,7 +235,7 @@ def fingerprint(memory: torch.Tensor) -> int:
 
 
 def places_sum(values: torch.Tensor, places: torch.Tensor) -> int:
-    """Return the part of a fingerprint that these words have, of which others lie between. (n,) integers each."""
+    """Return the share of these words in a fingerprint. `values` and `places` are (n,) integers each."""
     return _mixed_sum(values, places * _STEP)
 
 
@@ -235,12 +246,15 @@ def _mixed_sum(words: torch.Tensor, steps: torch.Tensor) -> int:
 
 
 def _signed(number: int) -> int:
-    """Wrap a number as 64 signed bits hold it."""
+    """Wrap a number into the range of a signed 64-bit integer."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _words_of(memory: torch.Tensor) -> torch.Tensor:
-    """View its bytes as integers: of 8 bytes where that many fill it, else of its elements' size."""
+    """View the bytes as 8-byte integers if their number is a multiple of 8, else as integers of the elements' size.
+
+    The result is a copy if the memory is not aligned to 8 bytes.
+    """
     if memory.nbytes % 8 or memory.element_size() == 8:
         return bits_of(memory)
     if memory.storage_offset() * memory.element_size() % 8 or memory.data_ptr() % 8:
@@ -254,9 +268,9 @@ def prints_of(held: Mapping[str, Holding]) -> dict[str, int]:
 
 
 def fingerprints(held: Mapping[str, Holding]) -> dict[str, str]:
-    """Return the fingerprint of every tensor that modules hold directly, in hexadecimal.
+    """Return the fingerprint of every tensor that a module has directly, in hexadecimal.
 
-    Names of others than parameters begin with their kind.
+    Names of buffers and attributes begin with their kind.
     """
     return {
         f"{'' if h.kind is Kind.PARAMETER else f'{h.kind}:'}{n}": f"{fingerprint(h.memory()):016x}"

@@ -198,7 +198,7 @@ class Recompute:
 @final
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Search for the checkpoint tensors from which an engine computes tensors that are not copies.
+    """Search for the sources of computed tensors: checkpoint tensors that the engine uses to compute others.
 
     The search compares loads that differ in some checkpoint tensors. First it groups names that differ only in
     their numbers (the same tensor of every layer), changes each group as a whole, and finds the relevant
@@ -264,7 +264,7 @@ class Search:
         yield from self._mattering(groups[half:], known=not first)
 
     def _numbered(self, members: frozenset[str]) -> frozenset[str]:
-        """Return the `members` on whose numbers a computed tensor may depend, found digit by digit."""
+        """Return the `members` that a computed tensor may depend on, found digit by digit of their numbers."""
         keys = sorted({_numbers(name) for name in members})
         index = {key: at for at, key in enumerate(keys)}
         possible = [set(range(len(keys))) for _ in self.base]
@@ -432,7 +432,7 @@ class _Part:
         )
 
     def _unwritten(self, sources: frozenset[str]) -> dict[str, int]:
-        """Return `Recompute.unwritten`, without tensors from whose old values the loader computes something."""
+        """Return `Recompute.unwritten`, without tensors with old values that the loader uses."""
         held = self.held()
         names = {
             n

@@ -1,10 +1,9 @@
-"""What a loader may touch of a model, kept so that all of it can be put back.
+"""Record all state of a model that a loader may change, and restore it.
 
-An engine's loader replaces parameters, moves them to the meta device, registers buffers, sets
-attributes of modules, of tensors and of quantisation methods, and may fail in between. What is kept
-are references: to every module, tensor, container and object of the engine's own that the model
-reaches, with what it held. So the objects that are put back are those to which the engine's graphs,
-kernels and compiled code refer, at the addresses that they had.
+An engine's loader replaces parameters, moves them to the meta device, registers buffers, sets attributes of
+modules, tensors and quantisation methods, and may fail at any point. A snapshot keeps references to every
+module, tensor, container and engine object that the model reaches, and their contents. `restore` therefore
+brings back the same objects at the same addresses, which the engine's graphs, kernels and compiled code use.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ from windlass.engines.capture.reach import Form, Node, contents_of, slots_of, va
 
 CHUNK_NBYTES = 32 << 20
 MAX_THREADS = 16
-"""Of copies between a GPU and the host."""
+"""Most threads that copy between a GPU and the host."""
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @final
 class Snapshot:
-    """A model as it is now. Keeps every tensor of it alive.
+    """State of a model at the time of construction. A snapshot keeps every tensor of the model alive.
 
     Args:
-        model: of this rank. `restore` may be called in any thread and in any inference mode.
-        ignored: addresses of storages whose bytes are not kept (key-value caches).
-        copies: whether bytes are kept, too: a copy of every tensor that the model reaches, on its
-            device where that has room, else on the host. What a GPU still holds is not written again.
-        parameters: whether those of parameters are among them; scalars are in any case.
+        model: the model of this rank.
+        ignored: addresses of storages without weights (key-value caches), which are not copied.
+        copies: whether to copy the bytes of every tensor that the model reaches, to its device if it
+            has room, else to the host. `restore` skips GPU tensors with a copy on the host that have not changed.
+        parameters: whether to copy parameters, too. Scalar parameters are always copied.
 
     Attributes:
-        prints: fingerprints of what tensors held, by the names of `held_by`; none without copies.
+        prints: fingerprints of the copied tensors, by the names of `held_by`; empty without copies.
     """
 
     def __init__(
@@ -75,7 +74,10 @@ class Snapshot:
         self._keep_bytes(held)
 
     def _keep_bytes(self, held: Mapping[str, Holding]) -> None:
-        """Keep copies; what a GPU has no room for goes to the host by way of pinned memory."""
+        """Copy tensors and record their fingerprints.
+
+        If GPU tensors need more than half of the GPU's free memory, copy all of them to the host.
+        """
         self._memories = {name: holding.memory() for name, holding in held.items()}
         self.prints = {name: fingerprint(memory) for name, memory in self._memories.items()}
         on_gpu = {n: memory for n, memory in self._memories.items() if memory.is_cuda}
@@ -116,7 +118,7 @@ class Snapshot:
                 pass
 
     def restore(self) -> None:
-        """Put everything back. Idempotent."""
+        """Restore the model. Idempotent; may be called in any thread and in any inference mode."""
         for container in (*self._empty, *filter(_holds_values, self._empty_globals)):
             container.clear()
         for restore, item, held in self._kept:
@@ -126,7 +128,7 @@ class Snapshot:
                 names[name] = value
         for tensor in self._tensors:
             tensor.restore()
-        # Tensors that were made in inference mode are written in it only; others may be.
+        # Tensors that were made in inference mode can be written only in it; all others can be, too.
         with torch.inference_mode():
             for name, copy in self._copies.items():
                 self._memories[name].copy_(copy)
@@ -134,12 +136,14 @@ class Snapshot:
             changed = (fingerprint(self._memories[n]) != self.prints[n] for n in self._moved)
             self._on_host.restore([index for index, differs in enumerate(changed) if differs])
         if any(memory.is_cuda for memory in self._memories.values()):
-            torch.cuda.synchronize()  # the engine's next step may run on another stream
+            # The engine's next step may run on another stream.
+            torch.cuda.synchronize()
 
 
 def _refill(container: Any, kept: Any) -> None:
-    """Put back what a container held, in its order, if it holds anything else."""
-    is_set = isinstance(kept, set)  # which has no order to be told
+    """Restore a container's contents and their order, if they have changed."""
+    # Sets have no order to compare.
+    is_set = isinstance(kept, set)
     if container != kept if is_set else not _same(_members(container), _members(kept)):
         container.clear()
         (container.update if isinstance(kept, dict | set) else container.extend)(kept)
@@ -152,7 +156,7 @@ def _members(container: Any) -> tuple[object, ...]:
 def _restore_slots(item: object, values: dict[MemberDescriptorType, object]) -> None:
     for member, value in values.items():
         if value_of(member, item) is not value:
-            # A read-only member of a class in C makes its value anew at each look; nothing can assign it.
+            # A read-only member of a class in C may create its value at each access and cannot be assigned.
             with suppress(AttributeError, TypeError):
                 member.__set__(item, value)
 
@@ -180,7 +184,7 @@ def _restore_class(kind: type, kept: dict[str, object]) -> None:
 
 
 def _holds_values(item: object) -> bool:
-    """Return whether a shared object holds a tensor, an array or a float, which may follow from weights."""
+    """Return whether a shared object contains a tensor, an array or a float, which may depend on weights."""
     held: Iterable[object] = vars(item).values() if type(item).__dictoffset__ else ()
     if isinstance(item, dict):
         held = (*held, *item.values())
@@ -190,9 +194,10 @@ def _holds_values(item: object) -> bool:
 
 
 def undone_if_it_fails(load: Load, watched: Watched) -> Load:
-    """Return a load that leaves tensors at their addresses. The model is quiesced.
+    """Wrap a load so that replaced tensors are copied back into the model's original tensors where possible.
 
-    If `load` raises, the model holds the same objects as before; their bytes may differ.
+    The caller has quiesced the model. If `load` raises, the wrapper restores the model's objects; their bytes
+    may differ.
     """
 
     def guarded(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -211,9 +216,9 @@ def undone_if_it_fails(load: Load, watched: Watched) -> Load:
 
 
 def _put_back(before: Mapping[str, Holding], now: Mapping[str, Holding]) -> bool:
-    """Copy tensors that a load made again into the tensors of the start; return whether there were any.
+    """Copy tensors that a load replaced into the original tensors and put these back; return whether there were any.
 
-    Graphs refer to the tensors of the start, and updates write them.
+    Graphs refer to the original tensors, and updates write them.
     """
     made = [
         (old, new)
@@ -224,7 +229,8 @@ def _put_back(before: Mapping[str, Holding], now: Mapping[str, Holding]) -> bool
         and new.address != old.address
         and _lies_alike(old.tensor, new.tensor)
     ]
-    with torch.inference_mode():  # as tensors that were made in it demand
+    # Tensors that were made in inference mode can be written only in it.
+    with torch.inference_mode():
         for old, new in made:
             if old.node is None or new.node is None:
                 continue
@@ -242,22 +248,24 @@ def _lies_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @final
 class HostCopies:
-    """What CUDA memory holds when this is made, in pageable host memory of its own.
+    """Copies of CUDA memory in pageable host memory.
 
-    Some threads share the work. Each has a stream and two chunks of pinned memory: while the GPU fills
-    (or reads) one, the thread moves the other from (or to) ordinary memory. To pin all of the host's
-    copy would take longer than the copies.
+    Up to `MAX_THREADS` threads share the work. Each has a stream and two pinned staging buffers. While the GPU
+    writes (or reads) one, the thread copies the other to (or from) pageable memory. Pinning all of the host
+    memory would take longer than the copies.
 
     Args:
-        memories: (n,) each, contiguous, on one GPU; work that writes them is waited for. They are kept.
+        memories: tensors to copy, (n,) each, contiguous, on one GPU. The constructor waits for all queued work
+            of the GPU, and the object keeps the tensors alive.
     """
 
     def __init__(self, memories: Sequence[torch.Tensor]) -> None:
         self._device = memories[0].device
         total = sum(memory.nbytes for memory in memories)
         pages = mmap.mmap(-1, max(1, total), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # of a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE)  # a fault per 2 MiB and not per 4 KiB
+        # Huge pages cost one page fault per 2 MiB instead of one per 4 KiB. Some kernels lack them.
+        with suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
         host = torch.frombuffer(pages, dtype=torch.uint8)
         self._pairs: list[_Pair] = []
         begin = 0
@@ -267,7 +275,7 @@ class HostCopies:
         self._run(range(len(memories)), to_host=True)
 
     def restore(self, chosen: Sequence[int]) -> None:
-        """Write these memories as they were, and wait for it. May be called in any thread."""
+        """Restore the memories with these indices and wait until they are written. May be called in any thread."""
         self._run(chosen, to_host=False)
 
     def _run(self, chosen: Sequence[int], *, to_host: bool) -> None:
@@ -288,7 +296,10 @@ def _chunks(memory: torch.Tensor, copy: torch.Tensor) -> Iterator[_Pair]:
 
 
 def _copy(device: torch.device, to_host: bool, chunks: Sequence[_Pair]) -> None:
-    """Copy one thread's share. Tensors that were made in inference mode are written in it only."""
+    """Copy one thread's share of the chunks.
+
+    This runs in inference mode because tensors that were made in it can be written only in it.
+    """
     size = max(len(memory) for memory, _ in chunks)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):
@@ -305,7 +316,8 @@ def _copy(device: torch.device, to_host: bool, chunks: Sequence[_Pair]) -> None:
                     done[1 - number % 2].synchronize()
                     _move(*late.pop(0))
             else:
-                event.synchronize()  # of the chunk before the last, which the stage still had
+                # The GPU may still read the staging buffer's previous chunk.
+                event.synchronize()
                 _move(stage, copy)
                 memory.copy_(stage, non_blocking=True)
                 event.record()
@@ -315,13 +327,13 @@ def _copy(device: torch.device, to_host: bool, chunks: Sequence[_Pair]) -> None:
 
 
 def _move(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy by numpy, which lets other threads run and starts none."""
+    """Copy with numpy, which releases the GIL and starts no threads."""
     target.numpy()[:] = source.numpy()
 
 
 @dataclass(frozen=True, slots=True)
 class _KeptTensor:
-    """A tensor's type and memory; `data` is None where it lies in none."""
+    """Type and memory of a tensor; `data` is None for a tensor without memory."""
 
     tensor: torch.Tensor
     kind: type
