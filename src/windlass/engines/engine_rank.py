@@ -1,7 +1,7 @@
-"""A rank of somebody else's engine: an agent in its process, captured once, in one fleet after another.
+"""A rank of a third-party engine: runs an agent in the rank's process, which captures once and joins fleets in turn.
 
-The engine's own HTTP API has it pause and resume; what only its main loop can say (that every step
-before this one is over) comes through `QuiesceGate`.
+The agent pauses and resumes the engine by the engine's own HTTP API. Only the engine's main loop knows that all
+earlier steps have ended; it reports that through `QuiesceGate`.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from windlass.transports.registry import create_transport, parse_transport
 logger = logging.getLogger(__name__)
 LEAVE_DEADLINE_S = 30.0
 RELEASE_S = 5.0
-"""For a loop that was let go, of the time to resume."""
+"""Most seconds of the resume deadline that the agent waits for released loops to leave their block."""
 
 
 class EngineApi(Protocol):
-    """The engine's own way to be paused; called on rank 0 only, may block."""
+    """Engine-specific calls that pause and resume an engine. Called on rank 0 only; may block."""
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         """Stop admission and treat running requests as `mode` says.
 
         Returns:
-            Whether the engine is paused now, until `resume`; False where loops that are blocked are enough.
+            True if the engine stays paused until `resume`; False if blocked loops are enough.
         """
         ...
 
     def blocks(self, mode: PauseMode) -> bool:
-        """Whether loops are blocked for as long as a pause of this mode lasts.
+        """Return whether the main loops stay blocked during a pause of this mode.
 
-        A loop that is blocked neither runs steps nor takes the interpreter from the agent's thread.
+        A blocked loop runs no steps and does not compete with the agent's thread for the interpreter lock.
         """
         ...
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
-        """Make the main loop of every rank call its `QuiesceGate`: `quiesced`, or `block`.
+        """Make the main loop of every rank call `QuiesceGate.quiesced`, or `QuiesceGate.block` with `block`.
 
-        Returns when all have; with `block`, when all have left it.
+        Return when all calls have returned. A call of `QuiesceGate.block` returns at the end of the pause.
         """
         ...
 
     def resume(self, deadline_s: float) -> None:
-        """Go on generating after `pause`, and after loops have left `block`, unless a loop is stuck."""
+        """Resume generation after `pause`. All loops have left `block` by then, unless one is stuck."""
         ...
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """Stamp what is generated from now on."""
+        """Set the version of all tokens that the engine generates from now on."""
         ...
 
 
@@ -70,8 +70,12 @@ class EngineApi(Protocol):
 class RankHooks:
     """`EngineHooks` of one rank.
 
-    `captured` brings derived values up to date; None for an engine that derives none. `api` is None on all ranks but the
-    first, and where the trainer has the engine pause and resume, and stamps it. `looks`: see `EngineRank`.
+    Args:
+        captured: layout that updates derived values; None for an engine without derived values.
+        gate: gate between this agent and the engine's main loop.
+        api: calls that pause the engine. None on all ranks except the first, and if the trainer pauses and
+            resumes the engine and sets its version.
+        looks: see `EngineRank`.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class RankHooks:
 
     @property
     def has_api(self) -> bool:
-        """Whether this rank brings its engine to rest."""
+        """True if this rank pauses and resumes its engine."""
         return self._api is not None
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
@@ -104,9 +108,11 @@ class RankHooks:
             raise
 
     def _stop(self, api: EngineApi, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-        if self._blocked is not None:  # it may still be on its way out
+        # The thread of the previous pause may still wait for its call to return.
+        if self._blocked is not None:
             self._blocked.join(deadline_s)
-        before, self._paused = self._paused, True  # also if no answer comes: it may have stopped
+        # Set this before the call: if no answer arrives, the engine may still have paused.
+        before, self._paused = self._paused, True
         self._paused = api.pause(mode, deadline_s) or before
         if not api.blocks(mode):
             api.quiesce(pause_id, deadline_s, block=False)
@@ -117,7 +123,7 @@ class RankHooks:
         self._blocked.start()
 
     def _block(self, api: EngineApi, pause_id: str, deadline_s: float) -> None:
-        """Have loops blocked, in a thread of its own: the call lasts as long as the pause."""
+        """Block the loops. Runs in a separate thread because the call lasts as long as the pause."""
         try:
             api.quiesce(pause_id, deadline_s, block=True)
         except WindlassError as error:
@@ -125,12 +131,13 @@ class RankHooks:
             self._gate.fail(pause_id, error)
 
     def resume(self, deadline_s: float) -> None:
-        """See `EngineHooks.resume`; an engine that was not paused is left alone."""
+        """Resume the engine if it was paused; see `EngineHooks.resume`."""
         self._gate.end()
         if self._api is None or not self._paused:
             return
         end = time.monotonic() + deadline_s
-        if self._blocked is not None:  # a loop that is stuck hears `resume` later
+        # A stuck loop must not use up the deadline: it resumes later, when it leaves its block.
+        if self._blocked is not None:
             self._blocked.join(min(RELEASE_S, deadline_s / 2))
             self._blocked = None
         self._api.resume(end - time.monotonic())
@@ -141,9 +148,9 @@ class RankHooks:
             self._captured.finalise()
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """See `EngineHooks.set_version`.
+        """Set the engine's version; see `EngineHooks.set_version`.
 
-        An engine that is paused by its own routes runs no step, and may need its loop for this.
+        An engine that its own routes have paused runs no step. Release its loop first: it may need the loop for this.
         """
         if self._paused:
             self._gate.end()
@@ -153,16 +160,16 @@ class RankHooks:
 
 @final
 class EngineRank:
-    """What the process of a rank keeps; one model lives in it.
+    """State of one rank's process, which has one model.
 
-    `capture` comes first and lets nobody write. Between it and `join` whoever gives these orders
-    compares what all ranks have captured; should it die there, the engine is in no fleet.
+    `capture` runs first and gives no peer access to memory. Before `join`, the launcher (or plugin) compares the
+    captured layouts of all ranks. If it dies in between, the engine is in no fleet.
 
-    The layout is captured once, while the engine still has the weights of its start. Later joins, after
-    the controller of the fleet before has ended, use it again: with another controller, transport or
-    mode of updates, the engine neither starts nor captures anew.
+    The rank captures its layout once, while the engine still has the weights of its start. Later joins reuse
+    the layout after the previous fleet's controller has ended. The engine therefore needs no new start and no
+    new capture for another controller, transport or update mode.
 
-    `looks`: whether the agent calls `Captured.look` once the engine is quiesced; if not, the engine's loop does so.
+    `looks` is True if the agent calls `Captured.look` once the engine is quiesced, False if the engine's loop does.
     """
 
     def __init__(self, *, looks: bool = True) -> None:
@@ -174,12 +181,12 @@ class EngineRank:
 
     @property
     def captured(self) -> Captured:
-        """Return what `capture` found; raise UnsupportedLayout if it has not been called."""
+        """Captured layout. Raises UnsupportedLayout before `capture` has been called."""
         return self._required()[1]
 
     @property
     def settings(self) -> AgentSettings:
-        """Return those of the first `capture`; raises as `captured` does."""
+        """Settings of the first `capture`. Raises UnsupportedLayout before `capture` has been called."""
         return self._required()[0]
 
     def _required(self) -> tuple[AgentSettings, Captured, RankHooks]:
@@ -194,18 +201,21 @@ class EngineRank:
         capture: Callable[[], Captured],
         api: Callable[[], EngineApi] | None = None,
     ) -> CapturedLayout:
-        """Return what this rank holds of the checkpoint. Called in the engine's main loop.
+        """Capture this rank's layout, or reuse an earlier capture, and return its summary.
+
+        The engine's main loop calls this.
 
         Args:
-            settings: `name`, `url`, `checkpoint` and `world_size` stay those of the first join.
-            rank: of this process.
-            capture: captures the layout; called once for these.
-            api: makes what pauses the engine; called on rank 0, as often. None where the trainer holds the
-                engine's loops by calls of its own, which come to `QuiesceGate.block`; see `Hello.comes_to_rest`.
+            settings: settings of the join. `name`, `url`, `checkpoint` and `world_size` must not change after the
+                first join.
+            rank: rank of this process.
+            capture: function that captures the layout; called only if these settings have no capture yet.
+            api: factory of the calls that pause the engine; called on rank 0 after each capture. None if the trainer
+                blocks the engine's loops by its own calls to `QuiesceGate.block`; see `Hello.comes_to_rest`.
 
         Raises:
-            UnsupportedLayout: see `capture`; nothing was captured.
-            ConfigError: settings that must not change did, or there are more ranks than announced.
+            UnsupportedLayout: see `capture`; this rank keeps no new layout.
+            ConfigError: a fixed setting has changed, or the engine has more ranks than `world_size`.
         """
         if rank >= settings.world_size:
             raise ConfigError(
@@ -228,13 +238,13 @@ class EngineRank:
         return msgspec.structs.replace(found, seconds=seconds)
 
     def join(self, settings: AgentSettings, rank: int, token: str) -> None:
-        """Join a fleet, after leaving the one before. Called in the engine's main loop.
+        """Leave the previous fleet and join a new one. The engine's main loop calls this.
 
-        The captured memory is registered; the rank's GPU, if it has one, is the current device.
+        This registers the captured memory. If the rank has a GPU, the caller has made it the current device.
 
         Raises:
-            UnsupportedLayout: nothing has been captured.
-            ConfigError: settings that must not change did.
+            UnsupportedLayout: `capture` has not been called.
+            ConfigError: a fixed setting has changed.
             ProtocolError: see `leave`; or the controller speaks another protocol.
             AuthenticationError, PeerTimeout: see `AgentChannel.connect`.
             TransportUnavailable, RegionError: the transport cannot serve this memory.
@@ -251,7 +261,7 @@ class EngineRank:
         sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
         spans = zip(captured.addresses, sizes, strict=True)
         regions = transport.register_all(stretches(spans, allocation_of))
-        # Repacked parameters are read from their buffers, which hold what was last received.
+        # Peers read repacked parameters from their buffers, which have the last received version.
         self._client = EngineClient(
             EngineWeights(
                 manifest=captured.manifest,
@@ -272,15 +282,15 @@ class EngineRank:
 
     @property
     def served_version(self) -> int:
-        """That this rank holds of the fleet that it is in; -1 for none."""
+        """Version of the current fleet that this rank serves; -1 before the first."""
         return -1 if self._client is None else self._client.agent.served_version
 
     def leave(self, deadline_s: float) -> None:
-        """Withdraw the rank's memory from its fleet, whose controller has ended; if it is in one.
+        """Leave the current fleet, if any, and withdraw the rank's memory. The fleet's controller must have ended.
 
         Raises:
-            ProtocolError: the controller is still connected after `deadline_s`, so that a trainer
-                may be writing; or the weights may be mixed, which only this fleet can mend.
+            ProtocolError: the controller is still connected after `deadline_s`, so a trainer may be
+                writing; or the weights may be mixed, and only an update by this fleet can repair them.
         """
         if self._client is None:
             return
@@ -306,10 +316,10 @@ class EngineRank:
 
 
 def _freeze_heap() -> None:
-    """Keep the garbage collector from walking what lives as long as the engine.
+    """Exclude all current objects from garbage collection, because they live as long as the engine.
 
-    The modules that vLLM or SGLang import are 650 000 objects. A full collection, in the middle of an update as likely
-    as not, takes 0.4 s (`benchmarks/bench_heap.py`, 2-core EPYC, idle, 2026-11-21) and holds the interpreter lock.
+    vLLM or SGLang import modules with 650,000 objects. A full collection takes 0.4 s (`benchmarks/bench_heap.py`,
+    2-core EPYC, idle, 2026-11-21), holds the interpreter lock, and may happen during an update.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Start somebody else's engine server, wait until it serves, and bring its ranks into the fleet."""
+"""Start a third-party engine server, wait until it serves, and order its ranks to join the fleet."""
 
 from __future__ import annotations
 
@@ -59,23 +59,23 @@ REACH_DEADLINE_S = 30.0
 JOIN_S, JOIN_BYTES_PER_S = 600.0, 100_000_000
 LOG_DEADLINE_S = 5.0
 _PARALLEL = (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"))
-"""Sizes of which the ranks of an engine are the product."""
+"""Options of the parallel sizes. The number of ranks of an engine is their product."""
 
 Join = Callable[[AgentSettings], None]
-"""Makes every rank of the running server join; raises a `WindlassError` when one cannot."""
+"""Function that orders every rank of the running server to join; raises a `WindlassError` if one fails."""
 
 
 def exit_at_signal(number: int, _frame: FrameType | None) -> None:
-    """Handle a signal: leave the main thread by SystemExit, with a shell's status for it."""
+    """Handle a signal: raise SystemExit with the exit status that a shell reports for the signal."""
     sys.exit(128 + number)
 
 
 def _end_signals() -> int:
-    """Return a file from which a byte can be read at the first SIGTERM or SIGINT from now on.
+    """Return a file descriptor that becomes readable at the next SIGTERM or SIGINT. Call this in the main thread.
 
-    Called in the main thread. Handlers written in Python run in that thread, which does not notice a signal that
-    another thread was given, or that came between its last look and its wait for a lock: there it may wait
-    for ever. The handler in C writes to a pipe, whatever the thread.
+    Python runs signal handlers only in the main thread. If the main thread waits for a lock, it may never notice a
+    signal that another thread received, or that arrived just before the wait. The handler in C writes to the pipe
+    in any thread.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -86,16 +86,16 @@ def _end_signals() -> int:
 
 
 def launch(engine: EngineSpec, description: str | None) -> int:
-    """Check the command line of an engine with a server of its own, then start or attach it.
+    """Check the command line of a third-party engine, then start or attach its server.
 
-    A release that cannot be updated is refused, and what one lacks is told.
+    This refuses a release that cannot be updated, and prints a warning for each feature that a release lacks.
 
     Args:
-        engine: with `releases` and a `server`.
-        description: for `--help`.
+        engine: engine with `releases` and a `server`.
+        description: text for `--help`.
 
     Returns:
-        The exit status; 2, and one line on stderr, for whatever a `WindlassError` says.
+        The exit status. After a `WindlassError` this is 2, and stderr has one line with the error.
     """
     args, rest = arguments(engine.module, description).parse_known_args()
     try:
@@ -120,7 +120,7 @@ def launch(engine: EngineSpec, description: str | None) -> int:
         if args.nnodes > 1:
             _meet(args)
         command = engine.server.command(args, rest)
-        # On the other nodes nothing is served that a key could open.
+        # Nodes after the first serve no HTTP, so they need no key.
         key_of = (
             contextlib.nullcontext(random.token_hex(32)) if args.node_rank else new_key(args.port)
         )
@@ -137,10 +137,10 @@ def launch(engine: EngineSpec, description: str | None) -> int:
 
 
 def _secrets(controller: str, rest: Sequence[str], key: str) -> Secrets:
-    """Return what this process has to show others, of which no child inherits anything.
+    """Return the secrets that this process shows to its peers. No child process inherits them.
 
     Raises:
-        ConfigError: there is a controller and no token.
+        ConfigError: a controller is given and no token.
     """
     token = control_token() if controller else secret_value(TOKEN_VARIABLE)
     options = dict(options_of(rest))
@@ -149,10 +149,11 @@ def _secrets(controller: str, rest: Sequence[str], key: str) -> Secrets:
 
 
 def _meet(args: argparse.Namespace) -> None:
-    """Find where the nodes of a server meet, as `dist_init_addr`, and check that the others reach the first.
+    """Set `dist_init_addr`, where the nodes of a server meet, and check that the other nodes can reach the server.
 
     Raises:
-        ConfigError: no place is known, or it is on another host than what others are told of the server.
+        ConfigError: no address of the first node is known, or the advertised host is a loopback address and
+            the first node's is not.
     """
     if not args.dist_init_addr:
         if not (first := environment_value(FIRST_NODE_VARIABLE)):
@@ -167,12 +168,13 @@ def _meet(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _told_token(args: argparse.Namespace, token: str) -> Iterator[dict[str, str]]:
-    """Have a part of a server over several nodes find the token, in a file of this user's alone.
+    """Yield environment variables that give the token to this node's part of a server over several nodes.
 
-    Ranks on other nodes than the first join by it, and prove to the server by it who they are.
+    The token is in a file that only this user can read. Ranks on nodes after the first need it to join, and to
+    authenticate to the server.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the server has several nodes and no token.
     """
     if args.nnodes == 1:
         yield {}
@@ -191,10 +193,10 @@ def _told_token(args: argparse.Namespace, token: str) -> Iterator[dict[str, str]
 
 
 def _check(engine: EngineSpec, args: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Raise unless a server can be started so, and updated.
+    """Check that a server with these options can start and get updates.
 
     Raises:
-        ConfigError: numbers of ranks or of nodes that do not go together, or what the engine's rules refuse.
+        ConfigError: the numbers of ranks and nodes do not match, or the engine's rules refuse an option.
     """
     refuse_options([*rest, *_own_words(args)], engine.rules)
     if not 0 <= args.node_rank < args.nnodes:
@@ -207,7 +209,7 @@ def _check(engine: EngineSpec, args: argparse.Namespace, rest: Sequence[str]) ->
         raise ConfigError(
             f"--dp must be 1 with --nnodes {args.nnodes}, got {args.dp}: replicas of one server lie on one host"
         )
-    # Whole stages on each node, or each stage on as many nodes.
+    # Each node has a whole number of stages, or each stage has the same number of nodes.
     per_stage = args.nnodes // args.pp
     if args.pp % args.nnodes and (args.nnodes % args.pp or args.tp % per_stage):
         raise ConfigError(
@@ -217,10 +219,10 @@ def _check(engine: EngineSpec, args: argparse.Namespace, rest: Sequence[str]) ->
 
 
 def _own_words(args: argparse.Namespace) -> list[str]:
-    """Return options that every engine has here, but that not every engine can be given.
+    """Return the options of this parser that some engines refuse.
 
     Raises:
-        ConfigError: a number of ranks or nodes is none.
+        ConfigError: a number of ranks or nodes is below 1, or a deadline is not finite and above 0.
     """
     for name in ("tp", "pp", "dp", "nnodes"):
         if vars(args)[name] < 1:
@@ -238,7 +240,7 @@ def _own_words(args: argparse.Namespace) -> list[str]:
 
 
 def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
-    """Return the options of every engine; what the parser does not know goes to the engine's own server."""
+    """Return a parser for the options of every engine. The caller passes unknown options to the engine's server."""
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--name", required=True, help="identity in the fleet")
     parser.add_argument("--model", required=True, help="checkpoint folder (safetensors)")
@@ -253,7 +255,8 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--transport", default="auto")
     for short, name in _PARALLEL:
         spelt = (f"--{short}", f"-{short}", f"--{short}-size")
-        theirs = (f"--{name}-parallel-size", f"--{name}_parallel_size")  # the engines' own
+        # Accept the engines' own spellings, too.
+        theirs = (f"--{name}-parallel-size", f"--{name}_parallel_size")
         help_ = f"{name}-parallel size"
         parser.add_argument(*spelt, *theirs, type=int, default=1, help=help_)
     parser.add_argument("--nnodes", type=int, default=1, help="that the ranks are spread over")
@@ -291,14 +294,14 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def checked_arguments(engine: EngineSpec, words: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command line that an engine is started with, which is checked as `launch` does.
+    """Parse an engine's command line and check it as `launch` does; return its options.
 
     Args:
-        engine: with a server of its own.
-        words: what follows the module's name.
+        engine: engine with a `server`.
+        words: words of the command line after the module's name.
 
     Raises:
-        ConfigError: words that no engine can be started with, or that the engine's rules refuse.
+        ConfigError: the words are invalid, or the engine's rules refuse them.
     """
     said = io.StringIO()
     try:
@@ -311,17 +314,17 @@ def checked_arguments(engine: EngineSpec, words: Sequence[str]) -> argparse.Name
 
 
 def attach_running(args: argparse.Namespace, join: Join, token: str) -> int:
-    """Have a server that runs join a fleet, for `--attach`; print one JSON line.
+    """Order a running server to join a fleet, for `--attach`, and print one JSON line.
 
-    The layout that it has captured is used again; one that has not joined a fleet captures it now,
-    and must still hold its checkpoint.
+    The server reuses its captured layout. A server that never joined a fleet captures its layout now, and must
+    still have the weights of its checkpoint.
 
     Returns:
         0.
 
     Raises:
-        ConfigError: no controller is named. Besides, see `join_fleet`.
-        SystemExit: SIGTERM or SIGINT; what was asked of the server has been brought to its end.
+        ConfigError: no controller is given; see also `join_fleet`.
+        SystemExit: SIGTERM or SIGINT arrived. The order to the server has ended by then.
     """
     if not args.controller:
         raise ConfigError("--attach: --controller must be given")
@@ -338,7 +341,7 @@ def attach_running(args: argparse.Namespace, join: Join, token: str) -> int:
 
 def _settings(args: argparse.Namespace, url: str, *, loaded: bool = True) -> AgentSettings:
     adapter = adapter_of(args.adapter)
-    # Ranks may read a checkpoint from a slow disk, however large it is.
+    # The deadline grows with the checkpoint, because ranks may read it from a slow disk.
     nbytes = sum(file.stat().st_size for file in Path(args.model).glob("*.safetensors"))
     return AgentSettings(
         name=args.name,
@@ -347,7 +350,8 @@ def _settings(args: argparse.Namespace, url: str, *, loaded: bool = True) -> Age
         url=url,
         checkpoint=args.model if adapter is None else str(adapter.folder),
         world_size=args.tp * args.pp * args.dp,
-        loaded=loaded or adapter is not None,  # an adapter is always read from its folder
+        # An engine always loads an adapter from its folder.
+        loaded=loaded or adapter is not None,
         adapter="" if adapter is None else adapter.name,
         join_deadline_s=args.join_deadline_s or JOIN_S + nbytes / JOIN_BYTES_PER_S,
     )
@@ -361,17 +365,17 @@ def serve(
     join: Join,
     secrets: Secrets,
 ) -> int:
-    """Run `command` until it ends; print one JSON line once its ranks have joined, on the first node.
+    """Run `command` until it ends. On the first node, print one JSON line once its ranks have joined.
 
     Args:
-        args: of `arguments`, with all addresses; `port` is that of the command.
-        command: the engine's own server.
-        ready_line: what the server logs when it serves.
-        join: called once, if there is a controller.
-        secrets: of which the server is told the hash of the key alone.
+        args: options from `arguments`, with all addresses; `port` is the port of the command.
+        command: command of the engine's own server.
+        ready_line: text that the server logs when it is ready.
+        join: function that is called once, if a controller is given.
+        secrets: secrets of this process. The server gets only the hash of the key.
 
     Returns:
-        The exit status of the server, or 2 when its ranks could not join.
+        The exit status of the server, or 2 if its ranks failed to join.
     """
     signals = _end_signals()
     server = subprocess.Popen(
@@ -397,7 +401,7 @@ def serve(
                 ready.set()
 
     def watch_server() -> None:
-        """Its status is known then, which at its log's end it is not."""
+        """Wake the waiter when the server has ended. The end of its log is too early: it has no exit status yet."""
         server.wait()
         ready.set()
 
@@ -413,7 +417,8 @@ def serve(
         progress.begin("its server starts and loads its model", args.start_deadline_s)
     try:
         if args.node_rank:
-            server.wait()  # the first node serves, and has all ranks join
+            # The launcher on the first node orders all ranks to join.
+            server.wait()
         elif not ready.wait(args.start_deadline_s):
             raise PeerTimeout(
                 f"its server has not logged {ready_line!r} after {args.start_deadline_s} s"
@@ -437,8 +442,10 @@ def serve(
     finally:
         progress.end(done=False)
         code = server.wait()
-        _kill(server.pid)  # what a dead leader left behind
-        log.join(LOG_DEADLINE_S)  # a process that has left the group may hold the pipe open
+        # Child processes may outlive the server.
+        _kill(server.pid)
+        # A process that has left the group may keep the pipe open, so this wait has a deadline.
+        log.join(LOG_DEADLINE_S)
     return status or code
 
 
@@ -447,17 +454,17 @@ def _say_joined(args: argparse.Namespace, url: str) -> None:
 
 
 def _tell(args: argparse.Namespace, token: str, reason: str) -> None:
-    """Tell the controller why this engine does not join, so that nobody waits for its deadline."""
+    """Report to the controller why this engine does not join, so that the controller does not wait for it."""
     with contextlib.suppress(WindlassError):
         if args.controller:
             report_cannot_join(args.controller, token, args.name, reason)
 
 
 def _reach(host: str, port: int) -> None:
-    """Wait until a server listens: it logs that it serves a moment before, and says nothing afterwards.
+    """Wait until a server accepts connections. It logs its ready line shortly before that.
 
     Raises:
-        PeerUnreachable: refused for `REACH_DEADLINE_S`.
+        PeerUnreachable: the server refused connections for `REACH_DEADLINE_S`.
     """
     end_s, backoff_s = time.monotonic() + REACH_DEADLINE_S, 0.05
     while True:

@@ -1,6 +1,6 @@
-"""What Windlass knows of an engine, in one value, and where it is found by name.
+"""Description of an engine (`EngineSpec`), and the registry that finds engines by name.
 
-A new engine is one folder here with a `spec.py` that defines `ENGINE`, or an entry point of the group
+To add an engine, add a folder here with a `spec.py` that defines `ENGINE`, or an entry point of the group
 `windlass.engines` in another distribution. This module imports neither torch nor an engine.
 """
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a setting of an engine may be while updates reach the engine.
+    """Allowed values of an engine's setting while the engine gets updates.
 
     Attributes:
-        option: how the command line spells it; empty where only the live configuration says it.
-        allowed: values that updates survive, the usual one first; empty: it must not be given.
-        why: no other value is.
-        settings: where the live configuration has it, in the engine's own words.
+        option: option of the command line; empty if the setting exists only in the live configuration.
+        allowed: values that work with updates, the usual one first; if empty, the option must not be given.
+        why: reason why other values are refused.
+        settings: names of the setting in the engine's live configuration.
         aliases: other spellings of the option.
     """
 
@@ -47,7 +47,7 @@ class Rule:
     aliases: tuple[str, ...] = ()
 
     def refusal_of(self, text: str) -> str:
-        """Return what is wrong with the option followed by `text`; empty if nothing is."""
+        """Return why the option must not have the value `text`; empty if the value is allowed."""
         texts = [str(v) for v in self.allowed if v not in (None, "") and not isinstance(v, bool)]
         if text in texts:
             return ""
@@ -57,7 +57,7 @@ class Rule:
 
 
 def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the options of a command line, spelt with dashes, and what follows each: its value, if it has one."""
+    """Yield each option of a command line, spelt with dashes, and the word after it (its value if it has one)."""
     for word, following in pairwise([*words, ""]):
         option, equals, value = word.partition("=")
         if option.startswith("-"):
@@ -65,10 +65,10 @@ def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def refuse_options(words: Sequence[str], rules: Iterable[Rule]) -> None:
-    """Check the words of a command line that are meant for an engine.
+    """Check the words of an engine's command line.
 
     Raises:
-        ConfigError: names an option with which an update would be wrong, and why.
+        ConfigError: an option would make updates wrong; the message names the option and the reason.
     """
     by_option = {option: rule for rule in rules for option in (rule.option, *rule.aliases)}
     for option, value in options_of(words):
@@ -78,12 +78,12 @@ def refuse_options(words: Sequence[str], rules: Iterable[Rule]) -> None:
 
 
 def refuse_settings(engine: str, rules: Iterable[Rule], setting: Callable[[str], object]) -> None:
-    """Check what a running engine is set to, however that was written: in a file, shortened, by default.
+    """Check the effective settings of a running engine, from options, files or defaults.
 
-    `setting` returns the value at a place of the configuration, and raises LookupError where this release has none.
+    `setting` returns the value of a name in the configuration. It raises LookupError if this release lacks the name.
 
     Raises:
-        ConfigError: names a setting with which an update would be wrong, and why.
+        ConfigError: a setting would make updates wrong; the message names the setting and the reason.
     """
     for rule in rules:
         for place in rule.settings:
@@ -98,7 +98,7 @@ def refuse_settings(engine: str, rules: Iterable[Rule], setting: Callable[[str],
 
 
 def expandable_segments() -> str:
-    """Return `VARIABLE=value` of what asks torch for memory that cannot be registered; else empty."""
+    """Return `VARIABLE=value` of the variable that enables torch's expandable segments; empty if none does."""
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         value = environment_value(variable)
         if "expandable_segments:true" in value.lower():
@@ -107,10 +107,10 @@ def expandable_segments() -> str:
 
 
 def refuse_expandable_segments() -> None:
-    """Check the allocator's environment.
+    """Check the environment variables of torch's allocator.
 
     Raises:
-        ConfigError: it asks torch for memory that cannot be registered.
+        ConfigError: a variable enables expandable segments. Transports cannot register their memory.
     """
     if asked := expandable_segments():
         variable, _, value = asked.partition("=")
@@ -121,20 +121,21 @@ def refuse_expandable_segments() -> None:
 
 
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What every rank of an engine is told.
+    """Settings that every rank of an engine gets.
 
     Attributes:
-        name: identity in the fleet; ranks are called `name/rank`.
-        controller: address. transport: name of the transport that receives weights.
-        url: of the engine's own HTTP server.
-        checkpoint: folder with safetensors files of the model's names, shapes and types; of the
-            adapter's, where updates are of one.
-        adapter: name of the adapter that updates reach; empty if they reach the model.
-        loaded: whether the engine started with the weights of `checkpoint`; if not, nothing can be
-            compared with them.
-        world_size: ranks of this engine.
-        serves_own_weights: whether it answers with the weights of its start before the first version.
-        join_deadline_s: for all ranks to capture their layouts, and again for all to join.
+        name: identity of the engine in the fleet; a rank's identity is `name/rank`.
+        controller: URL of the controller.
+        transport: name of the transport that receives weights.
+        url: URL of the engine's own HTTP server.
+        checkpoint: folder with safetensors files that have the model's names, shapes and types, or the
+            adapter's if updates are for an adapter.
+        adapter: name of the adapter that gets updates; empty if the model gets them.
+        loaded: whether the engine started with the weights of `checkpoint`. If not, capture cannot compare
+            the engine's memory with the checkpoint.
+        world_size: number of ranks of this engine.
+        serves_own_weights: whether the engine serves requests with its start weights before the first version.
+        join_deadline_s: seconds for all ranks to capture their layouts, and again for all of them to join.
     """
 
     name: str
@@ -150,25 +151,25 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def made_up(self) -> bool:
-        """Whether the engine holds values of nobody's, and has answered with none of them."""
+        """True if the engine started without weights and has served no request with them."""
         return not self.loaded and not self.serves_own_weights
 
     def reference(self) -> StoredCheckpoint | None:
-        """Return the weights that the engine holds now; None where nobody knows them."""
+        """Return the checkpoint that the engine loaded at its start, or None if it loaded none."""
         from windlass.engines.capture.codes import StoredCheckpoint
 
         return StoredCheckpoint(Path(self.checkpoint)) if self.loaded else None
 
 
 class CapturedLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank found when it captured its layout: names of tensors.
+    """Summary of a rank's captured layout.
 
     Attributes:
-        unplaced: of the checkpoint, that left no trace on this rank. unread: those of them that the
-            loader passed by.
+        unplaced: names of checkpoint tensors without an element on this rank.
+        unread: names in `unplaced` that the loader did not read.
         recomputed: see `windlass.engines.capture.description.Captured`.
-        buffer_nbytes: of buffers that stay, because these tensors are received there.
-        seconds: that stages of the capture took; empty for one of an earlier join.
+        buffer_nbytes: bytes of the buffers outside the model's memory, which updates write.
+        seconds: duration of each stage of the capture; empty if the rank reuses an earlier capture.
     """
 
     unplaced: tuple[str, ...]
@@ -180,66 +181,70 @@ class CapturedLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """How an engine's own server is started: its command line, and what its environment has besides."""
+    """Command line of an engine's own server, and additional environment variables."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class RankStep(StrEnum):
-    """What the ranks of a server are told to do, in this order, before they are in a fleet."""
+    """Steps of a join, which the ranks of a server carry out in this order."""
 
     CAPTURE = "capture"
     JOIN = "join"
 
 
 class EngineServer(Protocol):
-    """A server of somebody else's, whose ranks run an agent: see `windlass.engines.launch`.
+    """A third-party engine server with ranks that run an agent; see `windlass.engines.launch`.
 
     Attributes:
-        ready_line: what it logs once it serves.
-        answers_for_all: whether every rank has carried out an order once the server has answered it.
+        ready_line: text that the server logs when it is ready.
+        answers_for_all: whether the server answers an order only after every rank has carried it out.
     """
 
     ready_line: str
     answers_for_all: bool
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
-        """Return how to start the server.
+        """Return the command that starts the server.
 
-        `args`: options that every engine has, see `windlass.engines.launch.arguments`; `rest`: the server's own.
+        Args:
+            args: options that every engine has; see `windlass.engines.launch.arguments`.
+            rest: options of the server itself.
 
         Raises:
-            ConfigError: options that do not go together, or that this release cannot do.
+            ConfigError: options contradict each other, or this release does not support one.
         """
         ...
 
     def order(
         self, server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str
     ) -> None:
-        """Have every rank capture its layout, or join the fleet after leaving the one before.
+        """Order every rank to capture its layout, or to leave its previous fleet and join a new one.
 
-        No rank is in a fleet because of the first. Each reports in `folder`, see
-        `windlass.engines.rank_reports.carry_out`: what it has captured as a `CapturedLayout` in JSON, or nothing.
+        The capture step joins no fleet. Each rank reports in `folder` (see
+        `windlass.engines.rank_reports.carry_out`): a `CapturedLayout` in JSON for the capture, nothing for the join.
 
         Raises:
-            ConfigError: a setting that an update does not survive.
-            PeerUnreachable: the server is not there, or could not have its ranks do it. PeerTimeout.
+            ConfigError: a setting would make updates wrong.
+            PeerUnreachable: the server did not answer, or could not pass the order to its ranks.
+            PeerTimeout: the server did not answer in time.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What a job says of one of its engines.
+    """Options of one engine in a job.
 
     Attributes:
         model: configuration or checkpoint folder.
-        transport: of the weights: a name, or a configuration as JSON.
-        port: of its server; 0 lets the system choose, for an engine that can.
-        num_nodes: that its ranks are spread over. node: the one that the command is for.
-        arguments: the engine's own.
-        python: interpreter; this one when empty.
+        transport: transport of the weights: a name, or a configuration as JSON.
+        port: port of the engine's server; 0 lets the system choose, if the engine supports it.
+        num_nodes: number of nodes that the engine's ranks use.
+        node: index of the node that the command is for.
+        arguments: options of the engine itself.
+        python: Python interpreter; empty for the current one.
     """
 
     name: str
@@ -256,24 +261,24 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """An engine.
+    """Description of an engine.
 
     Attributes:
-        name: in configurations and on command lines; that of its folder or entry point.
-        title: for people.
-        module: what `python -m` starts; takes the options that `command` gives.
-        releases: what is known of them; None for an engine that comes with Windlass or a plugin.
-        rules: of its options and settings.
-        server: of somebody else's, which a launcher starts and whose ranks are told to join; None for
-            an engine whose ranks join by themselves.
-        check: raises ConfigError for the words of a command line that an engine without a `server` is not started with.
-        context_option: option that bounds the tokens of a prompt with its answer; empty if none is known.
-        default_context: that bound where the option is not given, if it does not depend on the model.
-        needs_port: whether its server cannot choose a port by itself.
-        spans_nodes: whether its server may be started in parts, one on each of several nodes.
-        cpu_arguments: options with which it serves a small model on a machine without a GPU.
-        cpu_environment: variables for the same.
-        gpu_arguments: options with which it serves a small model on a GPU that it shares with others.
+        name: name in configurations and on command lines; equals the name of its folder or entry point.
+        title: name for display.
+        module: module that `python -m` starts; accepts the options that `command` returns.
+        releases: known releases; None for an engine that comes with Windlass or a plugin.
+        rules: rules for its options and settings.
+        server: third-party server that a launcher starts and orders to join; None for an engine with ranks
+            that join without an order.
+        check: function that raises ConfigError for an invalid command line of an engine without a `server`.
+        context_option: option that bounds the tokens of a prompt plus its answer; empty if none is known.
+        default_context: default of `context_option`; None if it depends on the model.
+        needs_port: whether its server needs a given port.
+        spans_nodes: whether its server may consist of parts on several nodes.
+        cpu_arguments: options to serve a small model on a machine without a GPU.
+        cpu_environment: environment variables to serve a small model on a machine without a GPU.
+        gpu_arguments: options to serve a small model on a GPU that other processes use, too.
     """
 
     name: str
@@ -292,10 +297,10 @@ class EngineSpec:
     gpu_arguments: tuple[str, ...] = ()
 
     def command(self, options: EngineOptions) -> tuple[str, ...]:
-        """Return the command line of a process that serves, and whose ranks join the fleet.
+        """Return the command line that starts the engine and has its ranks join the fleet.
 
         Raises:
-            ConfigError: the engine needs a port, and has none.
+            ConfigError: the engine needs a port and `options` has none.
         """
         if self.needs_port and not options.port:
             raise ConfigError(f"engine {options.name!r}: port must be > 0 for {self.name}, got 0")

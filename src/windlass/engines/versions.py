@@ -1,8 +1,8 @@
-"""Which release of an engine has what: for launchers, `windlass doctor` and the docs.
+"""Features of engine releases, for launchers, `windlass doctor` and the docs.
 
-The tables are with the engines (`windlass.engines.vllm.spec`, `windlass.engines.sglang.spec`). Every bound
-was read in the engine's own source. The adapters go on asking the server where an answer tells more than a
-number does (a route that is not there); the table says beforehand, in words, what a release will do.
+The tables are in the folders of the engines (`windlass.engines.vllm.spec`, `windlass.engines.sglang.spec`). Every
+bound was read in the engine's source. The table warns users in words before an engine starts. Code that talks
+to a running server still asks the server if its answer is more exact than a release number (a missing route).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Release = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Something of an engine that updates or rollouts use.
+    """A feature of an engine that updates or rollouts use.
 
     Attributes:
-        since: the oldest release in which it was found.
-        missing_in: the newest release in which it was looked for and not found; empty for none.
-        without: what a release without it cannot do; empty if nothing is lost.
-        needed: no release without it is started.
+        since: oldest release that is known to have the feature.
+        missing_in: newest release that is known to lack it; empty if no such release is known.
+        without: consequence for a release that lacks it; empty if nothing is lost.
+        needed: whether to refuse a release that lacks it.
     """
 
     name: str
@@ -39,13 +39,14 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class EngineReleases:
-    """What is known of an engine.
+    """Known releases of an engine.
 
     Attributes:
-        package: its import name. distributions: under which it is installed.
-        read: releases whose source was looked at.
-        run: releases that were updated while they served -> where.
-        features: in the order of the docs.
+        package: import name of the engine.
+        distributions: names of the distributions that install the package.
+        read: releases with source code that was read for this table, the oldest first.
+        run: releases that were updated while they served, each with the kind of device ("CPUs" or "GPUs").
+        features: features in the order of the docs.
     """
 
     name: str
@@ -57,18 +58,20 @@ class EngineReleases:
 
     @property
     def proven(self) -> tuple[str, ...]:
-        """Releases that were updated while they served, as they are written."""
+        """Releases that were updated while they served, as text."""
         return tuple(map(_spelt, self.run))
 
 
 def warnings_of(engine: EngineReleases, version: str, device: str = "") -> tuple[str, ...]:
-    """Return what the table says of a release, a line each.
+    """Return warnings about a release, one line each.
 
-    `version`: as its package tells it. `device`: where it is to run, as `EngineReleases.run` says it; empty if that
-    is not known.
+    Args:
+        engine: table of the engine.
+        version: version of the installed package.
+        device: kind of device that the engine will run on, as in `EngineReleases.run`; empty if unknown.
 
     Raises:
-        ConfigError: it lacks what updates need, or is older than all that were looked at.
+        ConfigError: the release lacks a needed feature, or is older than all releases in `read`.
     """
     release = _parsed(version)
     if not any(release):
@@ -105,15 +108,15 @@ def warnings_of(engine: EngineReleases, version: str, device: str = "") -> tuple
 
 
 def has(feature: Feature, version: str) -> bool:
-    """Whether a release has it, or is not known not to."""
+    """Return whether a release has the feature, or may have it."""
     release = _parsed(version)
-    # Nobody looked at what is newer than the newest that is known not to have it.
+    # Releases between `missing_in` and `since` were not checked and may have it.
     unseen = release[: len(feature.missing_in)] > feature.missing_in
     return not any(release) or release >= feature.since or unseen
 
 
 def device_of(engine: EngineReleases) -> str:
-    """Return what this environment's engine runs on here, as `EngineReleases.run` says it."""
+    """Return the kind of device that the installed engine uses on this host, as in `EngineReleases.run`."""
     for_cpus = [name for name in engine.distributions if name.endswith("-cpu")]
     if any(map(_version_of, for_cpus)) or not Path("/dev/nvidiactl").exists():
         return "CPUs"
@@ -128,16 +131,16 @@ def _version_of(distribution: str) -> str:
 
 
 def installed_version(engine: EngineReleases) -> str:
-    """Return this environment's; '' where it is not installed, 'unknown' for a package without metadata."""
+    """Return the installed version: '' if the engine is not installed, 'unknown' for a package without metadata."""
     found = next(filter(None, map(_version_of, engine.distributions)), "")
     return found or ("" if importlib.util.find_spec(engine.package) is None else "unknown")
 
 
 def check_installed(engine: EngineReleases) -> tuple[str, ...]:
-    """Check what is installed, for a launcher, before anything starts; return what its user should know, a line each.
+    """Check the installed engine before a launcher starts it, and return warnings for the user, one line each.
 
     Raises:
-        ConfigError: it is not installed, or too old.
+        ConfigError: the engine is not installed, or too old.
     """
     version = installed_version(engine)
     if not version:

@@ -1,21 +1,22 @@
-"""What SGLang's own server does once Windlass is installed beside it and WINDLASS_CONTROLLER is set.
+"""SGLang plugin: lets SGLang's own server join a fleet if WINDLASS_CONTROLLER is set.
 
     WINDLASS_CONTROLLER=http://TRAINER:8000 WINDLASS_TOKEN_FILE=token python -m sglang.launch_server ...
 
 SGLang calls entry points of the group `sglang.srt.plugins` before it reads its settings
-(`sglang/srt/plugins/__init__.py`, 0.5.11 and later). This one does nothing where the variable is not set and no
-launcher of Windlass has started the server. Else the process that serves HTTP
+(`sglang/srt/plugins/__init__.py`, 0.5.11 and later). This plugin does nothing if the variable is not set and no
+launcher of Windlass has started the server. Otherwise the process that serves HTTP
 
-- refuses settings that an update does not survive, before a model is loaded;
-- has every rank call `windlass.engines.sglang.hook.run`, a custom weight loader;
-- keeps private routes private (`windlass.engines.private_routes`), and orders reaching every replica;
-- once it is warm, has its ranks join the fleet of the controller. With `wait` in place of an address they join when
-  `POST /windlass/join` says where; it may do so again, once the controller before has ended.
+- refuses settings that would make updates wrong, before it loads a model;
+- registers the custom weight loader `windlass.engines.sglang.hook.run` on every rank;
+- protects private routes (`windlass.engines.private_routes`) and sends orders to every replica;
+- orders its ranks to join the controller's fleet after warm-up. With `wait` instead of a URL, the ranks join when
+  `POST /windlass/join` names a controller. They can join another one after the previous controller has ended.
 
-A launcher's server is made ready in the same way, and joins when the launcher says so.
+A server that a launcher started is prepared in the same way, and joins when the launcher orders it.
 
-On the other hosts of a server that spans several (`--node-rank 1` and so on), which serve no HTTP, settings are
-refused and ranks made ready as on the first; orders come from there, and reports go there (`windlass.engines.report_route`).
+A server may span several hosts. Hosts after the first (`--node-rank 1` and so on) serve no HTTP. They check the same
+settings and prepare their ranks in the same way. The first host sends them orders and receives their reports
+(`windlass.engines.report_route`).
 """
 
 from __future__ import annotations
@@ -70,32 +71,33 @@ _HTTP = "sglang.srt.entrypoints.http_server"
 _OTHER_SERVERS = ("SGLANG_RUST_SERVER", "SGLANG_USE_MODELSCOPE")
 _SAMPLED = "rollouts carry log-probabilities of the distribution that was sampled"
 _OF_TENSORS = (None, "direct", "flattened_bucket")
-"""Load formats that are no custom weight loader."""
+"""Load formats of plain tensors, without a custom weight loader."""
 _log = logging.getLogger(__name__)
 _done: set[str] = set()
-"""What this process has done, of which once is enough."""
+"""Steps that this process has done and must not repeat."""
 
 
 def load() -> None:
-    """Called by SGLang in every process of a server, and by `windlass.engines.sglang.serve`. Idempotent.
+    """Register the plugin. Idempotent.
 
-    Nothing is refused here: SGLang logs what a plugin raises, and goes on without it.
+    SGLang calls this in every process of a server, and `windlass.engines.sglang.serve` calls it, too. It refuses
+    nothing, because SGLang only logs an exception of a plugin and continues without the plugin.
     """
     if not (environment_value(CONTROLLER_VARIABLE) or is_launched()) or not _first("load"):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # Called by whoever starts an engine, with resolved settings that have reached no rank yet.
+    # SGLang calls this method after it has resolved the settings and before it starts ranks.
     HookRegistry.register(
         "sglang.srt.server_args.ServerArgs.check_server_args", _prepare, HookType.BEFORE
     )
 
 
 def _check_variables() -> None:
-    """Check the environment that a server is started with.
+    """Check the server's environment variables.
 
     Raises:
-        ConfigError: a variable with which updates have not been shown, or rollouts would be wrong.
+        ConfigError: updates were never tested with a variable that is set, or it makes rollouts wrong.
     """
     for variable in _OTHER_SERVERS:
         if _is_set(variable):
@@ -119,7 +121,7 @@ def _first(step: str) -> bool:
 
 
 def _prepare(server_args: Any) -> None:
-    """Make a server ready whose settings are known and whose ranks have not been started; see this module."""
+    """Prepare a server after its settings are resolved and before its ranks start; see the module docstring."""
     settings = _resolved(server_args)
     for warning in check_installed(RELEASES):
         _log.warning("%s", warning)
@@ -141,7 +143,8 @@ def _prepare(server_args: Any) -> None:
     if Path(settings.model_path).is_dir():
         _require_followed(settings, Path(settings.model_path))
     _set_loader(server_args, [*settings.custom_weight_loader])
-    if not _first("prepare"):  # the engine of this process is started again
+    # A second call means that SGLang restarts the engine in this process.
+    if not _first("prepare"):
         return
     if settings.node_rank:
         _have_ranks_know_the_token()
@@ -156,8 +159,13 @@ def _prepare(server_args: Any) -> None:
 
 
 def _have_ranks_know_the_token() -> None:
-    """Called on a host whose ranks report to a server on another; raise ConfigError if they could prove nothing there."""
-    control_token()  # takes it out of the environment
+    """Give ranks on this host the token that authenticates their reports to the first host.
+
+    Raises:
+        ConfigError: the variable for the token's file is not set.
+    """
+    # This call removes the token from the environment, so that no child process inherits it.
+    control_token()
     if not environment_value(TOKEN_FILE_VARIABLE):
         raise ConfigError(
             f"{TOKEN_FILE_VARIABLE} must be set on every host of a server but the first: its ranks read the "
@@ -169,7 +177,8 @@ def _have_ranks_know_the_token() -> None:
 def _resolved(server_args: Any) -> Any:
     try:
         from sglang.srt.arg_groups.overrides import resolving_view
-    except ImportError:  # to 0.5.16 what is resolved is assigned
+    # SGLang up to 0.5.16 assigns resolved settings to `server_args` itself.
+    except ImportError:
         return server_args
     return resolving_view(server_args)
 
@@ -191,11 +200,12 @@ def _require_followed(settings: Any, checkpoint: Path) -> None:
 
 
 def reach_replicas(mixin: Any) -> None:
-    """Have orders reach every data-parallel replica, by the methods of SGLang's tokenizer manager.
+    """Patch SGLang's tokenizer manager so that orders reach every data-parallel replica.
 
-    SGLang (0.5.23) asks the schedulers of all replicas and waits for them, but refuses tensors beforehand, because a
-    payload has one entry per tensor-parallel rank. Orders, which are the same for every rank, pass the refusal by. Of
-    the replicas' answers to a flush it passes on one; here a refusal of any counts: stages of it are still at work.
+    SGLang (0.5.23) can send tensors to the schedulers of all replicas and wait for them. But it refuses tensors with
+    several replicas, because a payload has one entry per tensor-parallel rank. Orders are equal for every rank, so
+    the patch skips this check for orders. SGLang also returns only one replica's answer to a flush. The patch
+    returns a refusal if any replica refuses, because stages of that replica still run steps.
     """
     update: Callable[..., Awaitable[Any]] = mixin.update_weights_from_tensor
     flush: Callable[..., Awaitable[Any]] = mixin.flush_cache
@@ -216,7 +226,7 @@ def reach_replicas(mixin: Any) -> None:
         )
 
     async def flush_cache(manager: Any, timeout_s: float | None = None) -> Any:
-        """Refuse what one replica has refused; what all have done SGLang does as ever, once more."""
+        """Flush all replicas: return the first refusal, else the answer of SGLang's own flush, which runs again."""
         if manager.server_args.dp_size == 1:
             return await flush(manager, timeout_s)
         from sglang.srt.managers.io_struct import FlushCacheReqInput
@@ -230,12 +240,12 @@ def reach_replicas(mixin: Any) -> None:
 
 
 def _stand_in_front(http_server: ModuleType, member: _Member | None, token: str) -> None:
-    """Have requests come past Windlass first, whatever else is put in front of the server later.
+    """Wrap SGLang's application in Windlass's routes, also if SGLang adds middleware later.
 
     Args:
-        http_server: SGLang's module.
-        member: None for a server that a launcher has started.
-        token: of ranks on other hosts, which report here; empty where there are none.
+        http_server: SGLang's module of that name.
+        member: membership of this server; None for a server that a launcher started.
+        token: token of ranks on other hosts, which report to this server; empty for a server on one host.
     """
     app = vars(http_server)["app"]
     build: Callable[[], Any] = app.build_middleware_stack
@@ -268,10 +278,13 @@ def _call_when_warm(action: Callable[[], None]) -> None:
 
 @final
 class _Member:
-    """The server of this process, with SGLang's resolved settings, as a member of fleets.
+    """Membership of this process's server in fleets.
+
+    Args:
+        settings: SGLang's resolved settings.
 
     Raises:
-        ConfigError: there is no token; or the controller is no address; or see `_url`.
+        ConfigError: a token is required and missing, or the controller's URL is invalid; see also `_url`.
         PeerUnreachable: see `_url`.
     """
 
@@ -298,7 +311,7 @@ class _Member:
         self._is_joining = threading.Lock()
 
     def join_at_start(self) -> None:
-        """Have the ranks join in a thread of its own; the server ends if they cannot."""
+        """Join the controller's fleet in a new thread; end the server if that fails."""
 
         def join() -> None:
             try:
@@ -309,7 +322,7 @@ class _Member:
         threading.Thread(target=join, name="windlass-join", daemon=True).start()
 
     def _end(self, reason: str) -> None:
-        """Nobody is to be answered by an engine that was meant to be updated and is not."""
+        """Report the reason and end the server, so that it does not serve requests without updates."""
         from sglang.srt.utils import kill_process_tree
 
         sys.stderr.write(f"engine {self._name(self.controller)}: {reason}\n")
@@ -320,12 +333,12 @@ class _Member:
         os._exit(2)
 
     def join(self, order: JoinOrder) -> str:
-        """Have every rank join a fleet, after leaving the one before; return the engine's name. Blocks.
+        """Order every rank to leave its previous fleet and join a new one, and return the engine's name. Blocks.
 
         Raises:
-            ProtocolError: it is on its way into one.
-            ConfigError: the controller is no address; or the checkpoint is in no folder; or see `_url` and
-                `join_fleet`.
+            ProtocolError: another join is in progress.
+            ConfigError: the controller's URL is invalid, or this host does not have the checkpoint; see also
+                `_url` and `join_fleet`.
             PeerUnreachable, PeerTimeout: see `join_fleet`.
         """
         if not self._is_joining.acquire(blocking=False):
@@ -361,17 +374,18 @@ class _Member:
         return settings.name
 
     def _name(self, controller: str) -> str:
-        """Return the same for a server that is started again."""
+        """Return the engine's name, which is the same after a restart of the server."""
         return join_host_port(self._host(controller), self._settings.port)
 
     def _url(self, controller: str) -> str:
         return url_of(self._host(controller), self._settings.port)
 
     def _host(self, controller: str) -> str:
-        """Return the host that others are told.
+        """Return the host under which peers reach this server.
 
         Raises:
-            ConfigError: others would be led to themselves. PeerUnreachable: see `own_address`.
+            ConfigError: the host is a loopback address, and a peer is on another host.
+            PeerUnreachable: see `own_address`.
         """
         host: str = self._settings.host
         if is_wildcard(host):

@@ -1,4 +1,4 @@
-"""A rank of vLLM and the layout of its model, whoever asks: a worker extension or a weight-transfer backend."""
+"""Capture the layout of a vLLM rank's model, for the worker extension and for the weight-transfer backend."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from windlass.engines.vllm.adapter import capture_adapter
 from windlass.engines.vllm.spec import refuse_unsafe_config
 
 Worker = Any
-"""The one that vLLM made in this process."""
+"""The vLLM worker of this process."""
 
 
 def number_of(worker: Worker) -> int:
-    """Return a process's number among all of the server's: replicas, stages, tensor-parallel ranks."""
-    parallel = worker.parallel_config  # of one replica, but for its index
+    """Return a process's number among all processes of the server: replicas, stages, tensor-parallel ranks."""
+    # `parallel_config` describes one replica, except for `data_parallel_index`.
+    parallel = worker.parallel_config
     return int(parallel.data_parallel_index * parallel.world_size + worker.rank)
 
 
@@ -43,12 +44,12 @@ def capture_rank(
     *,
     is_launched: bool,
 ) -> CapturedLayout:
-    """Capture what a rank holds of the checkpoint; in its main loop, on every rank of the server.
+    """Capture a rank's layout and store it in `engine_rank`. The main loop of every rank of the server calls this.
 
-    A layout that is refused changes nothing. `engine_rank` keeps what was captured.
+    If capture refuses the layout, the model does not change.
 
     Raises:
-        RefusedByOtherRank: another rank could not, and has the reason.
+        RefusedByOtherRank: another rank failed to capture its layout; that rank reports the reason.
         ConfigError, UnsupportedLayout: see `refuse_unsafe_config`, `EngineRank.capture` and `capture`.
     """
     rank = number_of(worker)
@@ -82,7 +83,8 @@ def capture_rank(
         )
 
     def captured() -> Captured:
-        # Replicas take the call in loops of their own, which may wait for each other in a step.
+        # Replicas run this call in separate loops. A loop may wait in a step for another replica, so a
+        # collective over replicas could deadlock.
         if worker.parallel_config.world_size == settings.world_size > 1:
             return capture_on_every_rank(own, _on_every_rank)
         return own()
@@ -91,7 +93,7 @@ def capture_rank(
 
 
 def served_by(worker: Worker) -> torch.nn.Module:
-    """Return all that a rank serves: its model, and with it the one that drafts for it, if there is one."""
+    """Return the model that a rank serves, together with its draft model if it has one."""
     target, draft = worker.model_runner.get_model(), _draft_of(worker)
     return target if draft is None else torch.nn.ModuleDict({"target": target, "draft": draft})
 
@@ -99,7 +101,8 @@ def served_by(worker: Worker) -> torch.nn.Module:
 def _draft_of(worker: Worker) -> torch.nn.Module | None:
     drafter = vars(worker.model_runner).get("drafter")
     model: Any = None if drafter is None else vars(drafter).get("model")
-    is_wrapped = model is not None and not isinstance(model, torch.nn.Module)  # by graphs
+    # vLLM wraps a model that runs in CUDA graphs.
+    is_wrapped = model is not None and not isinstance(model, torch.nn.Module)
     found: torch.nn.Module | None = model.unwrap() if is_wrapped else model
     return found
 
@@ -112,7 +115,10 @@ def _set_aside(
     weights: Iterator[tuple[str, torch.Tensor]],
     drafts: list[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the same tensors; those of layers for further tokens, which checkpoints number last, go to `drafts`, too."""
+    """Yield the same tensors and add those of multi-token prediction layers to `drafts`.
+
+    Checkpoints give these layers the highest numbers, or the prefix `mtp.`.
+    """
     num_layers = int(worker.vllm_config.model_config.hf_text_config.num_hidden_layers)
     for name, tensor in weights:
         layer = _LAYER.match(name)
@@ -124,7 +130,7 @@ def _set_aside(
 def _reload_draft(
     worker: Worker, draft: torch.nn.Module, weights: list[tuple[str, torch.Tensor]]
 ) -> None:
-    """Load the model that drafts as vLLM's `reload_weights` does the target (0.24, 0.32), but what the two share."""
+    """Load the draft model as vLLM's `reload_weights` loads the target (0.24, 0.32), except modules that both share."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.layerwise import (
         finalize_layerwise_reload,
@@ -142,7 +148,7 @@ def _reload_draft(
 
 @contextmanager
 def _passed_by(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Have a loader leave parameters out; vLLM's reload uses these very ones, and their loaders, again."""
+    """Make loaders skip these parameters inside the block, and then restore their weight loaders for later reloads."""
     found = [vars(parameter) for parameter in parameters]
     loaders = [attributes.get("weight_loader") for attributes in found]
     for attributes in found:
@@ -160,9 +166,9 @@ _HEAD = "lm_head.weight"
 
 
 def _specs_of(worker: Worker, checkpoint: Path) -> tuple[CheckpointSpec, ...]:
-    """Return what the checkpoint holds and vLLM keeps: not the head of a tied model, which is its embedding twice.
+    """Return the checkpoint's tensors, without the output matrix if the model ties it to the embedding.
 
-    vLLM (0.32, `model_loader/weight_tying.py`) loads both, and ties them again if they are equal.
+    vLLM (0.32, `model_loader/weight_tying.py`) loads both matrices and ties them again if they are equal.
     """
     specs = checkpoint_specs(checkpoint)
     settings = vars(worker.vllm_config.model_config)
@@ -174,7 +180,7 @@ def _specs_of(worker: Worker, checkpoint: Path) -> tuple[CheckpointSpec, ...]:
 
 
 def _on_every_rank(mine: bool) -> bool:
-    """Whether it is so on all ranks of this server, each of which is in the same call."""
+    """Return whether `mine` is true on all ranks of this server. All of them make the same call."""
     from vllm.distributed.parallel_state import get_world_group
 
     return all_ranks(mine, torch.device("cpu"), get_world_group().cpu_group)
@@ -182,11 +188,11 @@ def _on_every_rank(mine: bool) -> bool:
 
 @final
 class _DirectCopies(TorchFunctionMode):
-    """Entered for a load, hands vLLM's reload what a model copies to its parameters itself.
+    """Torch function mode that passes a model's direct copies into parameters to vLLM's reload.
 
-    While vLLM (0.32, `model_loader/reload/layerwise.py`) loads again, parameters have no memory and their weight
-    loaders keep what they are given. What a model copies past them would be lost (gpt-oss: experts,
-    sinks). A reload that counts what a weight loader copies is let through.
+    During a reload by vLLM (0.32, `model_loader/reload/layerwise.py`), parameters have no memory, and their weight
+    loaders buffer the tensors that they get. A copy that bypasses the weight loaders would be lost (gpt-oss:
+    experts, sinks). The mode ignores the copies that vLLM makes to count the elements of a weight loader.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -197,7 +203,7 @@ class _DirectCopies(TorchFunctionMode):
 
     @contextmanager
     def where_needed(self) -> Iterator[None]:
-        """Enter for a load, and not again once one has copied nothing past its loaders: it takes seconds."""
+        """Enter the mode for a load, unless an earlier load made no direct copies: the mode costs seconds."""
         if not self._is_needed:
             yield
             return
@@ -231,24 +237,25 @@ class _DirectCopies(TorchFunctionMode):
                 for name, parameter in module.named_parameters(recurse=False)
             }
         module, name = self._places[id(target)]
-        target.weight_loader = default_weight_loader  # its own asks for an expert's number
+        # The parameter's own loader would require the number of an expert.
+        target.weight_loader = default_weight_loader
         make_online_process_loader(module, name)(target, value)
 
 
 _Count = Callable[[Any, inspect.BoundArguments], tuple[int, object]]
 _Known = dict[tuple[object, ...], tuple[int, object]]
 _NUMBER_IN_PATH = re.compile(r"\.\d+\.")
-"""Of a layer, or of an expert, which is an argument of its own too."""
+"""Number of a layer or an expert in a parameter's path. The expert's number is also a separate argument."""
 
 
 @contextmanager
 def _counted_once(known: _Known) -> Iterator[None]:
-    """Have vLLM count how many elements weight loaders copy once for all tensors that are loaded alike.
+    """Make vLLM count the elements that a weight loader copies only once for equal calls.
 
-    Its reload (0.24, 0.32) calls every weight loader twice: at first with a parameter without memory, to count
-    what it copies, since a layer is processed once all of it has come. That is a third of its time. Layers that are
-    alike have the same counts; with a wrong one a layer would be processed without what comes later, and would
-    fail the proof of a capture.
+    vLLM's reload (0.24, 0.32) processes a layer when all of its elements have arrived. It therefore calls every
+    weight loader twice, first on a parameter without memory to count the copied elements. This takes a third of
+    the reload. Identical layers have equal counts. With a wrong count, vLLM would process a layer before its last
+    tensors arrive, and the layer would fail the proof of the capture.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -270,7 +277,10 @@ def _counted_once(known: _Known) -> Iterator[None]:
 
 
 def _key_of(loader: Any, arguments: inspect.BoundArguments) -> tuple[object, ...] | None:
-    """Return what a count depends on: kinds of tensors and of modules, other arguments; None if that cannot be told."""
+    """Return a key of everything that a count depends on: types, shapes and other arguments.
+
+    Return None for arguments that have no key; vLLM then counts every time.
+    """
     method = inspect.ismethod(loader)
     found: list[object] = [loader.__func__, type(loader.__self__)] if method else [loader]
     for name, value in arguments.arguments.items():
@@ -289,21 +299,21 @@ def _key_of(loader: Any, arguments: inspect.BoundArguments) -> tuple[object, ...
 
 _DATA = vars(torch._C.TensorBase)["data"].__get__
 _OF_KERNELS = ("moe_kernel", "moe_quant_config")
-"""What refers to tensors of experts: the kernel, and where its block scales lie."""
+"""Attributes that refer to tensors of experts: the kernel, and the configuration with its block scales."""
 _RELOAD = "vllm.model_executor.model_loader.reload"
 
 
 @contextmanager
 def reloading(model: torch.nn.Module) -> Iterator[None]:
-    """Have a load by vLLM's reload (0.24, 0.32) leave what a load at its start does, or no trace if it fails.
+    """Make vLLM's reload (0.24, 0.32) give the same result as vLLM's first load, and leave no state if it fails.
 
-    - It asks weight loaders for a `__name__`, which partials (of MiniMax-M2, say) do not have.
-    - 0.32 packs experts for its CPU kernel only while there is no kernel yet, so weights that are loaded again
-      would stay unpacked. The kernels of the start are put back afterwards: they, and not those made
-      meanwhile, refer to the tensors that the model keeps.
-    - It warns of every layer for which a load has nothing; capture proves what loads leave.
-    - It keeps tensors that have come for a layer beside the model (`LAYERWISE_INFO`), and takes a layer that
-      has some for one that is being loaded: after a load that failed the next one would go on with it.
+    - The reload needs a `__name__` of each weight loader; partials (for example of MiniMax-M2) have none.
+    - vLLM 0.32 packs experts for its CPU kernel only if the layer has no kernel yet, so reloaded weights would stay
+      unpacked. This function removes the kernels and restores them at the end. Only the original kernels refer to
+      the tensors that the model keeps.
+    - The reload warns about every layer that gets no tensor. This is expected here, and capture proves the result.
+    - The reload buffers tensors of incomplete layers in `LAYERWISE_INFO`. After a failed load, the next load would
+      continue with these tensors.
     """
     for parameter in model.parameters():
         loader = vars(parameter).get("weight_loader")
@@ -342,7 +352,7 @@ def reloading(model: torch.nn.Module) -> Iterator[None]:
 
 
 def cache_storages(worker: Worker) -> frozenset[int]:
-    """Return the addresses of storages that hold keys and values, and no weights."""
+    """Return the addresses of the storages of the key-value cache, which have no weights."""
     caches = worker.model_runner.kv_caches
     found = [t for c in caches for t in ([c] if isinstance(c, torch.Tensor) else c)]
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in found)
