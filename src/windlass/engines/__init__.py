@@ -1,4 +1,4 @@
-"""Engine adapters: what lives inside a rollout engine, and what an engine of another package needs."""
+"""Engine adapters: code that runs in a rollout engine's processes, and the API for engines of other packages."""
 
 from __future__ import annotations
 
@@ -20,5 +20,6 @@ if TYPE_CHECKING:
     from windlass.transfer.dtensor import parameter_addresses as parameter_addresses
     from windlass.updates.engine_agent import EngineHooks as EngineHooks
 
-if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+# Hide the lazy names from type checkers, so that they still report unknown names.
+if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

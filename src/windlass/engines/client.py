@@ -25,13 +25,13 @@ from windlass.updates.engine_channel import EngineChannel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineWeights:
-    """What an engine rank holds, and where.
+    """Weights of an engine rank and their place in memory.
 
     Attributes:
-        manifest: its rank is `manifest.worker`: GROUP/RANK, where the group is the engine's name.
-        addresses: of the live parameters, in manifest order; they never move.
+        manifest: manifest of the rank; `manifest.worker` is GROUP/RANK, where GROUP is the engine's name.
+        addresses: addresses of the live parameters, in manifest order; they never change.
         regions: registered regions that contain every live parameter.
-        register_s: what it took to register them, for `/v1/status`.
+        register_s: seconds that the registration took, for `/v1/status`.
     """
 
     manifest: ShardManifest
@@ -164,7 +164,11 @@ class EngineClient(Closing):
 def _offers_for(
     transport: OneSidedTransport, regions: Sequence[MemoryRegion]
 ) -> tuple[TransportOffer, ...]:
-    """Return the ways in which all of the live parameters can be written; raise ConfigError if there is none."""
+    """Return the transport offers that can write every live parameter.
+
+    Raises:
+        ConfigError: no offer can write every live parameter.
+    """
     published = [{exported.endpoint for exported in region.remotes} for region in regions]
     found = tuple(
         offer

@@ -1,6 +1,6 @@
-"""`POST /windlass/join`: the server of somebody else's engine is told which controller's fleet to join.
+"""`POST /windlass/join`: orders a third-party engine's server to join the fleet of a controller.
 
-The body is a `JoinOrder` in JSON, and the header `Authorization: Bearer TOKEN` shows who asks.
+The body is a `JoinOrder` in JSON. The header `Authorization: Bearer TOKEN` authenticates the caller.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _log = logging.getLogger(__name__)
 
 
 class JoinOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where an engine belongs.
+    """Order to join the fleet of a controller.
 
     Attributes:
-        controller: address.
+        controller: URL of the controller.
         transport: name of the transport that receives weights, or its configuration as JSON.
-        token: to show to the controller; empty for the one that the server was started with.
+        token: token for the controller; empty for the token that the server got at its start.
     """
 
     controller: str
@@ -51,18 +51,18 @@ class JoinOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @final
 class JoinRoute:
-    """ASGI middleware in front of an engine's server; it answers one route, and passes on the others.
+    """ASGI middleware in front of an engine's server. It serves `JOIN_PATH` and passes on all other requests.
 
-    Whoever asks must show the token that the server was started with, or the one of role engine that
-    follows from it. The answer is `{"name": ..., "controller": ...}` once every rank has joined; else
-    `{"error": ...}`, with 400 for what the order says, 403 for a stranger, 409 while the engine
-    is on its way into a fleet, 413 for a body above 64 KiB, and 502 where a peer or a rank refused.
+    The caller must show the server's token, or the token for role engine that is derived from it. The response is
+    `{"name": ..., "controller": ...}` once every rank has joined, else `{"error": ...}` with status 400 (invalid
+    order), 403 (wrong token), 405 (not POST), 409 (another join is in progress),
+    413 (body above 64 KiB), or 502 (a peer or a rank failed).
 
     Args:
-        app: the engine's.
-        token: of the server; empty for none, and then nobody is let in.
-        join: has every rank join, and returns the engine's name. Blocks; called in a thread. Raises
-            `ProtocolError` while it is at it.
+        app: application of the engine's server.
+        token: token of the server. If it is empty, every order is refused with 403.
+        join: function that orders every rank to join and returns the engine's name. It blocks and is called in a
+            thread. It raises `ProtocolError` while another join is in progress.
     """
 
     def __init__(self, app: App, token: str, join: Callable[[JoinOrder], str]) -> None:
@@ -81,7 +81,7 @@ class JoinRoute:
     async def _carry_out(
         self, scope: Message, receive: Receive
     ) -> tuple[HTTPStatus, str | dict[str, str]]:
-        """Return the status, and the answer, or why there is none."""
+        """Carry out the order; return the status, and the response body or the reason for a refusal."""
         if scope["method"] != "POST":
             return HTTPStatus.METHOD_NOT_ALLOWED, f"{JOIN_PATH} takes POST"
         shown = [value for name, value in scope["headers"] if name == b"authorization"]

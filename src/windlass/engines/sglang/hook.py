@@ -1,8 +1,8 @@
-"""What `--custom-weight-loader windlass.engines.sglang.hook.run` lets SGLang's ranks do.
+"""Custom weight loader through which SGLang's ranks get orders (`windlass.engines.sglang.hook.run`).
 
-SGLang calls a custom weight loader in every rank's scheduler loop, between batches, with the rank's
-model. The "weights" are one empty tensor whose name is an order in JSON: capture the layout, join the
-fleet, stay for as long as a pause lasts, report that the loop is quiesced, or what the model holds.
+SGLang calls a custom weight loader in every rank's scheduler loop, between batches, with the rank's model. The
+"weights" are one empty tensor with a name that is an order in JSON: capture the layout, join the fleet, block
+during a pause, report that the loop is quiesced, or report fingerprints of the model's tensors.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from windlass.envs import environment_value
 from windlass.errors import UnsupportedLayout
 
 LONGEST_BLOCK_S = 20.0
-"""After that the paused loop spins as ever. Orders, which a blocked loop does not hear, wait so long,
-or twice, if the agent has not asked yet."""
+"""Most seconds that a paused loop is blocked; after that it polls for requests as usual. A blocked loop receives no
+orders, so an order may wait this long, or twice as long if the agent has not requested the pause yet."""
 
 
 @dataclass(slots=True)
 class _Rank:
-    """This process; one model lives in it.
+    """State of this process, which has one model.
 
     Attributes:
-        can_block: the loop may be blocked: what SGLang does around an order leaves the weights of every rank alone;
-            there are no stages, of which later ones would not hear of it, and no replicas (not shown).
-        namespace: of the prefix caches of the weights that are held now, on every rank; empty before the first update.
+        can_block: whether a pause may block the loop. SGLang must not change the weights of any rank around an order,
+            there must be no pipeline stages (later stages would not get the order), and no replicas (not tested).
+        namespace: prefix-cache namespace of the current weights on every rank; empty before the first update.
     """
 
     engine_rank: EngineRank = field(default_factory=partial(EngineRank, looks=False))
@@ -56,7 +56,7 @@ _rank = _Rank()
 
 
 def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Called by SGLang in the main loop of every rank."""
+    """Carry out an order. SGLang calls this in the main loop of every rank."""
     order: Order = msgspec.json.decode(named_tensors[0][0], type=Order)
     rank = own_rank()
     match order:
@@ -81,12 +81,18 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
 
 
 def own_rank() -> int:
-    """Return this process's number among all of the server's: replicas, each a world, stages, tensor-parallel ranks."""
+    """Return this process's number among all processes of the server: replicas, stages, tensor-parallel ranks.
+
+    Each replica is a separate torch.distributed world.
+    """
     return _own_replica() * dist.get_world_size() + dist.get_rank()
 
 
 def _own_replica() -> int:
-    """Return this rank's replica; 0 in releases that do not say it in a rank, which the launcher refuses replicas."""
+    """Return the index of this rank's replica.
+
+    This is 0 in releases that do not give ranks this index; the launcher refuses replicas with these releases.
+    """
     try:
         from sglang.srt.runtime_context import get_parallel
 
@@ -98,7 +104,7 @@ def _own_replica() -> int:
 
 
 def _own_sampler() -> int:
-    """Return the number of this rank's replica, or of its group of data-parallel attention: each samples on its own."""
+    """Return the number of the replica or data-parallel attention group of this rank; each has its own sampling seed."""
     try:
         from sglang.srt.runtime_context import get_parallel
 
@@ -109,7 +115,7 @@ def _own_sampler() -> int:
 
 
 def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> bytes:
-    """Take a step towards the fleet, and return what is reported of it."""
+    """Carry out a capture or a join and return the report: a `CapturedLayout` in JSON, or nothing for a join."""
     settings = order.settings
     if order.step is RankStep.JOIN:
         _rank.engine_rank.join(settings, rank, secrets.token)
@@ -122,7 +128,7 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
             return _layout_of(model, order, rank)[0]
         every = partial(all_ranks, device=next(model.parameters()).device)
         found, untouched = capture_on_every_rank(lambda: _layout_of(model, order, rank), every)
-        # The manifest's parameters are the model's own memory, all of them.
+        # True if updates write only the model's own memory, and no buffers.
         plain = not found.repacked and not found.recomputed
         _rank.can_block = every(plain and untouched)
         return found
@@ -142,7 +148,7 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
 
 
 def _layout_of(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured, bool]:
-    """Return what was captured, and whether SGLang leaves weights alone around an order."""
+    """Return the captured layout, and whether SGLang leaves the weights unchanged around an order."""
     settings = order.settings
     captured = capture(
         model,
@@ -162,14 +168,14 @@ def _layout_of(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured
 
 
 def _has_sessions() -> bool:
-    """Whether orders come within sessions, which work on weights; 0.5.16 has none."""
+    """Return whether SGLang restores and packs weights around an order; 0.5.16 does not."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     return "restore_weights_before_loading" in vars(DefaultModelLoader)
 
 
 def _orders_change_nothing(model: torch.nn.Module) -> bool:
-    """Whether what SGLang does around an order (sessions unpack and pack anew) changes no tensor. Called in an order."""
+    """Return whether SGLang changes no tensor when it unpacks and packs weights around an order. Called in an order."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     if not _has_sessions():
@@ -212,16 +218,16 @@ _NO_NAMESPACES = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
 
 
 def _separate_caches() -> None:
-    """Have requests find and leave prefixes of their own weights only, in every cache of SGLang's.
+    """Patch SGLang so that requests use only prefix-cache entries of the weights that they started with.
 
-    `Req.init_next_round_input` is given a tree whenever a waiting request may begin, and then alone
-    (0.5.16, 0.5.23): one that came meanwhile, that was queued, or that was retracted and holds nothing
-    any more. It gets the namespace of the weights of that moment, and keeps it while it runs: what a
-    request that spans an update leaves, when its next chunk or its last token is there, is found by
-    none that begins later. Entries of old namespaces go as those do that nobody asks for.
+    SGLang (0.5.16, 0.5.23) passes a tree to `Req.init_next_round_input` only when a waiting request may start: a new
+    or queued request, or a retracted request without cache entries. The patch then adds the namespace of the current
+    weights to the request's key, and the request keeps it while it runs. A request that spans an update stores its
+    entries under the old namespace, so later requests do not find them. SGLang evicts entries of old namespaces
+    like other unused entries.
 
     Raises:
-        UnsupportedLayout: this release has no such method or key, or its tree does not heed keys.
+        UnsupportedLayout: this release lacks the method or the key, or its tree ignores keys.
     """
     from sglang.srt.managers.schedule_batch import Req
 
@@ -253,9 +259,10 @@ def _separate_caches() -> None:
 
 
 def _outdate_caches(namespace: str) -> None:
-    """Have what was computed until now answer no request that begins later."""
+    """Prevent later requests from using cache entries that were computed until now."""
     _rank.namespace = namespace
-    for module in ("mm_schedule", "mm_utils"):  # 0.5.23, 0.5.16; a flush leaves it
+    # SGLang's flush does not clear the embedding cache, which is in the first module in 0.5.23, the second in 0.5.16.
+    for module in ("mm_schedule", "mm_utils"):
         found = sys.modules.get(f"sglang.srt.managers.{module}")
         embeddings = None if found is None else vars(found).get("embedding_cache")
         if embeddings is not None:
@@ -263,7 +270,9 @@ def _outdate_caches(namespace: str) -> None:
 
 
 def _quiesce(namespace: str) -> None:
-    """Called between two steps, before anything is written, and with weights as they lie within an order.
+    """Outdate caches, search for new derived values, and wait for the GPU.
+
+    Called between two steps, before an update writes, with the weights in the state that they have in an order.
 
     Raises:
         UnsupportedLayout: see `Captured.look`.
@@ -271,4 +280,5 @@ def _quiesce(namespace: str) -> None:
     _outdate_caches(namespace)
     _rank.engine_rank.captured.look()
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # the last step may still be running
+        # The last step may still run on the GPU.
+        torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""The slot in which a vLLM worker keeps the adapter that it serves.
+"""Capture the slot of the LoRA adapter that a vLLM worker serves.
 
-Layers that vLLM wraps for adapters keep their low-rank weights in tuples of tensors, one row per
-slot; they are neither parameters nor buffers. vLLM fills them from a folder, multiplies B by
-alpha / rank, splits and pads. Their layout is captured as a model's is.
+Layers that vLLM wraps for adapters have their low-rank weights in tuples of tensors, one row per slot. These
+tensors are neither parameters nor buffers. vLLM fills them from a folder, multiplies B by alpha / rank, splits and
+pads them. Windlass captures their layout in the same way as a model's layout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from windlass.errors import UnsupportedLayout
 
 @final
 class Slot(torch.nn.Module):
-    """A view of a model's slots: buffers that share the memory of the layers that vLLM has wrapped, if it has."""
+    """View of a model's slots: buffers that share memory with the layers that vLLM wrapped for adapters."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         from vllm.lora.layers import BaseLayerWithLoRA
@@ -39,7 +39,7 @@ class Slot(torch.nn.Module):
             for index, tensor in enumerate(value)
             if isinstance(tensor, torch.Tensor)
         ]
-        # Of tensors that share memory (views of experts) the whole one must come first.
+        # If tensors share memory (views of experts), the largest one must come first.
         for name, tensor in sorted(found, key=lambda item: -item[1].numel()):
             self.register_buffer(name, tensor)
 
@@ -47,13 +47,13 @@ class Slot(torch.nn.Module):
 def capture_adapter(
     worker: Any, model: torch.nn.Module, settings: AgentSettings, rank: int
 ) -> Captured:
-    """Capture where the tensors of the one adapter lie that vLLM's worker serves. Called in its main loop.
+    """Capture the layout of the adapter that vLLM's worker serves. The worker's main loop calls this.
 
-    vLLM's own copy of the adapter in host memory is that of its folder afterwards, or, if the layout
-    is refused, the one that it was.
+    Afterwards, vLLM's copy of the adapter in host memory has the weights of the adapter's folder. If capture
+    refuses the layout, the copy does not change.
 
     Raises:
-        UnsupportedLayout: no adapter is served, or several; see `capture` too.
+        UnsupportedLayout: vLLM serves no adapter, or several; see also `capture`.
     """
     from vllm.lora.request import LoRARequest
 
@@ -65,7 +65,7 @@ def capture_adapter(
             worker.remove_lora(number)
             worker.add_lora(LoRARequest(settings.adapter, number, str(place)))
 
-    # vLLM's `LoRAModelManager`: what this worker has of the adapters that it knows (0.24, 0.32).
+    # vLLM's `LoRAModelManager` (0.24, 0.32), which has the worker's copies of all loaded adapters.
     adapters = vars(worker.model_runner.lora_manager)["_adapter_manager"]
     served, before = adapters.get_adapter(number), Snapshot(Slot(model), copies=True)
     try:
@@ -76,10 +76,11 @@ def capture_adapter(
             worker=f"{settings.name}/{rank}",
             reference=settings.reference(),
             factors=() if adapter is None else adapter.scalings,
-            recompute=False,  # vLLM loads an adapter as a whole, from a folder
+            # vLLM loads an adapter only as a whole, from a folder.
+            recompute=False,
         )
     except BaseException:
-        # The folder may be another adapter's: what vLLM has of the one that it serves goes back.
+        # Restore the served adapter from vLLM's own copy, because the folder may have another adapter.
         adapters.remove_adapter(number)
         adapters.add_adapter(served)
         adapters.activate_adapter(number)
@@ -90,9 +91,12 @@ def capture_adapter(
 
 
 def keep_adapter(worker: Any) -> None:
-    """Have the adapter stay in its slot: what is written there must not be replaced by vLLM's copy.
+    """Pin the adapter to its slot, so that vLLM does not overwrite the slot with its own copy.
 
-    Called before every update, which writes over what vLLM has put there meanwhile. Raises as `capture_adapter` does.
+    Called before every update. The update then overwrites anything that vLLM wrote to the slot before.
+
+    Raises:
+        UnsupportedLayout: vLLM serves no adapter, or several.
     """
     worker.pin_lora(_the_only(worker))
 
