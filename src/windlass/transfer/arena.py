@@ -1,9 +1,8 @@
 """Arena: one registered region that is never remapped.
 
-Its capacity is the knob between the two designs of the field: a small ring (bounded
-memory, packed and written in turns) or a whole shard (everything packed before the
-pause). Because it lies outside any pool that is offloaded, offloading training weights
-never invalidates its registration.
+Its capacity chooses between two designs: a small ring (bounded memory, packed and written in turns)
+or a whole shard (everything packed before the pause). The arena is outside every pool that a
+trainer offloads, so offloading training weights never invalidates its registration.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from windlass.transports.traits import MemoryAllocator
 
 
 def aligned_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Return where things of these sizes lie one after the other, and the bytes that they take up."""
+    """Return offsets for consecutive aligned blocks of these sizes, and their total bytes."""
     offsets, total = [], 0
     for nbytes in sizes:
         offsets.append(total)
@@ -36,10 +35,10 @@ def aligned_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
 
 
 def memory_of(transport: OneSidedTransport) -> MemoryOps:
-    """The memory that `transport` registers.
+    """Return the memory that `transport` registers.
 
     Raises:
-        TransportUnavailable: a GPU whose kernels cannot be compiled.
+        TransportUnavailable: the kernels cannot be compiled for the GPU.
     """
     if transport.mapper is None:
         return memory_on(transport.traits.gpu)
@@ -52,19 +51,19 @@ def memory_of(transport: OneSidedTransport) -> MemoryOps:
 class Arena(Closing):
     """Registered memory: page-aligned, pre-touched and zeroed in host memory; not cleared on a GPU.
 
-    Memory: owned by the arena from construction to `close`; peers may write it in between.
+    Memory: owned by the arena from construction to `close`; peers may write it during that time.
 
     Args:
-        transport: registers the memory, and allocates it where it must.
+        transport: registers the memory, and allocates it if the transport has its own allocator.
         nbytes: capacity, >= 1.
-        memory: where it lies; in host memory by default.
+        memory: memory to allocate in; host memory by default.
 
     Attributes:
         bytes: host memory as a uint8 array, valid until `close`; empty on a GPU.
 
     Raises:
         ConfigError: `nbytes` < 1.
-        TransferFailed: the GPU has not so much memory.
+        TransferFailed: the GPU has not enough memory.
         RegionError: the transport refuses to register.
     """
 
@@ -82,22 +81,24 @@ class Arena(Closing):
             allocator = transport.allocator
             buffer = HostBuffer(nbytes) if allocator is None else _Allocated(allocator, nbytes)
             self.bytes = buffer.bytes
-            self.bytes[:: mmap.PAGESIZE] = 0  # first touch costs up to 3 s per GiB: pay it here
+            # The first touch costs up to 3 s per GiB: pay it here.
+            self.bytes[:: mmap.PAGESIZE] = 0
         self._buffer: Buffer | None = buffer
         self.address = buffer.address
         try:
             self.region: MemoryRegion = transport.register(self.address, nbytes)
-        except BaseException:  # whatever it is: the memory must not outlive the attempt
+        except BaseException:
+            # After any error the memory must be freed.
             self.bytes = np.empty(0, np.uint8)
             buffer.close()
             raise
 
     def close(self) -> None:
-        """Unregister and free; before its transport is closed. Idempotent.
+        """Unregister and free the memory. Call it before the transport is closed. Idempotent.
 
-        Memory: no peer may write after this. The transport owns it until no write of its own can
-        touch it any more. Views of `bytes` taken earlier stay readable where the arena mapped the
-        memory itself, and are dangling where the transport allocated it.
+        Memory: no peer may write after this. The transport keeps the memory until none of its own
+        writes can touch it. Views of `bytes` stay readable if the arena mapped the memory itself;
+        they dangle if the transport allocated it.
         """
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
@@ -123,24 +124,24 @@ class _Allocated:
 
 
 _ABANDONED: list[object] = []
-"""What a write or a kernel of unknown outcome may still use: kept until the process ends."""
+"""Memory that a write or a kernel of unknown outcome may still use; kept until the process ends."""
 
 
 def keep_mapped(held: object) -> None:
-    """Keep memory that a write or a kernel of unknown outcome may still use until the process ends."""
+    """Keep memory until the process ends, because a write or kernel of unknown outcome may still use it."""
     _ABANDONED.append(held)
 
 
 @final
 class ArenaSlot:
-    """An arena or none. Not thread-safe.
+    """Slot for at most one arena. Not thread-safe.
 
     Args:
-        make: allocates and registers one of so many bytes.
-        limit_nbytes: the most that it may have; 0 for as much as one update needs.
+        make: allocates and registers an arena of the given number of bytes.
+        limit_nbytes: maximum capacity; 0 for as much as one update needs.
 
     Attributes:
-        arena: what is packed into; None where nothing is.
+        arena: the current arena; None if nothing is packed.
     """
 
     def __init__(self, make: Callable[[int], Buffer], limit_nbytes: int) -> None:
@@ -150,7 +151,7 @@ class ArenaSlot:
 
     @property
     def address(self) -> int:
-        """Of its first byte; 0 where there is none."""
+        """Address of the first byte; 0 without an arena."""
         return self.arena.address if self.arena is not None else 0
 
     @property
@@ -159,11 +160,11 @@ class ArenaSlot:
         return self.arena.nbytes if self.arena is not None else 0
 
     def capacity_for(self, needed_nbytes: int) -> int:
-        """Of an arena for an update that packs so many bytes."""
+        """Return the capacity of an arena for an update that packs `needed_nbytes`."""
         return min(needed_nbytes, self.limit_nbytes) if self.limit_nbytes else needed_nbytes
 
     def fit(self, capacity: int) -> None:
-        """Have at least `capacity` bytes; nothing where that is 0.
+        """Make the arena at least `capacity` bytes large; free it if `capacity` is 0.
 
         Raises:
             RegionError: memory cannot be registered.
@@ -175,7 +176,7 @@ class ArenaSlot:
             self.arena = self._make(capacity)
 
     def abandon(self, *, renew: bool) -> None:
-        """Leave the memory mapped and untouched until the process ends; `renew`: have other."""
+        """Keep the memory mapped and untouched until the process ends. `renew`: allocate a new arena."""
         if self.arena is not None:
             nbytes = self.arena.nbytes
             keep_mapped(self.arena)

@@ -1,4 +1,4 @@
-"""From a backend's configuration to its two halves. The one place that knows all of them."""
+"""Map a backend's configuration to its sender and receiver. Only this module knows all backends."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from windlass.transfer.sender import Sender
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend(RegisteredBackend):
-    """What an entry point of `windlass.backends` leads to: a backend of another package.
+    """Target of an entry point in `windlass.backends`: a backend of another package.
 
     Attributes:
-        sender: from `PluginBackend.options`, the rank's sender and its own host address to the
-            trainer's half. receiver: likewise to the engine's half.
+        sender: makes the trainer half from `PluginBackend.options`, the rank's sender and the host
+            address of this rank.
+        receiver: makes the engine half from the options, the rank's receiver and the host address.
     """
 
     sender: Callable[[Mapping[str, object], Sender, str], SenderBackend]
@@ -46,10 +47,10 @@ def _registered(name: str) -> Backend:
 
 
 def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBackend:
-    """The trainer's half, over the parameters of `sender`. `host`: own address for groups.
+    """Return the trainer half, over the parameters of `sender`. `host`: this rank's address for groups.
 
     Raises:
-        ConfigError: a backend that is not installed here.
+        ConfigError: the backend is not installed here.
     """
     match config:
         case P2pBackend():
@@ -65,10 +66,10 @@ def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBacken
 
 
 def receiver_for(config: UpdateBackend, receiver: Receiver, host: str) -> ReceiverBackend:
-    """The engine's half, over the live parameters of `receiver`. `host`: own address for groups.
+    """Return the engine half, over the live parameters of `receiver`. `host`: this rank's address for groups.
 
     Raises:
-        ConfigError: a backend that is not installed here.
+        ConfigError: the backend is not installed here.
     """
     match config:
         case P2pBackend():

@@ -1,9 +1,10 @@
-"""The seam between the transaction and how bytes travel.
+"""Protocols that a backend implements, so that a round does not depend on how bytes travel.
 
-A backend is a pair: what a trainer rank does (`SenderBackend`) and what an engine rank does
-(`ReceiverBackend`). Backends whose ranks form groups are `GroupMember`s besides. The round machine drives
-every pair through the same phases; what verifies is always a digest per link, over the link's ops in plan
-order in the destination's dtype. How a link ended is a `LinkOutcome`; `status_of` tells what an error means.
+A backend is a pair: `SenderBackend` in the trainer rank and `ReceiverBackend` in the engine rank. A
+backend whose ranks form groups implements `GroupMember` too. The round machine calls every pair in
+the same phases. Engines always verify one digest per link: over the link's ops in plan order, in
+the destination's dtype. `LinkOutcome` says how a link ended; `status_of` turns an exception into
+its status.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
 
 LINKS_AT_ONCE = 16
-"""Links that a trainer rank has on the wire at a time: with fewer, ranks wait for the same receivers.
-
-By `python -m tools.plan --simulate`, DeepSeek-V3 on 128 to 128 ranks loses 13 % with 4.
-"""
+"""Maximum number of links that a trainer rank writes at the same time. With fewer, ranks wait for
+the same receivers: in `python -m tools.plan --simulate`, DeepSeek-V3 on 128 to 128 ranks loses 13 %
+with 4."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterMemory:
-    """Where a parameter lies now.
+    """Current memory of a parameter.
 
     Attributes:
-        address: of its first element; 0 for a parameter that no link reads and that is not as it was described.
-        nbytes: from the first to the last.
-        storage: (address, nbytes) of what was allocated at once in host memory and is freed at once, such
-            as a torch storage, with the parameter in it: registered once for all that lie in it. None
-            where that is not known, and where a GPU's driver knows.
+        address: address of the first element; 0 for a parameter that no link reads and that differs
+            from its description.
+        nbytes: bytes from the first element to the end of the last.
+        storage: (address, nbytes) of the host allocation that contains the parameter, such as a
+            torch storage. It is registered once for all parameters in it. None if it is not known,
+            and on a GPU, where the driver knows the allocation.
     """
 
     address: int
@@ -52,28 +53,28 @@ class ParameterMemory:
 
 
 class SenderBackend(Protocol):
-    """One trainer rank. Called by the agent's command thread."""
+    """Trainer half of a backend, for one rank. Called by the agent's command thread."""
 
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """Bind a plan part (`TransferPlan.parts`); an offer where engines must join a group.
+        """Bind a plan part (`TransferPlan.parts`); return an offer if engines must join a group.
 
         Raises:
             PlanError: the plan was made for another layout, or a destination has no binding.
-            TransferError: memory, a port or a folder cannot be had.
+            TransferError: the backend cannot get memory, a port or a folder.
         """
         ...
 
     def prepare(self, version: int) -> None:
-        """Do what can be done while engines still generate. The weights stand still from here on."""
+        """Do the work that is possible while engines still generate. The weights do not change from now on."""
         ...
 
     def write(self, version: int, destinations: Sequence[str], deadline_s: float) -> Written:
         """Move the bytes of the links to `destinations`. Idempotent.
 
         Raises:
-            RoundAborted: a destination that this rank does not send to.
+            RoundAborted: this rank has no link to one of the destinations.
         """
         ...
 
@@ -83,7 +84,7 @@ class SenderBackend(Protocol):
 
 
 class ReceiverBackend(Protocol):
-    """One engine rank. Called by the agent's command thread."""
+    """Engine half of a backend, for one rank. Called by the agent's command thread."""
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
         """Bind a plan part (`TransferPlan.parts`).
@@ -94,7 +95,7 @@ class ReceiverBackend(Protocol):
         ...
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Sources whose bytes do not have the expected digest, or that send nothing here."""
+        """Return sources whose bytes do not have the expected digest, or that have no link to this rank."""
         ...
 
     def apply(self) -> None:
@@ -108,40 +109,40 @@ class ReceiverBackend(Protocol):
 
 @runtime_checkable
 class GroupMember(Protocol):
-    """What either half of a backend also has whose ranks move bytes together."""
+    """Methods of both halves of a backend whose ranks move bytes in groups."""
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
         """Enter the groups that this rank belongs to.
 
         Raises:
-            PlanError: another member means to send or receive something else.
-            PeerTimeout: a member did not come within `deadline_s`.
+            PlanError: another member expects different contents.
+            PeerTimeout: a member did not join within `deadline_s`.
         """
         ...
 
 
 @runtime_checkable
 class GroupReceiver(GroupMember, Protocol):
-    """What the engine's half of such a backend has."""
+    """Methods of the engine half of such a backend."""
 
     def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:
-        """Receive what a collective write brings.
+        """Receive the bytes of a collective write.
 
         Args:
             groups: source -> all destinations that enter.
-            deadline_s: for all of them.
+            deadline_s: seconds for all groups together.
 
         Raises:
-            TransferError: some group did not deliver; `verify` says which links lack bytes.
+            TransferError: some group did not deliver; `verify` reports which links lack bytes.
         """
         ...
 
 
 def status_of(error: BaseException) -> LinkStatus:
-    """How a link stands whose write raised `error`.
+    """Return the status of a link whose write raised `error`.
 
-    UNKNOWN also for what nobody foresaw (a bug, no memory, an OSError): a transport says that nothing
-    more lands by raising one of its own errors, and in no other way.
+    UNKNOWN includes unforeseen errors (a bug, no memory, an OSError): only a transport's own errors
+    guarantee that no more bytes land.
     """
     match error:
         case PeerUnreachable():
@@ -155,14 +156,15 @@ def status_of(error: BaseException) -> LinkStatus:
 
 
 def is_unknown(error: BaseException) -> bool:
-    """Whether bytes may still land after a write that raised `error`."""
+    """Return whether bytes may still land after a write that raised `error`."""
     return status_of(error) is LinkStatus.UNKNOWN
 
 
 def submit(pool: Executor, job: Callable[[*Arguments], T], /, *args: *Arguments) -> Future[T]:
-    """As `Executor.submit`, but what goes wrong there is the job's: others that have begun are waited for.
+    """Submit a job like `Executor.submit`, but report a failure to submit through the future.
 
-    An executor that gets no thread has queued the job all the same, so its outcome is unknown.
+    The caller can then wait for jobs that have begun. An executor that cannot start a thread has
+    queued the job anyway, so its outcome is unknown.
     """
     try:
         return pool.submit(job, *args)
@@ -187,10 +189,14 @@ def failed_links(destinations: Sequence[str], reason: str) -> tuple[LinkOutcome,
 def joined_results(
     destinations: Sequence[str], begun: Future[Written], beside: Callable[[], Written]
 ) -> Written:
-    """Send some links while another thread sends the others; an unknown outcome is told before any error."""
+    """Send some links in this thread while another thread sends the others; join their results.
+
+    If both fail, an unknown outcome is raised rather than another error.
+    """
     errors: list[BaseException] = []
     results: list[Written] = []
-    # What the other way still sends must be over, and its outcome known, before anything is told.
+    # The other thread must have ended, with a known outcome, before this function returns or
+    # raises.
     for send in (beside, begun.result):
         try:
             results.append(send())

@@ -1,4 +1,4 @@
-"""What a rank that sends is bound to, and whether that is what this rank was promised."""
+"""Bind the links of a sending rank to destinations, and check plan and bindings first."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from windlass.transports.regions import check_inside
 def check_part(
     manifest: ShardManifest, workers: Sequence[str], digests: Sequence[str], argument: str
 ) -> int:
-    """The index of a rank among the plan's `workers`.
+    """Return the index of a rank among the plan's `workers`.
 
     Raises:
-        PlanError: it is not one of them, or the plan was made for another layout of it.
+        PlanError: the rank is not in the plan, or the plan was made for another layout of it.
     """
     if manifest.worker not in workers:
         raise PlanError(f"connect: {manifest.worker} is not one of the plan's {argument}")
@@ -36,10 +36,10 @@ def check_part(
 
 
 def check_destinations(known: Container[str], destinations: Sequence[str]) -> None:
-    """Refuse destinations that this rank does not send to.
+    """Raise for destinations that this rank has no link to.
 
     Raises:
-        RoundAborted: there is one.
+        RoundAborted: there is such a destination.
     """
     unknown = [name for name in destinations if name not in known]
     if unknown:
@@ -51,11 +51,11 @@ def bind_peers(
     bindings: Iterable[DestinationBinding],
     check: Callable[[LinkProgram, DestinationBinding], None],
 ) -> dict[str, DestinationBinding]:
-    """The binding of every link's destination, each of which has passed `check`.
+    """Return the binding of every link's destination, after `check` has accepted it.
 
     Raises:
         PlanError: a destination has no binding.
-        BindingsRefused: some did not pass.
+        BindingsRefused: `check` refused some bindings.
     """
     known = {binding.worker: binding for binding in bindings}
     found: dict[str, DestinationBinding] = {}
@@ -76,13 +76,13 @@ def bind_peers(
 def check_binding(
     program: LinkProgram, binding: DestinationBinding, *, staged: bool = True
 ) -> None:
-    """Check every address that the link will write, before anything is paused.
+    """Check every address that the link will write, before any engine is paused.
 
-    `staged`: SCATTER ops go to staging memory, which kernels that store strided do not need.
+    `staged`: SCATTER ops go to staging memory. Kernels that store strided elements do not need it.
 
     Raises:
-        PlanError: a parameter or staging memory that the destination did not offer.
-        RegionError: bytes outside the regions that the destination published.
+        PlanError: the destination did not offer a parameter or the staging memory.
+        RegionError: bytes would land outside the regions that the destination published.
     """
     starts, extents = [], []
     for op in program.ops:
@@ -109,7 +109,7 @@ def check_binding(
 
 
 def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
-    """Refuse a destination whose digests cannot equal this rank's.
+    """Raise for a destination whose digests cannot equal this rank's.
 
     Raises:
         PlanError: its weights are in another kind of memory.
@@ -123,7 +123,7 @@ def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NewLinks:
-    """Links that a rank is bound to anew, by destination. `stored`: those whose bytes its kernels store."""
+    """Links that were just bound, by destination. `stored`: links whose bytes GPU kernels store."""
 
     programs: Mapping[str, LinkProgram]
     bindings: Mapping[str, DestinationBinding]
@@ -132,14 +132,14 @@ class NewLinks:
 
 @dataclass(frozen=True, slots=True)
 class SentLinks:
-    """The links of a rank that sends: bytes are written to some peers, kernels store into all others.
+    """Links of a sending rank. Bytes are written to the peers in `peers`; GPU kernels store into all others.
 
     Attributes:
-        digest_kind: of what is written.
-        stored_by: transports whose links kernels store; None for all.
-        programs: by destination, in the order of their places in the arena.
-        peers: that bytes are written to.
-        read_in_place: parameters that are written from where they lie.
+        digest_kind: kind of the digests of written links.
+        stored_by: transports whose links kernels store; None for all transports.
+        programs: destination -> link, in the order of their places in the arena.
+        peers: destinations that bytes are written to.
+        read_in_place: indices of parameters that are sent from their own memory.
     """
 
     digest_kind: DigestKind
@@ -159,13 +159,13 @@ class SentLinks:
         return tuple(p for name, p in self.programs.items() if name not in self.peers)
 
     def none(self) -> SentLinks:
-        """No links, and the peers that there were, for those that are kept."""
+        """Return a copy without links. Its `peers` stay, for links that are kept later."""
         return replace(self, programs={})
 
     def with_copies(
         self, copies: Mapping[str, LinkProgram], bindings: Mapping[str, DestinationBinding]
     ) -> SentLinks:
-        """These links, and written ones to members of relay groups."""
+        """Return these links plus written links to members of relay groups."""
         peers = {name: Peer.bound_to(bindings[name]) for name in copies}
         return replace(self, programs={**self.programs, **copies}, peers={**self.peers, **peers})
 
@@ -176,11 +176,12 @@ class SentLinks:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> tuple[SentLinks, NewLinks]:
-        """What there is once some links are bound anew and others end; see `Sender.change_links`.
+        """Return the links after some were bound and others ended; see `Sender.change_links`.
 
         Raises:
             PlanError: the plan was made for another layout, or a destination has no binding.
-            BindingsRefused: what some destinations offer cannot be written, or is hashed otherwise.
+            BindingsRefused: the memory that some destinations offer cannot be written, or uses
+                another kind of digest.
         """
         added = dict[str, LinkProgram]()
         if plan is not None:
@@ -188,7 +189,8 @@ class SentLinks:
             added = {program.peer: program for program in bind_links(plan, sending=True)}
         known = bind_peers(added.values(), bindings, self._check)
         kept = {n: p for n, p in self.programs.items() if n not in gone and n not in added}
-        # One that is bound anew has its old place, so that the places of others in the arena stay.
+        # A link that is bound again keeps its old place, so that the places of other links in the
+        # arena do not change.
         programs = {n: p for n, p in self.programs.items() if n in kept or n in added} | added
         near = {name for name, binding in known.items() if self._is_stored(binding)}
         peers = {name: peer for name, peer in self.peers.items() if name in kept}

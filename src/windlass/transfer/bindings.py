@@ -1,4 +1,4 @@
-"""What binding a plan to memory needs to know of the other side. Travels in messages."""
+"""Messages with which ranks exchange addresses, group offers and link outcomes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from windlass.transports.base import PeerEndpoint, RemoteRegion
 
 
 class BindingsRefused(PlanError):
-    """Some destinations offer memory that cannot be written; the others' can be.
+    """Some destinations offer memory that cannot be written; the other destinations are fine.
 
     Attributes:
-        reasons: destination worker -> why, one line each.
+        reasons: destination worker -> reason, one line each.
     """
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
@@ -27,15 +27,17 @@ class BindingsRefused(PlanError):
 
 
 class DestinationBinding(msgspec.Struct, frozen=True):
-    """Where writes to one destination rank land.
+    """Addresses that writes to one destination rank go to.
 
     Attributes:
         worker: the destination.
         endpoint: its transport endpoint.
-        regions: registered regions that every write must lie in.
+        regions: registered regions that contain every write.
         parameter_addresses: per parameter of its manifest: address of the live parameter
             (`in_place`) or of its shadow (`staged`).
         staging_address: address of staging memory for scatter and loader ops; 0 without one.
+        listener: address of the rank's `ProgressListener`; empty without one.
+        digest_kind: kind of digests that the rank computes.
     """
 
     worker: str
@@ -48,13 +50,14 @@ class DestinationBinding(msgspec.Struct, frozen=True):
 
 
 class BucketPart(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive bytes of a source parameter, and where they travel.
+    """Consecutive bytes of a source parameter, and their place in a broadcast.
 
     Attributes:
-        name, dtype, nbytes: of the whole parameter, as its manifest says.
+        name, dtype, nbytes: of the whole parameter, as in its manifest.
         parameter: index in the source's manifest.
         start, stop: bytes [start, stop) of the parameter.
-        bucket: which broadcast carries them. offset: byte offset in that bucket.
+        bucket: index of the broadcast that carries them.
+        offset: byte offset in that bucket.
     """
 
     name: str
@@ -68,7 +71,7 @@ class BucketPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WireTensor(msgspec.Struct, frozen=True):
-    """A whole checkpoint tensor that travels by itself."""
+    """A whole checkpoint tensor that is sent by itself."""
 
     name: str
     dtype: DType
@@ -76,19 +79,19 @@ class WireTensor(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class GroupOffer(msgspec.Struct, frozen=True):
-    """One trainer rank offers a broadcast group; the port is bound before it is published.
+    """Offer of one trainer rank to form a broadcast group. Its port is bound before the offer is published.
 
     Attributes:
-        name: unique; several groups live side by side.
+        name: unique name; several groups can exist at the same time.
         members: workers by rank; the source is rank 0.
-        host, port: of the source's rendezvous store.
-        parts: every byte that is broadcast, in order.
-        bucket_nbytes: per broadcast.
+        host, port: address of the source's rendezvous store.
+        parts: all bytes that are broadcast, in order.
+        bucket_nbytes: bytes of each broadcast.
     """
 
     name: str
@@ -114,29 +117,30 @@ class LinkStatus(StrEnum):
 
 
 class Carried(msgspec.Struct, frozen=True):
-    """Bytes that one link carried or several did, and the seconds that their writes took, added up."""
+    """Bytes that one or several links carried, and the sum of the seconds of their writes."""
 
     nbytes: int
     wire_s: float
 
     @property
     def gbps(self) -> float:
-        """10^9 bytes per second: of a link, or of several on average."""
+        """Rate in 10^9 bytes per second; the average for several links."""
         return self.nbytes / self.wire_s / 1e9 if self.wire_s else 0.0
 
 
 class LinkOutcome(msgspec.Struct, frozen=True):
-    """What one source did on one link.
+    """Result of one source on one link.
 
     Attributes:
         destination: destination worker.
-        status: how it ended.
+        status: how the link ended.
         nbytes: bytes written.
-        digest: hex, of the link's payload: its ops in plan order, each op's elements row-major
-            over `sizes`, in the destination dtype. Of which kind, the binding says.
+        digest: hex digest of the link's payload: its ops in plan order, each op's elements
+            row-major over `sizes`, in the destination dtype. The binding names the kind of digest.
         error: one line when `status` is not OK.
-        wire_s: seconds from the begin of its own first write to the end of its last one, less what it
-            waited for packing; 0 where links are not written one by one, as in a broadcast.
+        wire_s: seconds from the start of the link's first write to the end of its last, without
+            time spent waiting for packing; 0 if links are not written one by one, as in a
+            broadcast.
     """
 
     destination: str
@@ -148,13 +152,14 @@ class LinkOutcome(msgspec.Struct, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
-    """Trainer rank: what a write came to.
+    """Trainer rank: result of a write.
 
     Attributes:
-        links: outcome of every link that it was asked to write.
-        pack_s: seconds of packing and hashing. wire_s: inside transport writes.
-        register_s: registering parameters that were not yet, or have moved.
-        non_finite: parameters in which it has found NaN or infinity.
+        links: outcome of every link that was requested.
+        pack_s: seconds of packing and hashing.
+        wire_s: seconds inside transport writes.
+        register_s: seconds of registering parameters that are new or have moved.
+        non_finite: parameters in which the rank found NaN or infinity.
     """
 
     links: tuple[LinkOutcome, ...]
@@ -165,15 +170,17 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
 
 
 class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
-    """Engine rank: how its part of a relay went. Every upstream has ended by now, but for `unknown_from`.
+    """Engine rank: result of its part of a relay. Every upstream has ended, except those in `unknown_from`.
 
     Attributes:
         missing: sources whose link is not complete here.
         unknown_from: upstreams whose bytes may still land here.
         unknown_to: engines in which bytes of this rank may still land.
-        unreached: engines that did not let this rank in; nothing was written to them.
-        nbytes: passed on. wire_s: from the first chunk here to the last one passed on.
-        passed_on: what each engine was written, from its first chunk to its last one.
+        unreached: engines that did not accept this rank; nothing was written to them.
+        nbytes: bytes passed on.
+        wire_s: seconds from the first chunk received to the last chunk passed on.
+        passed_on: engine -> bytes passed on to it, and the seconds from its first chunk to its
+            last.
     """
 
     missing: tuple[str, ...]
@@ -186,7 +193,7 @@ class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
 
 
 class RelayAddress(msgspec.Struct, frozen=True):
-    """Where an engine rank of a relay listens, bound before it is published, and its secret."""
+    """Address and secret of an engine rank that listens for a relay. The port is bound before it is published."""
 
     worker: str
     host: str

@@ -1,14 +1,13 @@
-"""Collective broadcast: every trainer rank is the root of one group with the engines that it sends to.
+"""Collective broadcast: every trainer rank is the root of one group with the engines that need its bytes.
 
-Nothing is gathered: a rank broadcasts the bytes it owns, each of them once. Both halves hold two
-buffers, so that packing, the broadcast and loading overlap. An engine that belongs to several
-groups goes through them in the order of the sources' names, which is the same everywhere: no ring
-of waiting can form. A group that has failed is aborted, which releases the other members; the
-controller forms it anew from whoever is left.
+Nothing is gathered: a rank broadcasts each byte that it owns once. Both halves use two buffers, so
+that packing, broadcasting and loading overlap. An engine in several groups enters them in the order
+of the source names. This order is the same everywhere, so members cannot wait for each other in a
+ring. A failed group is aborted, which releases the other members; the controller forms a new group
+of the remaining members.
 
-A bucket carries raw parameter bytes, each of them once, however many engines need it; every
-receiver takes its boxes out with the ops of its own plan part. Bytes that no engine needs
-do not travel.
+A bucket carries raw parameter bytes. Each receiver copies its boxes out of it with the ops of its
+own plan part. Bytes that no engine needs are not sent.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ STORE_DEADLINE_S = 60.0
 
 @final
 class CollectiveSender:
-    """`SenderBackend` and `GroupMember` of `xccl`. `host`: own address, that engines can reach."""
+    """`SenderBackend` and `GroupMember` of `xccl`. `host`: this rank's address that engines can reach."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class CollectiveSender:
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """See `SenderBackend.connect`. None for a rank that sends nothing."""
+        """Bind a plan part; see `SenderBackend.connect`. Return None for a rank that sends nothing."""
         self.close()
         self._source.bind(plan, bindings)
         programs = self._source.programs
@@ -104,7 +103,7 @@ class CollectiveSender:
         return self._offer
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
-        """See `GroupMember.join`: the one group that was offered."""
+        """Join the one group that this rank offered; see `GroupMember.join`."""
         if self._offer is None or tuple(offers) != (self._offer,):
             raise ProtocolError(f"{self._source.manifest.worker}: asked to join a foreign group")
         self._group = join_group(
@@ -122,7 +121,7 @@ class CollectiveSender:
         )
 
     def prepare(self, version: int) -> None:  # noqa: ARG002
-        """Hash every link, and cut what packs the buckets, unless nothing has moved since."""
+        """Hash every link. Prepare the copies into the buckets again if a parameter has moved."""
         began = time.perf_counter()
         if self._source.locate():
             self._forget_packs()
@@ -137,7 +136,7 @@ class CollectiveSender:
         destinations: Sequence[str],
         deadline_s: float,
     ) -> Written:
-        """See `SenderBackend.write`. All links succeed or fail together."""
+        """Broadcast the buckets; see `SenderBackend.write`. All links succeed or fail together."""
         check_destinations(self._source.programs, destinations)
         deadline = Deadline.after(deadline_s, "broadcast")
         pack_s, self._pack_s = self._pack_s, 0.0
@@ -161,7 +160,7 @@ class CollectiveSender:
         self._group = self._rendezvous = self._offer = None
 
     def _broadcast(self, group: TorchBroadcastGroup, deadline: Deadline) -> float:
-        """All buckets; while one is on the wire the next is packed. Returns seconds of packing."""
+        """Broadcast all buckets, packing one while another is on the wire; return the seconds of packing."""
         packed_s = 0.0
         for bucket, parts in enumerate(self._buckets):
             slot = bucket % group.num_buffers
@@ -179,7 +178,7 @@ class CollectiveSender:
         return packed_s
 
     def _prepare_packs(self, group: TorchBroadcastGroup) -> tuple[PreparedCopies, ...]:
-        """From the parameters into the group's buffers, bucket by bucket."""
+        """Prepare the copies from the parameters to the group's buffers, bucket by bucket."""
         return tuple(
             self._source.memory.prepare(
                 [
@@ -203,7 +202,7 @@ class CollectiveSender:
 
 @final
 class CollectiveReceiver:
-    """`ReceiverBackend` and `GroupReceiver` of `xccl`. `host`: own address, that other members can reach."""
+    """`ReceiverBackend` and `GroupReceiver` of `xccl`. `host`: this rank's address that members can reach."""
 
     def __init__(
         self, config: XcclBackend, manifest: ShardManifest, addresses: Sequence[int], host: str
@@ -255,7 +254,7 @@ class CollectiveReceiver:
             )
 
     def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:
-        """See `GroupReceiver.receive`. What one group fails to bring does not keep back the rest."""
+        """Receive all groups; see `GroupReceiver.receive`. A group that fails does not stop the others."""
         deadline = Deadline.after(deadline_s, "receive")
         failed = []
         for source in sorted(groups):
@@ -279,7 +278,7 @@ class CollectiveReceiver:
         self._destination.close()
 
     def _receive(self, group: TorchBroadcastGroup, source: str, deadline: Deadline) -> None:
-        """All buckets of one group; while one is unpacked the next is on the wire."""
+        """Receive all buckets of one group, unpacking one while the next is on the wire."""
         sizes, slots = self._groups[source][0].bucket_nbytes, group.num_buffers
         fills = self._fills[source]
         for bucket in range(min(slots, len(sizes))):
@@ -305,7 +304,7 @@ class CollectiveReceiver:
 def _whole(
     group: TorchBroadcastGroup | None, offer: GroupOffer | None, destinations: Sequence[str]
 ) -> TorchBroadcastGroup:
-    """The group, if all of its members are told to enter: others would wait in vain."""
+    """Return the group if all of its members enter; otherwise raise, because entering members would never finish."""
     if group is None or offer is None:
         raise TransferFailed("no group was formed")
     absent = sorted(set(offer.members[1:]) - set(destinations))
@@ -318,7 +317,7 @@ def _whole(
 
 
 def _plan_tables(plan: TransferPlan) -> str:
-    """What every part of one plan has in common."""
+    """Return the tables that are equal in all parts of one plan."""
     tables = (plan.sources, plan.destinations, plan.source_digests, plan.destination_digests)
     return repr(tables)
 
@@ -340,7 +339,7 @@ class Load:
 def cut_buckets(
     manifest: ShardManifest, programs: Iterable[LinkProgram], capacity_nbytes: int
 ) -> tuple[tuple[BucketPart, ...], tuple[int, ...]]:
-    """The parts in order, and the bytes of every bucket; its capacity is a multiple of `ALIGNMENT`."""
+    """Return the parts in order, and the bytes of every bucket. `capacity_nbytes`: a multiple of `ALIGNMENT`."""
     parts: list[BucketPart] = []
     sizes: list[int] = []
     used = capacity_nbytes
@@ -376,10 +375,10 @@ def cut_buckets(
 
 
 def loads_of(program: LinkProgram, offer: GroupOffer) -> tuple[tuple[Load, ...], ...]:
-    """What a receiver takes out of each bucket.
+    """Return the loads of a receiver, per bucket.
 
     Raises:
-        PlanError: the buckets do not carry every byte that the ops read, in the ops' dtype.
+        PlanError: the buckets do not contain every byte that the ops read, in the ops' dtype.
     """
     by_parameter: dict[int, list[BucketPart]] = {}
     for part in offer.parts:
@@ -404,9 +403,10 @@ def loads_of(program: LinkProgram, offer: GroupOffer) -> tuple[tuple[Load, ...],
 
 
 def clip(op: BoundOp, start: int, stop: int) -> Iterator[BoundOp]:
-    """The parts of an op whose source bytes lie in [start, stop) of its parameter.
+    """Yield the parts of an op whose source bytes are in [start, stop) of its parameter.
 
-    Both bounds are multiples of the item size away from every element, so that no element is cut.
+    Raises:
+        UnsupportedLayout: `start` or `stop` is inside an element.
     """
     reach = op.src_extent_nbytes
     first, last = op.src_offset, op.src_offset + reach
@@ -434,10 +434,10 @@ def clip(op: BoundOp, start: int, stop: int) -> Iterator[BoundOp]:
 
 
 def signature_of_offer(offer: GroupOffer, source_digest: str, plan: str) -> str:
-    """What all members of a group must agree on before its first collective.
+    """Return a digest of everything that all members of a group must agree on before its first collective.
 
-    Covers members, names, dtypes, sizes, order and cuts; and, from the rank's own plan part
-    rather than from the offer, the source's layout and the plan's tables.
+    It covers members, names, dtypes, sizes, order and cuts from the offer. It also covers the
+    source's layout and the plan's tables, which each rank takes from its own plan part.
     """
     digest = xxhash.xxh3_128(msgspec.msgpack.encode(offer))
     digest.update(f"{source_digest} {plan}".encode())

@@ -1,7 +1,7 @@
-"""Broadcast groups on torch.distributed, beside the user's own: gloo or NCCL.
+"""Broadcast groups on torch.distributed (gloo or NCCL) that are separate from the user's groups.
 
-A group is a `ProcessGroup` object of its own on a store of its own. It never enters torch's
-registry, so the user's default group and its numbering are untouched.
+Each group is a `ProcessGroup` object with its own store. It is not entered into torch's registry,
+so the user's default group and its numbering do not change.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 MIN_TIMEOUT_S = 0.05
 BACKLOG = 1024
 ABORT_S = 2.0
-"""For kernels to end once their communicator is aborted."""
+"""Seconds that kernels have to end after their communicator is aborted."""
 
 
 @final
 class Rendezvous:
-    """A store that the source hosts: bound to a free port of `host` alone, and then published.
+    """Store that the source hosts. It is bound to a free port of `host` only, before the port is published.
 
     Raises:
         ConfigError: `host` is no address of this host.
@@ -43,7 +43,7 @@ class Rendezvous:
     def __init__(self, host: str, deadline_s: float) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        # By itself the store listens on every address of the host.
+        # Without its own listener, TCPStore listens on every address of the host.
         listener = listen(host, 0, "rendezvous")
         self.port = int(listener.getsockname()[1])
         try:
@@ -72,16 +72,16 @@ def join_group(
     hosted: Rendezvous | None = None,
     gpu: Gpu | None = None,
 ) -> TorchBroadcastGroup:
-    """Enter a group: agree on what it carries, then connect. All members call it.
+    """Enter a group: compare its contents with the other members, then connect. All members call it.
 
-    `signature`: what this member means to send or receive; see `signature_of_offer`. `hosted`: the store, at
-    the source. `gpu`: whose kernels fill and empty this member's buffers, in its stream; None where that is
-    done in host memory.
+    `signature`: digest of the contents that this member expects; see `signature_of_offer`.
+    `hosted`: the store, at the source. `gpu`: the GPU whose kernels fill and empty this member's
+    buffers, in its stream; None if that happens in host memory.
 
     Raises:
         ConfigError: the fabric needs a GPU, and there is none.
-        PlanError: a member has another signature; no collective has begun.
-        PeerTimeout: a member did not come.
+        PlanError: a member has a different signature; no collective has begun.
+        PeerTimeout: a member did not join.
         TransferFailed: connecting failed.
     """
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ def _agree(store: Any, offer: GroupOffer, rank: int, signature: str, deadline: D
     found = {
         worker: store.get(key).decode() for worker, key in zip(offer.members, keys, strict=True)
     }
-    # The hosting rank may close the store only when all have read.
+    # The hosting rank must not close the store before all members have read.
     arrived = f"{offer.name}/read"
     if store.add(arrived, 1) == len(offer.members):
         store.set(f"{arrived}/all", "")
@@ -172,10 +172,11 @@ def _connect(
 
     nccl = ProcessGroupNCCL.Options()
     nccl._timeout = timeout
-    # By itself NCCL's watchdog ends the trainer when an engine does; here deadlines end the group.
+    # By default NCCL's watchdog ends the trainer process when an engine ends; here deadlines end
+    # the group.
     with temporary_values({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}):
         group = ProcessGroupNCCL(store, rank, size, nccl)
-    # By itself NCCL connects in the first broadcast, when engines stand still already.
+    # By default NCCL connects in the first broadcast, while engines are already paused.
     group.eager_connect_single_device(torch.device("cuda", _ordinal(gpu)))
     return group
 
@@ -214,7 +215,8 @@ class TorchBroadcastGroup:
 
         self._name = name
         self._process_group = process_group
-        self._store = store  # hosts the store as long as the group lives
+        # Keeps the store open during the life of the group.
+        self._store = store
         self._is_root = rank == 0
         self._is_nccl = fabric is CollectiveFabric.NCCL
         self._gpu = gpu
@@ -237,22 +239,22 @@ class TorchBroadcastGroup:
 
     @property
     def num_buffers(self) -> int:
-        """How many broadcasts may be under way."""
+        """Number of broadcasts that may run at the same time."""
         return len(self._wire)
 
     def buffer(self, slot: int) -> int:
-        """Address of a buffer. Not to be touched between `start` and `finish`."""
+        """Return the address of a buffer. The caller must not touch it between `start` and `finish`."""
         return int(self._buffers[slot].data_ptr())
 
     def put(self, slot: int, offset: int, tensor: torch.Tensor) -> None:
-        """Copy a tensor to byte `offset` of a buffer, after what the caller's current stream computes."""
+        """Copy a tensor to byte `offset` of a buffer, after the work in the caller's current stream."""
         nbytes = tensor.numel() * tensor.element_size()
         place = self._buffers[slot][offset : offset + nbytes].view(tensor.dtype)
         with self._stream():
             place.view(tensor.shape).copy_(tensor.detach())
 
     def start(self, slot: int, nbytes: int, deadline_s: float) -> None:
-        """Begin to broadcast the first `nbytes` of a buffer, from the root into all others.
+        """Begin to broadcast the first `nbytes` of a buffer, from the root to all others.
 
         Raises:
             TransferFailed: the group is broken, or kernels that fill the buffer do not end.
@@ -267,7 +269,8 @@ class TorchBroadcastGroup:
         view = self._wire[slot][:nbytes]
         try:
             if not self._is_nccl and self._gpu is not None:
-                self._gpu.finish(deadline_s)  # gloo knows no streams
+                # Gloo does not use streams, so the kernels must have ended.
+                self._gpu.finish(deadline_s)
             with self._stream():
                 if self._is_mirrored and self._is_root:
                     view.copy_(self._buffers[slot][:nbytes], non_blocking=True)
@@ -277,12 +280,13 @@ class TorchBroadcastGroup:
             raise TransferFailed(f"group {self._name}: {_first_line(error)}") from error
 
     def finish(self, slot: int, deadline_s: float) -> None:
-        """Let what follows find the buffer's bytes there (or, at the root, overwrite them).
+        """Finish a broadcast, so that later work may read the buffer (or, at the root, overwrite it).
 
-        With `gpu` and NCCL that is what follows in its stream; else it is so on return.
+        With `gpu` and NCCL, later work in the GPU's stream waits for the broadcast; otherwise this
+        call waits.
 
         Raises:
-            TransferFailed: a member is gone or late; the group is broken.
+            TransferFailed: a member has ended or is late; the group is broken.
         """
         started, self._works[slot] = self._works[slot], None
         if started is None:
@@ -291,7 +295,8 @@ class TorchBroadcastGroup:
         try:
             with self._stream():
                 if self._is_nccl and self._gpu is not None:
-                    work.wait()  # in the stream; `drain` has the deadline
+                    # This waits in the stream only; `drain` enforces the deadline.
+                    work.wait()
                 else:
                     work.wait(timedelta(seconds=max(deadline_s, MIN_TIMEOUT_S)))
                 if self._is_mirrored and not self._is_root:
@@ -301,14 +306,15 @@ class TorchBroadcastGroup:
             raise TransferFailed(f"group {self._name}: {_first_line(error)}") from error
 
     def drain(self, deadline_s: float) -> None:
-        """Wait until all that was started and finished, and kernels between, are over.
+        """Wait until all started broadcasts and the kernels between them have ended.
 
         Raises:
-            TransferFailed: not within `deadline_s`, or some of it failed; the group is broken.
+            TransferFailed: they did not end within `deadline_s`, or failed; the group is broken.
         """
         if self._gpu is None:
             return
-        left_s = max(deadline_s - 2 * ABORT_S, deadline_s / 2)  # to abort, and to say so
+        # Leave time to abort and to report the failure.
+        left_s = max(deadline_s - 2 * ABORT_S, deadline_s / 2)
         try:
             self._gpu.wait_or_leave(self._gpu.stream.record(), left_s)
         except TransferFailed:
@@ -318,14 +324,14 @@ class TorchBroadcastGroup:
     def abort(self) -> None:
         """Close every connection, so that the other members notice. Idempotent.
 
-        A communicator of NCCL that does not end in time takes its GPU along: nothing here uses that again.
+        If an NCCL communicator does not end in time, this process does not use its GPU again.
         """
         if self.broken:
             return
         self.broken = True
         self._works = [None] * len(self._works)
         held = (self._process_group, self._store, self._wire, self._buffers)
-        # The last references: sockets close, and the other members notice.
+        # Without these last references the sockets close, and the other members notice.
         self._process_group = self._store = None
         if not self._is_nccl:
             held[0].abort()
@@ -337,12 +343,13 @@ class TorchBroadcastGroup:
         if self._gpu is None:
             return
         try:
-            self._gpu.finish(ABORT_S)  # NCCL's kernels end with their communicator
+            # NCCL's kernels end with their communicator.
+            self._gpu.finish(ABORT_S)
         except TransferError:
             keep_mapped(held)
 
     def _stream(self) -> contextlib.AbstractContextManager[Any]:
-        """What torch queues within goes where kernels of `gpu` go, or to the GPU's current stream."""
+        """Return a context in which torch queues work in the stream of `gpu`, or in the GPU's current stream."""
         if self._ordinal < 0:
             return contextlib.nullcontext()
         import torch
@@ -357,11 +364,12 @@ class TorchBroadcastGroup:
 
 
 def _has_ended(abort: Callable[[], None], deadline_s: float) -> bool:
-    """Call `abort` in a thread that holds nobody up; whether it returned in time."""
+    """Call `abort` in a daemon thread; return whether it ended in time."""
     ended = threading.Event()
 
     def run() -> None:
-        with contextlib.suppress(RuntimeError):  # of a communicator that has failed already
+        with contextlib.suppress(RuntimeError):
+            # The communicator may have failed already.
             abort()
         ended.set()
 

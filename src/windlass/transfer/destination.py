@@ -1,8 +1,9 @@
-"""An engine rank's parameters as bytes are brought to them: where they go, whether they came, making them live.
+"""An engine rank's parameters as a target of updates: allocate, verify, and make the bytes live.
 
-Bytes go to the live parameters or into a shadow copy of the same layout; ops whose elements are strided
-there may be written packed, into staging memory. `apply` copies over what is not live yet. In host memory
-and on a GPU alike, whoever brings the bytes.
+Bytes are written to the live parameters or to a shadow copy with the same layout. Ops that are
+strided at the destination may be written packed, into staging memory. `apply` copies everything
+that is not live yet to the live parameters. All backends use this module, for host memory and for
+GPU memory.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from windlass.transports.base import MemoryRegion, OneSidedTransport, PeerEndpoi
 
 @final
 class ShadowCopy:
-    """Memory of the layout of a rank's parameters, that nobody reads. Owned by this object.
+    """Memory with the layout of a rank's parameters, which no engine reads. Owned by this object.
 
     Attributes:
-        buffer: all of it.
-        addresses: of the copies, in manifest order; they hold nothing yet.
+        buffer: the whole allocation.
+        addresses: addresses of the copies, in manifest order; the contents are undefined at first.
 
     Raises:
-        TransferFailed: there is no memory for it.
+        TransferFailed: there is not enough memory.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ShadowCopy:
         self.addresses = tuple(self.buffer.address + offset for offset in offsets)
 
     def copy_over(self) -> None:
-        """Make every element of every shard live, and wait for it; padding stays as it is. Idempotent.
+        """Copy every element of every shard to the live parameters and wait. Leave padding unchanged. Idempotent.
 
         Raises:
             TransferOutcomeUnknown: kernels do not end.
@@ -63,7 +64,7 @@ class ShadowCopy:
         self._memory.finish(OWN_WORK_S)
 
     def close(self) -> None:
-        """Free it. Idempotent."""
+        """Free the memory. Idempotent."""
         if self._flip is not None:
             self._flip.close()
             self._flip = None
@@ -92,16 +93,16 @@ class Destination:
 
     Args:
         live: addresses of the live parameters, in manifest order; they never move.
-        memory: that they are in; None to ask where they lie.
-        transport: what is allocated here is registered with it, for peers to write; None where
-            nobody else writes. Stays open.
+        memory: memory of the live parameters; None to find it from the addresses.
+        transport: registers the memory that this object allocates, so that peers can write it; None
+            if no peer writes. The caller closes it.
 
     Attributes:
-        programs: by source, as bound by the last `bind`.
-        addresses: where parameters are to be written: live, or in the shadow copy.
-        staging_address: where staged ops are to be written; 0 where there are none.
-        digests: of what lies where it was written; None before `bind`.
-        late_nbytes: what the last `verify` had to hash.
+        programs: source -> link, as bound by the last `bind`.
+        addresses: addresses that parameters are written to: live, or in the shadow copy.
+        staging_address: address that staged ops are written to; 0 if there are none.
+        digests: digests of the links over the written memory; None before `bind`.
+        late_nbytes: bytes that the last `verify` had to hash.
     """
 
     def __init__(
@@ -124,10 +125,11 @@ class Destination:
 
     @property
     def memory(self) -> MemoryOps:
-        """Which the live parameters are in.
+        """Memory of the live parameters.
 
         Raises:
-            PlanError: several. TransportUnavailable: a GPU whose kernels cannot be compiled.
+            PlanError: the parameters are in several memories.
+            TransportUnavailable: the kernels cannot be compiled for the GPU.
         """
         if self._memory is None:
             self._memory = memory_at(self._live, self.manifest.worker)
@@ -135,32 +137,34 @@ class Destination:
 
     @property
     def digest_kind(self) -> DigestKind:
-        """Of the digests that `verify` compares."""
+        """Kind of the digests that `verify` compares."""
         return self.memory.digest_kind
 
     @property
     def regions(self) -> tuple[MemoryRegion, ...]:
-        """Of what is allocated and registered here."""
+        """Registered regions of the shadow copy and the staging memory."""
         shadow = None if self._shadow is None else self._shadow.buffer
         return tuple(b.region for b in (shadow, self._staging) if isinstance(b, Arena))
 
     def bind(self, plan: TransferPlan, *, shadow: bool, staged: bool) -> None:
         """Bind a plan part (`TransferPlan.parts`).
 
-        The shadow copy and the staging memory that it needs are allocated once. `shadow`: nothing is written
-        to live memory before `apply`. `staged`: SCATTER ops are written packed, as peers store no strided
+        Allocate the shadow copy and the staging memory if the plan needs them; later calls reuse
+        them. `shadow`: write to the shadow copy, so that live memory does not change before
+        `apply`. `staged`: SCATTER ops are written packed, for peers that cannot store strided
         elements.
 
         Raises:
             PlanError: the plan is for another layout.
-            TransferFailed: there is no memory.
+            TransferFailed: there is not enough memory.
             RegionError: memory cannot be registered.
-            TransferOutcomeUnknown: earlier kernels may still go on.
+            TransferOutcomeUnknown: earlier kernels may still run.
         """
         index = check_part(
             self.manifest, plan.destinations, plan.destination_digests, "destinations"
         )
-        self.memory.finish(OWN_WORK_S)  # nothing reads what is freed now
+        # Wait for kernels that may still read the memory that is freed below.
+        self.memory.finish(OWN_WORK_S)
         self._unbind()
         programs = {p.peer: p for p in bind_links(plan, sending=False)}
         if shadow and self._shadow is None:
@@ -174,12 +178,12 @@ class Destination:
         self._flip = self.memory.prepare(list(self._not_live()))
 
     def unwritten(self, endpoint: PeerEndpoint) -> DestinationBinding:
-        """Return the binding of a rank that nobody else writes to."""
+        """Return the binding of a rank that no peer writes to."""
         worker = self.manifest.worker
         return DestinationBinding(worker, endpoint, (), (), digest_kind=self.digest_kind)
 
     def fill(self, ops: Iterable[tuple[BoundOp, int]]) -> PreparedCopies:
-        """Copies and casts of ops whose source parameter's byte 0 lies at the address beside each."""
+        """Prepare the copies and casts of ops; each op comes with the address of byte 0 of its source parameter."""
         return self.memory.prepare(
             [
                 StridedCopy.of_op(
@@ -195,9 +199,9 @@ class Destination:
     def verify(
         self, expected: Mapping[str, str], hashed: Mapping[str, str] | None = None
     ) -> tuple[str, ...]:
-        """Sources whose bytes do not have the expected digest, or that send nothing here.
+        """Return sources whose bytes do not have the expected digest, or that have no link to this rank.
 
-        `hashed`: digests taken already; one that differs is taken again.
+        `hashed`: digests that were computed earlier; a digest that differs is computed again.
 
         Raises:
             TransferOutcomeUnknown: kernels do not end.
@@ -210,7 +214,7 @@ class Destination:
         return tuple(sorted(s for s, digest in expected.items() if found.get(s) != digest))
 
     def apply(self) -> None:
-        """Make what was written live. Idempotent; nothing to do where bytes went to live memory.
+        """Make the written bytes live. Idempotent; does nothing for bytes that were written to live memory.
 
         Raises:
             TransferOutcomeUnknown: kernels do not end.
@@ -220,9 +224,9 @@ class Destination:
             self.memory.finish(OWN_WORK_S)
 
     def close(self) -> None:
-        """Free shadow copy and staging memory: no peer may write after this. Idempotent.
+        """Free the shadow copy and the staging memory. No peer may write after this. Idempotent.
 
-        What kernels that outlived a deadline may still use stays allocated.
+        Memory that kernels may still use after a missed deadline stays allocated.
         """
         self._unbind()
         if self._shadow is not None:
@@ -239,7 +243,7 @@ class Destination:
         return Arena(self._transport, nbytes, self.memory)
 
     def _stage(self, nbytes: int) -> int:
-        """Have so many bytes of staging memory; its address, 0 where none are needed."""
+        """Return the address of at least `nbytes` of staging memory; 0 if `nbytes` is 0."""
         if not nbytes:
             return 0
         if self._staging is not None and self._staging.nbytes < nbytes:
@@ -259,9 +263,9 @@ class Destination:
         self.programs, self.staging_address = {}, 0
 
     def _not_live(self) -> Iterator[StridedCopy]:
-        """From where peers write to the live parameters, for what is not written there.
+        """Yield the copies from the memory that peers write to the live parameters, for bytes that are not live.
 
-        Padding, which belongs to no tensor, is left out: a shadow copy holds nothing for it.
+        Padding belongs to no tensor and is left out: the shadow copy has no content for it.
         """
         is_live = self.addresses is self._live
         rows: list[tuple[int, int, int]] = []

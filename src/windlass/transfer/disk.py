@@ -1,7 +1,7 @@
-"""Updates through a file system, for engines that nothing else reaches.
+"""Updates through a file system, for engines that no other backend reaches.
 
-Trainers write their shards as safetensors; engines read the boxes they need, by slicing, into a
-shadow in both update modes, so that a file which is torn or corrupted changes nothing.
+Trainers write their shards as safetensors files. Engines read the boxes that they need into a
+shadow copy in both update modes, so that a torn or damaged file never changes live weights.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ class DiskSender:
         return None
 
     def prepare(self, version: int) -> None:
-        """Hash every link, and make room."""
+        """Hash every link, and remove old versions to free space."""
         began = time.perf_counter()
         self._source.locate()
         self._source.hash_links()
         try:
             prune(self._folder, version, self._source.manifest.worker, self._config.keep_versions)
-        except OSError as error:  # a disk that is really ill shows in `write`
+        except OSError as error:
+            # If the disk has really failed, `write` reports it.
             _log.warning("old versions are not removed: %s", error)
         self._pack_s = time.perf_counter() - began
 
@@ -77,7 +78,7 @@ class DiskSender:
         destinations: Sequence[str],
         deadline_s: float,  # noqa: ARG002
     ) -> Written:
-        """Write this rank's file, whoever reads it; see `SenderBackend.write`."""
+        """Write this rank's file, for all its readers; see `SenderBackend.write`."""
         check_destinations(self._source.programs, destinations)
         pack_s, self._pack_s = self._pack_s, 0.0
         began = time.perf_counter()
@@ -92,7 +93,7 @@ class DiskSender:
         return Written(links, pack_s, time.perf_counter() - began)
 
     def close(self) -> None:
-        """Files stay. Idempotent."""
+        """Free the source; the files stay. Idempotent."""
         self._source.close()
 
 
@@ -112,7 +113,7 @@ class DiskReceiver:
         return self._destination.unwritten(PeerEndpoint("disk", str(self._folder), ""))
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Read the boxes of `expected` sources into the shadow, and compare digests there."""
+        """Read the boxes of `expected` sources into the shadow; return sources with wrong digests."""
         indices, unreadable = [], []
         for source in sorted(expected):
             try:

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     import torch
 
 SAMPLE_NBYTES = 4 << 20
-"""Bytes that are looked at in one update, unless all are: about a millisecond of one core. A step that diverges spreads
-over all parameters, so a part of them shows it."""
+"""Bytes that one update checks, unless it checks all: about a millisecond on one core. A step that
+diverges spreads over all parameters, so checking a part of them finds it."""
 LEAST_NBYTES, LEAST_NBYTES_OF_GPU = SAMPLE_NBYTES >> 6, SAMPLE_NBYTES >> 4
-"""Bytes that a small piece counts as: looking at it costs a call, or several kernels of a GPU."""
+"""Minimum cost of a small piece in bytes: checking a piece costs a call, or several GPU kernels."""
 _FLOATING = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64}
 
 
 class _Piece(NamedTuple):
-    """Elements of a parameter: its index, where they begin in it, and how they lie."""
+    """Elements of a parameter: parameter index, byte offset, sizes and byte strides."""
 
     parameter: int
     offset: int
@@ -51,17 +51,18 @@ class FiniteCheck:
         self._next = 0
 
     def bind(self, read: Collection[int]) -> None:
-        """Look at these parameters from now on, by index."""
+        """Set the parameters to check, by index."""
         pieces = [piece for index in sorted(read) for piece in self._pieces_of(index)]
-        # A large embedding must not keep all others waiting for their turn.
+        # Sort by offset first, so that one large embedding does not delay all other parameters.
         self._pieces = sorted(
             pieces, key=lambda piece: (piece.offset // SAMPLE_NBYTES, piece.parameter)
         )
 
     def find(self, *, everywhere: bool) -> tuple[str, ...]:
-        """Return the names of parameters that contain NaN or infinity, among all or among those whose turn it is.
+        """Return the names of checked parameters that contain NaN or infinity.
 
-        On a GPU it waits first for all that this process has queued there.
+        `everywhere`: check all bound parameters; otherwise only the pieces that are due in this
+        turn. On a GPU, wait first for all work that this process has queued there.
 
         Raises:
             PlanError: see `LocatedParameters`.
@@ -79,12 +80,12 @@ class FiniteCheck:
             if ordinal not in settled:
                 memory.settle(OWN_WORK_S)
                 settled.add(ordinal)
-            # NaN is both the smallest and the largest element.
+            # If an element is NaN, `aminmax` returns NaN for both values.
             found = torch.aminmax(memory.view(address + offset, sizes, strides, dtype))
             extremes.setdefault((ordinal, dtype), []).extend((index, value) for value in found)
         bad: set[int] = set()
         for of_memory in extremes.values():
-            # A GPU is waited for once, not for each parameter.
+            # Wait for a GPU once and not for each parameter.
             is_bad = torch.stack([value for _, value in of_memory]).isfinite().logical_not()
             bad |= {
                 index for (index, _), wrong in zip(of_memory, is_bad.tolist(), strict=True) if wrong
@@ -92,7 +93,7 @@ class FiniteCheck:
         return tuple(self._manifest.parameters[index].name for index in sorted(bad))
 
     def _due(self, located: Sequence[ParameterMemory]) -> Iterator[_Piece]:
-        """Yield the pieces that follow those of the last turn, until they are enough."""
+        """Yield the pieces after the last turn's, until `SAMPLE_NBYTES` are reached."""
         left = SAMPLE_NBYTES
         for _ in self._pieces:
             piece = self._pieces[self._next % len(self._pieces)]
@@ -106,7 +107,7 @@ class FiniteCheck:
                 return
 
     def _pieces_of(self, index: int) -> Iterator[_Piece]:
-        """Yield the elements of a parameter, without gaps between its rows."""
+        """Yield the pieces of a parameter, without padding."""
         spec, table = self._manifest.parameters[index], self._manifest.table
         if spec.dtype not in _FLOATING:
             return

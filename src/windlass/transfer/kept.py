@@ -1,4 +1,4 @@
-"""Tensors of an engine rank that no trainer has: nothing writes them, and digests show that they stay as they were."""
+"""Engine tensors that no trainer has. Nothing writes them, and digests check that they do not change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KeptTensors:
         self._digests: dict[str, str] = {}
 
     def bind(self, names: Collection[str]) -> None:
-        """Keep these tensors: those that are new here must stay as they are now.
+        """Set the kept tensors, and take digests of those that are new.
 
         Raises:
             TransferFailed, TransferOutcomeUnknown: see `Digests.take`.
@@ -38,10 +38,10 @@ class KeptTensors:
         self._digests = self._digests_of(held - before.keys()) | before
 
     def verify(self) -> None:
-        """Refuse an update if a kept tensor has changed.
+        """Raise if a kept tensor has changed.
 
         Raises:
-            PlanError: it has.
+            PlanError: a kept tensor has changed.
             TransferFailed, TransferOutcomeUnknown: see `Digests.take`.
         """
         now = self._digests_of(self._digests)
@@ -82,7 +82,7 @@ class KeptTensors:
 
 
 def _runs(sizes: Int64Array, strides: Int64Array, itemsize: int) -> tuple[Int64Array, int]:
-    """Return where the contiguous runs of a row begin, in bytes, and how long each is."""
+    """Return byte offsets of the contiguous runs of a row, and the bytes of each run."""
     if not sizes.prod():
         return np.zeros(0, np.int64), 0
     run, offsets = itemsize, np.zeros(1, np.int64)

@@ -1,8 +1,8 @@
-"""A link's payload as pieces in the order of its digest, cut into chunks; the same at both ends.
+"""A link's payload as pieces in digest order, cut into chunks. Both ends compute the same pieces.
 
-A piece is contiguous at the destination, in its parameter or in staging memory, and at the source,
-in a parameter or where the op's payload was packed. Chunks are what an engine verifies and passes on;
-where they begin and end follows from the plan alone.
+A piece is contiguous at the destination (in its parameter or in staging memory) and at the source
+(in a parameter or in the packed payload of its op). A chunk is the unit that an engine verifies and
+passes on. Chunk boundaries depend on the plan only.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from windlass.planning.program import DirectRuns, LinkProgram
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload(DirectRuns):
-    """Pieces in the order in which their bytes are hashed, each of at most one chunk.
+    """Pieces in the order in which their bytes are hashed. No piece crosses a chunk boundary.
 
     Attributes:
-        packed: (n,) whether the source packs the op first: `src_offset` counts from its packed payload then.
-        lands: (n,) whether it goes to staging memory: `dst_offset` counts from its start then.
-        chunk: (n,) ascending from 0; no chunk is empty.
+        packed: (n,) True if the source packs the op; `src_offset` then counts from the packed
+            payload.
+        lands: (n,) True if the piece goes to staging memory; `dst_offset` then counts from its
+            start.
+        chunk: (n,) chunk index, ascending from 0; no chunk is empty.
     """
 
     packed: BoolArray = column("?")
@@ -34,32 +36,32 @@ class Payload(DirectRuns):
 
     @property
     def num_chunks(self) -> int:
-        """Chunks, none of them empty."""
+        """Number of chunks; none is empty."""
         return int(self.chunk[-1]) + 1 if len(self) else 0
 
     def pieces_of(self, chunk: int) -> slice:
-        """The pieces of a chunk."""
+        """Return the slice of the pieces of a chunk."""
         start, stop = np.searchsorted(self.chunk, (chunk, chunk + 1)).tolist()
         return slice(start, stop)
 
     def digests(self, memory: MemoryOps, addresses: UInt64Array) -> ChunkDigests:
-        """Of its chunks, where the pieces lie at (n,) `addresses` of `memory`.
+        """Return digests of the chunks, given the (n,) `addresses` of the pieces in `memory`.
 
         Raises:
-            TransferFailed: a GPU without room for its tables.
+            TransferFailed: the GPU has no room for the tables.
         """
         start = np.searchsorted(self.chunk, np.arange(self.num_chunks + 1))
         return memory.chunk_digests(addresses, self.nbytes, start)
 
     def at(self, parameter_addresses: Sequence[int], staging_address: int) -> UInt64Array:
-        """(n,) addresses at the destination, given where parameters and staging memory begin."""
+        """Return (n,) addresses at the destination, given the addresses of parameters and staging memory."""
         targets = np.array(parameter_addresses, np.uint64)
         base = np.where(self.lands, np.uint64(staging_address), targets[self.dst_parameter])
         return base + self.dst_offset.astype(np.uint64)
 
 
 def payload_of(program: LinkProgram, chunk_nbytes: int) -> Payload:
-    """Cut the payload of a link; chunks begin at the first piece at or after each multiple of `chunk_nbytes`."""
+    """Return the pieces of a link. Chunks begin at the first piece at or after each multiple of `chunk_nbytes`."""
     ops = program.ops
     packed = np.array([not op.is_direct for op in ops], np.bool_)
     lands = np.array([op.lands for op in ops], np.bool_)

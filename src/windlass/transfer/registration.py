@@ -1,6 +1,7 @@
-"""Memory registered by allocation: once for all that lies in it, since registering takes time per region.
+"""Register memory once per allocation rather than once per parameter, because each registration takes time.
 
-So do SGLang (`register_memory_region_v2`) and AWEX, which register the segments of torch's caching allocator.
+SGLang (`register_memory_region_v2`) and AWEX do the same: they register the segments of torch's
+caching allocator.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ _log = logging.getLogger(__name__)
 def stretches(
     spans: Iterable[Span], allocation: Callable[[int], Span | None] | None = None
 ) -> list[Span]:
-    """Return (address, nbytes) of what is registered at once: spans that overlap share a stretch.
+    """Return the (address, nbytes) stretches to register; spans that overlap share a stretch.
 
-    With `allocation` spans of one allocation share a stretch as well, with what lies between them.
+    With `allocation`, spans of one allocation also share a stretch, which includes the bytes
+    between them.
 
     Args:
         spans: (address, nbytes) of parameters.
-        allocation: around an address of this process's memory, None where nobody knows it: such spans
-            share a stretch where they touch. Without it only what overlaps is joined.
+        allocation: returns the allocation around an address, or None if it is unknown; spans of
+            unknown allocations share a stretch if they touch. Without this argument only
+            overlapping spans are joined.
     """
     joined: list[Span] = []
-    end = room = 0  # of the last stretch, and of the allocation that it begins in
+    # Ends of the last stretch and of the allocation that it begins in.
+    end = room = 0
     for begin, nbytes in sorted(spans):
         if joined and (begin < end or begin + nbytes <= room or (begin == end and room < 0)):
             first = joined[-1][0]
@@ -52,14 +56,15 @@ def stretches(
 
 @final
 class RegisteredMemory:
-    """What a transport reads in place, registered by allocation for as long as it lies there.
+    """Memory that a transport reads in place, registered by allocation while parameters are in it.
 
-    An allocation stays registered while something in it is wanted: it is mapped and freed as one, so that
-    parameters may move within it.
+    An allocation is mapped and freed as a whole, so it stays registered while any parameter is in
+    it. Parameters may move within it.
 
     Args:
-        memory: knows the allocations of GPU memory; those of host memory, parameters say.
-        by_owner: regions that the owner has registered already; what lies in them is not again.
+        memory: finds the allocations of GPU memory; parameters name their own host allocations.
+        by_owner: regions that the owner has registered; parameters inside them are not registered
+            again.
     """
 
     def __init__(
@@ -72,20 +77,20 @@ class RegisteredMemory:
         self._worker, self._transport, self._memory = worker, transport, memory
         self._by_owner = sorted((region.address, region.nbytes) for region in by_owner)
         self._registered: dict[MemoryRegion, Span | None] = {}
-        """And the allocation that each is of."""
+        """Region -> allocation that contains it; None if the allocation is unknown."""
         self._covered: tuple[ParameterMemory, ...] | None = ()
-        """None where covering has failed half way."""
+        """Parameters that are registered; None after an error in `cover`."""
 
     @property
     def regions(self) -> tuple[MemoryRegion, ...]:
-        """What is registered now."""
+        """Regions that are registered now."""
         return tuple(self._registered)
 
     def cover(self, memories: Iterable[ParameterMemory]) -> float:
-        """Have these registered, and no allocation that none of them lies in.
+        """Register these parameters, and unregister allocations that contain none of them.
 
         Returns:
-            Seconds that it took; 0 where everything lay where it was.
+            Seconds that it took; 0 if nothing has moved.
 
         Raises:
             RegionError: memory cannot be registered.
@@ -118,7 +123,7 @@ class RegisteredMemory:
         return seconds
 
     def _wanted(self, memories: Sequence[ParameterMemory]) -> dict[Span, Span | None]:
-        """Return what is to be registered, by address, and the allocation that each is of."""
+        """Return the spans to register, in address order, each with its allocation."""
         storages: dict[int, Span | None] = {}
         spans: dict[int, set[Span]] = {}
         for memory in memories:
@@ -126,7 +131,9 @@ class RegisteredMemory:
             span = memory.address, memory.nbytes
             if memory.nbytes and not (before and _holds(self._by_owner[before - 1], span)):
                 storages[memory.address] = memory.storage
-                spans.setdefault(before, set()).add(span)  # no stretch reaches over an owner's
+                # Spans on both sides of an owner's region stay apart, so that no stretch covers
+                # that region.
+                spans.setdefault(before, set()).add(span)
 
         def allocation(address: int) -> Span | None:
             return self._memory.allocation(address) or storages[address]
@@ -140,12 +147,12 @@ def _holds(outer: Span, inner: Span) -> bool:
 
 
 def _met_by(span: Span, ordered: Sequence[Span]) -> Sequence[Span]:
-    """Return which of disjoint spans, by address, overlap `span`."""
+    """Return the spans that overlap `span`, out of disjoint spans in address order."""
     first = bisect_right(ordered, span[0], key=sum)
     return ordered[first : bisect_left(ordered, sum(span), key=itemgetter(0))]
 
 
 def _serves(registered: Span, around: Span | None, wanted: Span) -> bool:
-    """Whether a region is as good as one for `wanted` alone: what it has beside that stays mapped as well."""
+    """Return whether an existing region can be used for `wanted`; anything else it covers stays registered too."""
     within = around is not None and _holds(around, registered)
     return registered == wanted or (within and _holds(registered, wanted))

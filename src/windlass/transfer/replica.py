@@ -1,10 +1,10 @@
-"""A copy of what a trainer rank sends as it lies, for owners who asked for one.
+"""An optional copy of the parameters that a trainer rank sends unpacked.
 
-With it parameters are read in `prepare` and at no other time: what is packed lies in the packer's
-arena, everything else in this one. So the owner may change, move or offload its weights as soon as
-they are copied, and none of them is ever registered. It costs as much memory as it copies: host memory,
-pinned host memory beside a GPU, or GPU memory. The engine replica of slime PR 1164 is the ancestor; this
-one is cut as the trainer is.
+With a replica, parameters are read in `prepare` only: packed ops go to the packer's arena, and all
+other parameters that are sent go to this copy. The owner may change, move or offload its weights as
+soon as they are copied, and the parameters themselves are never registered. The cost is memory for
+the copy: host memory, pinned host memory for weights on a GPU, or GPU memory. The idea comes from
+the engine replica of slime PR 1164; this replica is sharded like the trainer.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from windlass.transports.sharing import share
 from windlass.transports.traits import MemoryType
 
 PART_NBYTES = 64 << 20
-"""Copied at a time by one thread, which releases the interpreter."""
+"""Bytes that one thread copies per call; the call releases the interpreter lock."""
 PCIE_ENGINE_NBYTES = 1 << 20
-"""Over PCIe a copy of this size takes longer than queueing it."""
+"""Size from which a copy over PCIe takes longer than queueing it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyTimes:
-    """What the last copy of a replica took.
+    """Times of the last copy of a replica.
 
     Attributes:
-        nbytes: copied.
-        step_s: waiting for what the owner had queued on its GPU before; 0 in host memory.
-        copy_s: seconds of the copy itself, tables that are new included.
+        nbytes: bytes copied.
+        step_s: seconds of waiting for work that the owner had queued on its GPU before; 0 in host
+            memory.
+        copy_s: seconds of the copy, including the time to build new tables.
     """
 
     nbytes: int = 0
@@ -59,12 +60,12 @@ class CopyTimes:
 def replica_of(
     manifest: ShardManifest, asked: ReplicaPlace, transport: OneSidedTransport, threads: Executor
 ) -> Replica | None:
-    """What `replica` of `connect_trainer` asks for, where `transport` can send from it.
+    """Return the replica that argument `replica` of `connect_trainer` requests; None for OFF.
 
-    AUTO is for where the transport takes weights from: GPU memory where that is a GPU's.
+    AUTO chooses the memory that the transport sends from: GPU memory if the transport reads a GPU.
 
     Raises:
-        ConfigError: no such place, or the transport cannot write out of it.
+        ConfigError: the place does not exist, or the transport cannot send from it.
     """
     place = take_name("replica", asked, ReplicaPlace)
     if place is ReplicaPlace.OFF:
@@ -78,7 +79,8 @@ def replica_of(
         raise ConfigError(
             f"replica: needs one transport for weights on a GPU, got {names}: name one of them"
         )
-    if transport.mapper is not None:  # kernels store out of it themselves: nothing is registered
+    if transport.mapper is not None:
+        # Kernels store from the replica themselves, so that nothing has to be registered.
         gpu = transport.mapper.gpu
         if place is ReplicaPlace.DEVICE:
             return Replica(manifest, CudaMemory(gpu).allocate, gpu, COPY_ENGINE_NBYTES)
@@ -150,15 +152,16 @@ class Replica:
         version: int | None = None,
         stream: int | None = None,
     ) -> None:
-        """Another version is about to be announced.
+        """Prepare for a version that is about to be announced.
 
         Args:
-            on_taken: called when it is copied, after which the weights may change; None where they
-                stand still until the round has ended, and may be copied more than once.
-            version: which; a round of another one, which its owner has given up, gets nothing. None
-                for any.
-            stream: have the copy wait for what is queued in this stream of the GPU so far, and for no more;
-                None for whatever this process has queued.
+            on_taken: called when the version is copied; the weights may change after that. None if
+                the weights stay unchanged until the round ends, so that they may be copied more
+                than once.
+            version: the announced version. `prepare` for any other version raises `RoundAborted`,
+                because the owner has given that version up. None accepts any version.
+            stream: the copy waits only for work that is queued in this GPU stream now; None to wait
+                for all work that this process has queued.
         """
         self._drop_step()
         if self._gpu is not None and stream is not None:
@@ -168,15 +171,15 @@ class Replica:
         self._taken = self._whole = False
 
     def end(self) -> None:
-        """Nobody waits for the version any more: the weights might be others, copy nothing."""
+        """Give up the version. The weights may change now, so later `prepare` calls must not copy them."""
         self._only_once = self._taken = True
         self._whole, self._on_taken, self._holds = False, None, None
 
     def is_taken(self, version: int | None = None) -> bool:
-        """Whether what is there must be used as it is, because the weights may have changed.
+        """Return whether the existing copy must be used because the weights may have changed.
 
         Raises:
-            RoundAborted: it is gone, was cut for another fleet, or is of another version.
+            RoundAborted: the copy was given up, was made for other links, or is of another version.
         """
         if None not in (version, self._version) and version != self._version:
             raise RoundAborted(
@@ -190,16 +193,17 @@ class Replica:
         return self._only_once and self._taken
 
     def holds(self, version: int) -> bool:
-        """Whether the copy is that of this version, whole."""
+        """Return whether the copy is complete and of this version."""
         return self._holds == version
 
     def fit(self, parameters: Sequence[int]) -> None:
-        """Have room for these parameters; what was copied before is gone.
+        """Allocate room for these parameters. The previous copy is lost.
 
         Raises:
             RegionError: memory cannot be registered.
-            TransferFailed: a GPU has no room, or a host refuses to lock so much.
-            TransferOutcomeUnknown: kernels may still read it.
+            TransferFailed: the GPU has not enough memory, or the host refuses to lock so much
+                memory.
+            TransferOutcomeUnknown: kernels may still read the old copy.
         """
         self._whole, self._holds = False, None
         offsets, used = aligned_offsets(self._sizes[index] for index in parameters)
@@ -216,22 +220,25 @@ class Replica:
         self._slot.fit(nbytes)
 
     def take(self, sources: UInt64Array) -> UInt64Array:
-        """Copy; returns where each parameter is to be read, in manifest order.
+        """Copy the parameters; return the address to read each parameter from, in manifest order.
 
         Raises:
             RegionError: see `fit`.
-            TransferFailed: the owner's own work is not over in time, or failed, and nothing was copied; or
-                see `fit`.
-            TransferOutcomeUnknown: a copy goes on and may read the sources for ever.
+            TransferFailed: the owner's own GPU work did not end in time or failed, and nothing was
+                copied; or see `fit`.
+            TransferOutcomeUnknown: a copy is still running and may read the sources at any later
+                time.
         """
         self._whole, self._holds = False, None
         read = sources.copy()
         if not len(self._indices):
             return read
-        if not self._slot.address:  # it was parted with, and there was no room for another
+        if not self._slot.address:
+            # The memory was abandoned and there was no memory for a new copy; try again.
             self._fit(self._used)
             if not self._slot.address:
-                return read  # of parameters without bytes
+                # All parameters are empty.
+                return read
         targets = self._offsets + np.uint64(self._slot.address)
         sizes = np.array([self._sizes[index] for index in self._indices], np.uint64)
         began, step_s, gpu = time.perf_counter(), 0.0, self._copier
@@ -246,7 +253,7 @@ class Replica:
     def _copy_by(
         self, gpu: Gpu, sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array
     ) -> float:
-        """Copy ranges; complete on return. Seconds that the owner's own work was waited for."""
+        """Copy ranges and wait; return the seconds of waiting for the owner's own GPU work."""
         began = time.perf_counter()
         step, self._step = self._step, None
         gpu.settle(OWN_WORK_S, step)
@@ -258,19 +265,21 @@ class Replica:
             self._ranges = ranges
         try:
             self._copy.queue()
-        finally:  # also of a part: nobody may change what it reads
+        finally:
+            # Also after an error: a part of the copy may be running, and its sources must not
+            # change.
             gpu.finish(OWN_WORK_S)
         return step_s
 
     def taken(self, version: int | None = None) -> None:
-        """Everything is copied or packed: the weights may change."""
+        """Record that everything is copied or packed, and tell the owner that the weights may change."""
         self._taken = self._whole = True
         self._holds = version
         if self._on_taken is not None:
             self._on_taken()
 
     def settle(self, *, renew: bool = True) -> None:
-        """Part with memory that is in doubt, if it is."""
+        """Abandon the memory if a write of unknown outcome may still read it."""
         doubted, self.in_doubt = self.in_doubt, False
         if doubted:
             self._holds = None
@@ -282,7 +291,8 @@ class Replica:
         """Free the copy, unless a late kernel may still read it. Idempotent."""
         self._holds = None
         self.settle(renew=False)
-        if self._is_late:  # copies, stores and their tables may still be read
+        if self._is_late:
+            # The copy, its tables and the stores may still be in use.
             self._slot.abandon(renew=False)
             return
         self._drop_step()

@@ -1,17 +1,18 @@
-"""Stages 5 and 7, the trainer's half: pack what must be packed, write every link, hash what was sent.
+"""The trainer's side of one-sided updates: packs ops that need packing, hashes links, and writes them to engines.
 
-In come a plan part and the destinations' bindings (once), `prepare` and `write` (per version);
-`WriteBatch`es go to the transport, and a `LinkOutcome` with the link's digest to the coordinator. Links to
-peers whose memory a GPU maps are stored by its kernels (`transfer/stored_links.py`).
+`Sender` is called with a plan part and the destinations' bindings (once), then with `prepare` and
+`write` (per version). It gives `WriteBatch`es to the transport and returns a `LinkOutcome` with the
+link's digest for the coordinator. For peers whose memory a GPU maps, GPU kernels store the bytes
+instead (`transfer/stored_links.py`).
 
-Two ways through the arena, chosen by its capacity alone. When everything that needs packing fits,
-`prepare` packs and hashes before the pause and `write` only writes. Otherwise `prepare` hashes what is
-to be sent, and the arena is a ring of two halves: one is packed while the other is on the wire. Bytes
-that go as they lie (DIRECT) never pass through it; with a replica (`transfer/replica.py`) they are
-copied in `prepare` as well.
+The capacity of the arena decides how packed ops travel. If all packed ops fit, `prepare` packs and
+hashes them before the pause and `write` only writes. Otherwise `prepare` only hashes, and `write`
+uses the arena as a ring of two halves: it packs one half while the other is on the wire. DIRECT ops
+do not pass through the arena: they are written from the parameter itself. With a replica
+(`transfer/replica.py`), `prepare` copies their parameters too.
 
-Every digest is of the parameters as they were in `prepare`, and stays: what is read differently later,
-in the first write or in one that repeats it, does not verify and is never published.
+Every digest describes the parameters at the time of `prepare`. If a parameter changes before a
+write or a repeated write, the engine's digest differs, and the update is not published.
 """
 
 from __future__ import annotations
@@ -67,25 +68,29 @@ _log = logging.getLogger(__name__)
 
 @final
 class Sender:
-    """One trainer rank. Methods may be called from any thread; they run one at a time.
+    """Sender of one trainer rank. Any thread may call its methods; the calls run one at a time.
 
-    Memory: the parameters must not change between `prepare` and the end of the round, unless there
-    is a replica: with it they are read in `prepare` only, and everything is sent from the copy.
+    Memory: the parameters must not change between `prepare` and the end of the round. With a
+    replica, `prepare` reads them and everything is sent from the copy, so they may change after
+    `prepare`.
 
     Args:
-        transport: writes, or maps memory for kernels that store. Stays open; the caller closes it.
-        parameters: where the parameters lie now, in manifest order; asked at every `prepare` and
-            at no other time, because a trainer that is bound in mid-step may have gathered them.
+        transport: writes bytes, or maps peer memory for kernels that store. The caller closes it.
+        parameters: returns the current memory of the parameters, in manifest order. It is called in
+            every `prepare` and never in `connect`, because a trainer that connects in the middle of
+            a step may have gathered its parameters.
         arena_nbytes: capacity for packed bytes; 0 for as much as one update needs.
-        registered: regions that the owner has registered already; what lies in them is not again.
-        replica: copy what is sent as it lies, so that parameters may change and move after `prepare`;
-            see `connect_trainer`.
+        registered: regions that the owner has registered; parameters inside them are not registered
+            again.
+        replica: place of a copy of the parameters that are sent unpacked, so that parameters may
+            change and move after `prepare`; see `connect_trainer`.
 
     Attributes:
-        replica: what is sent instead of the parameters, if anything is.
+        replica: the copy that is sent instead of the parameters; None without a replica.
 
     Raises:
-        ConfigError: `arena_nbytes` is neither 0 nor at least 128, or there can be no such replica.
+        ConfigError: `arena_nbytes` is neither 0 nor at least 128, or the transport does not support
+            such a replica.
     """
 
     def __init__(
@@ -123,7 +128,7 @@ class Sender:
 
     @property
     def copy_times(self) -> CopyTimes:
-        """Of the replica's last copy."""
+        """Times of the replica's last copy; all zero without a replica."""
         return CopyTimes() if self.replica is None else self.replica.times
 
     def begin_version(
@@ -133,32 +138,36 @@ class Sender:
         version: int | None = None,
         stream: int | None = None,
     ) -> None:
-        """Before `version` is announced; see `Replica.begin`. Without a replica nothing."""
+        """Prepare the replica for `version` before it is announced; see `Replica.begin`. No effect without a replica."""
         if self.replica is not None:
             with self._lock:
                 self.replica.begin(on_taken, version, stream)
 
     def reading(self) -> AbstractContextManager[object]:
-        """Have `end_version` wait while the block reads the weights: their owner may free them after it."""
+        """Return a context manager that makes `end_version` wait while the block reads the weights.
+
+        The owner may free the weights after `end_version`.
+        """
         return self._lock
 
     def end_version(self) -> None:
-        """Nobody waits for the version any more; see `Replica.end`. Waits for a copy under way."""
+        """Give up the version; see `Replica.end`. Wait for a copy that is running."""
         if self.replica is not None:
             with self._lock:
                 self.replica.end()
-                # The weights may have changed while the last of them was copied and packed.
+                # The weights may have changed while the last parameters were copied and packed.
                 self._forget()
 
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """Bind a plan part (`TransferPlan.parts`); allocates and registers the arena.
+        """Bind a plan part (`TransferPlan.parts`). Allocate and register the arena.
 
         Raises:
             PlanError: the plan was made for another layout, a destination has no binding, or a
-                replica is asked for and the arena is too small for what is packed.
-            BindingsRefused: what some destinations offer cannot be written, or is hashed otherwise.
+                replica is requested and the arena is too small for all packed ops.
+            BindingsRefused: the memory that some destinations offer cannot be written, or uses
+                another kind of digest.
             RegionError: memory cannot be registered.
         """
         with self._lock:
@@ -174,17 +183,18 @@ class Sender:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> None:
-        """Bind links to some destinations anew, and keep all others with what is prepared for them.
+        """Bind new links to some destinations and keep all other links with their prepared bytes.
 
         Args:
-            plan: part of this rank of a plan for the new destinations; None where there are none.
-            bindings: of the new destinations.
-            gone: destinations whose links end, those that are bound anew among them.
+            plan: this rank's part of a plan for the new destinations; None if there are no new
+                destinations.
+            bindings: bindings of the new destinations.
+            gone: destinations whose links end, including destinations that are bound again.
 
         Raises:
-            ProtocolError: relays are bound, which form groups of all their members.
-            BindingsRefused: as `connect`; nothing has changed.
-            PlanError, RegionError: as `connect`, which must follow then.
+            ProtocolError: relays are bound; a relay group can only be formed with all its members.
+            BindingsRefused: as in `connect`; nothing has changed.
+            PlanError, RegionError: as in `connect`; the caller must then call `connect`.
         """
         with self._lock:
             if self._relays.groups:
@@ -222,11 +232,11 @@ class Sender:
         bindings: Sequence[DestinationBinding],
         addresses: Sequence[RelayAddress],
     ) -> None:
-        """After `connect`: links to all members of groups whose first member it was given.
+        """Bind links to all members of the groups whose first member is bound; call it after `connect`.
 
         Raises:
-            ProtocolError: kernels of this rank store.
-            PlanError: a member has no binding, or a root no address.
+            ProtocolError: GPU kernels of this rank store the links.
+            PlanError: a member has no binding, or a root has no address.
             RegionError: a write would leave the published regions.
         """
         if self._stores is not None:
@@ -237,16 +247,16 @@ class Sender:
             self._links = self._links.with_copies(copies, known)
 
     def prepare(self, version: int | None = None) -> None:
-        """Hash every link, and pack them where the arena holds all at once; nothing is sent.
+        """Hash every link, and pack all links if the arena can hold them at once. Send nothing.
 
-        `version`: that it is for; None for the one that was begun last.
+        `version`: the version to prepare; None for the version of the last `begin_version`.
 
         Raises:
-            PlanError: parameters have another number or other sizes than when described.
-            RegionError: changed parameter memory cannot be registered, or there is still no memory
-                for an arena in place of one that was parted with.
-            RoundAborted: with a replica: that of this version is gone or was never begun, and the
-                weights may be others.
+            PlanError: the number or the sizes of the parameters differ from the description.
+            RegionError: moved parameter memory cannot be registered, or there is still no memory
+                for a new arena after the old one was abandoned.
+            RoundAborted: with a replica: the copy of this version no longer exists or was never
+                begun, and the weights may have changed.
         """
         with self._lock:
             if self._stores is not None:
@@ -262,16 +272,18 @@ class Sender:
                 self._stores.prepare(located, replica)
             registered_s = self._pack_or_hash(located) if self._writes else 0.0
             self._pack_s = time.perf_counter() - began - registered_s
-            self._register_s += registered_s  # until a write tells of it
+            # Kept until the next write reports it.
+            self._register_s += registered_s
             if replica is not None:
                 replica.taken(version)
 
     def _pack_or_hash(self, located: Sequence[ParameterMemory]) -> float:
-        """Seconds that it took to register what is read in place."""
+        """Pack or hash all links; return the seconds spent on registering parameters that are read in place."""
         links = self._links
         programs = tuple(p for p in links.written if self._relays.planned_for(p.peer) == p.peer)
         if self._packer.slot.arena is None and not self._packer.holds(programs):
-            self._packer.fit(programs)  # it was parted with, and there was no room for another
+            # The arena was abandoned and there was no memory for a new one; try again.
+            self._packer.fit(programs)
         sources, registered_s = addresses_of(located), 0.0
         if self.replica is None:
             registered_s = self._registered.cover(located[i] for i in links.read_in_place)
@@ -295,17 +307,19 @@ class Sender:
     ) -> Written:
         """Write the links to `destinations`, in this order. Idempotent.
 
-        What is written for a second time is packed again first, unless from a replica: the weights must
-        still have the digests of `prepare`, and the arena may have lost bits.
+        A link that is written a second time is packed again first (except from a replica), because
+        the arena may have been overwritten or damaged. The weights must still have the digests of
+        `prepare`.
 
-        Ranks that send to the same engines should each begin with another destination, see
-        `windlass.planning.order`. A link that could not begin before the deadline is FAILED, not UNKNOWN: nothing
-        of it was sent.
+        Trainer ranks that send to the same engines should each begin with a different destination;
+        see `windlass.planning.order`. A link that could not begin before the deadline is FAILED,
+        not UNKNOWN, because nothing of it was sent.
 
         Raises:
-            RoundAborted: a destination that this rank does not send to.
-            TransferFailed: a GPU reports an error; nothing more can be done with it.
-            TransferOutcomeUnknown: it does, and what was queued before may still go on.
+            RoundAborted: this rank has no link to one of the destinations.
+            TransferFailed: the GPU reports an error and cannot be used any more.
+            TransferOutcomeUnknown: the GPU reports an error, and stores that were queued earlier
+                may still run.
         """
         with self._lock:
             check_destinations(self._links.programs, destinations)
@@ -326,14 +340,14 @@ class Sender:
     def relay_write(
         self, round_id: RoundId, destinations: Sequence[str], deadline_s: float
     ) -> Written:
-        """As `write`, but groups that are bound for it are relayed: only their roots are written.
+        """Write like `write`, but write only the roots of relay groups that are bound.
 
-        The outcome of a member that this rank does not write is that of the digest: OK once it
-        is known. Whether its bytes arrived, it says itself.
+        For a member that this rank does not write directly, the outcome is OK once its digest is
+        known. The member itself reports whether its bytes arrived.
 
         Raises:
-            RoundAborted: a destination that this rank does not send to.
-            TransferOutcomeUnknown: bytes may still land, and the outcomes cannot be told one by one.
+            RoundAborted: this rank has no link to one of the destinations.
+            TransferOutcomeUnknown: bytes may still land, and there is no outcome per link.
         """
         with self._lock:
             check_destinations(self._links.programs, destinations)
@@ -349,7 +363,7 @@ class Sender:
             )
 
     def close(self) -> None:
-        """Unregister and free, once a running `write` is over. Idempotent.
+        """Unregister and free all memory after a running `write` has ended. Idempotent.
 
         Arenas with writes of unknown outcome stay mapped.
         """
@@ -400,7 +414,7 @@ class Sender:
         self._forget()
 
     def _forget(self) -> None:
-        """Nothing is prepared."""
+        """Drop all prepared digests and packed links."""
         self._digests, self._sent = {}, set()
         self._forget_packed()
 
@@ -409,7 +423,7 @@ class Sender:
         self._relays.forget()
 
     def _pack(self, program: LinkProgram, offset: int) -> tuple[str, int]:
-        """Pack and hash a link at `offset`; its digest, and where the next one may begin."""
+        """Pack and hash a link at `offset`; return its digest and the offset of the next link."""
         peer = program.peer
         pack, digest, after = self._packer.pack(program, offset)
         if relayed := self._relays.groups.get(peer):
@@ -419,7 +433,7 @@ class Sender:
         return digest, after
 
     def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
-        """Before links are written again; outcomes of those whose parameters are others than before."""
+        """Pack links that are about to be written again; return failed outcomes for those whose weights have changed."""
         lost: dict[str, LinkOutcome] = {}
         if self.replica is not None:
             return lost
@@ -440,7 +454,7 @@ class Sender:
     def _write_ready(
         self, ready: Mapping[str, PackedLink], deadline: Deadline
     ) -> tuple[dict[str, LinkOutcome], float]:
-        """Write packed links side by side; outcomes, and seconds from first to last."""
+        """Write packed links concurrently; return outcomes, and the seconds from the first to the last."""
         began, arena = time.perf_counter(), self._packer.slot.arena
         writes = {
             name: submit(self._pool, self._write_batches, link.batches, deadline)
@@ -459,7 +473,7 @@ class Sender:
     # --- ring --------------------------------------------------------------------------------
 
     def _stream(self, name: str, deadline: Deadline) -> tuple[LinkOutcome, float, float]:
-        """Pack one half of the arena while the other half is on the wire."""
+        """Write a link through the ring: pack one half of the arena while the other half is on the wire."""
         digest = self._digests.get(self._relays.planned_for(name))
         if digest is None:
             reason = "not prepared: nothing says what the weights of this version are"
@@ -476,7 +490,7 @@ class Sender:
                 if batch is not None:
                     in_flight = submit(self._pool, self._write_batches, (batch,), deadline)
             outcome = self._succeeded(name, digest, wire_s)
-        # The boundary of a link: whatever it meets, the outcomes of the other links must be told.
+        # Catch every error of a link, so that the outcomes of the other links are still reported.
         except Exception as error:  # noqa: BLE001
             outcome = self._stopped(name, error, in_flight)
         finally:
@@ -485,7 +499,10 @@ class Sender:
         return outcome, wire_s, time.perf_counter() - began - waited
 
     def _stopped(self, name: str, error: Exception, in_flight: Future[float] | None) -> LinkOutcome:
-        """Of a link whose packing or writing raised `error`: what is on the wire has the last word."""
+        """Return the outcome of a link whose packing or writing raised `error`.
+
+        An error of the write that is on the wire takes precedence.
+        """
         written = None if in_flight is None else in_flight.exception()
         if written is None and not isinstance(error, WindlassError):
             _log.error("packing for %s failed", name, exc_info=error)
@@ -495,7 +512,7 @@ class Sender:
     # --- both --------------------------------------------------------------------------------
 
     def _write_batches(self, batches: Sequence[WriteBatch], deadline: Deadline) -> float:
-        """In a thread of the pool; returns seconds."""
+        """Write batches in a thread of the pool; return the seconds."""
         began = time.perf_counter()
         for batch in batches:
             deadline.check_before_more()
@@ -515,21 +532,25 @@ class Sender:
         return failed_link(name, reason, status)
 
     def _settle_doubt(self, *, renew: bool = True) -> None:
-        """With a replica: part with memory that a write of unknown outcome may still read."""
+        """With a replica, abandon the memory that a write of unknown outcome may still read."""
         if self.replica is not None and self.replica.in_doubt:
             try:
                 self.replica.settle(renew=renew)
-            finally:  # no memory for another replica: the arena is in doubt all the same
+            finally:
+                # Even if there is no memory for a new replica, the arena may still be read and must
+                # be abandoned.
                 self._packer.abandon(renew=renew)
 
     def _abandon(self, arena: Buffer | None) -> None:
         if self.replica is not None:
-            # It may be read again in this round, since nothing writes to it before the next.
+            # Later writes of this round may read the copy again: nothing overwrites it before the
+            # next round.
             self.replica.in_doubt = True
             return
         if arena is not None and arena is self._packer.slot.arena:
             self._forget_packed()
             try:
                 self._packer.abandon()
-            except (WindlassError, OSError, MemoryError):  # the outcome counts: links find no arena
+            except (WindlassError, OSError, MemoryError):
+                # The outcome of the link matters more; later links report that there is no arena.
                 _log.exception("%s: no memory for another arena", self.manifest.worker)
