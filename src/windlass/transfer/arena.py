@@ -108,7 +108,7 @@ class Arena(Closing):
 
 @final
 class _Allocated:
-    """Host memory of a transport that can expose no other."""
+    """Host memory from a transport's own allocator, for a transport that can expose no other memory."""
 
     def __init__(self, allocator: MemoryAllocator, nbytes: int) -> None:
         self._allocator, self.nbytes = allocator, nbytes

@@ -327,9 +327,9 @@ def _plan_tables(plan: TransferPlan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An op, or a part of one, whose source bytes lie in one bucket.
+    """An op, or a part of one, whose source bytes are in one bucket.
 
-    `base` is where byte 0 of the source parameter would lie, relative to the bucket.
+    `base` is the offset in the bucket of byte 0 of the source parameter; it may be negative.
     """
 
     op: BoundOp

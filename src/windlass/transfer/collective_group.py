@@ -189,15 +189,16 @@ def _ordinal(gpu: Gpu | None) -> int:
 
 @final
 class TorchBroadcastGroup:
-    """One member of a group: all enter a broadcast together, from rank 0 into all others.
+    """One member of a group. All members enter a broadcast together; rank 0 sends to all others.
 
-    It owns its buffers. Whoever fills and empties them in host memory finds them there, and NCCL's are
-    copied to and from pinned ones; where a GPU's kernels do so, NCCL sends from and receives into the
-    buffers themselves, and gloo's are pinned memory that kernels reach. Kernels and broadcasts follow each
-    other in the stream of `gpu`, and nobody waits for them but `drain`. Used by one thread.
+    The group owns its buffers. Without `gpu` they are in host memory, and NCCL's device buffers are
+    copied to and from pinned buffers. With `gpu`, kernels fill and empty the buffers: NCCL sends
+    and receives device buffers directly, and gloo's buffers are pinned memory that kernels can
+    access. Kernels and broadcasts run in order in the stream of `gpu`, and only `drain` waits for
+    them. Used by one thread.
 
     Attributes:
-        broken: the group has failed: it never works again, another one must be formed.
+        broken: True after a failure. The group cannot be used again; a new group must be formed.
     """
 
     def __init__(

@@ -3,9 +3,9 @@
     FOLDER/v00000007/trainer%2F0.5f3a9c1e.safetensors    boxes, row-major, in the rank's own dtype
     FOLDER/v00000007/trainer%2F0.json                    which boxes, and xxh3_128 of the file
 
-Both are written under a temporary name, flushed to the device, and renamed. The index comes
-last and names one file, so that whoever reads it finds that file whole or not at all. Only their owner
-can read them. An engine rank reads exactly the boxes that it needs, by slicing.
+Both files are written under a temporary name, flushed to the device, and renamed. The index is
+written last and names one file, so a reader of the index finds a complete file. Only the owner of
+the files can read them. An engine rank reads exactly the boxes that it needs, by slicing.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from windlass.memory.ops import OWN_WORK_S, MemoryOps
 from windlass.memory.packing import bytes_at, copy_cast, is_contiguous, row_major_blocks
 
 BLOCK_NBYTES = 8 << 20
-"""Strided boxes are gathered and written in blocks of at most this size."""
+"""Maximum size of the blocks in which strided boxes are gathered and written."""
 OWNERS_FOLDER = 0o700
 OWNERS_FILE = 0o600
 _VERSION_FOLDER = re.compile(r"v(\d{8,})")
 
 
 class DiskEntry(msgspec.Struct, frozen=True):
-    """One tensor of the file: `key` in the file, and which box of which checkpoint tensor it is."""
+    """One tensor of the file: its key in the file, and its box of a checkpoint tensor."""
 
     key: str
     tensor: str
@@ -47,12 +47,12 @@ class DiskEntry(msgspec.Struct, frozen=True):
 
     @property
     def box(self) -> Box:
-        """Its elements in the checkpoint tensor."""
+        """Elements of the checkpoint tensor."""
         return Box(self.offsets, self.sizes)
 
 
 class DiskIndex(msgspec.Struct, frozen=True):
-    """What a rank has written. `digest` is xxh3_128 of the whole file."""
+    """Description of the file that a rank wrote. `digest` is xxh3_128 of the whole file."""
 
     version: int
     worker: str
@@ -64,7 +64,7 @@ class DiskIndex(msgspec.Struct, frozen=True):
 
 
 def version_folder(folder: Path, version: int) -> Path:
-    """Where the files of a version are, below the root."""
+    """Return the folder of a version."""
     return folder / f"v{version:08d}"
 
 
@@ -75,12 +75,13 @@ def write_shards(
     addresses: tuple[int, ...],
     memory: MemoryOps,
 ) -> DiskIndex:
-    """Write one rank's shards of one version; visible only when complete and on the device.
+    """Write one rank's shards of one version; they become visible when complete and on the device.
 
-    `addresses`: 0 for a parameter that no engine takes and that is not as it was described; it is left out.
+    `addresses`: 0 for a parameter that no engine takes and that differs from its description; it is
+    left out.
 
     Raises:
-        TransferFailed: the file system refused something; nothing became visible.
+        TransferFailed: the file system reported an error; nothing became visible.
     """
     home = version_folder(folder, version)
     stem = quote(manifest.worker, safe="")
@@ -110,10 +111,10 @@ def write_shards(
 
 
 def read_index(folder: Path, version: int, worker: str) -> DiskIndex:
-    """The index that a rank wrote for a version.
+    """Return the index that a rank wrote for a version.
 
     Raises:
-        TransferFailed: there is none, it is torn, or its file has another size.
+        TransferFailed: the index does not exist or is torn, or its file has another size.
     """
     home = version_folder(folder, version)
     path = home / f"{quote(worker, safe='')}.json"
@@ -131,10 +132,10 @@ def read_index(folder: Path, version: int, worker: str) -> DiskIndex:
 
 
 def file_digest(path: Path) -> str:
-    """xxh3_128 of a file.
+    """Return xxh3_128 of a file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
@@ -144,9 +145,9 @@ def file_digest(path: Path) -> str:
 
 
 def prune(folder: Path, version: int, worker: str, keep_versions: int) -> None:
-    """Remove what this rank wrote for versions older than the newest `keep_versions` before `version`.
+    """Remove this rank's files of versions older than the newest `keep_versions` before `version`.
 
-    Leftovers of a writer that was killed go too. What others wrote stays.
+    Temporary files of a killed writer are removed too. Files of other ranks stay.
     """
     homes = {
         int(match[1]): home
@@ -159,7 +160,8 @@ def prune(folder: Path, version: int, worker: str, keep_versions: int) -> None:
         for path in home.glob(f"{stem}.*"):
             if path.name.endswith(".tmp") or (number < version and number not in kept):
                 path.unlink(missing_ok=True)
-        with suppress(OSError):  # not empty: other ranks have files there
+        with suppress(OSError):
+            # Not empty: other ranks have files there.
             home.rmdir()
 
 
@@ -192,7 +194,7 @@ def _content(
 
 
 def _elements(shard: Shard, address: int, dtype: DType, memory: MemoryOps) -> Iterator[memoryview]:
-    """A box row-major; what does not lie so in host memory is gathered there, block by block."""
+    """Yield a box row-major; gather strided boxes and GPU memory block by block in host memory."""
     import torch
 
     from windlass.memory.torch_dtypes import torch_dtype
@@ -214,7 +216,7 @@ def _elements(shard: Shard, address: int, dtype: DType, memory: MemoryOps) -> It
 
 
 def _write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a file as `replacing` does and flush it and its folder; return its length and its digest."""
+    """Write a file through `replacing`, and flush it and its folder; return its length and its digest."""
     digest, nbytes = xxhash.xxh3_128(), 0
     with replacing(path, OWNERS_FILE) as file:
         for chunk in chunks:
@@ -237,11 +239,11 @@ def read_boxes(
     addresses: Sequence[int],
     memory: MemoryOps,
 ) -> list[str]:
-    """Fill a rank's parameters from files, and wait; a box that several files hold is read once.
+    """Fill a rank's parameters from files, and wait. Read a box that is in several files once.
 
     Raises:
-        TransferFailed: a cast overflowed, nothing casts a file's dtype to the parameter's, or what was
-            queued on the GPU does not end.
+        TransferFailed: a cast overflowed, there is no cast from a file's dtype to the parameter's,
+            or work that was queued on the GPU does not end.
 
     Returns:
         Workers whose files cannot be read as their index says.
@@ -301,7 +303,7 @@ def _found(
     indices: Sequence[DiskIndex],
     manifest: ShardManifest,
 ) -> list[tuple[str, DiskEntry]]:
-    """Entries of a tensor, under its own name or one that is tied to it on either side."""
+    """Return entries of a tensor under its own name or under a name that either side ties to it."""
     tied = {tensor}
     for aliases in (manifest.aliases, *(index.aliases for index in indices)):
         for pair in aliases.items():
@@ -320,7 +322,7 @@ def _offset(shard: Shard, part: Box) -> int:
 
 
 def _slice(file: Any, entry: DiskEntry, part: Box) -> Any:
-    """The elements of `part`, read alone."""
+    """Read only the elements of `part`."""
     if not entry.sizes:
         return file.get_tensor(entry.key)
     sliced = file.get_slice(entry.key)

@@ -1,17 +1,17 @@
-"""Stage 1: what a torch module holds on this rank, in checkpoint coordinates, with no communication.
+"""Describe the part of a torch module that this rank holds, in checkpoint coordinates, without communication.
 
-Takes a module whose parameters may be DTensors and hands on a `ShardManifest`. Used by trainers
-(FSDP2, tensor parallel, both) and by tensor-parallel engines alike.
+The input is a module whose parameters may be DTensors; the output is a `ShardManifest`. Trainers
+(FSDP2, tensor parallel, or both) and tensor-parallel engines use it.
 
-The case where others corrupt silently is FSDP2 over tensor parallelism: the mesh is
-(fsdp, tp), the placements `(_StridedShard(0), Shard(0))`, and the tensor was cut by tp
-first and by fsdp inside that. Replaying the cuts in the order in which they were made gives
-one contiguous range per dim, uneven sizes included; reading the placements from left
-to right does not.
+FSDP2 over tensor parallelism needs care: the mesh is (fsdp, tp), the placements are
+`(_StridedShard(0), Shard(0))`, and tp cut the tensor first and fsdp cut each part again. This
+module replays the cuts in the order in which they were made, which gives one contiguous range per
+dim, also for uneven sizes. Reading the placements from left to right gives a wrong range without an
+error.
 
-Which part of a mesh axis a rank holds is its rank in that axis' process group, not its place in the
-mesh: FSDP2, tensor parallel and `full_tensor` all go by it, and torch sorts the ranks of a group, so the
-two differ in a mesh whose ranks do not ascend.
+A rank's part along a mesh axis is its rank in that axis' process group and not its position in the
+mesh: FSDP2, tensor parallel and `full_tensor` use the group rank. torch sorts the ranks of a group,
+so the two differ in a mesh whose ranks do not ascend.
 """
 
 from __future__ import annotations
@@ -61,23 +61,24 @@ from windlass.transfer.saved_names import (
 
 _log = logging.getLogger(__name__)
 _FLAT_PARAMETER = "_flat_param"
-"""Name of the parameter in which FSDP1 holds all those of a module."""
+"""Name of the parameter in which FSDP1 holds all parameters of a module."""
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """The memory this rank holds: the local part of a DTensor, or the tensor itself."""
+    """Return the memory that this rank holds: the local part of a DTensor, or the tensor itself."""
     return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) -> HeldPart:
     """Describe this rank's part of `parameter`, under `name`. Not collective.
 
-    On a mesh without this rank a DTensor holds nothing here. `by_fsdp`: whether FSDP2 cut it, which cuts uneven
-    strided shards as no other part of torch does.
+    A DTensor on a mesh without this rank has an empty part. `by_fsdp`: True if FSDP2 cut the
+    parameter; FSDP2 cuts uneven strided shards differently from all other parts of torch.
 
     Raises:
-        UnsupportedLayout: a placement that holds no plain part of the tensor (Partial), a strided
-            shard whose split factor no order of the cuts explains, or one that torch reads in two ways.
+        UnsupportedLayout: a placement is not a plain part of the tensor (Partial), no order of the
+            cuts explains the split factor of a strided shard, or torch interprets a strided shard
+            in two ways.
         ManifestError: the described part and the local memory differ in shape.
     """
     local = local_tensor(parameter)
@@ -88,26 +89,27 @@ def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) ->
         box = Box((0,) * len(shape), (0,) * len(shape))
     else:
         box = _box_of(name, parameter, by_fsdp=by_fsdp)
-    # An empty part has no elements to misplace, and torch does not shape it as the box.
+    # An empty part has no elements that could be misplaced, and its torch shape differs from the
+    # box.
     if box.sizes != tuple(local.shape) and (box.numel or local.numel()):
         raise ManifestError(
             f"parameter {name!r}: the local shard must be {box} of {shape}, got shape "
             f"{tuple(local.shape)}"
         )
-    # Torch drops the dims of an empty part.
+    # torch drops the dims of an empty part.
     strides = local.stride() if box.numel else (0,) * len(shape)
     return HeldPart(name, shape, parameter.dtype, box, strides)
 
 
 def _is_off_mesh(tensor: torch.Tensor) -> bool:
-    """Whether its mesh is one without this rank."""
+    """Return whether the tensor is on a mesh without this rank."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
 
 def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
     mesh = tensor.device_mesh
     cuts = _cut_order(name, tensor)
-    # What FSDP2 cuts, and nothing else does, has not been distributed over other axes.
+    # A tensor that only FSDP2 has cut was not distributed over other axes.
     alone = by_fsdp and sum(map(len, cuts.values())) == 1
     if mesh.ndim > 1 and cuts and not alone and not _is_in_order(mesh):
         raise UnsupportedLayout(
@@ -119,7 +121,7 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
     for dim, axes in cuts.items():
         for axis in axes:
             rank, parts = mesh.get_local_rank(axis), mesh.size(axis)
-            # Each cut gives parts out by rank in the group, and the next one cuts them by place on the mesh.
+            # Each cut assigns parts by group rank, but the next cut divides them by mesh position.
             is_by_fsdp = by_fsdp and axis == axes[-1]
             is_turned = rank != places[axis]
             if len(axes) > 1 and not is_by_fsdp and is_turned and sizes[dim] % parts:
@@ -132,7 +134,7 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
             offsets[dim] += start
         if not by_fsdp and any(isinstance(tensor.placements[axis], _StridedShard) for axis in axes):
             read = _read_in_turn(tensor, dim, sorted(axes))
-            # Torch drops the dims of an empty part.
+            # torch drops the dims of an empty part.
             held = (*tensor._local_tensor.shape, *([0] * tensor.dim()))[dim]
             if held == len(read) and not np.array_equal(read, np.arange(sizes[dim]) + offsets[dim]):
                 raise UnsupportedLayout(
@@ -153,10 +155,10 @@ def _is_in_order(mesh: DeviceMesh) -> bool:
 
 
 def _cut_order(name: str, tensor: DTensor) -> dict[int, list[int]]:
-    """Tensor dim -> the mesh axes that cut it, in the order in which they did."""
+    """Return tensor dim -> mesh axes that cut it, in the order of the cuts."""
     orders: dict[int, list[int]] = {}
     strided = any(isinstance(placement, _StridedShard) for placement in tensor.placements)
-    # From right to left, as a split factor counts the parts made by axes to the right.
+    # Go from right to left: a split factor counts the parts that axes to the right have made.
     for axis, placement in reversed([*enumerate(tensor.placements)]):
         if isinstance(placement, (Shard, _StridedShard)):
             factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
@@ -182,9 +184,9 @@ def _cut_order(name: str, tensor: DTensor) -> dict[int, list[int]]:
 
 
 def _read_in_turn(tensor: DTensor, dim: int, axes: Sequence[int]) -> Int64Array:
-    """Indices that this rank holds of `dim` where the placements are carried out from left to right.
+    """Return this rank's indices of `dim` if the placements are applied from left to right.
 
-    So `distribute_tensor` does: a strided shard is a part of each of `split_factor` parts.
+    `distribute_tensor` does that: a strided shard takes a part of each of `split_factor` parts.
     """
     held = np.arange(tensor.shape[dim])
     for axis in axes:
@@ -205,11 +207,11 @@ class HeldTensor:
     """A parameter or persistent buffer of a module.
 
     Attributes:
-        name: where it is in the module.
-        tensor_name: of the checkpoint tensor.
-        tensor: it, sharded.
-        by_fsdp: whether it is in a module that FSDP2 shards.
-        is_buffer: whether it is a buffer.
+        name: name in the module.
+        tensor_name: name of the checkpoint tensor.
+        tensor: the tensor, sharded.
+        by_fsdp: True if it is in a module that FSDP2 shards.
+        is_buffer: True if it is a buffer.
     """
 
     name: str
@@ -220,25 +222,28 @@ class HeldTensor:
 
 
 NameMap = Callable[[str], str | None]
-"""From a name in the bare module to the checkpoint's; None leaves it out."""
+"""Function from a name in the bare module to the checkpoint's name; None leaves the tensor out."""
 
 
 def held_tensors(
     module: torch.nn.Module, name_map: NameMap | None = None, *, role: Role | None = None
 ) -> list[HeldTensor]:
-    """Return what a checkpoint of `module` would hold here, several names of one tensor included.
+    """Return the tensors that a checkpoint of `module` would contain here, each under all of its names.
 
-    `role`: a trainer's buffers that cannot be sent (complex, sparse, without memory) are left out, because no engine
-    takes them in most models, and one that does will miss them. None to find tensors again, without any check.
+    `role`: with TRAINER, buffers that cannot be sent (complex, sparse, without memory) are left
+    out, because few engines take them; an engine that does reports the missing tensor. None finds
+    described tensors again, without any check.
 
-    Names are those of the bare module: the marks of `torch.compile`, activation checkpointing, FSDP1
-    and `DistributedDataParallel` are taken out. FSDP2 modules that still hold gathered
+    Names are names of the bare module, without the prefixes of `torch.compile`, activation
+    checkpointing, FSDP1 and `DistributedDataParallel`. FSDP2 modules that still hold gathered
     parameters after a forward pass are resharded first (local, no communication), because the
-    gathered copy is not what an optimizer steps. Parameters on a mesh without this rank are left out.
+    optimizer steps the shards and not the gathered copy. Parameters on a mesh without this rank are
+    left out.
 
     Raises:
-        ConfigError: no module, or a `name_map` that gives something else than names.
-        UnsupportedLayout: see `check_memory`.
+        ConfigError: `module` is no module, or `name_map` returned something other than a name or
+            None.
+        UnsupportedLayout: see `check_memory`; or FSDP1 has cut the parameters of a module.
         PlanError: code has changed a gathered copy of a parameter in place.
     """
     if not isinstance(module, torch.nn.Module):
@@ -276,10 +281,11 @@ def held_tensors(
 
 
 def _refuse_cut_by_fsdp1(path: str, wrapper: FullyShardedDataParallel) -> None:
-    """Refuse a module of FSDP1 unless its parameters are gathered now.
+    """Raise for an FSDP1 module unless its parameters are gathered now.
 
     Raises:
-        UnsupportedLayout: its parameters are parts of a flat one, and do not say which.
+        UnsupportedLayout: its parameters are parts of a flat parameter, and torch does not record
+            which.
     """
     handle = wrapper._handle
     if handle is None or handle._training_state is HandleTrainingState.SUMMON_FULL_PARAMS:
@@ -295,7 +301,7 @@ def _refuse_cut_by_fsdp1(path: str, wrapper: FullyShardedDataParallel) -> None:
 
 
 def _can_be_sent(held: HeldTensor, role: Role) -> bool:
-    """Return whether a tensor can be described; raise for one that has to be.
+    """Return whether a tensor can be described; raise if a required tensor cannot.
 
     Raises:
         UnsupportedLayout: see `check_memory` and `dtype_of`.
@@ -312,7 +318,7 @@ def _can_be_sent(held: HeldTensor, role: Role) -> bool:
 
 
 def _bare(name: str, parallel: Sequence[str]) -> str:
-    """A name without the marks of wrappers. `parallel`: prefixes that end in one, inner ones first."""
+    """Return a name without the marks of wrappers. `parallel`: prefixes of DDP modules, inner ones first."""
     for prefix in parallel:
         if name.startswith(prefix):
             name = prefix.removesuffix("module.") + name.removeprefix(prefix)
@@ -322,11 +328,12 @@ def _bare(name: str, parallel: Sequence[str]) -> str:
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose memory does not contain its elements; `name` is for the message.
+    """Raise for a tensor whose memory does not contain its elements; `name` is for the message.
 
     Raises:
-        UnsupportedLayout: on the meta device, sparse, of a subclass that is made of other tensors, or with torch's
-            negative or conjugate bit: such a tensor's memory contains other values than the tensor.
+        UnsupportedLayout: the tensor is lazy, on the meta device, sparse, a placeholder of
+            DeepSpeed ZeRO-3, or of a subclass that consists of other tensors; or it has torch's
+            negative or conjugate bit, so that its memory contains other values.
     """
     if is_lazy(tensor):
         raise UnsupportedLayout(
@@ -354,10 +361,10 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def refuse_freed(name: str, local: torch.Tensor) -> None:
-    """Refuse a tensor whose storage its owner has freed (offloaded, for example).
+    """Raise for a tensor whose storage its owner has freed (offloaded, for example).
 
     Raises:
-        PlanError: it has.
+        PlanError: the storage is freed.
     """
     if _is_freed(local):
         raise PlanError(f"parameter {name!r}: its memory is freed; load it back before publishing")
@@ -371,7 +378,8 @@ def _is_freed(local: torch.Tensor) -> bool:
 def _has_memory(local: torch.Tensor) -> bool:
     try:
         return bool(local.data_ptr()) or not local.numel()
-    except RuntimeError:  # what torch says of a tensor without storage
+    except RuntimeError:
+        # torch raises this for a tensor without storage.
         return False
 
 
@@ -391,24 +399,27 @@ def describe_module(
     name_map: NameMap | None = None,
     stacked: Sequence[StackedRule] | None = None,
 ) -> ShardManifest:
-    """The manifest of a module's parameters and persistent buffers on this rank. Not collective.
+    """Return the manifest of a module's parameters and persistent buffers on this rank. Not collective.
 
-    Tensors that are one object under several names (tied weights) are described under
-    the first name; the others become aliases. A model of transformers is described as transformers saves it,
-    renamed and taken apart, unless `stacked` is given. `name_map` comes first: what it names as one of the model's own
-    tensors is renamed and taken apart as well, so that it may unwrap a PEFT model or a module of the caller's.
+    A tensor with several names (tied weights) is described under its first name; the other names
+    become aliases. A transformers model is described in the form that transformers saves (renamed,
+    and with fused tensors taken apart), unless `stacked` is given. `name_map` is applied first.
+    Tensors that then have a name of the model's own tensors are also renamed and taken apart, so
+    `name_map` may remove the prefixes of a PEFT model or of the caller's own wrapper.
 
     Args:
         module: any module, wrapped or not; its parameters may be DTensors.
         worker: identity of this rank.
         role: trainer or engine.
-        name_map: from name to checkpoint name, None for what is left out; identity when omitted.
-        stacked: parameters that are several checkpoint tensors, by mapped name; `TRANSFORMERS_EXPERTS` when
-            omitted.
+        name_map: function from name to checkpoint name, None for a tensor to leave out; identity
+            when omitted.
+        stacked: rules for parameters that are several checkpoint tensors, by mapped name;
+            `TRANSFORMERS_EXPERTS` when omitted.
 
     Raises:
-        ConfigError: see `held_tensors`; or two parameters that are not one object have one name.
-        UnsupportedLayout, ManifestError: see `held_tensors`, `local_shard`, `saved_parts` and `unstack`.
+        ConfigError: see `held_tensors`; or two different parameters have one name.
+        UnsupportedLayout, ManifestError: see `held_tensors`, `local_shard`, `saved_parts` and
+            `unstack`.
     """
     builder = ManifestBuilder(worker, role)
     held_here = held_tensors(module, name_map, role=role)
@@ -439,7 +450,7 @@ def describe_module(
         gaps = max(nbytes - parts[index].box.numel * dtype.itemsize, 0)
         builder.add_parameter(held.name, nbytes=nbytes, dtype=dtype, padding_nbytes=gaps)
         for placed in boxes[index]:
-            # What a converted tensor is made of is for transformers to say.
+            # Several parts may form one converted tensor; transformers decides that.
             if index not in converted and owners.setdefault(placed.tensor, held.name) != held.name:
                 _refuse_one_name(
                     [(placed.tensor, name) for name in (owners[placed.tensor], held.name)]
@@ -458,9 +469,10 @@ def describe_module(
 def _converted(
     module: torch.nn.Module, parts: Sequence[HeldPart], owner: Sequence[int], *, by_name: bool
 ) -> dict[int, list[PlacedShard]]:
-    """Return the boxes of the parts that a model of transformers saves in another form; index of part -> boxes.
+    """Return index of part -> boxes, for parts that a transformers model saves in another form.
 
-    `by_name`: only parts that have the name of one of the model's tensors. A `name_map` has made the others ready.
+    `by_name`: include only parts whose name is the name of a tensor of the model; a `name_map` has
+    converted all others.
     """
     model = transformers_model(module, inside=by_name)
     if model is None:
@@ -468,13 +480,13 @@ def _converted(
     known = names_in(model) if by_name else None
     chosen = [i for i, part in enumerate(parts) if known is None or part.name in known]
     at = {index: place for place, index in enumerate(chosen)}
-    # Of tied weights the map may have renamed the first name alone.
+    # For tied weights the map may have renamed only the first name.
     owners = [at.get(owner[index], place) for place, index in enumerate(chosen)]
     return dict(zip(chosen, saved_parts(model, [parts[i] for i in chosen], owners), strict=True))
 
 
 def _refuse_one_name(names: Iterable[tuple[str, str]]) -> None:
-    """Raise ConfigError if two parameters have one name: one would be taken for a copy of the other.
+    """Raise ConfigError if two parameters have one name: the planner would treat them as copies.
 
     `names`: name of the tensor, name of the parameter.
     """
@@ -490,7 +502,7 @@ def _refuse_one_name(names: Iterable[tuple[str, str]]) -> None:
 def parameter_addresses(
     module: torch.nn.Module, name_map: NameMap | None = None
 ) -> tuple[int, ...]:
-    """Where they lie now, in the order of `describe_module`'s parameters."""
+    """Return current addresses in the order of `describe_module`'s parameters."""
     held = own_tensors(module, name_map, role=Role.ENGINE)
     return tuple(local_tensor(one.tensor).data_ptr() for one in held)
 
@@ -498,7 +510,7 @@ def parameter_addresses(
 def own_tensors(
     module: torch.nn.Module, name_map: NameMap | None = None, *, role: Role | None = None
 ) -> list[HeldTensor]:
-    """`held_tensors` without further names of a tensor: one for each of `describe_module`'s parameters."""
+    """Return `held_tensors` with one name per tensor: one entry for each of `describe_module`'s parameters."""
     own: dict[int, HeldTensor] = {}
     for held in held_tensors(module, name_map, role=role):
         own.setdefault(id(held.tensor), held)
@@ -510,8 +522,8 @@ class _State:
     """State of tensors at one time.
 
     Attributes:
-        tensors: address of each, and how often torch has written to it.
-        merged: `id` of each PEFT layer that has merged adapters, and their names.
+        tensors: address of each tensor, and the number of torch's writes to it.
+        merged: `id` of each PEFT layer that has merged adapters, and the names of the adapters.
     """
 
     tensors: Sequence[tuple[int, int]] = ()
@@ -519,7 +531,7 @@ class _State:
 
 
 def _merged(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the PEFT layers whose adapters are merged: PEFT merges by `Tensor.data`, whose writes nobody counts."""
+    """Yield PEFT layers with merged adapters: PEFT writes through `Tensor.data`, which torch does not count."""
     if "peft" not in sys.modules:
         return
     for top in modules:
@@ -530,15 +542,16 @@ def _merged(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[int, tuple[str
 
 @final
 class LiveTensors:
-    """Tensors of modules that were described, found again for every update and compared with what they were.
+    """Tensors of described modules, found again for every update and compared with their description.
 
-    A parameter may move, be registered anew, or change its place in the module's order; its name, dtype,
-    shape, part and strides must stay if an engine gets it (`read`). Costs some microseconds per module and less per
-    tensor, unless a module has changed. Keeps no tensor alive.
+    A parameter may move, be registered again, or change its place in the module's order. If an
+    engine gets it (`read`), its name, dtype, shape, part and strides must not change. A lookup
+    costs some microseconds per module and less per tensor, unless a module has changed. The object
+    keeps no tensor alive.
 
     Args:
         walk: finds the tensors again, each once.
-        held: what was described of them, in manifest order; what `walk` finds now when omitted.
+        held: the described tensors, in manifest order; the current result of `walk` when omitted.
 
     Raises:
         UnsupportedLayout, ManifestError: see `local_shard`.
@@ -552,7 +565,7 @@ class LiveTensors:
     ) -> None:
         self._modules, self._walk = tuple(modules), walk
         held = walk() if held is None else held
-        # By bare name: a module may get or lose a wrapper, as `torch.compile` puts one around it.
+        # Use bare names: a module may get or lose a wrapper such as `torch.compile`.
         self._parts = {
             _bare(one.name, ()): local_shard(one.name, one.tensor, by_fsdp=one.by_fsdp)
             for one in held
@@ -567,11 +580,11 @@ class LiveTensors:
         self._registered: tuple[list[str], list[int]] = [], []
         self._positions: list[int] = []
         self._watched = _State()
-        # A trainer's thread watches while an agent's thread locates.
+        # A trainer's thread calls `watch` while an agent's thread calls `locate`.
         self._lock = threading.Lock()
 
     def read(self, indices: Collection[int]) -> None:
-        """Note which tensors engines get, by their place in the manifest: the others may change in any way."""
+        """Set the tensors that engines get, by manifest index. All other tensors may change in any way."""
         with self._lock:
             new = [index for index in indices if not self._is_read[index]]
             self._is_read = [index in indices for index in range(len(self._names))]
@@ -582,10 +595,11 @@ class LiveTensors:
                 self._watched = replace(self._watched, tensors=watched)
 
     def locate(self) -> tuple[ParameterMemory, ...]:
-        """Return where each tensor lies now, in manifest order; the same objects for as long as none has moved.
+        """Return the memory of each tensor in manifest order; the same objects if no tensor has moved.
 
         Raises:
-            PlanError: tensors are missing or new, or one that engines get has another layout or no memory now.
+            PlanError: tensors are missing or new, or a tensor that engines get has changed its
+                layout or has no memory.
         """
         with self._lock:
             tensors = self._find()
@@ -597,7 +611,8 @@ class LiveTensors:
                     refuse_freed(self._names[index], local)
                 if address != self._addresses[index]:
                     self._addresses[index] = address
-                    self._located = ()  # others may be of another storage now, at the address they had
+                    # Other tensors may have a new storage at their old address.
+                    self._located = ()
                 locals_here.append(local)
             if not self._located:
                 self._located = tuple(map(_memory_of, locals_here, self._nbytes))
@@ -605,10 +620,10 @@ class LiveTensors:
             return self._located
 
     def _as_described(self, index: int, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Return what of a tensor lies here; None for one that engines do not get and that has changed.
+        """Return the local part of a tensor; None for a changed tensor that engines do not get.
 
         Raises:
-            UnsupportedLayout, PlanError: one that engines get has changed.
+            UnsupportedLayout, PlanError: a tensor that engines get has changed.
         """
         is_same = tensor is not None and _signature(tensor) == self._signatures[index]
         if self._is_read[index] and tensor is not None:
@@ -620,9 +635,9 @@ class LiveTensors:
         return _local(tensor)
 
     def watch(self) -> None:
-        """Have `changed` compare with the tensors as they are now; `locate` does the same.
+        """Make `changed` compare with the current tensors; `locate` does the same.
 
-        Nothing is resharded or refused here: `locate` does that.
+        This method does not reshard FSDP2 modules and does not check tensors.
         """
         with self._lock:
             self._watched = _State()
@@ -630,12 +645,13 @@ class LiveTensors:
                 self._watched = self._state(self._now())
 
     def changed(self) -> str:
-        """Return the name of the first tensor that was written to or moved since `locate`; empty if none was.
+        """Return the name of the first tensor that was written to or moved since `locate` or `watch`; "" if none was.
 
-        Torch counts the writes of its own operators. It does not count writes through `Tensor.data`, by numpy, or by
-        kernels of others. Of such writes those of PEFT are noticed, which merge adapters or take them out. The tensors
-        are looked up again: a reference that was kept, even a weak one, would make torch refuse to move a module's
-        tensors (`Module.to`, `torch.utils.swap_tensors`).
+        torch counts the writes of its own operators. It does not count writes through
+        `Tensor.data`, by numpy, or by foreign kernels. Of these writes, only PEFT's merging and
+        unmerging of adapters is detected. The tensors are looked up again, because a stored
+        reference, even a weak one, would make torch refuse to move a module's tensors (`Module.to`,
+        `torch.utils.swap_tensors`).
         """
         with self._lock:
             if not self._watched.tensors:
@@ -657,7 +673,7 @@ class LiveTensors:
         return _State(counts, frozenset(_merged(self._modules)))
 
     def _name_in(self, merged: Collection[tuple[int, tuple[str, ...]]]) -> str:
-        """Return the name of a tensor inside one of these modules, or what there is to say of them."""
+        """Return the name of a tensor inside one of these modules, the path of the module, or "of adapters"."""
         layers = {layer for layer, _ in merged}
         for module in self._modules:
             for path, child in module.named_modules():
@@ -667,14 +683,14 @@ class LiveTensors:
         return "of adapters"
 
     def _now(self) -> list[torch.Tensor | None]:
-        """Return the tensors in manifest order, and leave gathered FSDP2 modules as they are."""
+        """Return the tensors in manifest order; leave gathered FSDP2 modules as they are."""
         keys, tensors = _registered(self._modules, reshards=False)
         if self._positions and keys == self._registered[0]:
             return _at(self._positions, tensors)
         return self._find()
 
     def _find(self) -> list[torch.Tensor | None]:
-        """Return the tensors in manifest order; None for one that is gone and that engines do not get."""
+        """Return the tensors in manifest order; None for a removed tensor that engines do not get."""
         keys, tensors = _registered(self._modules)
         identities = [id(tensor) for tensor in tensors]
         if self._positions and self._registered == (keys, identities):
@@ -749,12 +765,15 @@ def _memory_of(local: torch.Tensor | None, nbytes: int) -> ParameterMemory:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What of it lies here, itself: `to_local` of a parameter returns an alias (torch 2.13)."""
+    """Return the local tensor itself; `to_local` of a parameter returns an alias (torch 2.13)."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _num_writes(tensor: torch.Tensor) -> int:
-    """How often torch has changed it in place: steps of an optimiser count at a DTensor, other writes at its part."""
+    """Return how often torch has changed a tensor in place.
+
+    torch counts optimizer steps at the DTensor and other writes at its local part.
+    """
     local = _local(tensor)
     found = 0 if local.is_inference() else local._version
     return found if local is tensor or tensor.is_inference() else found + tensor._version
@@ -765,10 +784,11 @@ def _registered(
 ) -> tuple[list[str], list[torch.Tensor]]:
     """Return names and tensors of all modules, in an order that depends on the modules alone.
 
-    FSDP2 modules are resharded first. Unless `reshards`, they stay gathered, and their shards are returned.
+    FSDP2 modules are resharded first. Without `reshards` they stay gathered, and their shards are
+    returned.
 
     Raises:
-        PlanError: code has changed a gathered copy of a parameter that is to be resharded.
+        PlanError: code has changed a gathered copy of a parameter that must be resharded.
     """
     keys: list[str] = []
     tensors: list[torch.Tensor] = []
@@ -796,7 +816,7 @@ def _registered(
 
 
 def _gathered(module: FSDPModule) -> list[tuple[torch.Tensor | None, FSDPParam]]:
-    """Return the parameters that this FSDP2 module does not hold as shards now, each with the tensor in its place."""
+    """Return the gathered parameters of this FSDP2 module, each with the tensor that replaces its shard."""
     return [
         (one._module_info.module._parameters.get(one._module_info.param_name), one)
         for group in _groups_of(module)
@@ -806,17 +826,18 @@ def _gathered(module: FSDPModule) -> list[tuple[torch.Tensor | None, FSDPParam]]
 
 
 def _groups_of(module: FSDPModule) -> Sequence[Any]:
-    """Return the parameter groups of an FSDP2 module: any number of them since torch 2.12, at most one before."""
+    """Return the parameter groups of an FSDP2 module: any number since torch 2.12, at most one before."""
     state = vars(module._get_fsdp_state())
     one = state.get("_fsdp_param_group")
     return state.get("_fsdp_param_groups") or ([] if one is None else [one])
 
 
 def _reshard(module: FSDPModule) -> None:
-    """Put shards in the place of gathered parameters.
+    """Replace gathered parameters by their shards.
 
     Raises:
-        PlanError: code has changed a gathered copy in place, and its shard does not have the change.
+        PlanError: code has changed a gathered copy in place, and its shard does not have the
+            change.
     """
     for _, parameter in _gathered(module):
         if parameter.sharded_state is ShardedState.UNSHARDED:
@@ -825,7 +846,7 @@ def _reshard(module: FSDPModule) -> None:
 
 
 def _refuse_changed(module: FSDPModule, parameter: FSDPParam) -> None:
-    """Refuse a gathered parameter if torch has counted a change, and this rank's part differs from its shard.
+    """Raise if torch has counted a change of a gathered parameter and its local part differs from the shard.
 
     Raises:
         PlanError: the gathered copy was changed.
@@ -841,7 +862,7 @@ def _refuse_changed(module: FSDPModule, parameter: FSDPParam) -> None:
         box = local_shard(name, shard, by_fsdp=True).box
         ranges = zip(box.offsets, box.sizes, strict=True)
         part = whole[tuple(slice(start, start + size) for start, size in ranges)]
-        # The counter also counts changes that were dropped when the parameter was gathered again.
+        # The counter includes changes that were dropped when the parameter was gathered again.
         if not part.numel() or torch.equal(part, local_tensor(shard).to(part.device, part.dtype)):
             return
     raise PlanError(
@@ -851,7 +872,7 @@ def _refuse_changed(module: FSDPModule, parameter: FSDPParam) -> None:
 
 
 def _reach(local: torch.Tensor) -> int:
-    """Bytes from the first to the last element."""
+    """Return the bytes from the first element to the end of the last."""
     if not local.numel():
         return 0
     steps = zip(local.shape, local.stride(), strict=True)

@@ -37,10 +37,11 @@ class _Piece(NamedTuple):
 
 @final
 class FiniteCheck:
-    """Looks for NaN and infinity in the parameters that engines get.
+    """Search for NaN and infinity in the parameters that engines get.
 
     Args:
-        parameters: where the parameters lie now, in manifest order; asked at every `find`.
+        parameters: returns the current memory of the parameters, in manifest order; called in every
+            `find`.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from windlass.memory.place import memory_at
 
 @final
 class KeptTensors:
-    """Digests of what an engine rank keeps.
+    """Digests of the tensors that an engine rank keeps.
 
     Args:
         live: addresses of the parameters, in manifest order; they never move.

@@ -1,7 +1,8 @@
-"""Stage 5: the bytes of a link that cannot go as they lie, packed into an arena and hashed.
+"""Pack the ops of a link that need packing into an arena, and hash the link.
 
-In come a `LinkProgram` and where the parameters of both sides lie; `WriteBatch`es go out, for one-sided writes. The link's digest is taken on the way, over all ops
-in plan order, those that go as they lie included.
+The inputs are a `LinkProgram` and the parameter addresses of both sides; the outputs are
+`WriteBatch`es for one-sided writes. The link's digest covers all ops in plan order, including
+DIRECT ops.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import OneSidedTransport, WriteBatch
 
 WRITE_PIECES = 4096
-"""Pieces per transport call: bounds a call, not its bytes."""
+"""Maximum number of pieces per transport call; it does not limit the bytes of a call."""
 
 
 def packed_capacity(programs: Sequence[LinkProgram]) -> int:
@@ -35,7 +36,7 @@ def packed_capacity(programs: Sequence[LinkProgram]) -> int:
 def batches_to(
     binding: DestinationBinding, local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array
 ) -> Iterator[WriteBatch]:
-    """Yield (n,) pieces, at most `WRITE_PIECES` at a time."""
+    """Yield batches of at most `WRITE_PIECES` of (n,) pieces."""
     for start in range(0, len(nbytes), WRITE_PIECES):
         part = slice(start, start + WRITE_PIECES)
         yield WriteBatch(
@@ -56,11 +57,11 @@ class Peer:
 
     @classmethod
     def bound_to(cls, binding: DestinationBinding) -> Peer:
-        """The peer that offers `binding`."""
+        """Return the peer that offers `binding`."""
         return cls(binding, np.array(binding.parameter_addresses, np.uint64))
 
     def address_of(self, op: BoundOp) -> int:
-        """Where the payload of a packed op goes."""
+        """Return the destination address of a packed op's payload."""
         if op.lands:
             return self.binding.staging_address + op.staging_offset
         return self.binding.parameter_addresses[op.dst_parameter] + op.dst_offset
@@ -76,7 +77,7 @@ class PackedLink:
 
 @final
 class Packer:
-    """The arena of one rank, in the memory that its parameters are in. Not thread-safe.
+    """Packer of one rank, with an arena in the memory of the rank's parameters. Not thread-safe.
 
     What is prepared for a link is kept until a parameter or the arena moves.
 
@@ -84,7 +85,7 @@ class Packer:
         limit_nbytes: capacity of the arena; 0 for as much as one update needs.
 
     Attributes:
-        slot: the arena, if there is one; what is in it changes by calls of the packer only.
+        slot: slot of the arena; only methods of the packer change its contents.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Packer:
 
     @property
     def sources(self) -> UInt64Array:
-        """Where the parameters lie, in manifest order; the owner keeps it up to date."""
+        """Addresses of the parameters, in manifest order; the owner keeps them up to date."""
         return self._sources
 
     @sources.setter
@@ -109,22 +110,23 @@ class Packer:
         self._sources = addresses
 
     def holds(self, programs: Sequence[LinkProgram]) -> bool:
-        """Whether the packed bytes of all these links fit at once."""
+        """Return whether the packed bytes of all these links fit at once."""
         return packed_capacity(programs) <= self.slot.nbytes
 
     def fit(self, programs: Sequence[LinkProgram], *, kept: Collection[str] = ()) -> None:
-        """Have an arena that is large enough for these links, in this order, within the limit.
+        """Allocate an arena that is large enough for these links, in this order, within the limit.
 
-        `kept`: destinations whose links are those of the last call: what is prepared for them stays where neither
-        the arena nor their place in it changes.
+        `kept`: destinations whose links are unchanged since the last call. Their prepared copies
+        stay unless the arena or their place in it changes.
 
         Raises:
-            PlanError: half of it does not hold what cannot be cut.
+            PlanError: half of the arena cannot hold the smallest unit that can be packed.
             RegionError: memory cannot be registered.
-            TransferFailed: a GPU has not so much memory.
-            TransferOutcomeUnknown: earlier kernels may still go on.
+            TransferFailed: the GPU has not enough memory.
+            TransferOutcomeUnknown: earlier kernels may still run.
         """
-        self.memory.finish(OWN_WORK_S)  # nothing reads what is freed now
+        # Wait for kernels that may still read the memory that is freed below.
+        self.memory.finish(OWN_WORK_S)
         needed = packed_capacity(programs)
         capacity = self.slot.capacity_for(needed)
         self._drop(keep=self._places(programs, kept) if 0 < capacity <= self.slot.nbytes else ())
@@ -137,15 +139,16 @@ class Packer:
         self.slot.fit(capacity)
 
     def abandon(self, *, renew: bool = True) -> None:
-        """Never reuse or unmap the arena: bytes may still leave it. `renew`: have a new one, for what follows.
+        """Never reuse or unmap the arena, because bytes may still leave it. `renew`: allocate a new arena.
 
         Raises:
-            RegionError, TransferFailed: there is no memory for it.
+            RegionError, TransferFailed: there is no memory for a new arena.
         """
         try:
             if self.slot.arena is not None:
                 self._drop()
-        finally:  # a table that cannot be freed must not leave the arena in use
+        finally:
+            # If a table cannot be freed, the arena must still be abandoned.
             self.slot.abandon(renew=renew)
 
     def close(self) -> None:
@@ -154,7 +157,7 @@ class Packer:
         self.slot.close()
 
     def hash_links(self, programs: Sequence[LinkProgram], threads: Executor) -> dict[str, str]:
-        """Digests of what links are to deliver, by peer, from the parameters as they are; nothing is packed.
+        """Return digests of the links by peer, from the current parameters. Pack nothing.
 
         Raises:
             TransferFailed: a cast overflows, or the owner's work does not end.
@@ -172,7 +175,7 @@ class Packer:
         """Pack and hash a whole link at `offset` of the arena.
 
         Returns:
-            (what lies where, digest, where the next link may begin).
+            (packed parts, digest, offset of the next link).
 
         Raises:
             TransferFailed: a cast overflows, or the owner's work does not end.
@@ -188,15 +191,16 @@ class Packer:
         return pack, pack.pack_and_hash(OWN_WORK_S), offset + nbytes
 
     def link_to(self, peer: Peer, program: LinkProgram, pack: LinkPack, digest: str) -> PackedLink:
-        """Return the writes of a link that is packed whole."""
+        """Return the writes of a link that is packed as a whole."""
         packed = [_packed_batches(program, peer, turn) for turn in pack.turns]
         found = (*self._direct(program, peer), *itertools.chain.from_iterable(packed))
         return PackedLink(found, digest)
 
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
-        """Yield batches that use the two halves in turn; at most one may be in flight between two.
+        """Yield batches that use the two halves in turn; at most one batch may be in flight at a yield.
 
-        They are not hashed: what `hash_links` saw before anything was sent is what must arrive.
+        These bytes are not hashed again: the engine verifies them against the digests of
+        `hash_links`.
         """
         self.memory.settle(OWN_WORK_S)
         yield from self._direct(program, peer)
@@ -212,7 +216,7 @@ class Packer:
             start, middle = self.slot.address, self.slot.address + nbytes
             places: tuple[range, ...] = (range(start, middle), range(middle, middle + nbytes))
             if nbytes < self._least(program) and self.holds((program,)):
-                # Of a link that is written again.
+                # This link is written again and fits the whole arena.
                 places = (range(start, start + self.slot.nbytes),)
             self._packs[key] = self.memory.pack_link(program, self._sources, places)
         return self._packs[key]
@@ -233,7 +237,7 @@ class Packer:
     def _places(
         programs: Sequence[LinkProgram], names: Collection[str]
     ) -> frozenset[tuple[str, int]]:
-        """Where the links to `names` are packed: whole, one behind the other, or by turns (-1)."""
+        """Return the places of the links to `names`: an offset if packed whole, -1 if packed in turns."""
         places, offset = set[tuple[str, int]](), 0
         for program in programs:
             if program.peer in names:

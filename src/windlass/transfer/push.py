@@ -1,7 +1,7 @@
-"""Updates that the trainer drives itself, tensor by tensor: whole tensors in, one transaction out.
+"""Updates that the trainer drives itself: it sends whole tensors, and one `apply` makes them all live.
 
-Whole tensors arrive by broadcast or from checkpoint files; the rank copies its boxes out of them
-into a shadow copy. `apply` makes them live, and only if every element of every parameter came.
+Whole tensors arrive by broadcast or from checkpoint files. The rank copies its boxes out of them
+into a shadow copy. `apply` makes them live only if every element of every parameter has arrived.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_boxes
 
 
 def signature_of_group(offer: GroupOffer, fabric: CollectiveFabric) -> str:
-    """What the members of a group agree on when it forms."""
+    """Return a digest of everything that the members of a group agree on when it forms."""
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((offer, fabric)))
 
 
 def wire_offsets(tensors: Sequence[WireTensor]) -> tuple[tuple[int, ...], int]:
-    """Where each tensor lies in a flat bucket, and the bytes of the bucket."""
+    """Return the offset of each tensor in a flat bucket, and the bytes of the bucket."""
     return aligned_offsets(tensor.nbytes for tensor in tensors)
 
 
 @final
 class PushReceiver:
-    """One engine rank: bytes come by `receive_bucket` and `read_files`, and go live in `apply`.
+    """Receiver of one engine rank: `receive_bucket` and `read_files` receive bytes, `apply` makes them live.
 
     Groups stay from one update to the next.
 
     Args:
-        manifest: of this rank.
-        addresses: of the live parameters, in manifest order.
-        host: own address, that the leaders can reach.
+        manifest: manifest of this rank.
+        addresses: addresses of the live parameters, in manifest order.
+        host: this rank's address that the leaders can reach.
     """
 
     def __init__(self, manifest: ShardManifest, addresses: Sequence[int], host: str) -> None:
@@ -65,7 +65,7 @@ class PushReceiver:
         self._missing: set[int] = set()
 
     def begin(self) -> None:
-        """A new update: nothing has come yet. Allocates the shadow once.
+        """Begin an update with nothing received. Allocate the shadow in the first call.
 
         Raises:
             PlanError: the parameters are in several memories.
@@ -78,7 +78,7 @@ class PushReceiver:
         self._missing = {row for shards in self._shards.values() for row, _ in shards}
 
     def join_named(self, offer: GroupOffer, fabric: CollectiveFabric, deadline_s: float) -> None:
-        """Enter a leader's group; a group of the same name is left.
+        """Enter a leader's group; leave an older group of the same name.
 
         Raises:
             PlanError: members disagree about the group.
@@ -102,8 +102,9 @@ class PushReceiver:
         """Receive one bucket of whole tensors, and copy this rank's boxes out of it.
 
         Raises:
-            PlanError: a tensor that is no tensor of this rank's model, another shape of it, or a
-                dtype that cannot be cast; the group is left before the broadcast, which releases the leader.
+            PlanError: a tensor does not belong to this rank's model or has another shape, or its
+                dtype cannot be cast. The rank then leaves the group before the broadcast, which
+                releases the leader.
             TransferFailed: the broadcast failed.
         """
         group = self._groups.get(name)
@@ -136,7 +137,7 @@ class PushReceiver:
         """Read this rank's boxes from the safetensors files of a checkpoint folder.
 
         Raises:
-            TransferFailed: a file that is missing or torn.
+            TransferFailed: a file is missing or torn.
         """
         home = Path(folder)
         indices = [_index_of(path) for path in sorted(home.glob("*.safetensors"))]
@@ -156,16 +157,16 @@ class PushReceiver:
         """Make the update live.
 
         Raises:
-            PlanError: some tensor did not come; nothing is changed.
+            PlanError: some tensor did not arrive; nothing is changed.
         """
         self._check_complete()
         self._begun()[1].copy_over()
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:  # noqa: ARG002
-        """No links here, but everything must have come.
+        """Check that everything has arrived; return an empty tuple, because a push has no links.
 
         Raises:
-            PlanError: some tensor did not come.
+            PlanError: some tensor did not arrive.
         """
         self._check_complete()
         return ()
@@ -219,7 +220,7 @@ class PushReceiver:
     def _box_of(
         self, shadow: ShadowCopy, shard: Shard, tensor: WireTensor, address: int
     ) -> StridedCopy:
-        """A box of this rank out of a whole tensor at `address`."""
+        """Return the copy of a box of this rank out of a whole tensor at `address`."""
         position = self._indices[shard.parameter]
         dtype = self._manifest.parameters[position].dtype
         strides = contiguous_strides(tensor.shape, tensor.dtype.itemsize)
@@ -237,7 +238,7 @@ class PushReceiver:
 
 
 def _index_of(path: Path) -> DiskIndex:
-    """What a checkpoint file without an index holds: whole tensors."""
+    """Return an index of the whole tensors in a checkpoint file."""
     from safetensors import SafetensorError, safe_open
 
     try:

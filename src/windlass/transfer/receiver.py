@@ -1,9 +1,9 @@
-"""Stages 8 and 9, the engine's half of one-sided writes: the addresses that peers write, and what came there.
+"""The engine's side of one-sided writes: publish the addresses that peers write, and verify the bytes.
 
-In come a plan part (once) and the digests that the senders took (per version); out go a
-`DestinationBinding`, with the addresses that peers write, and the names of sources whose bytes differ.
-While bytes arrive this code does nothing, except where the source's kernels tell of what they have written:
-then it is hashed while later parts are under way.
+`Receiver` is called with a plan part (once) and with the digests that the senders computed (per
+version). It returns a `DestinationBinding`, with the addresses that peers write, and the names of
+sources whose bytes differ. While bytes arrive it does nothing, unless the source's kernels report
+written parts: it then hashes each part while later parts arrive.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from windlass.transports.base import MemoryRegion, OneSidedTransport
 class Receiver:
     """`ReceiverBackend` of `p2p`: one engine rank that peers write. Thread-safe.
 
-    `in_place` writes go to the live parameters, `staged` ones to a shadow copy of the same layout. Ops
-    whose elements are strided at the destination go to staging memory, unless peers store strided.
+    Mode `in_place` writes to the live parameters, `staged` to a shadow copy with the same layout.
+    Ops that are strided at the destination go to staging memory, unless peers can store strided
+    elements.
 
     Args:
-        transport: the live parameters are registered with it. Stays open; the caller closes it.
-        addresses: of the live parameters, in manifest order; they never move.
+        transport: the live parameters are registered with it. The caller closes it.
+        addresses: addresses of the live parameters, in manifest order; they never move.
         regions: registered regions that contain every live parameter.
 
     Attributes:
-        late_nbytes: what the last `verify` still had to hash; the rest was hashed as it was written.
+        late_nbytes: bytes that the last `verify` still had to hash; all others were hashed as they
+            were written.
     """
 
     def __init__(
@@ -61,10 +63,10 @@ class Receiver:
 
     @property
     def destination(self) -> Destination:
-        """What peers write; allocates nothing before `connect`.
+        """Memory that peers write. Nothing is allocated before `connect`.
 
         Raises:
-            TransportUnavailable: a GPU whose kernels cannot be compiled.
+            TransportUnavailable: the kernels cannot be compiled for the GPU.
         """
         if self._bound is None:
             memory = memory_of(self.transport)
@@ -74,18 +76,19 @@ class Receiver:
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
         """Bind a plan part (`TransferPlan.parts`).
 
-        Allocates the shadow copy and the staging memory that the plan and the mode need, once.
+        Allocate the shadow copy and the staging memory that the plan and the mode need, once.
 
         Raises:
-            PlanError: the plan is for another layout, or asks for the engine's own loader.
+            PlanError: the plan is for another layout, or requires the engine's own loader.
             RegionError: memory cannot be registered.
-            TransferFailed: there is no memory.
-            TransferOutcomeUnknown: earlier kernels may still go on.
+            TransferFailed: there is not enough memory.
+            TransferOutcomeUnknown: earlier kernels may still run.
         """
         with self._lock:
             found = self.destination
             shadow, staged = mode is UpdateMode.STAGED, not self.transport.traits.strided_stores
-            found.memory.finish(OWN_WORK_S)  # before what late kernels read is freed
+            # Late kernels may still read memory that is freed below.
+            found.memory.finish(OWN_WORK_S)
             progress = self._hash_as_written()
             if progress is not None:
                 progress.load({})
@@ -104,9 +107,10 @@ class Receiver:
             )
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Sources whose bytes do not have the expected digest, or that send nothing here.
+        """Return sources whose bytes do not have the expected digest, or that have no link to this rank.
 
-        Links that were hashed as they were written are only compared; one that differs is hashed again.
+        A link that was hashed as it was written is only compared; if its digest differs, it is
+        hashed again.
 
         Raises:
             TransferOutcomeUnknown: kernels do not end.
@@ -120,15 +124,15 @@ class Receiver:
             return wrong
 
     def apply(self) -> None:
-        """See `Destination.apply`. The engine must be quiesced."""
+        """Make the written bytes live; see `Destination.apply`. The engine must be quiesced."""
         with self._lock:
             self.destination.apply()
 
     def close(self) -> None:
-        """Free what `connect` has allocated. No peer may write after this. Idempotent.
+        """Free everything that `connect` has allocated. No peer may write after this. Idempotent.
 
-        Where kernels may still go on, what they may use stays until the process ends. `connect` may
-        follow.
+        Memory that late kernels may still use stays until the process ends. `connect` may be called
+        again.
         """
         with self._lock:
             if self._progress is not None:
@@ -138,7 +142,7 @@ class Receiver:
                 self._bound.close()
 
     def _hash_as_written(self) -> ProgressDigests | None:
-        """Where peers may tell of what they have written."""
+        """Return the digests that are computed while peers write; None if no peer reports written parts."""
         mapper = self.transport.mapper
         notifies = any(offer.traits.notifies for offer in self.transport.offers())
         if mapper is not None and notifies and self._progress is None:
