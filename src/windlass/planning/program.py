@@ -7,6 +7,7 @@ trainers may rebind storage.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -36,6 +37,9 @@ class DigestKind(StrEnum):
 
     XXH3 = "xxh3_128"
     POSITION = "position"
+
+
+_MODES, _TRANSFORMS = tuple(CopyMode), tuple(Transform)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +143,7 @@ def bind_links(plan: TransferPlan, *, sending: bool) -> tuple[LinkProgram, ...]:
     return tuple(
         LinkProgram(
             peer=plan.destinations[link.dst] if sending else plan.sources[link.src],
-            ops=tuple(_bind_op(plan, row) for row in range(link.start, link.stop)),
+            ops=tuple(_bind_ops(plan, link)),
             direct=_direct_runs(plan.ops, link),
             nbytes=int(plan.ops.nbytes[link.start : link.stop].sum()),
         )
@@ -159,34 +163,60 @@ def _check_strides(plan: TransferPlan) -> None:
             )
 
 
-def _bind_op(plan: TransferPlan, row: int) -> BoundOp:
-    ops = plan.ops
-    sizes = ops.sizes[row].tolist()
-    keep = [dim for dim, size in enumerate(sizes) if size != 1] or [len(sizes) - 1]
-    transform = Transform(int(ops.transform[row]))
-    if transform is not Transform.NONE:
-        keep = [len(sizes) - 2, len(sizes) - 1]
-    src_sizes = tuple(sizes[dim] for dim in keep)
-    if transform is Transform.FP8_BLOCK_SCALES:
-        sizes[-2:] = scale_shape(src_sizes)
-    src_strides, dst_strides = ops.src_strides[row].tolist(), ops.dst_strides[row].tolist()
-    return BoundOp(
-        mode=CopyMode(int(ops.mode[row])),
-        src_parameter=int(ops.src_parameter[row]),
-        dst_parameter=int(ops.dst_parameter[row]),
-        sizes=tuple(sizes[dim] for dim in keep),
-        src_offset=int(ops.src_offset[row]),
-        src_strides=tuple(src_strides[dim] for dim in keep),
-        src_dtype=DTYPES[int(ops.src_dtype[row])],
-        dst_offset=int(ops.dst_offset[row]),
-        dst_strides=tuple(dst_strides[dim] for dim in keep),
-        dst_dtype=DTYPES[int(ops.dst_dtype[row])],
-        nbytes=int(ops.nbytes[row]),
-        staging_offset=int(ops.staging_offset[row]),
-        src_sizes=src_sizes,
-        transform=transform,
-        tensor=plan.tensors[int(ops.tensor[row])],
+def _bind_ops(plan: TransferPlan, link: Link) -> Iterator[BoundOp]:
+    """Yield the ops of a link.
+
+    Columns become lists at once: reading an element of an array costs more than all else here, and a link of a
+    mixture of experts has some 10,000 ops.
+    """
+    ops, rows = plan.ops, slice(link.start, link.stop)
+    integers = zip(
+        ops.tensor[rows].tolist(),
+        ops.mode[rows].tolist(),
+        ops.transform[rows].tolist(),
+        ops.src_parameter[rows].tolist(),
+        ops.dst_parameter[rows].tolist(),
+        ops.src_dtype[rows].tolist(),
+        ops.dst_dtype[rows].tolist(),
+        ops.src_offset[rows].tolist(),
+        ops.dst_offset[rows].tolist(),
+        ops.nbytes[rows].tolist(),
+        ops.staging_offset[rows].tolist(),
+        strict=True,
     )
+    of_dims = zip(
+        ops.sizes[rows].tolist(),
+        ops.src_strides[rows].tolist(),
+        ops.dst_strides[rows].tolist(),
+        strict=True,
+    )
+    for numbers, (sizes, src_strides, dst_strides) in zip(integers, of_dims, strict=True):
+        tensor, mode, kind, src_parameter, dst_parameter, src_dtype, dst_dtype, *rest = numbers
+        src_offset, dst_offset, nbytes, staging_offset = rest
+        keep = [dim for dim, size in enumerate(sizes) if size != 1] or [len(sizes) - 1]
+        transform = _TRANSFORMS[kind]
+        if transform is not Transform.NONE:
+            keep = [len(sizes) - 2, len(sizes) - 1]
+        src_sizes = tuple([sizes[dim] for dim in keep])
+        if transform is Transform.FP8_BLOCK_SCALES:
+            sizes[-2:] = scale_shape(src_sizes)
+        yield BoundOp(
+            mode=_MODES[mode],
+            src_parameter=src_parameter,
+            dst_parameter=dst_parameter,
+            sizes=tuple([sizes[dim] for dim in keep]),
+            src_offset=src_offset,
+            src_strides=tuple([src_strides[dim] for dim in keep]),
+            src_dtype=DTYPES[src_dtype],
+            dst_offset=dst_offset,
+            dst_strides=tuple([dst_strides[dim] for dim in keep]),
+            dst_dtype=DTYPES[dst_dtype],
+            nbytes=nbytes,
+            staging_offset=staging_offset,
+            src_sizes=src_sizes,
+            transform=transform,
+            tensor=plan.tensors[tensor],
+        )
 
 
 def _direct_runs(ops: OpTable, link: Link) -> DirectRuns:
