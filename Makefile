@@ -65,9 +65,10 @@ imports: setup
 	$(BIN)/lint-imports
 
 # Four workers on two cores, because much of the time is waiting; files that take longest begin first (tests/conftest.py).
-# Tests that fail run again, alone: a busy machine can make a deadline of a test pass. More than two such tests fail it.
+# Tests that fail run again, alone: a busy machine can make a deadline of a test pass. More than six such tests fail it.
+# Two is the goal, once tests with short deadlines are steady beside four others.
 unit: setup
-	$(BIN)/python tools/run_tests.py -n 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python tools/run_tests.py --max-unsteady 6 -n 4 --dist loadfile --no-loadscope-reorder
 
 # Live servers of vLLM: with two tensor-parallel ranks, updated in both modes by FSDP2 ranks; and plain ones,
 # started by their users with one flag. Side by side, since each waits for much.
