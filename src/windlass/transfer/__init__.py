@@ -1,1 +1,1 @@
-"""Plans bound to addresses: the sender in the trainer, the receiver in the engine."""
+"""Move bytes: plans bound to addresses, a sender in each trainer rank and a receiver in each engine rank."""

@@ -146,7 +146,7 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
 
 @functools.lru_cache(maxsize=16)
 def _is_in_order(mesh: DeviceMesh) -> bool:
-    """Whether along each axis a rank's number in its group follows from its place on that axis alone."""
+    """Return whether, along each axis, the position in the mesh alone determines the group rank."""
     for axis in range(mesh.ndim):
         numbers = mesh.mesh.argsort(dim=axis).argsort(dim=axis).transpose(0, axis).flatten(1)
         if (numbers != numbers[:, :1]).any():

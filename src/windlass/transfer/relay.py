@@ -1,18 +1,19 @@
-"""A relay: engines that pass on to the next ones what they were written.
+"""Relay: engines pass the chunks that they receive on to other engines.
 
-One-sided writes leave no trace in the process that they go to, so after a chunk has been written its writer says so, over
-one TCP connection per round. The first frame names the round and carries the secret of the receiving engine; the
-receiver answers with one byte if it takes part, and nothing is written before that. The connection
-ends with `End`, after which nothing more will be written, or with the end of the process behind it.
+A one-sided write is not visible to the process whose memory it writes. The writer therefore
+announces each written chunk over one TCP connection per round. The first frame names the round and
+carries the secret of the receiving engine. The receiver answers with one byte if it takes part, and
+the writer writes nothing before that. The connection ends with `End`, after which nothing more is
+written, or with the end of the writer's process.
 
-The trainer writes the roots of a group: each root gets the chunks of its stripes. The plan names one member of each group; the
-links to the others have the same ops, the same packed bytes and the same digest. A trainer can write any member directly:
-so it completes the links that the relay left incomplete.
+The trainer writes the roots of a group: each root gets the chunks of its stripes. The plan names
+one member of each group; the links to the other members have the same ops, packed bytes and digest.
+A trainer can write any member directly, so it completes the links that the relay left incomplete.
 
-At an engine a chunk counts once its bytes in this rank's memory have the digest that the trainer computed; only
-then is it written to the next engines, by one-sided writes from where it lies. Only writers that the
-listener has let in write here, and the round's answer is given when each of them has ended: so it settles
-whether bytes may still land.
+An engine accepts a chunk when the bytes in its memory have the digest that the trainer computed.
+Only then does it write the chunk to the next engines, by one-sided writes from its own memory. Only
+writers that the listener has accepted write to this rank, and `RelayNode.run` returns when each of
+them has ended or timed out. Its result therefore says from which writers bytes may still land.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ _log = logging.getLogger(__name__)
 
 ACCEPTED = b"\x01"
 LENGTH = struct.Struct(">I")
-"""In front of every frame."""
+"""Length prefix of every frame."""
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """First frame: who writes, in which (epoch, round)."""
+    """First frame: secret of the receiver, name of the writer, epoch and round."""
 
     token: str
     upstream: str
@@ -86,7 +87,7 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class ChunkLanded(msgspec.Struct, frozen=True, tag="chunk"):
-    """A chunk of the link from `source` is in place; `digest` is the source's own."""
+    """Announcement that a chunk of the link from `source` is in place; `digest` is the source's digest."""
 
     source: str
     chunk: int
@@ -94,13 +95,13 @@ class ChunkLanded(msgspec.Struct, frozen=True, tag="chunk"):
 
 
 class StripeEnd(msgspec.Struct, frozen=True, tag="stripe_end"):
-    """Chunks of this stripe that are missing by now will not come from here."""
+    """Announcement that this writer sends no more chunks of a stripe."""
 
     stripe: int
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """No more will be written in this round; `unknown`: some bytes may still land all the same."""
+    """Last frame of a writer in a round; `unknown`: some of its bytes may still land."""
 
     unknown: bool = False
 
@@ -114,16 +115,18 @@ FRAMES: Codec[Frame] = Codec(Frame, "relay: frame", max_nbytes=4096)
 MAX_CONNECTIONS = 4096
 ACCEPT_AGAIN_S = 0.1
 OPEN_S = 10.0
-"""For the first frame of a connection: whoever has no token holds it for no longer."""
+"""Seconds for the first frame of a connection, so that a client without a token cannot hold it
+longer."""
 CLOSE_S = 10.0
 
 
 @final
 class RelaySender:
-    """The writer's end of one connection.
+    """Writer's end of one connection.
 
     Raises:
-        PeerUnreachable: nobody listens there, or it does not take part in this round.
+        PeerUnreachable: no process listens at the address, or the peer does not take part in this
+            round.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class RelaySender:
         """Send one frame. Thread-safe.
 
         Raises:
-            PeerUnreachable: the connection is gone or the deadline has passed.
+            PeerUnreachable: the connection has ended or the deadline has passed.
         """
         body = encode(frame)
         try:
@@ -163,8 +166,9 @@ class RelaySender:
             raise PeerUnreachable(f"relay: {self._peer} is gone: {error}") from error
 
     def end(self, *, unknown: bool) -> None:
-        """Say that nothing more will be written, and close."""
-        # The end of the connection says the same, but for `unknown`, which is reported.
+        """Announce that nothing more will be written, and close."""
+        # If the frame is lost, the end of the connection has the same effect; `unknown` is also
+        # reported in the round's result.
         with contextlib.closing(self), contextlib.suppress(PeerUnreachable):
             self.send(End(unknown))
 
@@ -180,7 +184,7 @@ async def _read_frame(stream: asyncio.StreamReader) -> Frame:
     """Read the next frame.
 
     Raises:
-        ProtocolError: it is longer than 4096 bytes or is none.
+        ProtocolError: the frame is longer than 4096 bytes or cannot be decoded.
         OSError, EOFError: the connection has ended.
     """
     (nbytes,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
@@ -190,16 +194,16 @@ async def _read_frame(stream: asyncio.StreamReader) -> Frame:
 
 
 class Ended(Enum):
-    """What is no frame, and is waited for all the same."""
+    """Events of a round that are not frames."""
 
     DISCONNECTED = auto()
-    """A connection ended without `End`: what the kernel of its peer holds may still come."""
+    """A connection ended without `End`; bytes in the kernel of its peer may still arrive."""
     INTERRUPTED = auto()
     """The round is over for this rank."""
 
 
 RelayEvents = queue.SimpleQueue[tuple[str, ChunkLanded | StripeEnd | End | Ended]]
-"""Upstreams, and what each of them has written or said; see `RelayReceiver`."""
+"""Queue of (upstream, frame or `Ended`); see `RelayReceiver`."""
 
 
 @dataclass(slots=True)
@@ -212,13 +216,15 @@ class _Round:
 
 @final
 class RelayReceiver:
-    """Listens from construction to `close`. Thread-safe.
+    """Listener of one engine rank, from construction to `close`. Thread-safe.
 
-    A writer is let in for the newest round or a later one that has not been closed, and only with
-    the right secret. Whoever was let in is followed by `End` or `DISCONNECTED` in the events of its round.
+    A writer is accepted only with the right secret, and only for the newest round or a later one
+    that has not been closed. For every accepted writer, `End` or `DISCONNECTED` follows in the
+    events of its round.
 
     Args:
-        worker: this rank. host: address to bind; the port is chosen by the system.
+        worker: this rank.
+        host: address to bind; the system chooses the port.
     """
 
     def __init__(self, worker: str, host: str) -> None:
@@ -237,7 +243,7 @@ class RelayReceiver:
         self._thread.start()
 
     def begin(self, round_id: RoundId) -> RelayEvents:
-        """Return the events of a round, also of those who came before this call; older rounds are over."""
+        """Return the events of a round, including events before this call. End older rounds."""
         with self._lock:
             self._oldest = max(self._oldest, round_id)
             for older in [found for found in self._rounds if found < round_id]:
@@ -245,19 +251,19 @@ class RelayReceiver:
             return self._rounds[round_id].events
 
     def joined(self, round_id: RoundId) -> frozenset[str]:
-        """Return who was let into the round so far."""
+        """Return the writers that the round has accepted until now."""
         with self._lock:
             return frozenset(self._rounds[round_id].joined)
 
     def end(self, round_id: RoundId) -> frozenset[str]:
-        """Let nobody into the round any more; return who was let in."""
+        """Accept no more writers into the round; return the accepted ones."""
         with self._lock:
             of_round = self._rounds[round_id]
             of_round.closed = True
             return frozenset(of_round.joined)
 
     def refuse(self, round_id: RoundId, upstream: str) -> None:
-        """Let `upstream`, which will not come or must not, not into the round: that is its `End` there."""
+        """Keep `upstream` out of the round and put its `End` into the events, unless it was already accepted."""
         with self._lock:
             if round_id < self._oldest:
                 return
@@ -267,14 +273,15 @@ class RelayReceiver:
                 of_round.events.put((upstream, End()))
 
     def interrupt(self, round_id: RoundId) -> None:
-        """Wake whoever reads the events of the round."""
+        """Wake the thread that reads the events of the round."""
         with self._lock:
             if round_id >= self._oldest:
                 self._rounds[round_id].events.put(("", Ended.INTERRUPTED))
 
     def close(self) -> None:
         """Close every connection and end the thread. Idempotent."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):
+            # The loop may be closed already.
             self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join(CLOSE_S)
 
@@ -293,7 +300,8 @@ class RelayReceiver:
                 try:
                     accepted, _ = await self._loop.sock_accept(self._listener)
                 except OSError:
-                    # Too many open files: the listener stays readable, and must not be asked without end.
+                    # With too many open files the listener stays readable, so accepting again at
+                    # once would spin.
                     num_open.release()
                     await asyncio.sleep(ACCEPT_AGAIN_S)
                     continue
@@ -311,7 +319,8 @@ class RelayReceiver:
                     try:
                         writer.write(ACCEPTED)
                         last = await self._follow(stream, opened.upstream, events)
-                    finally:  # the process behind it has ended, or gave up: it is past its last write
+                    finally:
+                        # The writer's process has ended or gave up, so it makes no more writes.
                         events.put((opened.upstream, last))
             finally:
                 writer.close()
@@ -344,20 +353,22 @@ class RelayReceiver:
 # --- who writes chunks: a trainer, or an engine that passes them on ------------------------------
 
 WRITES_AT_ONCE = 4
-"""Chunks on their way to one engine: the next one is written while the last is acknowledged."""
+"""Number of chunks on the wire to one engine: the next chunk is written while the last is
+acknowledged."""
 
 
 @final
 class ChunkWriter:
-    """Chunks on their way to one engine in one round, each announced once it is in place.
+    """Writer of chunks to one engine in one round. It announces each chunk when it is in place.
 
-    It has threads of its own, and connects in one of them. After the first error it writes no more.
+    It has its own threads and connects in one of them. After the first error it writes nothing
+    more.
 
     Attributes:
-        errors: what went wrong, in the order of time.
-        unreached: the engine did not let this rank in; nothing was written to it.
-        first_s, last_s: when the first chunk was begun, and the last one in place, by
-            `time.perf_counter`; 0 for none.
+        errors: errors in order of time.
+        unreached: True if the engine did not accept this rank; nothing was written to it.
+        first_s, last_s: times by `time.perf_counter` when the first chunk was begun and the last
+            was in place; 0 without chunks.
     """
 
     def __init__(
@@ -379,13 +390,13 @@ class ChunkWriter:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether bytes may still land."""
+        """True if bytes may still land."""
         return any(is_unknown(error) for error in self.errors)
 
     def write(
         self, payload: Payload, local: UInt64Array, remote: UInt64Array, landed: ChunkLanded
     ) -> None:
-        """Have a chunk written from (n,) `local` to (n,) `remote`."""
+        """Queue the write of a chunk from (n,) `local` to (n,) `remote` addresses."""
 
         def write(sender: RelaySender) -> None:
             pieces, deadline = payload.pieces_of(landed.chunk), self._deadline
@@ -402,15 +413,17 @@ class ChunkWriter:
         self._submit(write)
 
     def end_stripe(self, stripe: int) -> None:
-        """Say that nothing more comes of a stripe, once everything before is written."""
+        """Announce the end of a stripe after all earlier chunks are written."""
         self._submit(lambda sender: sender.send(StripeEnd(stripe)), last=True)
 
     def end(self) -> None:
-        """Say that nothing more comes, once everything before is written."""
+        """Announce the end of all chunks after all earlier chunks are written."""
         earlier = tuple(self._jobs)
 
         def end() -> None:
-            wait(earlier)  # they have threads of their own: they began before this one
+            # The earlier jobs began before this one, each in its own thread, so this wait cannot
+            # block them.
+            wait(earlier)
             lost = any(job.exception() is not None for job in earlier)
             if self._sender is not None:
                 self._sender.end(unknown=self.is_unknown or lost)
@@ -418,7 +431,7 @@ class ChunkWriter:
         self._jobs.append(submit(self._pool, end))
 
     def close(self) -> Carried:
-        """Wait for all; returns what was written."""
+        """Wait for all jobs; return the bytes written and the seconds."""
         self._pool.shutdown(wait=True)
         failed = [error for job in self._jobs if (error := job.exception()) is not None]
         for error in failed:
@@ -429,7 +442,7 @@ class ChunkWriter:
         return Carried(self._nbytes, max(self.last_s - self.first_s, 0.0))
 
     def _submit(self, job: Callable[[RelaySender], None], *, last: bool = False) -> None:
-        """Jobs begin in this order, unless one has failed; `last`: once those before have ended."""
+        """Queue a job after the earlier ones, to be skipped after an error. `last`: run it when they have ended."""
         earlier = tuple(self._jobs if last else self._jobs[:1])
 
         def run() -> None:
@@ -438,8 +451,10 @@ class ChunkWriter:
                 return
             try:
                 job(self._sender)
-            except BaseException as error:  # whatever it is, bytes may still land there
-                self.errors.append(error)  # the peer finds the link incomplete in the end
+            except BaseException as error:
+                # After any error, bytes may still land at the peer.
+                # The peer will report the link as incomplete.
+                self.errors.append(error)
                 if not isinstance(error, TransferError):
                     raise
 
@@ -459,15 +474,15 @@ def _at(payload: Payload, binding: DestinationBinding) -> UInt64Array:
 
 @final
 class GroupWrite:
-    """One group whose roots a trainer rank writes; every member can be written directly as well.
+    """A relay group of a trainer rank, which writes the group's roots. It can also write every member directly.
 
     Attributes:
-        leader: the first member, for which the plan was made.
+        leader: first member, for which the plan was made.
         roots: members that trainers write.
-        digest: of the link to any member; empty while nothing is packed.
+        digest: digest of the link to any member; empty while nothing is packed.
 
     Raises:
-        PlanError: a member has no binding, or a root no address.
+        PlanError: a member has no binding, or a root has no address.
         RegionError: a write would leave the published regions.
     """
 
@@ -499,10 +514,10 @@ class GroupWrite:
         return {name: replace(self._program, peer=name) for name in self._group.members[1:]}
 
     def keep(self, memory: MemoryOps, sources: UInt64Array, pack: LinkPack, digest: str) -> None:
-        """Hash the chunks of a link that has been packed.
+        """Hash the chunks of a packed link, and keep their addresses.
 
         Raises:
-            TransferFailed: a GPU without room for its tables.
+            TransferFailed: the GPU has no room for the tables.
             TransferOutcomeUnknown: kernels do not end.
         """
         payload = self._payload
@@ -518,18 +533,18 @@ class GroupWrite:
         self.digest = digest
 
     def forget(self) -> None:
-        """What was packed is there no more."""
+        """Mark the packed bytes as invalid."""
         self.digest = ""
 
     def close(self) -> None:
-        """Free what was prepared. Idempotent."""
+        """Free the hash tables. Idempotent."""
         self.forget()
         hashes, self._hashes = self._hashes, None
         if hashes is not None:
             hashes.close()
 
     def packed_link(self, member: str) -> PackedLink | None:
-        """Return all that one member gets, for direct writes; None where it is not packed."""
+        """Return all bytes for one member, for a direct write; None if nothing is packed."""
         if not self.digest:
             return None
         binding = self._bindings[member]
@@ -546,7 +561,7 @@ class GroupWrite:
     ) -> Carried:
         """Write the chunks of a root's stripes, a few at a time.
 
-        What is not packed is not written: the root is told that nothing comes.
+        If nothing is packed, nothing is written and the root gets `End` only.
 
         Raises:
             TransferError: the root was not reached, or a write failed.
@@ -572,10 +587,10 @@ class GroupWrite:
 
 @final
 class RelayedLinks:
-    """The links of a trainer rank to members of relay groups. Not thread-safe.
+    """Links of a trainer rank to members of relay groups. Not thread-safe.
 
     Attributes:
-        groups: destination -> the group that it is a member of.
+        groups: destination -> its group.
     """
 
     def __init__(self, transport: OneSidedTransport, worker: str, threads: Executor) -> None:
@@ -589,7 +604,7 @@ class RelayedLinks:
         bindings: Mapping[str, DestinationBinding],
         addresses: Sequence[RelayAddress],
     ) -> dict[str, LinkProgram]:
-        """Relay groups from here on; returns the links to all members but the first ones.
+        """Bind relay groups; return the links to all members except the first of each group.
 
         Raises:
             PlanError, RegionError: see `GroupWrite`.
@@ -599,23 +614,24 @@ class RelayedLinks:
         for group in groups:
             program = programs.get(group.members[0])
             if program is None:
-                continue  # this rank holds nothing that the group wants
+                # This rank has no bytes for the group.
+                continue
             relayed = GroupWrite(group, program, bindings, roots)
             copies |= relayed.copies()
             self.groups |= dict.fromkeys(group.members, relayed)
         return copies
 
     def planned_for(self, name: str) -> str:
-        """The link of the plan that delivers what `name` gets: all members get what the first does."""
+        """Return the destination whose planned link also describes the link to `name`."""
         return self.groups[name].leader if name in self.groups else name
 
     def forget(self) -> None:
-        """What was packed is there no more."""
+        """Mark the packed bytes of all groups as invalid."""
         for relayed in self.groups.values():
             relayed.forget()
 
     def close(self) -> None:
-        """Free what was prepared, and relay nothing. Idempotent."""
+        """Free the hash tables and unbind all groups. Idempotent."""
         for relayed in self.groups.values():
             relayed.close()
         self.groups = {}
@@ -629,12 +645,12 @@ class RelayedLinks:
         write: Callable[[Sequence[str]], Written],
         failed: Callable[[str, BaseException], LinkOutcome],
     ) -> Written:
-        """Write the roots of all groups, and beside them, by `write`, the links that are not relayed.
+        """Write the roots of all groups while `write` writes the links that are not relayed.
 
         `failed`: makes the outcome of a root whose write raised an error.
 
         Raises:
-            TransferOutcomeUnknown: bytes may still land, and the outcomes cannot be told one by one.
+            TransferOutcomeUnknown: bytes may still land, and there is no outcome per link.
         """
         began = time.perf_counter()
         digests = {n: self.groups[n].digest for n in destinations if n in self.groups}
@@ -681,22 +697,25 @@ class RelayedLinks:
 
 
 TIMEOUT_SPREAD = 0.25
-"""Of the time for a relay: between the timeouts of the first and the last rank of a stripe."""
+"""Difference between the timeouts of the first and the last rank of a stripe, as a fraction of the
+relay's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundGroup:
-    """What this rank does in every round of a binding.
+    """Binding of this rank to a relay group, used in every round.
 
     Attributes:
-        payloads: source -> what its link delivers.
-        local: source -> where the pieces lie here. digests: source -> of the chunks there.
-        upstream: per stripe the member that writes it; empty for the stripes that trainers write.
-        children: per stripe whom it is passed on to.
-        timeout_shares: per stripe how much of the time for the relay to wait: those in front give up first,
-            so that who merely waits for a rank that stands still is not taken for one.
+        payloads: source -> payload of its link.
+        local: source -> addresses of the pieces in this rank.
+        digests: source -> digests of the chunks in this rank.
+        upstream: per stripe: member that writes this rank; empty if trainers write it.
+        children: per stripe: members that this rank passes chunks on to.
+        timeout_shares: per stripe: fraction of the relay's time that this rank waits. Ranks closer
+            to the root time out first, so that a rank that only waits for a stalled rank is not
+            reported as stalled.
         bindings, addresses: of the children.
-        remote: child -> source -> where the pieces lie there.
+        remote: child -> source -> addresses of the pieces in the child.
     """
 
     payloads: Mapping[str, Payload]
@@ -710,14 +729,14 @@ class BoundGroup:
     remote: Mapping[str, Mapping[str, UInt64Array]]
 
     def close(self) -> None:
-        """Free what was prepared. Idempotent."""
+        """Free the digests' tables. Idempotent."""
         for digests in self.digests.values():
             digests.close()
 
 
 @final
 class RelayRound:
-    """What is still to come, and what was passed on."""
+    """State of one round: chunks that are still expected, and writers to the children."""
 
     def __init__(
         self, receiver: Receiver, bound: BoundGroup, round_id: RoundId, deadline: Deadline
@@ -760,7 +779,7 @@ class RelayRound:
         return bool(self._left)
 
     def on_chunk(self, upstream: str, landed: ChunkLanded) -> None:
-        """Verify a chunk and have it passed on."""
+        """Verify a chunk and pass it on."""
         key = landed.source, landed.chunk
         left = self._left.get(upstream)
         if left is None or key not in left:
@@ -768,7 +787,8 @@ class RelayRound:
         self._first_s = self._first_s or time.perf_counter()
         found = self._bound.digests[landed.source].take([landed.chunk], OWN_WORK_S)
         self._last_s = time.perf_counter()
-        left.discard(key)  # until here it counts as missing, whatever stops this
+        # The chunk counts as missing until here, even after an error.
+        left.discard(key)
         if not left:
             del self._left[upstream]
         if found[landed.chunk] != landed.digest:
@@ -786,12 +806,12 @@ class RelayRound:
         return min(self._deadlines[writer].remaining_s for writer in self._left)
 
     def expire(self, joined: Collection[str]) -> None:
-        """Wait no longer for those whose time is up; who was let in may be writing still."""
+        """Stop waiting for writers that have timed out. An accepted writer may still be writing."""
         for writer in [w for w in self._left if not self._deadlines[w].remaining_s]:
             self.on_end(writer, unknown=writer in joined)
 
     def on_stripe_end(self, upstream: str, stripe: int) -> None:
-        """An upstream brings nothing more of one stripe; nor will this rank."""
+        """Record that an upstream sends no more chunks of a stripe, and tell the children of that stripe."""
         num_stripes = len(self._bound.upstream)
         left = self._left.get(upstream, set())
         gone = {key for key in left if key[1] % num_stripes == stripe}
@@ -805,21 +825,21 @@ class RelayRound:
             self._children[name].end_stripe(stripe)
 
     def on_disconnect(self, upstream: str) -> None:
-        """An upstream writes nothing more, and has not said so."""
+        """Record that the connection of an upstream ended without `End`; it writes nothing more."""
         if upstream in self._left:
             self._disconnected.add(upstream)
         self.on_end(upstream, unknown=False)
 
     def on_end(self, upstream: str, *, unknown: bool) -> None:
-        """An upstream writes nothing more."""
+        """Record that an upstream writes nothing more. `unknown`: bytes that it has written may still land."""
         for stripe in self._stripes_of.get(upstream, ()):
             self.on_stripe_end(upstream, stripe)
         if unknown:
             self._unknown.add(upstream)
 
     def finish(self, joined: Collection[str]) -> tuple[Relayed, frozenset[str]]:
-        """Tell the children that nothing more comes, once everything is written; see `RelayNode.run`."""
-        # Who was let in and has not ended by now may be writing still.
+        """Wait for all writes, send `End` to the children, and return the result; see `RelayNode.run`."""
+        # An accepted writer that has not ended may still be writing.
         self._unknown |= set(self._left) & set(joined)
         self._missing |= {source for left in self._left.values() for source, _ in left}
         children = self._children
@@ -841,11 +861,11 @@ class RelayRound:
 
 @final
 class RelayNode:
-    """One engine rank. `run` is called by the agent's command thread, the rest by any.
+    """Relay part of one engine rank. The agent's command thread calls `run`; any thread may call the rest.
 
     Args:
-        receiver: whose memory is written, verified and read; its transport writes.
-        host: own address, that upstreams can reach.
+        receiver: its memory is written, verified and read; its transport writes to the children.
+        host: this rank's address that upstreams can reach.
     """
 
     def __init__(self, receiver: Receiver, host: str) -> None:
@@ -856,7 +876,7 @@ class RelayNode:
         self._running: RoundId | None = None
 
     def open(self) -> RelayAddress:
-        """Listen, once; the same address every time."""
+        """Start to listen in the first call; return the address."""
         with self._lock:
             if self._listener is None:
                 self._listener = RelayReceiver(self._receiver.manifest.worker, self._host)
@@ -868,7 +888,7 @@ class RelayNode:
         bindings: Sequence[DestinationBinding],
         addresses: Sequence[RelayAddress],
     ) -> None:
-        """Bind a group; the receiver is connected already, with the same plan for every member.
+        """Bind a group. The receiver must already be connected, with the same plan for every member.
 
         Raises:
             PlanError: a child has no binding or no address, or this rank is not in the group.
@@ -913,11 +933,11 @@ class RelayNode:
         )
 
     def run(self, round_id: RoundId, deadline_s: float) -> tuple[Relayed, frozenset[str]]:
-        """Take part in a round until every link is complete here or cannot become so.
+        """Take part in a round until every link is complete here or cannot become complete.
 
         Returns:
-            How it went; and upstreams that ended without saying so: over TCP their kernels may still hold
-            bytes, so a fence is due before what lies here is trusted.
+            The result, and the upstreams that ended without `End`. Over TCP their kernels may still
+            hold bytes, so the caller must fence before it trusts the memory of this rank.
 
         Raises:
             PlanError: no group is bound.
@@ -949,7 +969,7 @@ class RelayNode:
                         break
                     case _:
                         assert_never(event)
-        # The boundary of a round: what is known of writes from here and to here must be told.
+        # Catch every error of a round, so that the state of its writes is still reported.
         except Exception:  # noqa: BLE001
             _log.exception("%s: the relay stops here", self._receiver.manifest.worker)
         finally:
@@ -958,18 +978,18 @@ class RelayNode:
         return ended
 
     def refuse(self, round_id: RoundId, upstream: str) -> None:
-        """`upstream` will not come any more in the round at `round_id`, or must not."""
+        """Keep `upstream` out of the round `round_id`: it will not come, or must not."""
         if self._listener is not None:
             self._listener.refuse(round_id, upstream)
 
     def interrupt(self, round_id: RoundId | None = None) -> None:
-        """End a running `run`, or the one of `round_id` as soon as it begins."""
+        """End a running `run`, or the round `round_id` as soon as it begins."""
         round_id = self._running if round_id is None else round_id
         if self._listener is not None and round_id is not None:
             self._listener.interrupt(round_id)
 
     def close(self) -> None:
-        """Stop listening, and free what was prepared; `run` is over. Idempotent."""
+        """Stop listening and free all tables. `run` must have ended. Idempotent."""
         with self._lock:
             self._unbind()
             if self._listener is not None:

@@ -1,7 +1,7 @@
-"""Digests of what this rank holds and others hold too, for the controller to compare.
+"""Digests of the boxes that this rank and other ranks hold, for the controller to compare.
 
-They are taken where each parameter lies, in host memory or on a GPU. What is due in the next turn can be cut ahead,
-once a turn is over, so that an update finds it ready.
+Boxes are hashed in the memory of their parameter, in host memory or on a GPU. The tables for the
+next turn can be built right after a turn, so that the next update does not wait for them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from windlass.transfer.base import ParameterMemory
 
 _KINDS = tuple(DigestKind)
 BATCH_PIECES = 1 << 16
-"""Boxes with about so many pieces are digested at a time: bounds the tables of everything, 16 GiB of it at once."""
+"""Approximate number of pieces that are hashed at a time. It bounds the tables; for all boxes at
+once they could take 16 GiB."""
 
 
 class _Cut(NamedTuple):
-    """Due pieces of some boxes that lie in one memory. `addresses`: of their parameters, by index."""
+    """Due pieces of some boxes in one memory. `addresses`: parameter index -> address."""
 
     memory: MemoryOps
     boxes: Int64Array
@@ -40,14 +41,15 @@ class _Cut(NamedTuple):
 
 @final
 class ReplicatedDigests:
-    """Of one rank. Calls from several threads run one at a time.
+    """Digests of replicated boxes in one rank. Calls from several threads run one at a time.
 
     Args:
-        parameters: where the parameters lie now, as `LocatedParameters` says; asked at every `take`.
+        parameters: returns the current memory of the parameters, as `LocatedParameters` does;
+            called in every `take`.
 
     Attributes:
-        compare_s: seconds that the last `take` took, without locating parameters and without what the
-            process had queued on a GPU before.
+        compare_s: seconds that the last `take` took, without locating parameters and without
+            waiting for GPU work that the process had queued before.
     """
 
     def __init__(
@@ -61,34 +63,35 @@ class ReplicatedDigests:
         self.compare_s = self._waited_s = 0.0
 
     def bind(self, part: bytes) -> None:
-        """Take the bytes of (n,) `HELD`; empty for none.
+        """Set the boxes from the bytes of (n,) `HELD`; empty bytes for no boxes.
 
         Raises:
             ProtocolError, PlanError: see `decode_held`.
         """
         with self._lock:
             self._held = decode_held(part, self._manifest)
-            self._drop()  # under the same lock: what was cut ahead was of the boxes before
+            # Under the same lock, because prepared tables belong to the old boxes.
+            self._drop()
 
     @property
     def read(self) -> frozenset[int]:
-        """Parameters that hold boxes of others too, by index."""
+        """Indices of parameters that contain replicated boxes."""
         return frozenset(np.unique(self._held["parameter"]).tolist())
 
     def __len__(self) -> int:
         return len(self._held)
 
     def take(self, turn: int, period: int) -> StructuredArray:
-        """Digest the blocks whose turn it is; reads the parameters, which must stand still. See `due_pieces`.
+        """Digest the blocks that are due in a turn; see `due_pieces`. The parameters must not change.
 
-        On a GPU it waits first for all that this process has queued there.
+        On a GPU, wait first for all work that this process has queued there.
 
         Returns:
-            (n,) `DIGESTED`, one for every box of which a block was due.
+            (n,) `DIGESTED`, one row for every box with a due block.
 
         Raises:
             PlanError: see `LocatedParameters`.
-            TransferFailed: a GPU has no room for its tables, or the owner's work does not end.
+            TransferFailed: the GPU has no room for the tables, or the owner's work does not end.
             TransferOutcomeUnknown: kernels do not end.
         """
         located = self._parameters()
@@ -117,9 +120,10 @@ class ReplicatedDigests:
             return np.concatenate(found)
 
     def cut_ahead(self) -> None:
-        """Cut what is due in the turn after the last, if parameters stay where they were; reads none.
+        """Build the tables for the turn after the last one, without reading parameters.
 
-        On a GPU it waits, too, for what this process has queued there.
+        The tables are used only if the parameters do not move. On a GPU, wait first for all work
+        that this process has queued there.
 
         Raises:
             TransferFailed, TransferOutcomeUnknown: see `take`, which tries again.
@@ -131,12 +135,13 @@ class ReplicatedDigests:
             turn, period, located = last
             cuts: list[_Cut] = []
             undo.callback(_close, cuts)
-            cuts.extend(self._cut(turn + 1, period, located))  # as far as it comes
+            # If this raises, `undo` frees the tables built until then.
+            cuts.extend(self._cut(turn + 1, period, located))
             undo.pop_all()
             self._ahead = (turn + 1, period), cuts
 
     def close(self) -> None:
-        """Free what is kept on GPUs, unless late kernels may still read it. Idempotent."""
+        """Free tables on GPUs, unless late kernels may still read them. Idempotent."""
         with self._lock:
             self._drop()
 
@@ -145,13 +150,13 @@ class ReplicatedDigests:
         self._ahead, self._last = (None, []), None
 
     def _settle(self, memory: MemoryOps) -> None:
-        """Before tables are made or freed there, too: that waits for the owner's work, and knows no deadline."""
+        """Wait for GPU work with a deadline before allocating or freeing tables, because that waits without one."""
         began = time.perf_counter()
         memory.settle(OWN_WORK_S)
         self._waited_s += time.perf_counter() - began
 
     def _cut(self, turn: int, period: int, located: Sequence[ParameterMemory]) -> Iterator[_Cut]:
-        """Yield what is due, some boxes at a time."""
+        """Yield the due pieces, some boxes at a time."""
         held = self._held
         batch = np.cumsum(num_pieces(held)) // BATCH_PIECES
         for rows in np.split(held, np.flatnonzero(np.diff(batch)) + 1):
@@ -175,7 +180,8 @@ def _still_hold(cuts: Iterable[_Cut], located: Sequence[ParameterMemory]) -> boo
     return all(
         located[parameter].address == address
         and gpu_of(address)
-        == cut.memory.ordinal  # it may have been freed, and be of another kind now
+        # The old memory may have been freed, and the address may be in another kind of memory now.
+        == cut.memory.ordinal
         for cut in cuts
         for parameter, address in cut.addresses.items()
     )
@@ -183,5 +189,6 @@ def _still_hold(cuts: Iterable[_Cut], located: Sequence[ParameterMemory]) -> boo
 
 def _close(cuts: Iterable[_Cut]) -> None:
     for cut in cuts:
-        with suppress(TransferFailed, TransferOutcomeUnknown):  # it stays until the process ends
+        with suppress(TransferFailed, TransferOutcomeUnknown):
+            # The memory stays allocated until the process ends.
             cut.chunks.close()

@@ -1,12 +1,13 @@
-"""What parameters are saved as: which boxes of which checkpoint tensors this rank's part of them holds.
+"""Boxes of checkpoint tensors that this rank's part of a parameter becomes when the framework saves it.
 
-A parameter is taken apart, renamed and put together as its framework does, on tensors that have shapes and no elements
-and keep account of where every element that this rank holds comes from: views, copies, concatenations.
+The framework's own save conversion (take apart, rename, join) runs on tensors without elements.
+These tensors record where every element of this rank comes from, through views, copies and
+concatenations.
 
-transformers 5 renames modules and fuses tensors while it loads a checkpoint, and undoes that when it
-saves one (`core_model_loading.revert_weight_conversion`, with the table of `conversion_mapping`). That function
-is run here: so there is no second table of architectures and no reading of theirs. Other frameworks' stacked parameters
-are taken apart by a `StackedRule`.
+transformers 5 renames modules and fuses tensors when it loads a checkpoint, and reverts that when
+it saves one (`core_model_loading.revert_weight_conversion`, with the table of
+`conversion_mapping`). This module calls that function, so it needs no table of architectures of its
+own. Stacked parameters of other frameworks are taken apart by a `StackedRule`.
 """
 
 from __future__ import annotations
@@ -31,28 +32,29 @@ from windlass.layout.naming.place import PlacedShard
 from windlass.layout.naming.stacked import StackedRule
 
 MAX_PIECES = 1 << 16
-"""Boxes of one tensor: what a rotary embedding's permutation of rows takes is half the rows."""
+"""Maximum number of boxes per tensor. The row permutation of a rotary embedding needs half the
+rows."""
 
 
 WRAPPER_MARKS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""What torch.compile, activation checkpointing and FSDP1 add to names."""
+"""Marks that torch.compile, activation checkpointing and FSDP1 add to names."""
 _MARKS = re.compile(
     r"\.base_layer(?=\.|$)|\.modules_to_save\.[^.]+(?=\.)|\.original_module(?=\.)|"
     + "|".join(map(re.escape, WRAPPER_MARKS))
 )
-"""Those, and what PEFT adds to the names of a model that it wraps."""
+"""Pattern of these marks and of the marks that PEFT adds to the names of a model."""
 
 
 def transformers_model(module: torch.nn.Module, *, inside: bool = False) -> torch.nn.Module | None:
-    """Return the model of transformers 5 that `module` is without its wrappers; None if it is none.
+    """Return the transformers 5 model that `module` is under its wrappers; None if it is no such model.
 
-    `inside`: also one that `module` contains, such as the base of a PEFT model.
+    `inside`: also search the submodules of `module`, for example for the base of a PEFT model.
     """
     transformers = sys.modules.get("transformers")
     if transformers is None or "transformers.core_model_loading" not in sys.modules:
         return None
     unwrapped = _unwrapped(module)
-    # A module comes before its children.
+    # `modules()` yields a module before its children.
     for child in unwrapped.modules() if inside else (unwrapped,):
         if isinstance(child, transformers.PreTrainedModel):
             return cast("torch.nn.Module", child)
@@ -70,10 +72,11 @@ class HeldPart:
     """This rank's part of a parameter.
 
     Attributes:
-        name: of the tensor: the parameter's in the bare module, or what `name_map` makes of it.
-        shape, dtype: of the whole.
-        box: the elements held here.
-        strides: of the local memory, in elements.
+        name: name of the tensor: the parameter's name in the bare module, or the result of
+            `name_map`.
+        shape, dtype: of the whole parameter.
+        box: elements in this rank.
+        strides: strides of the local memory, in elements.
     """
 
     name: str
@@ -86,18 +89,19 @@ class HeldPart:
 def saved_parts(
     model: torch.nn.Module, held: Sequence[HeldPart], owner: Sequence[int]
 ) -> list[list[PlacedShard]]:
-    """Return the boxes of saved tensors that lie in each part; offsets and strides in elements.
+    """Return the boxes of saved tensors that are in each part; offsets and strides in elements.
 
-    `model`: of transformers, sharded or not; parts are named as in it. `owner`: (num_held,) the first
-    part of the same parameter: tied weights have several names.
+    `model`: a transformers model, sharded or not; its names are the names of the parts. `owner`:
+    (num_held,) index of the first part of the same parameter; tied weights have several names.
 
     Raises:
-        UnsupportedLayout: the conversion fails, or computes something.
+        UnsupportedLayout: the conversion fails, or it computes values instead of moving them.
     """
     model = _bare(model, {})
     once = [part for index, part in enumerate(held) if owner[index] == index]
     found = _reverted(model, once)
-    if len(once) < len(held):  # a saved file has tied weights once
+    if len(once) < len(held):
+        # A saved file contains tied weights once, so their other names need a second run.
         found = {**_reverted(model, held), **found}
     return [found[part.name] for part in held]
 
@@ -121,12 +125,13 @@ def _reverted(model: torch.nn.Module, held: Sequence[HeldPart]) -> dict[str, lis
 
 
 def unstack(rules: Sequence[StackedRule], part: HeldPart) -> list[PlacedShard]:
-    """Return the boxes of checkpoint tensors that lie in a part, as `saved_parts` does.
+    """Return the boxes of checkpoint tensors that are in a part, as `saved_parts` does.
 
-    The first rule that matches counts; where none does, the parameter is a tensor of its name.
+    The first matching rule applies. Without a matching rule, the parameter is a checkpoint tensor
+    of the same name.
 
     Raises:
-        ManifestError: it has not three dims, or its rows cannot be shared out evenly.
+        ManifestError: the parameter does not have three dims, or its rows cannot be divided evenly.
     """
     for rule in rules:
         layer = rule.match(part.name)
@@ -149,7 +154,7 @@ def unstack(rules: Sequence[StackedRule], part: HeldPart) -> list[PlacedShard]:
 
 
 def _placed(saved: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, PlacedShard]]:
-    """Yield the pieces of saved tensors, each with the parameter that it lies in."""
+    """Yield the pieces of saved tensors, each with the name of its source parameter."""
     for name, tensor in saved.items():
         for piece in cast("_Watched", tensor).pieces:
             shape, view = tuple(tensor.shape), piece.view
@@ -170,9 +175,9 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _bare(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn.Module:
-    """A module like this one that holds the same tensors, of the classes that it had before FSDP2's.
+    """Return a copy of the module with the same tensors and with the classes from before FSDP2 replaced them.
 
-    transformers looks conversions up by the names of classes.
+    transformers finds conversions by class names.
     """
     module = _unwrapped(module)
     if id(module) not in made:
@@ -189,7 +194,7 @@ def _bare(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A box of a tensor, and where it lies: `view`, on the meta device, is of this rank's part of `source`."""
+    """A box of a tensor, and its memory: `view`, on the meta device, is a view of this rank's part of `source`."""
 
     source: str
     box: Box
@@ -197,7 +202,7 @@ class _Piece:
 
 
 class _Watched(torch.Tensor):
-    """A tensor without elements that knows where they come from. Nothing changes it in place."""
+    """A tensor without elements that records where they come from. No operator changes it in place."""
 
     pieces: list[_Piece]
 
@@ -218,7 +223,7 @@ class _Watched(torch.Tensor):
         return follow(*args, **(kwargs or {}))
 
     def like(self, shape: Sequence[int], pieces: Iterable[_Piece]) -> _Watched:
-        """Another tensor of the same dtype."""
+        """Return another tensor of the same dtype."""
         kept = list(itertools.islice(pieces, MAX_PIECES + 1))
         if len(kept) > MAX_PIECES:
             raise UnsupportedLayout(
@@ -234,7 +239,7 @@ def _made(shape: tuple[int, ...], dtype: torch.dtype, pieces: list[_Piece]) -> _
 
 
 def watched(part: HeldPart) -> _Watched:
-    """A whole parameter. Operators that move elements give tensors that know of it; others are refused."""
+    """Return a whole parameter. Operators that move elements are followed; all others are refused."""
     if not part.box.numel:
         return _made(part.shape, part.dtype, [])
     view = torch.empty_strided(part.box.sizes, part.strides, dtype=part.dtype, device="meta")
@@ -246,7 +251,7 @@ def _same(tensor: _Watched, *_: object, **__: object) -> _Watched:
 
 
 def _with(values: Sequence[int], dim: int, *others: int, num_dims: int = 1) -> tuple[int, ...]:
-    """Values with others in place of those of `num_dims` dims from `dim` on."""
+    """Return `values` with `others` in place of the `num_dims` values from `dim` on."""
     return (*values[:dim], *others, *values[dim + num_dims :])
 
 
@@ -355,7 +360,7 @@ def _reshaped(tensor: _Watched, sizes: Sequence[int]) -> _Watched:
 def _regrouped(
     old: tuple[int, ...], new: tuple[int, ...]
 ) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(first dim, sizes, sizes instead) of the fewest dims that have as many elements in both shapes."""
+    """Return (first dim, old sizes, new sizes) of the smallest groups of dims with equal element counts in both shapes."""
     groups = []
     end = other_end = 0
     while end < len(old) or other_end < len(new):
@@ -375,9 +380,9 @@ def _regrouped(
 def _reflowed(
     piece: _Piece, dim: int, old: tuple[int, ...], new: tuple[int, ...]
 ) -> Iterator[_Piece]:
-    """Yield the piece with dims of sizes `new` in place of those from `dim` on, of sizes `old`.
+    """Yield the piece with its dims from `dim` on, of sizes `old`, replaced by dims of sizes `new`.
 
-    It is taken apart along these until each part is a box in both, and lies as a view of both.
+    The piece is cut along these dims until each part is a box, and a view, in both shapes.
     """
     offsets, sizes, num_dims = piece.box.offsets, piece.box.sizes, len(old)
     low, held = offsets[dim : dim + num_dims], sizes[dim : dim + num_dims]
@@ -385,7 +390,8 @@ def _reflowed(
     if held[first + 1 :] == old[first + 1 :]:
         start = sum(i * step for i, step in zip(low, contiguous_strides(old, 1), strict=True))
         found = _box_of_range(start, math.prod(held), new)
-        with suppress(RuntimeError):  # torch has no view of dims that do not follow each other
+        with suppress(RuntimeError):
+            # torch has no view of dims that do not follow each other in memory.
             if found is not None:
                 view = piece.view.view(_with(sizes, dim, *found.sizes, num_dims=num_dims))
                 at = _with(offsets, dim, *found.offsets, num_dims=num_dims)
@@ -399,7 +405,7 @@ def _reflowed(
 
 
 def _box_of_range(start: int, count: int, shape: tuple[int, ...]) -> Box | None:
-    """Elements [start, start + count) of a row-major array, if they are a box of it."""
+    """Return elements [start, start + count) of a row-major array as a box; None if they are not a box."""
     offsets, sizes = list[int](), list[int]()
     for size in reversed(shape):
         start, at = divmod(start, size)
@@ -434,4 +440,5 @@ _FOLLOWED: Mapping[object, Callable[..., object]] = {
     _aten.view.default: _reshaped,
     _aten._unsafe_view.default: _reshaped,
 }
-"""Operators that only move elements. Every tensor is as if contiguous, so that all reshaping is a view."""
+"""Operators that only move elements. Shapes are tracked as if every tensor were contiguous, so that
+all reshaping is a view."""

@@ -1,4 +1,4 @@
-"""A trainer rank's parameters: where they lie now, and what they hash to."""
+"""Parameters of a trainer rank as a source of updates: their addresses and the digests of their links."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStat
 
 
 def check_described(manifest: ShardManifest, memories: Sequence[ParameterMemory]) -> None:
-    """Refuse parameters that are not those of the manifest.
+    """Raise for parameters that differ from the manifest.
 
     Raises:
-        PlanError: another number of them, or other sizes, than described.
+        PlanError: the number or the sizes of the parameters differ from the description.
     """
     specs = manifest.parameters
     if len(memories) != len(specs):
@@ -41,12 +41,12 @@ def check_described(manifest: ShardManifest, memories: Sequence[ParameterMemory]
 
 @final
 class LocatedParameters:
-    """Where a rank's parameters lie, asked of their owner at every call, or once for several.
+    """Locations of a rank's parameters. The owner is asked in every call, or once for several calls.
 
     Locating thousands of tensors takes tens of milliseconds. One thread at a time.
 
     Args:
-        locate: returns (num_parameters,) in manifest order.
+        locate: returns the memory of the (num_parameters,) parameters, in manifest order.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class LocatedParameters:
         self._kept: tuple[ParameterMemory, ...] | None = None
 
     def __call__(self) -> tuple[ParameterMemory, ...]:
-        """Return where each parameter lies, in manifest order.
+        """Return the memory of each parameter, in manifest order.
 
         Raises:
-            PlanError: another number of them, or other sizes, than described.
+            PlanError: the number or the sizes of the parameters differ from the description.
         """
         if self._kept is not None:
             return self._kept
@@ -72,7 +72,7 @@ class LocatedParameters:
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """Within, the owner is asked at the first call only: parameters must not move meanwhile."""
+        """Ask the owner only in the first call inside the block. Parameters must not move inside the block."""
         self._keeps = True
         try:
             yield
@@ -86,10 +86,10 @@ def addresses_of(located: Sequence[ParameterMemory]) -> UInt64Array:
 
 
 def refuse_transforms(worker: str, plan: TransferPlan) -> None:
-    """Refuse a plan that quantises: only the one-sided sender packs such ops.
+    """Raise for a plan that quantises: only the one-sided sender can pack such ops.
 
     Raises:
-        PlanError: it does.
+        PlanError: the plan quantises.
     """
     if plan.quantizes:
         raise PlanError(
@@ -103,11 +103,12 @@ class SourceMemory:
     """Parameters of one rank, in host memory or on a GPU, and the links of the plan that carry them.
 
     Args:
-        parameters: where the parameters lie now, in manifest order; asked at every `locate`.
+        parameters: returns the current memory of the parameters, in manifest order; called in every
+            `locate`.
 
     Attributes:
-        programs: by destination, as bound by the last `bind`.
-        addresses: (num_parameters,) where they lie, as of the last `locate`.
+        programs: destination -> link, as bound by the last `bind`.
+        addresses: (num_parameters,) addresses as of the last `locate`.
     """
 
     def __init__(
@@ -122,11 +123,13 @@ class SourceMemory:
         self._found: dict[str, str] = {}
 
     def bind(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
-        """Take a plan part (`TransferPlan.parts`).
+        """Bind a plan part (`TransferPlan.parts`).
 
         Raises:
-            PlanError: it was made for another layout, it quantises, or a destination has no binding.
-            BindingsRefused: parameters of a destination are in another kind of memory than this rank's.
+            PlanError: the plan was made for another layout, it quantises, or a destination has no
+                binding.
+            BindingsRefused: parameters of a destination are in another kind of memory than this
+                rank's.
         """
         self.close()
         check_part(self.manifest, plan.sources, plan.source_digests, "sources")
@@ -147,11 +150,11 @@ class SourceMemory:
         return self._memory
 
     def locate(self) -> bool:
-        """Ask where parameters lie; returns whether any has moved.
+        """Ask the owner for the locations of parameters; return whether any parameter has moved.
 
         Raises:
-            PlanError: another number of them, or other sizes, than described, or they are in several
-                memories, or in another one than before.
+            PlanError: the number or the sizes of the parameters differ from the description, or the
+                parameters are in several memories or in another memory than before.
         """
         now = self._parameters()
         addresses = addresses_of(now)
@@ -168,10 +171,10 @@ class SourceMemory:
         return True
 
     def hash_links(self) -> None:
-        """Digest what every link delivers, from the parameters as they are; after `locate`.
+        """Digest the payload of every link from the current parameters; call it after `locate`.
 
         Raises:
-            TransferFailed: a cast overflows, or what is queued on the GPU does not end.
+            TransferFailed: a cast overflows, or work that is queued on the GPU does not end.
             TransferOutcomeUnknown: kernels do not end.
         """
         self.memory.settle(OWN_WORK_S)
@@ -180,14 +183,14 @@ class SourceMemory:
         self._found = self._digests.take(self.programs, OWN_WORK_S)
 
     def delivered(self, destinations: Sequence[str]) -> tuple[LinkOutcome, ...]:
-        """Return the outcomes of links that delivered what `hash_links` saw."""
+        """Return the outcomes of links that delivered the bytes which `hash_links` digested."""
         return tuple(
             LinkOutcome(name, LinkStatus.OK, self.programs[name].nbytes, self._found[name])
             for name in destinations
         )
 
     def close(self) -> None:
-        """Free what was prepared. Idempotent."""
+        """Free the digests and drop all links. Idempotent."""
         self._drop_digests()
         self.programs, self._found = {}, {}
 

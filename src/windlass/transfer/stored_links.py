@@ -1,7 +1,8 @@
-"""Links of a trainer rank that kernels store: every op straight into its place, on GPUs of one host.
+"""Links of a trainer rank whose ops GPU kernels store directly into the engines, on GPUs of one host.
 
-No arena, no staging memory, no copy at either end: the kernels read the parameters where they lie,
-cast or quantise in registers, hash what they store, and store it through NVLink into the engine.
+There is no arena, no staging memory and no copy at either end. The kernels read the parameters in
+place, cast or quantise in registers, hash the stored bytes, and store them through NVLink into the
+engine.
 """
 
 from __future__ import annotations
@@ -34,15 +35,19 @@ from windlass.transports.traits import PeerMapper
 
 @final
 class StoredLinks:
-    """See the module. The parameters are on the GPU, or in host memory beside it. Not thread-safe.
+    """Links that kernels store; see the module. Not thread-safe.
 
-    Memory: allocates piece tables only; pins parameters that are in pageable host memory until they move.
+    The parameters are on the GPU, or in host memory that the GPU reads.
+
+    Memory: allocates piece tables only; pins parameters that are in pageable host memory until they
+    move.
 
     Args:
-        mapper: of the GPU that holds the parameters or reads them; its transport is closed by the caller.
+        mapper: mapper of the GPU that holds the parameters or reads them; the caller closes its
+            transport.
 
     Attributes:
-        gpu: whose kernels store.
+        gpu: GPU whose kernels store.
     """
 
     def __init__(self, mapper: PeerMapper, worker: str) -> None:
@@ -57,14 +62,14 @@ class StoredLinks:
         self._bindings: dict[str, DestinationBinding] = {}
 
     def __contains__(self, name: object) -> bool:
-        """Whether a link is prepared."""
+        """Return whether a link is prepared."""
         return name in self._links
 
     def end(self, names: Collection[str]) -> None:
-        """Have no links to these destinations; others stay as they are.
+        """End the links to these destinations; other links stay as they are.
 
         Raises:
-            TransferOutcomeUnknown: kernels of an earlier write may still go on.
+            TransferOutcomeUnknown: kernels of an earlier write may still run.
         """
         self.gpu.refuse_late()
         self._unload(names)
@@ -75,7 +80,7 @@ class StoredLinks:
     def bind(
         self, programs: Sequence[LinkProgram], bindings: Mapping[str, DestinationBinding]
     ) -> None:
-        """Map the peers' memory; that of links that have ended is unmapped. The links come on top of those there are.
+        """Add links and map the memory of their peers. Unmap the memory of links that have ended.
 
         Raises:
             RegionError: a parameter of a peer is not whole in one region.
@@ -88,12 +93,12 @@ class StoredLinks:
         self._bindings |= used
 
     def prepare(self, located: tuple[ParameterMemory, ...], replica: Replica | None) -> None:
-        """Cut the ops and upload the tables if parameters have moved; copy them into a replica.
+        """Build and upload the tables if parameters have moved. Copy the parameters into a replica.
 
         Raises:
             RegionError: memory of another GPU.
-            TransferFailed: host memory that cannot be pinned.
-            TransferOutcomeUnknown: the copy may still go on.
+            TransferFailed: host memory cannot be pinned.
+            TransferOutcomeUnknown: the copy may still run.
         """
         if located != self._located:
             self._located = ()
@@ -106,7 +111,8 @@ class StoredLinks:
         read = self._reached
         if replica is not None:
             read = replica.take(self._reached)
-            if self._sources.has_pinned:  # what its owner may free now must not stay locked
+            if self._sources.has_pinned:
+                # The owner may free this memory now, so it must not stay pinned.
                 self._sources.close()
                 located = ()
         if not np.array_equal(read, self._read):
@@ -124,14 +130,15 @@ class StoredLinks:
     ) -> Written:
         """Store the links to `destinations`, in this order.
 
-        `replica`: what is read; it stands still whatever is queued. Without one, work that this process has
-        queued on the GPU before, such as an optimiser step, is waited for first; where that takes all of the
-        time, links are FAILED, as nothing of them was sent.
+        `replica`: the copy to read; queued work does not change it. Without a replica, wait first
+        for work that this process has queued on the GPU, such as an optimizer step. If that takes
+        all of the time, links are FAILED, because nothing of them was sent.
 
         Raises:
-            RoundAborted: a destination whose link is not prepared.
-            TransferFailed: the GPU reports an error; nothing more can be done with it.
-            TransferOutcomeUnknown: it does, and what was queued before may still go on.
+            RoundAborted: the link of a destination is not prepared.
+            TransferFailed: the GPU reports an error and cannot be used any more.
+            TransferOutcomeUnknown: the GPU reports an error, and stores that were queued earlier
+                may still run.
         """
         check_destinations(self, destinations)
         if replica is not None and not replica.holds(version):
@@ -157,7 +164,7 @@ class StoredLinks:
                 if name not in gone
                 for part, event in self._queue(name, version, write)
             ]
-        # Whatever stops it half way: what was queued before must be over, or it is not known.
+        # After an error, stores that were queued earlier must end, or the outcome is unknown.
         except Exception as error:
             end_queued(self.gpu, error, deadline.remaining_s)
             raise
@@ -170,9 +177,9 @@ class StoredLinks:
         return Written(tuple(outcomes[name] for name in destinations), 0.0, wire_s)
 
     def close(self) -> None:
-        """Free the tables, unmap the peers, let go of pinned memory. Idempotent.
+        """Free the tables, unmap the peers, and unpin host memory. Idempotent.
 
-        What late kernels may still read stays until the process ends.
+        Memory that late kernels may still read stays until the process ends.
         """
         if not self.gpu.is_late:
             self._unload(self._links)
@@ -181,7 +188,7 @@ class StoredLinks:
             self._mapper.keep_mapped(())
 
     def _load(self, sources: UInt64Array) -> None:
-        """Cut and upload the tables of links that have none."""
+        """Build and upload the tables of links that have none."""
         links: dict[str, DeviceLink] = {}
         with ExitStack() as undo:
             for peer, (program, targets) in self._programs.items():
@@ -197,10 +204,10 @@ class StoredLinks:
             self._links.pop(name).close()
 
     def _reach(self, program: LinkProgram, binding: DestinationBinding) -> UInt64Array:
-        """The peer's parameter addresses as this process reaches them.
+        """Return the peer's parameter addresses as mapped in this process.
 
-        Every op must stay in the region that its parameter begins in: another region of the peer
-        is mapped at another distance here.
+        Every op must stay in the region that its parameter begins in, because each region of the
+        peer is mapped at a different distance in this process.
         """
         mapped = [self._mapper.map_region(region) for region in binding.regions]
         around = []
@@ -224,7 +231,7 @@ class StoredLinks:
         return np.array(addresses, np.uint64)
 
     def _queue(self, name: str, version: int, write: str) -> list[tuple[PartWritten, Event]]:
-        """Queue the stores of a link; what is written when each event is reached."""
+        """Queue the stores of a link; return each part with the event that its stores have ended."""
         gpu, stream, link = self.gpu, self.gpu.stream, self._links[name]
         listens = bool(self._bindings[name].listener)
         gpu.device.clear(link.digest, WORDS_NBYTES, stream)
@@ -242,10 +249,10 @@ class StoredLinks:
         took: dict[str, float],
         deadline: Deadline,
     ) -> str:
-        """Notify the peers as parts are written; empty, or why it is not known whether all have.
+        """Notify the peers as parts are written; return "" or the reason why the outcome is unknown.
 
-        Adds the seconds of each link to `took`: they are stored one after another, so each begins, as
-        far as this thread can see, where the one before has ended.
+        Add the seconds of each link to `took`. Links are stored one after another, so this thread
+        counts each from the end of the link before it.
         """
         began = time.perf_counter()
         try:
@@ -261,7 +268,8 @@ class StoredLinks:
         return ""
 
     def _is_gone(self, name: str) -> str:
-        with suppress(OSError):  # such as too many open files: nobody knows that it is gone
+        with suppress(OSError):
+            # After an error such as too many open files, it is not known that the peer has ended.
             try:
                 check_alive(self._bindings[name].endpoint)
             except PeerUnreachable as error:

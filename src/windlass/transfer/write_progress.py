@@ -1,11 +1,11 @@
-"""Which parts of a link have been written, as the writer notifies the rank whose memory it writes.
+"""Progress of written links: the writer notifies the rank whose memory it writes.
 
-A one-sided write says nothing to its target, so a rank that waits for the whole update hashes it
-when the wire is silent already. With these datagrams it hashes each part while later ones are under
-way. They are hints: one that is lost, late or a lie costs time and nothing else, because a digest that
-was added up from hints counts only where it is the expected one. Both processes are on one host.
+A one-sided write is not visible to its target. Without notifications, a rank hashes the whole
+update after the last write. With these datagrams it hashes each part while later parts are written.
+They are hints: a hint that is lost, late or wrong costs only time, because a digest that was
+computed from hints is used only if it equals the expected digest. Both processes are on one host.
 
-`notify` is the writer's; `ProgressDigests`, with a `ProgressListener`, is the written rank's.
+The writer uses `notify`; the written rank uses `ProgressDigests` with a `ProgressListener`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ _log = logging.getLogger(__name__)
 MAX_NBYTES = 4096
 CLOSE_S = 5.0
 MAX_AT_ONCE = 1024
-"""Messages: more than a queue holds, so that somebody who sends without end holds nobody up."""
+"""Maximum number of messages per `drain`. It is more than a queue holds, so a peer that sends
+without end cannot block the caller."""
 
 
 class PartWritten(msgspec.Struct, frozen=True, array_like=True):
-    """Pieces [start, stop) of one table of a link lie in their places.
+    """Notification that pieces [start, stop) of one table of a link are in place.
 
     Attributes:
-        source: the writing worker.
-        version: of the weights.
-        write: names one call of `StoredLinks.write`; a link that is written again starts anew.
+        source: worker that writes.
+        version: version of the weights.
+        write: id of one call of `StoredLinks.write`; a link that is written again starts from the
+            beginning.
         table, start, stop: see `DeviceLink`.
     """
 
@@ -53,9 +55,10 @@ class PartWritten(msgspec.Struct, frozen=True, array_like=True):
 
 
 def notify(listener: str, part: PartWritten) -> None:
-    """Send to the listener at this address, and forget.
+    """Send to the listener at this address without waiting for a result.
 
-    One that is gone, has a full queue or is in another network namespace hashes by itself.
+    A rank that has ended, has a full queue or is in another network namespace gets no hint and
+    hashes the link in `verify`.
     """
     kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as sender:
@@ -70,10 +73,10 @@ class ProgressListener:
         deliver: called with each message, by the thread or by `drain`, never by both at once.
 
     Attributes:
-        address: for the writers' `notify`.
+        address: address for the writers' `notify`.
 
     Raises:
-        OSError, RuntimeError: there is no socket or no thread to be had.
+        OSError, RuntimeError: the system has no socket or no thread left.
     """
 
     def __init__(self, deliver: Callable[[PartWritten], None]) -> None:
@@ -92,7 +95,7 @@ class ProgressListener:
             raise
 
     def drain(self) -> None:
-        """Deliver what was sent before this call."""
+        """Deliver the messages that were sent before this call."""
         with self._lock:
             for _ in range(MAX_AT_ONCE):
                 if self._closed or (message := self._next()) is None:
@@ -101,7 +104,7 @@ class ProgressListener:
                     self._deliver(self._decoder.decode(message))
 
     def close(self) -> None:
-        """Deliver nothing more. Idempotent."""
+        """Stop delivering. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -130,7 +133,7 @@ def _name_of(listener: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """How far one write of a link has come. `num_hashed`: pieces, per table."""
+    """Progress of one write of a link. `num_hashed`: hashed pieces per table."""
 
     version: int
     write: str
@@ -139,13 +142,14 @@ class _Progress:
 
 @final
 class ProgressDigests:
-    """Digests of links, added up part by part as writers tell of the parts. Thread-safe.
+    """Digests of links, accumulated part by part as writers report the parts. Thread-safe.
 
     Args:
-        gpu: whose memory is written; its stream does the hashing.
+        gpu: GPU whose memory is written; its stream runs the hashing.
 
     Attributes:
-        listener: what writers notify; None where none is to be had: all is hashed in the end then.
+        listener: receiver of the writers' notifications; None if it could not be created, so that
+            `verify` hashes everything.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -162,19 +166,19 @@ class ProgressDigests:
 
     @property
     def address(self) -> str:
-        """Of the listener; empty without one."""
+        """Address of the listener; empty without one."""
         return "" if self.listener is None else self.listener.address
 
     def close(self) -> None:
-        """Listen no more, and free what `load` allocated. Idempotent."""
+        """Stop listening, and free the memory that `load` allocated. Idempotent."""
         if self.listener is not None:
             self.listener.close()
         self.load({})
 
     def load(self, links: Mapping[str, DeviceLink]) -> None:
-        """From now on these links, by source; their tables must live until the next `load`.
+        """Set the links, by source; their tables must live until the next `load`.
 
-        What it had for earlier ones is freed, unless late kernels may still use it.
+        Free the memory for earlier links, unless late kernels may still use it.
         """
         device = self._gpu.device
         with self._lock:
@@ -187,7 +191,7 @@ class ProgressDigests:
             self._links = dict(links)
 
     def add(self, part: PartWritten) -> None:
-        """Queue the hashing of a part. Whatever does not follow what was hashed is ignored."""
+        """Queue the hashing of a part. Ignore a part that does not follow the last hashed part."""
         with self._lock:
             link = self._links.get(part.source)
             if link is None or not 0 <= part.table < len(link.tables):
@@ -195,7 +199,7 @@ class ProgressDigests:
             try:
                 self._hash(link, part)
             except TransferFailed:
-                # A GPU that fails is reported by `verify`, which hashes what is missing.
+                # `verify` hashes the missing parts and reports a GPU that has failed.
                 self._progress.pop(part.source, None)
 
     def _hash(self, link: DeviceLink, part: PartWritten) -> None:
@@ -212,11 +216,11 @@ class ProgressDigests:
             progress.num_hashed[part.table] = pieces.stop
 
     def take(self, version: int, sources: Iterable[str], deadline_s: float) -> dict[str, str]:
-        """Digests of those links of `sources` that are written whole, each given once.
+        """Return digests of the completely written links of `sources`, each digest once.
 
         Raises:
             TransferFailed: the GPU reports an error.
-            TransferOutcomeUnknown: hashing was not over within `deadline_s`.
+            TransferOutcomeUnknown: hashing did not end within `deadline_s`.
         """
         if self.listener is None:
             return {}
