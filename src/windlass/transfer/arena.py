@@ -96,8 +96,8 @@ class Arena(Closing):
     def close(self) -> None:
         """Unregister and free the memory. Call it before the transport is closed. Idempotent.
 
-        Memory: no peer may write after this. The transport keeps the memory until none of its own
-        writes can touch it. Views of `bytes` stay readable if the arena mapped the memory itself;
+        Memory: no peer may write after this. The transport keeps the memory until its writes can no
+        longer touch it. Views of `bytes` stay readable if the arena mapped the memory itself;
         they dangle if the transport allocated it.
         """
         buffer, self._buffer = self._buffer, None

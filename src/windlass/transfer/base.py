@@ -1,7 +1,7 @@
 """Protocols that a backend implements, so that a round does not depend on how bytes travel.
 
-A backend is a pair: `SenderBackend` in the trainer rank and `ReceiverBackend` in the engine rank. A
-backend whose ranks form groups implements `GroupMember` too. The round machine calls every pair in
+A backend is a pair: `SenderBackend` in the trainer rank and `ReceiverBackend` in the engine rank. If
+the ranks of a backend form groups, both halves also implement `GroupMember`. The round machine calls every pair in
 the same phases. Engines always verify one digest per link: over the link's ops in plan order, in
 the destination's dtype. `LinkOutcome` says how a link ended; `status_of` turns an exception into
 its status.
@@ -79,7 +79,7 @@ class SenderBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the backend holds. Idempotent."""
+        """Free all resources of the backend. Idempotent."""
         ...
 
 
@@ -95,7 +95,7 @@ class ReceiverBackend(Protocol):
         ...
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Return sources whose bytes do not have the expected digest, or that have no link to this rank."""
+        """Return sources with bytes of another digest than expected, or without a link to this rank."""
         ...
 
     def apply(self) -> None:
@@ -103,13 +103,13 @@ class ReceiverBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the backend holds. Idempotent."""
+        """Free all resources of the backend. Idempotent."""
         ...
 
 
 @runtime_checkable
 class GroupMember(Protocol):
-    """Methods of both halves of a backend whose ranks move bytes in groups."""
+    """Additional methods of both halves of a backend that moves bytes in groups of ranks."""
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
         """Enter the groups that this rank belongs to.
@@ -139,7 +139,7 @@ class GroupReceiver(GroupMember, Protocol):
 
 
 def status_of(error: BaseException) -> LinkStatus:
-    """Return the status of a link whose write raised `error`.
+    """Return the status of a link after its write raised `error`.
 
     UNKNOWN includes unforeseen errors (a bug, no memory, an OSError): only a transport's own errors
     guarantee that no more bytes land.

@@ -109,7 +109,7 @@ def check_binding(
 
 
 def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
-    """Raise for a destination whose digests cannot equal this rank's.
+    """Raise for a destination that computes another kind of digest than this rank.
 
     Raises:
         PlanError: its weights are in another kind of memory.
@@ -123,7 +123,7 @@ def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NewLinks:
-    """Links that were just bound, by destination. `stored`: links whose bytes GPU kernels store."""
+    """Links that were just bound, by destination. `stored`: links that GPU kernels store."""
 
     programs: Mapping[str, LinkProgram]
     bindings: Mapping[str, DestinationBinding]
@@ -136,7 +136,7 @@ class SentLinks:
 
     Attributes:
         digest_kind: kind of the digests of written links.
-        stored_by: transports whose links kernels store; None for all transports.
+        stored_by: transports with links that kernels store; None for all transports.
         programs: destination -> link, in the order of their places in the arena.
         peers: destinations that bytes are written to.
         read_in_place: indices of parameters that are sent from their own memory.
@@ -150,12 +150,12 @@ class SentLinks:
 
     @property
     def written(self) -> tuple[LinkProgram, ...]:
-        """Links whose bytes are written."""
+        """Links that the transport writes."""
         return tuple(p for name, p in self.programs.items() if name in self.peers)
 
     @property
     def stored(self) -> tuple[LinkProgram, ...]:
-        """Links whose bytes kernels store."""
+        """Links that GPU kernels store."""
         return tuple(p for name, p in self.programs.items() if name not in self.peers)
 
     def none(self) -> SentLinks:

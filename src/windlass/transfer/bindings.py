@@ -1,4 +1,4 @@
-"""Messages with which ranks exchange addresses, group offers and link outcomes."""
+"""Messages with addresses, group offers and link outcomes that ranks exchange."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class GroupOffer(msgspec.Struct, frozen=True):
 
     @property
     def source(self) -> str:
-        """The worker whose bytes the group carries."""
+        """The worker that sends to the group."""
         return self.members[0]
 
 
@@ -159,7 +159,7 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
         pack_s: seconds of packing and hashing.
         wire_s: seconds inside transport writes.
         register_s: seconds of registering parameters that are new or have moved.
-        non_finite: parameters in which the rank found NaN or infinity.
+        non_finite: parameters that contain NaN or infinity, as far as the rank has checked.
     """
 
     links: tuple[LinkOutcome, ...]
@@ -173,9 +173,9 @@ class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
     """Engine rank: result of its part of a relay. Every upstream has ended, except those in `unknown_from`.
 
     Attributes:
-        missing: sources whose link is not complete here.
-        unknown_from: upstreams whose bytes may still land here.
-        unknown_to: engines in which bytes of this rank may still land.
+        missing: sources without a complete link to this rank.
+        unknown_from: upstreams that may still write to this rank.
+        unknown_to: engines that bytes of this rank may still reach.
         unreached: engines that did not accept this rank; nothing was written to them.
         nbytes: bytes passed on.
         wire_s: seconds from the first chunk received to the last chunk passed on.

@@ -7,7 +7,7 @@ ring. A failed group is aborted, which releases the other members; the controlle
 of the remaining members.
 
 A bucket carries raw parameter bytes. Each receiver copies its boxes out of it with the ops of its
-own plan part. Bytes that no engine needs are not sent.
+plan part. Bytes that no engine needs are not sent.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ def _plan_tables(plan: TransferPlan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An op, or a part of one, whose source bytes are in one bucket.
+    """An op, or a part of an op, with all source bytes in one bucket.
 
     `base` is the offset in the bucket of byte 0 of the source parameter; it may be negative.
     """
@@ -403,7 +403,7 @@ def loads_of(program: LinkProgram, offer: GroupOffer) -> tuple[tuple[Load, ...],
 
 
 def clip(op: BoundOp, start: int, stop: int) -> Iterator[BoundOp]:
-    """Yield the parts of an op whose source bytes are in [start, stop) of its parameter.
+    """Yield the parts of an op that read bytes in [start, stop) of its source parameter.
 
     Raises:
         UnsupportedLayout: `start` or `stop` is inside an element.

@@ -36,7 +36,7 @@ class Rendezvous:
     """Store that the source hosts. It is bound to a free port of `host` only, before the port is published.
 
     Raises:
-        ConfigError: `host` is no address of this host.
+        ConfigError: `host` is not an address of this host.
         TransferFailed: the store does not start.
     """
 
@@ -79,7 +79,7 @@ def join_group(
     buffers, in its stream; None if that happens in host memory.
 
     Raises:
-        ConfigError: the fabric needs a GPU, and there is none.
+        ConfigError: the fabric needs a GPU, and none was found.
         PlanError: a member has a different signature; no collective has begun.
         PeerTimeout: a member did not join.
         TransferFailed: connecting failed.
@@ -350,7 +350,7 @@ class TorchBroadcastGroup:
             keep_mapped(held)
 
     def _stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which torch queues work in the stream of `gpu`, or in the GPU's current stream."""
+        """Return a context that makes torch use the stream of `gpu`, or the GPU's current stream."""
         if self._ordinal < 0:
             return contextlib.nullcontext()
         import torch

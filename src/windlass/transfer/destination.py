@@ -100,7 +100,7 @@ class Destination:
     Attributes:
         programs: source -> link, as bound by the last `bind`.
         addresses: addresses that parameters are written to: live, or in the shadow copy.
-        staging_address: address that staged ops are written to; 0 if there are none.
+        staging_address: address that staged ops are written to; 0 without staged ops.
         digests: digests of the links over the written memory; None before `bind`.
         late_nbytes: bytes that the last `verify` had to hash.
     """
@@ -199,7 +199,7 @@ class Destination:
     def verify(
         self, expected: Mapping[str, str], hashed: Mapping[str, str] | None = None
     ) -> tuple[str, ...]:
-        """Return sources whose bytes do not have the expected digest, or that have no link to this rank.
+        """Return sources with bytes of another digest than expected, or without a link to this rank.
 
         `hashed`: digests that were computed earlier; a digest that differs is computed again.
 

@@ -31,7 +31,7 @@ from windlass.memory.ops import OWN_WORK_S, MemoryOps
 from windlass.memory.packing import bytes_at, copy_cast, is_contiguous, row_major_blocks
 
 BLOCK_NBYTES = 8 << 20
-"""Maximum size of the blocks in which strided boxes are gathered and written."""
+"""Maximum size of a block when strided boxes are gathered and written."""
 OWNERS_FOLDER = 0o700
 OWNERS_FILE = 0o600
 _VERSION_FOLDER = re.compile(r"v(\d{8,})")
@@ -242,11 +242,11 @@ def read_boxes(
     """Fill a rank's parameters from files, and wait. Read a box that is in several files once.
 
     Raises:
-        TransferFailed: a cast overflowed, there is no cast from a file's dtype to the parameter's,
+        TransferFailed: a cast overflowed, a file's dtype cannot be cast to the parameter's,
             or work that was queued on the GPU does not end.
 
     Returns:
-        Workers whose files cannot be read as their index says.
+        Workers with files that cannot be read as their index says.
     """
     from safetensors import SafetensorError, safe_open
 

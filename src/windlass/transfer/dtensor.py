@@ -1,17 +1,17 @@
 """Describe the part of a torch module that this rank holds, in checkpoint coordinates, without communication.
 
-The input is a module whose parameters may be DTensors; the output is a `ShardManifest`. Trainers
+The input is a module with plain parameters or DTensors; the output is a `ShardManifest`. Trainers
 (FSDP2, tensor parallel, or both) and tensor-parallel engines use it.
 
 FSDP2 over tensor parallelism needs care: the mesh is (fsdp, tp), the placements are
 `(_StridedShard(0), Shard(0))`, and tp cut the tensor first and fsdp cut each part again. This
-module replays the cuts in the order in which they were made, which gives one contiguous range per
+module replays the cuts in their original order, which gives one contiguous range per
 dim, also for uneven sizes. Reading the placements from left to right gives a wrong range without an
 error.
 
 A rank's part along a mesh axis is its rank in that axis' process group and not its position in the
 mesh: FSDP2, tensor parallel and `full_tensor` use the group rank. torch sorts the ranks of a group,
-so the two differ in a mesh whose ranks do not ascend.
+so the two differ if the ranks of the mesh do not ascend.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from windlass.transfer.saved_names import (
 
 _log = logging.getLogger(__name__)
 _FLAT_PARAMETER = "_flat_param"
-"""Name of the parameter in which FSDP1 holds all parameters of a module."""
+"""Name of FSDP1's parameter that contains all parameters of a module."""
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
@@ -241,7 +241,7 @@ def held_tensors(
     left out.
 
     Raises:
-        ConfigError: `module` is no module, or `name_map` returned something other than a name or
+        ConfigError: `module` is not a module, or `name_map` returned something other than a name or
             None.
         UnsupportedLayout: see `check_memory`; or FSDP1 has cut the parameters of a module.
         PlanError: code has changed a gathered copy of a parameter in place.
@@ -328,7 +328,7 @@ def _bare(name: str, parallel: Sequence[str]) -> str:
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raise for a tensor whose memory does not contain its elements; `name` is for the message.
+    """Raise for a tensor without its elements in its memory; `name` is for the message.
 
     Raises:
         UnsupportedLayout: the tensor is lazy, on the meta device, sparse, a placeholder of
@@ -361,7 +361,7 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def refuse_freed(name: str, local: torch.Tensor) -> None:
-    """Raise for a tensor whose storage its owner has freed (offloaded, for example).
+    """Raise for a tensor with a storage that its owner has freed (offloaded, for example).
 
     Raises:
         PlanError: the storage is freed.
@@ -471,7 +471,7 @@ def _converted(
 ) -> dict[int, list[PlacedShard]]:
     """Return index of part -> boxes, for parts that a transformers model saves in another form.
 
-    `by_name`: include only parts whose name is the name of a tensor of the model; a `name_map` has
+    `by_name`: include only parts that have the name of a tensor of the model; a `name_map` has
     converted all others.
     """
     model = transformers_model(module, inside=by_name)
@@ -647,7 +647,7 @@ class LiveTensors:
     def changed(self) -> str:
         """Return the name of the first tensor that was written to or moved since `locate` or `watch`; "" if none was.
 
-        torch counts the writes of its own operators. It does not count writes through
+        torch counts the writes of torch operators. It does not count writes through
         `Tensor.data`, by numpy, or by foreign kernels. Of these writes, only PEFT's merging and
         unmerging of adapters is detected. The tensors are looked up again, because a stored
         reference, even a weak one, would make torch refuse to move a module's tensors (`Module.to`,

@@ -28,7 +28,7 @@ class KeptTensors:
         self._digests: dict[str, str] = {}
 
     def bind(self, names: Collection[str]) -> None:
-        """Set the kept tensors, and take digests of those that are new.
+        """Set the kept tensors, and take digests of new ones.
 
         Raises:
             TransferFailed, TransferOutcomeUnknown: see `Digests.take`.

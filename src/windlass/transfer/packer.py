@@ -79,7 +79,7 @@ class PackedLink:
 class Packer:
     """Packer of one rank, with an arena in the memory of the rank's parameters. Not thread-safe.
 
-    What is prepared for a link is kept until a parameter or the arena moves.
+    The prepared copies of a link are kept until a parameter or the arena moves.
 
     Args:
         limit_nbytes: capacity of the arena; 0 for as much as one update needs.
@@ -116,7 +116,7 @@ class Packer:
     def fit(self, programs: Sequence[LinkProgram], *, kept: Collection[str] = ()) -> None:
         """Allocate an arena that is large enough for these links, in this order, within the limit.
 
-        `kept`: destinations whose links are unchanged since the last call. Their prepared copies
+        `kept`: destinations with links that are unchanged since the last call. Their prepared copies
         stay unless the arena or their place in it changes.
 
         Raises:

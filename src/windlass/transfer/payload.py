@@ -20,7 +20,7 @@ from windlass.planning.program import DirectRuns, LinkProgram
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload(DirectRuns):
-    """Pieces in the order in which their bytes are hashed. No piece crosses a chunk boundary.
+    """Pieces in hash order. A piece has at most the bytes of a chunk and belongs to one chunk.
 
     Attributes:
         packed: (n,) True if the source packs the op; `src_offset` then counts from the packed

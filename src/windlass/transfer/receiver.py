@@ -2,7 +2,7 @@
 
 `Receiver` is called with a plan part (once) and with the digests that the senders computed (per
 version). It returns a `DestinationBinding`, with the addresses that peers write, and the names of
-sources whose bytes differ. While bytes arrive it does nothing, unless the source's kernels report
+sources with wrong bytes. While bytes arrive it does nothing, unless the source's kernels report
 written parts: it then hashes each part while later parts arrive.
 """
 
@@ -107,7 +107,7 @@ class Receiver:
             )
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Return sources whose bytes do not have the expected digest, or that have no link to this rank.
+        """Return sources with bytes of another digest than expected, or without a link to this rank.
 
         A link that was hashed as it was written is only compared; if its digest differs, it is
         hashed again.

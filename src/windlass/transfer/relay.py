@@ -1,6 +1,6 @@
 """Relay: engines pass the chunks that they receive on to other engines.
 
-A one-sided write is not visible to the process whose memory it writes. The writer therefore
+A one-sided write is not visible to the process that owns the memory. The writer therefore
 announces each written chunk over one TCP connection per round. The first frame names the round and
 carries the secret of the receiving engine. The receiver answers with one byte if it takes part, and
 the writer writes nothing before that. The connection ends with `End`, after which nothing more is
@@ -13,7 +13,7 @@ A trainer can write any member directly, so it completes the links that the rela
 An engine accepts a chunk when the bytes in its memory have the digest that the trainer computed.
 Only then does it write the chunk to the next engines, by one-sided writes from its own memory. Only
 writers that the listener has accepted write to this rank, and `RelayNode.run` returns when each of
-them has ended or timed out. Its result therefore says from which writers bytes may still land.
+them has ended or timed out. Its result therefore names the writers that may still write.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ class _Round:
 class RelayReceiver:
     """Listener of one engine rank, from construction to `close`. Thread-safe.
 
-    A writer is accepted only with the right secret, and only for the newest round or a later one
-    that has not been closed. For every accepted writer, `End` or `DISCONNECTED` follows in the
+    A writer is accepted only with the right secret, and only for the newest round or a later round,
+    if it has not been closed. For every accepted writer, `End` or `DISCONNECTED` follows in the
     events of its round.
 
     Args:
@@ -622,7 +622,7 @@ class RelayedLinks:
         return copies
 
     def planned_for(self, name: str) -> str:
-        """Return the destination whose planned link also describes the link to `name`."""
+        """Return the group's leader, because its planned link also describes the link to `name`."""
         return self.groups[name].leader if name in self.groups else name
 
     def forget(self) -> None:
@@ -647,7 +647,7 @@ class RelayedLinks:
     ) -> Written:
         """Write the roots of all groups while `write` writes the links that are not relayed.
 
-        `failed`: makes the outcome of a root whose write raised an error.
+        `failed`: makes the outcome of a root after its write raised an error.
 
         Raises:
             TransferOutcomeUnknown: bytes may still land, and there is no outcome per link.
@@ -775,7 +775,7 @@ class RelayRound:
 
     @property
     def waits(self) -> bool:
-        """Whether chunks can still come."""
+        """True while chunks can still come."""
         return bool(self._left)
 
     def on_chunk(self, upstream: str, landed: ChunkLanded) -> None:
@@ -802,7 +802,7 @@ class RelayRound:
 
     @property
     def timeout_s(self) -> float:
-        """How long to wait for the next event."""
+        """Seconds until the next timeout of a writer."""
         return min(self._deadlines[writer].remaining_s for writer in self._left)
 
     def expire(self, joined: Collection[str]) -> None:

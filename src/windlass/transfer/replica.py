@@ -38,7 +38,7 @@ from windlass.transports.traits import MemoryType
 PART_NBYTES = 64 << 20
 """Bytes that one thread copies per call; the call releases the interpreter lock."""
 PCIE_ENGINE_NBYTES = 1 << 20
-"""Size from which a copy over PCIe takes longer than queueing it."""
+"""Minimum size of a copy over PCIe that takes longer than queueing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +103,16 @@ def replica_of(
 
 @final
 class Replica:
-    """See the module. Not thread-safe.
+    """Copy of parameters; see the module. Not thread-safe.
 
-    What a GPU copies is cut once and kept until a parameter or the memory moves.
+    The tables for a GPU copy are built once and kept until a parameter or the memory moves.
 
     Args:
-        copier: a GPU, for its own memory and pinned host memory; or threads, for host memory.
-        engine_nbytes: from this size on a parameter is left to a copy engine of the GPU.
+        copier: a GPU, for GPU memory and pinned host memory; or threads, for host memory.
+        engine_nbytes: minimum size of parameters that a copy engine of the GPU copies.
 
     Attributes:
-        in_doubt: a write of unknown outcome may still read the copy: it is not written to again.
+        in_doubt: True if a write of unknown outcome may still read the copy. The copy is then not overwritten.
     """
 
     def __init__(

@@ -130,7 +130,8 @@ class ReplicatedDigests:
         """
         with self._lock, ExitStack() as undo:
             last, self._last = self._last, None
-            if last is None or last[1] == 1:  # where everything was compared, as is done once
+            # After a comparison of everything (period 1), which happens once, there is no next turn.
+            if last is None or last[1] == 1:
                 return
             turn, period, located = last
             cuts: list[_Cut] = []

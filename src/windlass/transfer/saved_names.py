@@ -6,8 +6,8 @@ concatenations.
 
 transformers 5 renames modules and fuses tensors when it loads a checkpoint, and reverts that when
 it saves one (`core_model_loading.revert_weight_conversion`, with the table of
-`conversion_mapping`). This module calls that function, so it needs no table of architectures of its
-own. Stacked parameters of other frameworks are taken apart by a `StackedRule`.
+`conversion_mapping`). This module calls that function, so it needs no second table of
+architectures. Stacked parameters of other frameworks are taken apart by a `StackedRule`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MARKS = re.compile(
 
 
 def transformers_model(module: torch.nn.Module, *, inside: bool = False) -> torch.nn.Module | None:
-    """Return the transformers 5 model that `module` is under its wrappers; None if it is no such model.
+    """Return the transformers 5 model that `module` is under its wrappers; None if there is no such model.
 
     `inside`: also search the submodules of `module`, for example for the base of a PEFT model.
     """
@@ -360,7 +360,7 @@ def _reshaped(tensor: _Watched, sizes: Sequence[int]) -> _Watched:
 def _regrouped(
     old: tuple[int, ...], new: tuple[int, ...]
 ) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Return (first dim, old sizes, new sizes) of the smallest groups of dims with equal element counts in both shapes."""
+    """Return (first dim, old sizes, new sizes) of the smallest dim groups with equal element counts."""
     groups = []
     end = other_end = 0
     while end < len(old) or other_end < len(new):

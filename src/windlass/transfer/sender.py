@@ -2,7 +2,7 @@
 
 `Sender` is called with a plan part and the destinations' bindings (once), then with `prepare` and
 `write` (per version). It gives `WriteBatch`es to the transport and returns a `LinkOutcome` with the
-link's digest for the coordinator. For peers whose memory a GPU maps, GPU kernels store the bytes
+link's digest for the coordinator. If a GPU maps a peer's memory, GPU kernels store the bytes
 instead (`transfer/stored_links.py`).
 
 The capacity of the arena decides how packed ops travel. If all packed ops fit, `prepare` packs and
@@ -138,7 +138,7 @@ class Sender:
         version: int | None = None,
         stream: int | None = None,
     ) -> None:
-        """Prepare the replica for `version` before it is announced; see `Replica.begin`. No effect without a replica."""
+        """Prepare a replica for `version` before it is announced; see `Replica.begin`."""
         if self.replica is not None:
             with self._lock:
                 self.replica.begin(on_taken, version, stream)
@@ -186,10 +186,10 @@ class Sender:
         """Bind new links to some destinations and keep all other links with their prepared bytes.
 
         Args:
-            plan: this rank's part of a plan for the new destinations; None if there are no new
+            plan: this rank's part of a plan for the new destinations; None without new
                 destinations.
             bindings: bindings of the new destinations.
-            gone: destinations whose links end, including destinations that are bound again.
+            gone: destinations with links that end, including destinations that are bound again.
 
         Raises:
             ProtocolError: relays are bound; a relay group can only be formed with all its members.
@@ -232,7 +232,7 @@ class Sender:
         bindings: Sequence[DestinationBinding],
         addresses: Sequence[RelayAddress],
     ) -> None:
-        """Bind links to all members of the groups whose first member is bound; call it after `connect`.
+        """Bind links to all members of groups, if this rank has a link to the first member. Call it after `connect`.
 
         Raises:
             ProtocolError: GPU kernels of this rank store the links.
@@ -347,7 +347,7 @@ class Sender:
 
         Raises:
             RoundAborted: this rank has no link to one of the destinations.
-            TransferOutcomeUnknown: bytes may still land, and there is no outcome per link.
+            TransferOutcomeUnknown: bytes may still land, and the outcome per link is not known.
         """
         with self._lock:
             check_destinations(self._links.programs, destinations)
@@ -433,7 +433,7 @@ class Sender:
         return digest, after
 
     def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
-        """Pack links that are about to be written again; return failed outcomes for those whose weights have changed."""
+        """Pack links that are written again; return failed outcomes for links with changed weights."""
         lost: dict[str, LinkOutcome] = {}
         if self.replica is not None:
             return lost
@@ -499,7 +499,7 @@ class Sender:
         return outcome, wire_s, time.perf_counter() - began - waited
 
     def _stopped(self, name: str, error: Exception, in_flight: Future[float] | None) -> LinkOutcome:
-        """Return the outcome of a link whose packing or writing raised `error`.
+        """Return the outcome of a link after its packing or writing raised `error`.
 
         An error of the write that is on the wire takes precedence.
         """
@@ -537,7 +537,7 @@ class Sender:
             try:
                 self.replica.settle(renew=renew)
             finally:
-                # Even if there is no memory for a new replica, the arena may still be read and must
+                # Even without memory for a new replica, the arena may still be read and must
                 # be abandoned.
                 self._packer.abandon(renew=renew)
 
@@ -552,5 +552,5 @@ class Sender:
             try:
                 self._packer.abandon()
             except (WindlassError, OSError, MemoryError):
-                # The outcome of the link matters more; later links report that there is no arena.
+                # The outcome of the link matters more; later links report the missing arena.
                 _log.exception("%s: no memory for another arena", self.manifest.worker)

@@ -142,7 +142,7 @@ class SourceMemory:
 
     @property
     def memory(self) -> MemoryOps:
-        """Which the parameters are in; known once they have been located."""
+        """Memory of the parameters; `locate` must have been called before."""
         if self._memory is None:
             raise PlanError(
                 f"{self.manifest.worker}: parameters have not been located; connect first"

@@ -1,4 +1,4 @@
-"""Links of a trainer rank whose ops GPU kernels store directly into the engines, on GPUs of one host.
+"""Links of a trainer rank that GPU kernels store directly into engines on GPUs of the same host.
 
 There is no arena, no staging memory and no copy at either end. The kernels read the parameters in
 place, cast or quantise in registers, hash the stored bytes, and store them through NVLink into the
@@ -47,7 +47,7 @@ class StoredLinks:
             transport.
 
     Attributes:
-        gpu: GPU whose kernels store.
+        gpu: GPU that runs the kernels.
     """
 
     def __init__(self, mapper: PeerMapper, worker: str) -> None:

@@ -1,4 +1,4 @@
-"""Progress of written links: the writer notifies the rank whose memory it writes.
+"""Progress of written links: the writer notifies the rank that owns the memory.
 
 A one-sided write is not visible to its target. Without notifications, a rank hashes the whole
 update after the last write. With these datagrams it hashes each part while later parts are written.
@@ -145,7 +145,7 @@ class ProgressDigests:
     """Digests of links, accumulated part by part as writers report the parts. Thread-safe.
 
     Args:
-        gpu: GPU whose memory is written; its stream runs the hashing.
+        gpu: GPU that contains the memory; its stream runs the hashing.
 
     Attributes:
         listener: receiver of the writers' notifications; None if it could not be created, so that
