@@ -26,8 +26,10 @@ class Adapter:
     """One adapter.
 
     Attributes:
-        name: that requests give. folder: that PEFT saved. rank: of its matrices, the largest.
-        scalings: by one of which an engine multiplies each B.
+        name: name that requests give.
+        folder: folder that PEFT saved.
+        rank: highest rank of its matrices.
+        scalings: scaling factors; an engine multiplies each B by one of them.
     """
 
     name: str
@@ -80,7 +82,7 @@ class _Config(msgspec.Struct, frozen=True):
         return tuple(sorted({alpha / divisor for alpha in alphas for divisor in divisors}))
 
     def refusals(self) -> Mapping[str, bool]:
-        """Why an update would not be the whole adapter -> whether that is so."""
+        """Return, for each reason why an update would not cover the whole adapter, whether it applies."""
         return {
             f"peft_type {self.peft_type}: only LORA can be updated": self.peft_type != "LORA",
             "use_dora: magnitudes are computed with the model's weights": self.use_dora,
@@ -165,9 +167,9 @@ def adapter_of(text: str) -> Adapter | None:
 
 @contextmanager
 def saved(weights: Iterator[tuple[str, torch.Tensor]], like: Path) -> Iterator[Path]:
-    """Save an adapter with other values as PEFT does; yield the folder, from which engines load it; it goes afterwards.
+    """Save an adapter with other values in PEFT's format; yield its folder for engines to load, and delete it afterwards.
 
-    `like`: folder of an adapter of this configuration.
+    `like` is the folder of an adapter of this configuration.
     """
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""An engine rank's place in its fleet: memory that peers write, the agent that serves it, the channel."""
+"""Membership of an engine rank in its fleet: memory that peers write, the agent that serves it, and the channel."""
 
 from __future__ import annotations
 
@@ -44,28 +44,30 @@ class EngineWeights:
 class EngineClient(Closing):
     """One engine rank, connected: the counterpart of `TrainerClient`.
 
-    Memory: peers may write the parameters from construction to `close`.
+    Peers may write the parameters' memory from construction to `close`.
 
     Args:
-        weights: of this rank.
-        transport: they are registered with it. Closed with this client.
-        hooks: stop, resume and stamp this rank.
-        controller: address. token: secret.
-        world_size: ranks of the engine. url: where it serves requests; given by rank 0.
-        can_send: whether other engines may be brought up, or relayed to, from this one.
-        serves_own_weights: whether the engine answers before the first version, with weights that it
-            came with; if not, it stays paused until one is published.
+        weights: weights of this rank.
+        transport: transport that the weights are registered with. Closed with this client.
+        hooks: functions that stop, resume and stamp this rank.
+        controller: address of the controller.
+        token: secret of the controller.
+        world_size: number of ranks of the engine.
+        url: address where the engine serves requests; given by rank 0.
+        can_send: whether the fleet may bring up other engines, or relay to them, from this one.
+        serves_own_weights: whether the engine answers before the first version, with its initial weights; if
+            not, it stays paused until a version is published.
         comes_to_rest: see `Hello`.
-        connect_deadline_s: how long to wait for the controller.
-        intercept: stands between channel and agent, for tests that inject faults.
+        connect_deadline_s: seconds to wait for the controller.
+        intercept: wrapper between channel and agent, for tests that inject faults.
 
     Attributes:
-        agent: carries out what the controller asks.
+        agent: agent that carries out the controller's commands.
 
     Raises:
         ConfigError: `controller` is no URL, or no transport takes every parameter.
-        AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`. The transport is
-            closed, whatever it was.
+        AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`. The transport is closed
+            after any error.
     """
 
     def __init__(

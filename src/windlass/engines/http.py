@@ -15,7 +15,7 @@ from windlass.net.sockets import open_connection
 
 API_DEADLINE_S = 60.0
 LONGEST_ANSWER = 8192
-"""Bytes of a refusal that are told: its reason may come after a long beginning."""
+"""Number of bytes of a refusal that an error quotes: the reason may follow a long beginning."""
 
 
 class NoSuchRoute(PeerUnreachable):
@@ -25,13 +25,13 @@ class NoSuchRoute(PeerUnreachable):
 @final
 @dataclass(frozen=True, slots=True)
 class EngineHttp:
-    """An engine's own server, and what opens its routes.
+    """An engine's own server, and the keys that open its routes.
 
     Attributes:
-        url: of the server.
-        key: opens its private routes, see `windlass.engines.private_routes`.
-        api_key: what the engine itself was started to ask for; empty for nothing.
-        admin_api_key: the same for routes that change something, where that is another one.
+        url: address of the server.
+        key: key of its private routes, see `windlass.engines.private_routes`.
+        api_key: key that the engine itself was started to require; empty for none.
+        admin_api_key: the engine's key for routes that change something, if it differs from `api_key`.
     """
 
     url: str
@@ -42,11 +42,12 @@ class EngineHttp:
     def post(self, path: str, body: object, deadline_s: float | None = API_DEADLINE_S) -> bytes:
         """POST JSON to the engine's own server and return the answer. Blocks.
 
-        `deadline_s` is None only for a call that lasts as long as a pause does.
+        `deadline_s` is None only for a call that lasts as long as a pause.
 
         Raises:
             PeerTimeout: no answer within `deadline_s`.
-            NoSuchRoute: 404. PeerUnreachable: no connection, or an answer that is not 200.
+            NoSuchRoute: 404.
+            PeerUnreachable: no connection, or an answer that is not 200.
         """
         headers = {"Content-Type": "application/json"}
         return self._post(path, msgspec.json.encode(body), headers, deadline_s)

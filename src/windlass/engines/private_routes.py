@@ -45,7 +45,8 @@ _OPEN = frozenset(
         *("/generate", "/inference/v1/generate", "/tokenize", "/detokenize"),
         *("/health", "/health_generate", "/ready", "/ping", "/load", "/metrics", "/metrics/"),
         *("/version", "/model_info", "/get_model_info"),
-        "/freeze_gc",  # SGLang's server calls it itself, once it is warm
+        # SGLang's server calls this route itself at the end of its warm-up.
+        "/freeze_gc",
     }
 )
 _OPEN_PREFIX = "/v1/"
@@ -56,21 +57,22 @@ _RUN_CODE = frozenset(
         "/load_lora_adapter_from_tensors",
     }
 )
-"""They run methods in ranks or unpickle."""
+"""Routes that run methods in ranks or unpickle the request; they cannot be opened."""
 
 
 @contextmanager
 def new_key(port: int) -> Iterator[str]:
-    """Make the key of a server of this host, which `saved_key` finds for as long as the block lasts.
+    """Create the key of a server on this host and yield it; `saved_key` finds it until the block ends.
 
     Raises:
-        ConfigError: the folder of keys is not this user's own.
+        ConfigError: the folder of keys does not belong to this user alone.
     """
     folder = _folder()
     folder.mkdir(mode=0o700, exist_ok=True)
     require_own(folder)
     key, file = secrets.token_hex(32), folder / str(port)
-    file.unlink(missing_ok=True)  # of a launcher that was killed
+    # A launcher that was killed may have left its file.
+    file.unlink(missing_ok=True)
     with open(
         os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "w"
     ) as new:
@@ -82,7 +84,7 @@ def new_key(port: int) -> Iterator[str]:
 
 
 def saved_key(url: str) -> str:
-    """Return the key of a running server of this host; empty where none was made for it. Raises as `new_key` does."""
+    """Return the key of a running server on this host; empty if the server has no key. Raises as `new_key` does."""
     file = _folder() / str(urlsplit(url).port)
     if not file.exists():
         return ""
@@ -95,10 +97,11 @@ def _folder() -> Path:
 
 
 def require_own(folder: Path) -> None:
-    """Raise unless a folder is this user's, and nobody else can read it.
+    """Check that a folder belongs to this user and that no other user can read it.
 
     Raises:
-        ConfigError: it is another's, or open to others. OSError: there is none.
+        ConfigError: the folder belongs to another user, or other users can access it.
+        OSError: the folder does not exist.
     """
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -106,20 +109,20 @@ def require_own(folder: Path) -> None:
 
 
 def environment_of(key: str) -> dict[str, str]:
-    """Return the variables by which `PrivateRoutes` knows the key."""
+    """Return the environment variables that give `PrivateRoutes` the hash of the key."""
     return {HASH_VARIABLE: _hash(key.encode())}
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this server: it keeps the key, and has the ranks join."""
+    """Return whether a launcher started this server; the launcher then keeps the key and makes the ranks join."""
     return bool(environment_value(HASH_VARIABLE))
 
 
 def opened_routes() -> frozenset[str]:
-    """Return the private routes that WINDLASS_OPEN_ROUTES (`/a,/b`) opens to whoever reaches the server.
+    """Return the private routes that WINDLASS_OPEN_ROUTES (`/a,/b`) opens to every client.
 
     Raises:
-        ConfigError: an entry is no path, or runs code for its caller.
+        ConfigError: an entry is not a path, or its route runs code for the caller.
     """
     words = environment_value(OPEN_ROUTES_VARIABLE).split(",")
     paths = frozenset(word.strip() for word in words if word.strip())
@@ -139,9 +142,9 @@ def _hash(key: bytes) -> str:
 
 @final
 class PrivateRoutes:
-    """ASGI middleware in front of an engine's server.
+    """ASGI middleware that protects the private routes of an engine's server.
 
-    `key` opens them; None for the one whose hash a launcher has left in the environment.
+    `key` opens the private routes; None takes the hash that the launcher left in the environment.
 
     Raises:
         ConfigError: see `opened_routes`.

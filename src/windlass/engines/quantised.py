@@ -1,7 +1,7 @@
-"""What a checkpoint's config.json says about quantisation, and whether updates can follow it.
+"""Quantisation of a checkpoint, as its config.json declares it, and the check that updates can follow it.
 
-Called by the launchers before an engine starts, so that a scheme which trainers cannot quantise to
-costs no start of an engine.
+Launchers call this module before they start an engine, so that a scheme that trainers cannot produce is
+refused early.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _METHODS: Mapping[str, Scheme] = {
     "gptq_marlin": Scheme.INT4_GROUPED,
 }
 _ALGORITHMS: Mapping[str, Scheme] = {"FP8": Scheme.FP8_TENSOR, "NVFP4": Scheme.NVFP4}
-"""Of modelopt, which has one method for several."""
+"""Schemes of modelopt, which uses one method name for several schemes."""
 
 
 class _Quantisation(msgspec.Struct, frozen=True):
-    """The part of `quantization_config` that tells schemes apart."""
+    """Part of `quantization_config` that tells schemes apart."""
 
     quant_method: str = ""
     weight_block_size: tuple[int, ...] | None = None
@@ -52,15 +52,15 @@ class _Modelopt(msgspec.Struct, frozen=True):
 
 
 def require_followed(folder: Path, rest: Sequence[str]) -> bool:
-    """Check that the weights of a checkpoint reach the engine as copies; return whether they are in block float8.
+    """Check that the engine copies the checkpoint's weights unchanged; return whether they are in block float8.
 
     Args:
-        folder: of the checkpoint; without a config.json it counts as not quantised.
-        rest: of the command line, meant for the engine.
+        folder: folder of the checkpoint; a folder without config.json counts as not quantised.
+        rest: engine options from the command line.
 
     Raises:
-        ConfigError: an option that has the engine quantise by itself, or a scheme of the checkpoint
-            that trainers cannot quantise to, with the reason; or a config.json that is none.
+        ConfigError: an option makes the engine quantise the weights itself, trainers cannot quantise to the
+            checkpoint's scheme (the error gives the reason), or config.json is invalid.
     """
     declared = _declared(folder)
     for option, value in options_of(rest):
@@ -84,10 +84,10 @@ def require_followed(folder: Path, rest: Sequence[str]) -> bool:
 
 
 def is_declared(folder: Path) -> bool:
-    """Whether a checkpoint says that it is quantised, or does not say what it is.
+    """Return whether a checkpoint declares a quantisation, or has no config.json that could declare one.
 
     Raises:
-        ConfigError: its configuration cannot be read.
+        ConfigError: the configuration cannot be read.
     """
     return not (folder / "config.json").exists() or _declared(folder) is not None
 
@@ -108,7 +108,7 @@ def _declared(folder: Path) -> _Quantisation | None:
 
 
 def _scheme(declared: _Quantisation) -> tuple[Scheme | None, str]:
-    """Return the scheme, or None and why it is none that is known."""
+    """Return the scheme, or None and the reason why the scheme is not supported."""
     method = declared.quant_method.lower()
     if method == "fp8":
         if declared.weight_block_size is None:

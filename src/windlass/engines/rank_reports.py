@@ -60,10 +60,10 @@ class RefusedByOtherRank(UnsupportedLayout):
 
 
 class Secrets(msgspec.Struct, frozen=True):
-    """What opens the controller to a rank, and its own server.
+    """Secrets that open the controller and the engine's own server to a rank.
 
     Attributes:
-        token: of the controller; empty where there is none.
+        token: token of the controller; empty if there is none.
         key, api_key, admin_api_key: see `windlass.engines.http.EngineHttp`.
     """
 
@@ -73,7 +73,7 @@ class Secrets(msgspec.Struct, frozen=True):
     admin_api_key: str = ""
 
     def server(self, url: str) -> EngineHttp:
-        """Return the rank's own server, as these open it."""
+        """Return the rank's own server with these keys."""
         return EngineHttp(url, self.key, self.api_key, self.admin_api_key)
 
     def __repr__(self) -> str:
@@ -110,11 +110,11 @@ class Notice(msgspec.Struct, frozen=True):
 
 
 class Report(NamedTuple):
-    """The result of one rank, on its way to the launcher that waits for it.
+    """Result of one rank, on its way to the launcher that waits for it.
 
     Attributes:
         folder, rank, failed: see `ReportHead`.
-        body: the result, or the reason why there is none.
+        body: the result, or the reason for the failure.
     """
 
     folder: str
@@ -152,11 +152,12 @@ class Report(NamedTuple):
 def carry_out(
     folder: str, rank: int, order: Callable[[Secrets], bytes], *, server_url: str = ""
 ) -> None:
-    """Called by a rank: do what it was told, and report what `order` returns, or why it could not.
+    """Carry out an order in a rank, and report the result of `order` or the reason for its failure.
 
-    Nothing is raised, which would end SGLang's loop; nor is anybody waited for who listens no more. The report is
-    waited for in `folder`, on the host of the engine's server, `server_url`. Where that is not the rank's own host,
-    the token is the one of the rank's environment (`control_token`), and the only secret that it has.
+    This function raises nothing, because an exception would end SGLang's loop, and it does not wait for a
+    launcher that has stopped listening. The launcher waits for the report in `folder`, on the host of the
+    engine's server, `server_url`. If the rank runs on another host, its only secret is the token of its
+    environment (`control_token`).
     """
     token = ""
     if not environment_value(OTHER_NODES_VARIABLE):
@@ -165,7 +166,8 @@ def carry_out(
         secrets = Secrets(token := control_token()) if server_url else _secrets_in(folder)
         report = Report(folder, rank, failed=False, body=order(secrets))
     except RefusedByOtherRank:
-        return  # the rank that has a reason tells it
+        # The rank that has a reason reports it.
+        return
     except Exception as error:  # noqa: BLE001 - the engine's loop, and the engine, would end with it
         _log.exception("rank %s", rank)
         report = Report(folder, rank, failed=True, body=reason_of(error).encode())
@@ -174,13 +176,14 @@ def carry_out(
             EngineHttp(server_url).send(REPORT_PATH, report.body, report.headers(token))
         else:
             report.leave()
-    except (OSError, WindlassError) as error:  # whoever asked has given up or ended
+    # The launcher has given up or ended.
+    except (OSError, WindlassError) as error:
         _log.warning("rank %s: nobody hears what it reports in %s: %s", rank, folder, error)
 
 
 @contextmanager
 def _socket_of(folder: Path) -> Iterator[str]:
-    """Yield a path of a folder's socket: of at most 107 bytes, as sockets want it, however deep the folder lies."""
+    """Yield a path of a folder's socket that has at most 107 bytes, the limit for sockets, at any depth of the folder."""
     opened = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{opened}/{_SOCKET}"
@@ -200,7 +203,7 @@ def is_waited_for(report: ReportHead) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """Return what a rank tells of an error: an engine's own needs its type to be understood."""
+    """Return the text that a rank reports for an error; an engine's own error needs its type to be understood."""
     return str(error) if isinstance(error, WindlassError) else f"{type(error).__name__}: {error}"
 
 
@@ -302,14 +305,15 @@ def _order(
 
 
 def check_layouts(engine: str, ranks: Sequence[CapturedLayout]) -> None:
-    """Raise if a checkpoint tensor was read and has left no trace on any rank.
+    """Raise if a loader reads a checkpoint tensor that no rank's memory contains.
 
-    It lies where capture cannot see it (a kernel's private copy), and updates would silently miss it. What
-    the loaders of all ranks pass by, the engine does not serve: it is said on stderr, and so is what updates
-    cost that go through buffers, if any do, and how long the stages of capture took the slowest rank.
+    Such a tensor is in memory that capture cannot see (a kernel's private copy), and updates would silently
+    miss it. stderr reports the tensors that all ranks' loaders skip, which the engine does not serve. It also
+    reports the cost of updates through buffers, if any, and the seconds of each capture stage on the slowest
+    rank.
 
     Raises:
-        ConfigError: names what is nowhere.
+        ConfigError: names the tensors that no rank contains.
     """
     nowhere = set(ranks[0].unplaced).intersection(*(rank.unplaced for rank in ranks[1:]))
     unread = nowhere.intersection(*(rank.unread for rank in ranks))

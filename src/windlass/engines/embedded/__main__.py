@@ -1,8 +1,8 @@
 """Start an engine: `python -m windlass.engines.embedded --name a --model config.json --tp 2`.
 
-The token is read from WINDLASS_TOKEN. Rank 0 is this process; it starts the others and all
-end together: a follower watches the pipe that rank 0 holds, rank 0 waits for its children.
-Once it serves, it prints one JSON line with its name and address.
+The token is read from WINDLASS_TOKEN. This process is rank 0; it starts the other ranks, and all ranks end
+together: each follower watches a pipe that rank 0 holds open, and rank 0 waits for its children. Once the
+engine serves, it prints one JSON line with its name and address.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from windlass.transfer.collective_group import Rendezvous
 
 STORE_DEADLINE_S = 300.0
 IDLE_TIMEOUT = timedelta(days=30)
-"""An idle rank waits in a broadcast; the death of a rank ends it, not the clock."""
+"""Timeout of collectives: an idle rank waits in a broadcast, and only the death of another rank ends the wait."""
 
 
 def main() -> NoReturn:
@@ -46,7 +46,8 @@ def main() -> NoReturn:
         _lead(settings_of(args))
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
-        os._exit(2)  # threads of a half-started engine must not keep it alive
+        # `_exit`: threads of a half-started engine must not keep the process alive.
+        os._exit(2)
 
 
 def _lead(settings: EngineSettings) -> NoReturn:
@@ -76,7 +77,8 @@ def _start_follower(settings: EngineSettings, rank: int, store_port: int) -> Non
     def watch() -> None:
         code = follower.wait()
         sys.stderr.write(f"engine {settings.name}: rank {rank} ended with {code}\n")
-        os._exit(1)  # an engine without one of its ranks cannot go on
+        # The engine cannot run without this rank.
+        os._exit(1)
 
     threading.Thread(target=watch, name=f"rank-{rank}", daemon=True).start()
 
@@ -85,7 +87,8 @@ def _follow(rank: int, store_port: int, encoded: str) -> NoReturn:
     settings, token = msgspec.json.decode(encoded, type=EngineSettings), control_token()
 
     def watch() -> None:
-        sys.stdin.buffer.read()  # end of file: rank 0 is gone
+        # End of file means that rank 0 has exited.
+        sys.stdin.buffer.read()
         os._exit(1)
 
     threading.Thread(target=watch, name="rank-0", daemon=True).start()

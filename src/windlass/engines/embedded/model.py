@@ -1,4 +1,4 @@
-"""The model of one rank: built by transformers, cut by torch's tensor parallelism, laid in an arena, and run."""
+"""Model of one rank: built by transformers, sharded by torch's tensor parallelism, and stored in one arena."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ TENSOR_PARALLEL_STYLES: dict[str, type[ColwiseParallel | RowwiseParallel]] = {
     "o_proj": RowwiseParallel,
     "down_proj": RowwiseParallel,
 }
-"""How linear layers of a decoder are cut; every other parameter is on every rank."""
+"""Sharding of a decoder's linear layers, by module name; every other parameter is replicated on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """One rank's model, and the memory its parameters lie in for as long as it lives."""
+    """Model of one rank, and the memory of its parameters, which stays in place while the model exists."""
 
     module: transformers.PreTrainedModel
     manifest: ShardManifest
@@ -65,13 +65,13 @@ def load_model(
     seed: int,
     transport: OneSidedTransport,
 ) -> ModelShard:
-    """Build this rank's shard. Collective over the engine's ranks when there are several.
+    """Build this rank's shard. Collective over the engine's ranks if there are several.
 
-    `source`: a transformers configuration (JSON) for random weights, of `seed`, or a checkpoint folder.
-    `transport` registers (and, for shared memory, allocates) the parameters' memory.
+    `source` is a transformers configuration (JSON) for random weights, made with `seed`, or a checkpoint
+    folder. `transport` registers the parameters' memory (and allocates it, for shared memory).
 
     Raises:
-        ConfigError: no such model, or one whose sizes the ranks cannot share evenly.
+        ConfigError: `source` is no model, or the ranks cannot share its sizes evenly.
     """
     torch.manual_seed(seed)
     module = _build(source).to(torch_dtype(dtype)).eval().requires_grad_(requires_grad=False)
@@ -108,7 +108,7 @@ def _parallelize(module: Any, mesh: DeviceMesh) -> None:
 
 
 class _CutLinear(torch.nn.Module):
-    """A rank's part of a linear layer: cut by outputs, or by inputs with the sum over all ranks."""
+    """A rank's shard of a linear layer: split by outputs, or by inputs with a sum over all ranks."""
 
     def __init__(self, linear: torch.nn.Linear, *, by_inputs: bool) -> None:
         super().__init__()
@@ -126,14 +126,14 @@ class _CutLinear(torch.nn.Module):
 
 
 def _local_parameter(parameter: torch.Tensor) -> torch.nn.Parameter:
-    """Return the same memory as a plain tensor."""
+    """Return the rank's shard as a plain parameter that shares its memory."""
     return torch.nn.Parameter(local_tensor(parameter), requires_grad=False)
 
 
 def _run_locally(module: torch.nn.Module) -> None:
-    """Take DTensor out of the forward pass, where its dispatch costs more than a small layer does.
+    """Remove DTensor from the forward pass, where its dispatch costs more than a small layer does.
 
-    The names and the memory of the parameters stay what they are.
+    The names and the memory of the parameters stay the same.
     """
     for name, linear in list(module.named_modules()):
         if isinstance(linear, torch.nn.Linear) and isinstance(linear.weight, DTensor):
@@ -143,7 +143,7 @@ def _run_locally(module: torch.nn.Module) -> None:
 
 
 def _move_into_arena(module: torch.nn.Module, transport: OneSidedTransport) -> Arena:
-    """Lay every parameter and persistent buffer of this rank in one registered arena, for good."""
+    """Move every parameter and persistent buffer of this rank into one registered arena, which they never leave."""
     parameters = list({id(held.tensor): held.tensor for held in held_tensors(module)}.values())
     offsets, total = aligned_offsets(local_tensor(parameter).nbytes for parameter in parameters)
     arena = Arena(transport, max(total, ALIGNMENT))
@@ -161,10 +161,12 @@ def _move_into_arena(module: torch.nn.Module, transport: OneSidedTransport) -> A
 
 @final
 class _SlotCache:
-    """Keys and values (slots, positions, heads, head dim) per layer: what a decoder calls of transformers' `Cache`.
+    """Keys and values (slots, positions, heads, head dim) per layer: the part of transformers' `Cache` that a decoder calls.
 
     Attributes:
-        slots, positions, span: the rows (B,) and positions (B, T) that the next pass writes; it reads up to `span`.
+        slots: (B,) rows that the next pass writes.
+        positions: (B, T) positions that the next pass writes.
+        span: number of positions that the next pass reads.
     """
 
     is_compileable = False
@@ -177,7 +179,7 @@ class _SlotCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Unused by a pass that is given its positions and its mask."""
+        """Return 0: a pass that is given its positions and its mask does not use this length."""
         return 0
 
     def update(
@@ -203,7 +205,7 @@ class _SlotCache:
 
 @final
 class ForwardRunner:
-    """Runs steps. Every rank of the engine runs the same ones."""
+    """Runner of steps. Every rank of the engine runs the same steps."""
 
     def __init__(self, module: torch.nn.Module, *, num_slots: int, max_positions: int) -> None:
         self._module: Any = module
@@ -212,7 +214,7 @@ class ForwardRunner:
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
-        """Logits (B, V) in float32 of the token after the last one of each row."""
+        """Return the logits (B, V), in float32, of the token after the last token of each row."""
         tokens = torch.tensor(step.tokens)
         start = torch.tensor(step.start)[:, None]
         lengths = torch.tensor(step.lengths)
@@ -224,7 +226,7 @@ class ForwardRunner:
         hidden = torch.arange(span)[None, None, None, :] > positions[:, None, :, None]
         dtype = next(self._module.parameters()).dtype
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
-        # By position: transformers 5.24 gave the cache another name.
+        # Pass the cache by position: transformers 5.24 renamed its parameter.
         states = self._module.model(tokens, mask, positions, cache, use_cache=True)
         last = states.last_hidden_state[torch.arange(len(lengths)), lengths - 1]
         logits: torch.Tensor = self._module.lm_head(last)

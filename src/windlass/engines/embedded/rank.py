@@ -1,4 +1,4 @@
-"""One rank of the engine: model loop in the main thread, agent and HTTP in threads beside it."""
+"""One rank of the engine: model loop in the main thread, agent and HTTP server in other threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from windlass.updates.engine_agent import EngineHooks
 
 
 def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
-    """Run one rank for as long as this process lives. Several meet in the default group of `torch.distributed`.
+    """Run one rank until this process ends. Several ranks use the default group of `torch.distributed`.
 
     Raises:
         ConfigError: see `load_model` and `EngineServer`.
@@ -47,7 +47,7 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
     def join_fleet(hooks: EngineHooks, url: str = "") -> None:
         if not settings.controller:
             return
-        # It lives as long as this process.
+        # The client is never closed: it lives as long as this process.
         EngineClient(
             EngineWeights(
                 manifest=shard.manifest,
@@ -64,7 +64,8 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
 
     if rank:
         gate = QuiesceGate()
-        join_fleet(RankHooks(None, gate, None))  # nothing is derived from weights
+        # Followers need no hooks to finalise: no data is derived from weights.
+        join_fleet(RankHooks(None, gate, None))
         while True:
             step = _broadcast(None)
             if step.pause_id:
@@ -100,7 +101,7 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
 
 
 def _broadcast(step: Step | None) -> Step:
-    """Send a step from rank 0 to every other, which give None: its msgpack bytes, for nothing of a peer is unpickled."""
+    """Send a step as msgpack from rank 0 to the other ranks, which pass None; peer bytes are never unpickled."""
     data = bytearray() if step is None else bytearray(msgspec.msgpack.encode(step))
     length = torch.tensor([len(data)])
     dist.broadcast(length, src=0)

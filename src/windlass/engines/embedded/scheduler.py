@@ -1,7 +1,7 @@
-"""Rank 0's queue: which requests run, what they have generated, and what a pause does to them.
+"""Rank 0's queue of requests: it selects the requests to run, collects their tokens, and applies pauses to them.
 
-Every forward pass is one `Step`, which rank 0 broadcasts: ranks run the same steps in the same order and
-are quiesced at the same one.
+Every forward pass is one `Step`, which rank 0 broadcasts: all ranks run the same steps in the same order and
+are quiesced after the same step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from windlass.rollout.messages import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of every rank: a forward pass, or a pause, which quiesces them.
+    """One step of every rank: a forward pass, or a pause, which quiesces the ranks.
 
     Attributes:
-        pause_id: of the pause; empty for a forward pass.
-        slots: (B,) cache rows. tokens: (B, T) right-padded. start: (B,) position of the first token.
-        lengths: (B,) number of tokens that are no padding.
+        pause_id: id of the pause; empty for a forward pass.
+        slots: (B,) cache rows.
+        tokens: (B, T) tokens, right-padded.
+        start: (B,) position of the first token.
+        lengths: (B,) number of tokens without padding.
     """
 
     pause_id: str = ""
@@ -39,7 +41,7 @@ class Step:
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended, with SGLang's names."""
+    """Reason why a generation ended, with SGLang's names."""
 
     LENGTH = "length"
     STOP = "stop"
@@ -51,10 +53,10 @@ class Request:
     """One generation.
 
     Attributes:
-        on_finish: called once, from the scheduler's thread.
-        output_ids, logprobs, versions: one entry per generated token; a version is that of the
-            weights of the step that made the token.
-        failure: why it was aborted, if no token could be drawn for it.
+        on_finish: called once, in the scheduler's thread or in the thread that aborts the request.
+        output_ids, logprobs, versions: one entry per generated token; a version is the version of the weights
+            that computed the token.
+        failure: reason for the abort if no token could be sampled; else empty.
     """
 
     rid: str
@@ -70,15 +72,15 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output."""
+        """Number of tokens of prompt and output."""
         return len(self.input_ids) + len(self.output_ids)
 
 
 @final
 class Scheduler:
-    """Thread-safe: HTTP submits, the agent pauses, the model loop asks for steps.
+    """Thread-safe scheduler: HTTP submits requests, the agent pauses it, and the model loop takes steps from it.
 
-    It is rank 0's `EngineHooks`, too.
+    It also implements `EngineHooks` for rank 0.
     """
 
     def __init__(self, *, num_slots: int, max_positions: int, paused: bool, seed: int) -> None:
@@ -97,16 +99,16 @@ class Scheduler:
 
     @property
     def version(self) -> int:
-        """Stamped on tokens."""
+        """Version that new tokens are stamped with."""
         return self._version
 
     @property
     def is_paused(self) -> bool:
-        """Whether generation stands still."""
+        """Whether generation is paused."""
         return self._paused
 
     def num_requests(self) -> tuple[int, int]:
-        """(running, waiting)."""
+        """Return the numbers of running and of waiting requests."""
         with self._changed:
             return len(self._running), len(self._waiting)
 
@@ -114,7 +116,7 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            ConfigError: it cannot fit into the cache.
+            ConfigError: the request does not fit into the cache.
         """
         needed = len(request.input_ids) + request.sampling.max_new_tokens
         if needed > self._max_positions:
@@ -127,7 +129,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def abort(self, rid: str) -> bool:
-        """End a request with what it has; false when there is none of that id."""
+        """End a request and keep its tokens; return whether a request of that id was found."""
         with self._changed:
             found = [r for r in (*self._running.values(), *self._waiting) if r.rid == rid]
             for request in found:
@@ -136,7 +138,7 @@ class Scheduler:
         return bool(found)
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-        """Return once every step that was begun is over and none will begin; PeerTimeout after `deadline_s`."""
+        """Return once the current step has ended and no other will begin; raise PeerTimeout after `deadline_s`."""
         with self._changed:
             self._pause_wanted = (pause_id, mode)
             self._paused = True
@@ -145,13 +147,13 @@ class Scheduler:
                 raise PeerTimeout(f"pause {pause_id}: the model loop ran on for {deadline_s} s")
 
     def resume(self, deadline_s: float = 0.0) -> None:  # noqa: ARG002
-        """Go on."""
+        """Continue generation."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
 
     def finalise(self) -> None:
-        """Nothing is derived from weights; caches of old weights go with their requests."""
+        """Do nothing: no data is derived from the weights, and a request's cache is dropped with the request."""
 
     def set_version(self, version: int, deadline_s: float = 0.0) -> None:  # noqa: ARG002
         """Stamp `version` on tokens of later steps."""
@@ -161,7 +163,7 @@ class Scheduler:
     # --- called by the model loop --------------------------------------------------------------
 
     def next_step(self) -> Step:
-        """Return what to do next; blocks until there is something."""
+        """Return the next step; block until a step is due."""
         with self._changed:
             self._changed.wait_for(self._has_work)
             if self._pause_wanted is not None:
@@ -171,7 +173,7 @@ class Scheduler:
             return self._forward()
 
     def quiesced(self, pause_id: str) -> None:
-        """Take note that every rank is quiesced."""
+        """Record that every rank is quiesced."""
         with self._changed:
             if self._pause_wanted is not None and self._pause_wanted[0] == pause_id:
                 self._pause_wanted = None
@@ -179,7 +181,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def sample(self, step: Step, logits: torch.Tensor) -> None:
-        """Sample from the step's logits (B, V) and hand out the tokens."""
+        """Sample from the step's logits (B, V) and append the tokens to their requests."""
         with self._changed:
             requests = [self._running.get(slot) for slot in step.slots]
             for request, row in zip(requests, self._sample(requests, logits), strict=True):
@@ -204,7 +206,7 @@ class Scheduler:
             self._running.clear()
 
     def _forward(self) -> Step:
-        """Return a step over whole requests that wait, if there is room for one, else over the last tokens of all."""
+        """Return a prefill step over waiting requests if a slot is free, else a decode step over all running requests."""
         slots, rows = sorted(self._running), list[list[int]]()
         if self._waiting and self._free:
             slots = []
@@ -228,7 +230,7 @@ class Scheduler:
     def _sample(
         self, requests: list[Request | None], logits: torch.Tensor
     ) -> list[tuple[int, float] | str]:
-        """Return token and logprob of each row, or why none could be drawn; one fails alone."""
+        """Return the token and logprob of each row, or the reason why sampling failed for that row alone."""
         try:
             return [*zip(*self._drawn(requests, logits), strict=True)]
         except RuntimeError as error:
@@ -240,7 +242,7 @@ class Scheduler:
     def _drawn(
         self, requests: list[Request | None], logits: torch.Tensor
     ) -> tuple[list[int], list[float]]:
-        """Return a token per row, and its log-probability under the distribution that it was drawn from.
+        """Return a token per row, and its log-probability under the distribution that it was sampled from.
 
         A greedy token has the log-probability that the model gives it.
         """

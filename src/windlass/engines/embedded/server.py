@@ -1,4 +1,4 @@
-"""The SGLang-shaped HTTP routes of rank 0, on a loop in a thread of their own."""
+"""HTTP routes of rank 0 in the form of SGLang's, served by an event loop in its own thread."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CLIENT_ROUTES = dict.fromkeys(
     ("/generate", "/abort_request", "/health", "/health_generate", "/server_info", "/model_info"),
     (Access.CLIENT, Access.WORKER),
 )
-"""What a rollout client may call, and a worker that shows its certificate; the rest is the owner's."""
+"""Routes open to rollout clients and to workers with a client certificate; every other route needs the owner's token."""
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -55,10 +55,11 @@ class _Version(msgspec.Struct, frozen=True):
 
 @final
 class EngineServer:
-    """Serves until the process ends.
+    """HTTP server of the engine; it serves until the process ends.
 
-    `token` opens every route; what it gives rollout clients opens those of `CLIENT_ROUTES`, and so does
-    `engine_token` unless it is empty. `eos_token_ids` end a generation unless ignored.
+    `token` opens every route. The tokens that the controller derives from it for rollout clients open
+    `CLIENT_ROUTES`, and so does `engine_token` unless it is empty. Tokens in `eos_token_ids` end a generation
+    unless the request ignores them.
     """
 
     def __init__(
@@ -93,14 +94,15 @@ class EngineServer:
 
     @property
     def url(self) -> str:
-        """Return the address that others connect to."""
+        """Return the address that clients connect to."""
         return self._server.url
 
     def start(self) -> None:
-        """Serve from a daemon thread; returns once requests are accepted.
+        """Serve from a daemon thread; return once the server accepts requests.
 
         Raises:
-            PeerTimeout: they are not within `START_DEADLINE_S`. OSError: they cannot be.
+            PeerTimeout: the server does not accept requests within `START_DEADLINE_S`.
+            OSError: the server cannot listen on its address.
         """
         self._server.add_routes(
             [
@@ -144,7 +146,8 @@ class EngineServer:
         if not sampling.ignore_eos:
             stops |= self._eos
         done: Future[Request] = Future()
-        done.set_running_or_notify_cancel()  # a client that goes away cancels nothing
+        # A client that disconnects must not cancel the future that the scheduler will set.
+        done.set_running_or_notify_cancel()
         request = Request(
             rid=body.rid or uuid.uuid4().hex,
             input_ids=body.input_ids,

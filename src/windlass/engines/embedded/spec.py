@@ -1,4 +1,4 @@
-"""What Windlass knows of its own engine, and what one is told."""
+"""Settings and command line of Windlass's own engine."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: identity in the fleet; ranks are called `name/rank`.
         model: path of a transformers configuration (random weights) or of a checkpoint folder.
-        controller: address; empty serves the initial weights without a controller.
-        transport: what receives weights; see `parse_transport`.
-        host: address to bind. port: 0 lets the system choose.
-        advertise_host: what others connect to; empty for `host`.
-        seed: of random weights and of sampling. None gives random weights the seed 0, and each start of the
-            engine its own seed for sampling.
-        max_batch: requests that run at once. max_positions: tokens per request.
+        tensor_parallel_size: number of ranks.
+        dtype: dtype of the weights.
+        controller: address of the controller; empty serves the initial weights without a controller.
+        transport: transport that receives weights; see `parse_transport`.
+        host: address to bind.
+        port: port to bind; 0 lets the system choose.
+        advertise_host: host that clients connect to; empty for `host`.
+        seed: seed of random weights and of sampling. None gives random weights the seed 0, and each start of
+            the engine its own seed for sampling.
+        max_batch: number of requests that run at once.
+        max_positions: number of tokens per request.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Orders to the ranks of an SGLang server, and how it is paused by them and by its own routes.
+"""Orders to the ranks of an SGLang server, and its pause, which uses orders and the server's own routes.
 
-Orders get there as names of an empty tensor: SGLang's route for tensors hands them to a custom weight loader
-in the main loop of every rank.
+An order travels as the name of an empty tensor: SGLang's route for tensors passes it to a custom weight
+loader in the main loop of every rank.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from windlass.engines.spec import AgentSettings, RankStep
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 
 DRAIN_S = 30.0
-"""For stages to notice that no request is left; they do so after a turn of every micro-batch."""
+"""Seconds for pipeline stages to notice that no request is left, which takes each stage a turn of every micro-batch."""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """Capture the layout, or, once what all ranks have captured was found good, join the fleet.
+    """Capture the layout, or join the fleet once the captured layouts of all ranks have been accepted.
 
-    Each rank reports so in `folder`, see `windlass.engines.spec.EngineServer.order`.
+    Each rank reports its result in `folder`; see `windlass.engines.spec.EngineServer.order`.
     """
 
     step: RankStep
@@ -41,13 +41,13 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Quiesce(msgspec.Struct, frozen=True, tag="quiesce"):
-    """Every step before this order is over, and caches of the weights until now answer nobody else.
+    """End every earlier step, and hide the caches of the current weights from later requests.
 
     Attributes:
-        pause_id: that the loop is quiesced for.
-        namespace: unlike that of any other order; of the keys of the caches from now on.
-        blocked_s: the loop stays in the order until the pause ends, or for 20 s; this is the deadline
-            for the agent to ask for that pause. None where the loop goes on.
+        pause_id: pause that the loop is quiesced for.
+        namespace: unique name, part of all cache keys from now on.
+        blocked_s: the loop stays in the order until the pause ends, or for 20 s; this is the number of
+            seconds within which the agent must ask for that pause. None lets the loop continue.
     """
 
     pause_id: str
@@ -56,7 +56,7 @@ class Quiesce(msgspec.Struct, frozen=True, tag="quiesce"):
 
 
 class Digests(msgspec.Struct, frozen=True, tag="digests"):
-    """Report a digest of every tensor that the model holds in `folder`, as JSON."""
+    """Write a digest of every tensor of the model into `folder`, as JSON."""
 
     folder: str
 
@@ -65,9 +65,9 @@ Order = Step | Quiesce | Digests
 
 
 class _Empty:
-    """Reaches the ranks as an empty tensor.
+    """Object that the ranks unpickle as an empty tensor.
 
-    Ranks patch how torch hands tensors to other processes in a way that fails on CPU tensors.
+    SGLang's ranks patch how torch passes tensors between processes, and the patch fails on CPU tensors.
     """
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -82,12 +82,13 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def order_ranks(server: EngineHttp, order: Order, world_size: int, deadline_s: float) -> None:
-    """Have every rank carry out an order in its main loop; return once those of the first stage have.
+    """Make every rank carry out an order in its main loop; return once the ranks of the first stage have done so.
 
-    `deadline_s`: of every request.
+    `deadline_s` applies to every request.
 
     Raises:
-        PeerUnreachable: the server refused, or a rank failed. PeerTimeout: no answer in time.
+        PeerUnreachable: the server refused, or a rank failed.
+        PeerTimeout: no answer in time.
     """
     with session(server, deadline_s) as selector:
         send_order(server, order, selector, world_size, deadline_s)
@@ -95,17 +96,20 @@ def order_ranks(server: EngineHttp, order: Order, world_size: int, deadline_s: f
 
 @contextmanager
 def session(server: EngineHttp, deadline_s: float) -> Iterator[Mapping[str, str]]:
-    """Yields what orders say within.
+    """Open an update session and yield the fields that every order in it must contain.
 
-    The end works on weights, and is not awaited in later stages.
+    Closing the session works on weights; later stages are not awaited.
     """
     try:
         _call(server, "/begin_weight_update", {"selector": "target"}, deadline_s)
-    except NoSuchRoute:  # 0.5.16: no sessions, and no draft model here
+    # SGLang 0.5.16 has no sessions, and no draft model here.
+    except NoSuchRoute:
         yield {}
         return
-    except (PeerTimeout, SystemExit):  # by a signal, while the server waits for requests
-        with suppress(WindlassError):  # it opens later, and nobody else would close it
+    # A signal raises SystemExit while the server waits for requests.
+    except (PeerTimeout, SystemExit):
+        # The server opens the session later, and no other process would close it.
+        with suppress(WindlassError):
             _call(server, "/end_weight_update", {}, deadline_s)
         raise
     try:
@@ -123,9 +127,10 @@ def send_order(
     *,
     hook: str = HOOK,
 ) -> None:
-    """Do as `order_ranks`, within a session; `deadline_s` is None for an order that lasts as long as a pause."""
+    """Send an order within a session, as `order_ranks`; `deadline_s` is None for an order that lasts as long as a pause."""
     name = msgspec.json.encode(order).decode()
-    payload = ForkingPickler.dumps([(name, _Empty())])  # what SGLang's own serialiser does
+    # SGLang's own serialiser produces these bytes.
+    payload = ForkingPickler.dumps([(name, _Empty())])
     body = {
         "serialized_named_tensors": [base64.b64encode(payload).decode()] * world_size,
         "load_format": hook,
@@ -145,10 +150,11 @@ def _call(server: EngineHttp, path: str, body: object, deadline_s: float | None)
 class SglangApi:
     """`EngineApi` over SGLang's routes.
 
-    Caches of old weights are outdated by the order that quiesces the loop, in whichever mode,
-    before anything is written: `/flush_cache` refuses while requests are kept, and leaves embeddings.
+    In every mode, the order that quiesces the loop outdates the caches of old weights before any weights are
+    written. `/flush_cache` cannot do this: it refuses while requests are kept, and it leaves embeddings.
 
-    `gate`: of rank 0. `blocks`: whether weights may be written while an order keeps the loops blocked.
+    `gate` is the gate of rank 0. `blocks` says whether weights may be written while an order blocks the
+    loops.
     """
 
     def __init__(
@@ -164,10 +170,10 @@ class SglangApi:
         self._gate, self._blocks = gate, blocks
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
-        """SGLang's own modes.
+        """Pause in one of SGLang's own modes.
 
-        Its loop of a pipeline (0.5.23) does not look whether it is paused, so that only `abort`,
-        which waits until no request is left, stops it.
+        SGLang's loop of a pipeline (0.5.23) does not check whether it is paused. Only `abort`, which waits
+        until no request is left, stops it.
         """
         if self._num_stages > 1 and mode is not PauseMode.ABORT:
             raise ConfigError(
@@ -178,7 +184,7 @@ class SglangApi:
         return True
 
     def blocks(self, mode: PauseMode) -> bool:  # noqa: ARG002
-        """See `EngineApi.blocks`; a loop that is only paused spins."""
+        """See `EngineApi.blocks`; a loop that is only paused keeps a core busy."""
         return self._blocks
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
@@ -187,8 +193,10 @@ class SglangApi:
             answered_s = None if block else deadline_s
             send_order(self._server, order, selector, self._world_size, answered_s)
             if block:
-                self._gate.wait_ended(pause_id)  # the end of a session works on weights
-        if self._num_stages > 1:  # a flush waits until every stage knows that no request is left
+                # The end of a session works on weights, so it must follow the pause.
+                self._gate.wait_ended(pause_id)
+        # A flush waits until every stage knows that no request is left.
+        if self._num_stages > 1:
             waits_s = min(DRAIN_S, deadline_s)
             self._server.post(f"/flush_cache?timeout={waits_s}", {}, deadline_s)
 

@@ -1,4 +1,4 @@
-"""What Windlass knows of SGLang: releases, settings, and how its own server is started."""
+"""Windlass's knowledge of SGLang: supported releases, allowed settings, and the command that starts its server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from windlass.net.addresses import free_port
 
 HOOK = "windlass.engines.sglang.hook.run"
 ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""Variable with which SGLang returns log-probabilities of the model, whatever the temperature."""
+"""Environment variable that makes SGLang return log-probabilities of the model's own distribution at any temperature."""
 
 REPLICAS = Feature(
     "ranks that know their replica (`dp_rank` of `get_parallel()`)",
@@ -113,7 +113,7 @@ _ENCODERS = "its encoders are in other processes, whose weights are not updated"
 
 
 def _rule(setting: str, allowed: tuple[object, ...], why: str) -> Rule:
-    """Return the rule of a setting that is called as its option is."""
+    """Return the rule of a setting whose command-line option has the same name."""
     return Rule(f"--{setting.replace('_', '-')}", allowed, why, (setting,))
 
 
@@ -128,7 +128,7 @@ _CACHES = (
     _rule("language_only", (False,), _ENCODERS),
     _rule("encoder_only", (False,), _ENCODERS),
 )
-"""Caches of old weights that neither a namespace nor a flush reaches."""
+"""Rules against caches of old weights that neither a new cache namespace nor a flush reaches."""
 RULES = (
     *_CACHES,
     _rule(
@@ -156,7 +156,7 @@ RULES = (
     _rule("grpc_mode", (False,), _OTHER_LISTENER),
     _rule("smg_grpc_mode", (False,), _OTHER_LISTENER),
 )
-"""Of a server whose ranks run an agent."""
+"""Rules for a server whose ranks run an agent."""
 _SIZES = ("tp_size", "pp_size", "dp_size")
 
 
@@ -183,7 +183,8 @@ class SglangServer:
                     "--model-path",
                     args.model,
                 ),
-                # On other nodes than the first SGLang answers its own health checks there, and nobody asks.
+                # Nodes other than the first serve only SGLang's own health checks, which no client asks
+                # for: any port will do.
                 *("--host", args.host, "--port", str(free_port() if args.node_rank else args.port)),
                 *("--tp-size", str(args.tp)),
                 *(("--pp-size", str(args.pp)) if args.pp > 1 else ()),
@@ -207,18 +208,18 @@ class SglangServer:
 
 
 def check_server(server: EngineHttp, world_size: int) -> int:
-    """Ask a server what it was set to. One that does not tell is taken as its command line said.
+    """Check the settings that a running server reports. Settings that it does not report count as its command line gave them.
 
     Args:
-        server: that runs.
-        world_size: ranks that were announced.
+        server: the running server.
+        world_size: number of ranks that the launcher announced.
 
     Returns:
-        Stages of its pipeline.
+        Number of pipeline stages.
 
     Raises:
-        ConfigError: a setting with which an update would be wrong; or another number of ranks.
-        PeerUnreachable, PeerTimeout: it does not answer, or not as SGLang does.
+        ConfigError: an update would be wrong with a setting, or the server has another number of ranks.
+        PeerUnreachable, PeerTimeout: the server does not answer, or not as SGLang does.
     """
     try:
         told = msgspec.json.decode(server.get("/server_info"), type=dict[str, object])
@@ -226,9 +227,10 @@ def check_server(server: EngineHttp, world_size: int) -> int:
         return 1
     except DECODE_ERRORS as error:
         raise PeerUnreachable(f"{server.url}/server_info: not SGLang's answer: {error}") from error
-    if "attn_dp_size" in told:  # then the old word says no more than whether that is above 1
+    # A server that reports `attn_dp_size` sets `enable_dp_attention` only as a consequence of it.
+    if "attn_dp_size" in told:
         told.pop("enable_dp_attention", None)
-    # A setting that its release does not know is not checked.
+    # Settings that this release does not have are not checked.
     refuse_settings(server.url, RULES, told.__getitem__)
     sizes = [size if isinstance(size := told.get(name), int) else 1 for name in _SIZES]
     if told.keys() >= set(_SIZES) and math.prod(sizes) != world_size:

@@ -1,8 +1,9 @@
-"""vLLM's kernels for CPUs, some of which multiply by copies of the weights that nobody else can reach.
+"""Replacement of vLLM's CPU kernels that multiply by private copies of the weights.
 
-With AVX-512 or AMX vLLM (0.32) packs the weight of every linear layer into memory of oneDNN or of a
-kernel of its own and drops the parameter, or keeps it and never reads it again: an update of it would
-go unseen. Without them it multiplies by the parameter, in torch; so it does here.
+With AVX-512 or AMX, vLLM (0.32) packs the weight of every linear layer into memory of oneDNN or of its own
+kernel. It then drops the parameter, or keeps the parameter and never reads it again, so that an update of the
+parameter would have no effect. Without these instructions vLLM multiplies by the parameter in torch; this
+module makes it do so on every CPU.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from windlass.errors import UnsupportedLayout
 
 
 def multiply_by_parameters(applies: Callable[[], bool] = lambda: True) -> None:
-    """Have this worker's linear layers read their parameters. Called before its model is loaded.
+    """Make this worker's linear layers read their parameters. Call it before vLLM loads the model.
 
-    Outside a worker of vLLM on a CPU it does nothing. Where `applies`, asked for every layer while the model is
-    loaded, says no, vLLM packs.
+    It has no effect outside a vLLM worker on a CPU. vLLM calls `applies` for every layer while it loads the
+    model; where it returns False, vLLM packs the weight.
 
     Raises:
-        UnsupportedLayout: not now, but while the model is loaded: the weight of a convolution was packed
-            (AVX512-BF16). Its kernels take no other, and a copy that they read, too, is made once and
-            not when weights are loaded again.
+        UnsupportedLayout: raised later, while the model is loaded, if vLLM packed the weight of a convolution
+            (AVX512-BF16). The convolution kernels need the packed weight, and they also read a copy that vLLM
+            makes once and does not renew when weights are loaded again.
     """
     if "vllm" not in sys.modules:
         return

@@ -1,41 +1,41 @@
-"""What Windlass adds to vLLM's EngineCore: caches apart by version, versions of tokens, calls of its own rank.
+"""Windlass's additions to vLLM's EngineCore: caches separated by version, versions of tokens, and calls from its own rank.
 
-`--scheduler-cls windlass.engines.vllm.engine_core._scheduler`, or the plugin `windlass.integrations.vllm.plugin`,
-has vLLM import this module in every EngineCore process, before the first request. Read and found to fit in
-0.24 and 0.32.
+`--scheduler-cls windlass.engines.vllm.engine_core._scheduler`, or the plugin
+`windlass.integrations.vllm.plugin`, makes vLLM import this module in every EngineCore process, before the
+first request. The patched functions were read in vLLM 0.24 and 0.32.
 
-A hold: what keeps the workers from stepping while weights change begins with vLLM's own pause of requests that
-are kept, without its way through the API server and without the sleep of 20 ms that ends it there
-(`AsyncLLM.pause_generation`): nothing is scheduled, and what runs on the workers is read and given out. So
-no token waits for an update that was made before it, and all that comes after it is of the version after it.
+Hold. While weights change, the core holds its workers between two steps. A hold starts as vLLM's own pause
+that keeps requests (`AsyncLLM.pause_generation`), without its way through the API server and its final sleep
+of 20 ms. The core schedules nothing, reads the results of running steps, and sends them out. Therefore tokens
+made before the update do not wait for it, and every later token is of the new version.
 
-Prefix cache: the hashes of a request's blocks are salted with a namespace, and every update begins
-another one. It is begun in the core's loop, by the very call that then brings the workers to rest or
-holds them, so that no step is scheduled between the two; nothing has been written yet, and should it
-fail, so does the pause. A request enters the namespace of the moment in which vLLM looks for its
-prefix: what waited across the update, or was preempted and must compute its keys and values again,
-finds nothing older. A running request keeps its blocks and its salt, and what it still caches is found
-by nobody who comes later. Blocks of older namespaces are evicted as any that nobody asks for.
+Prefix cache. The core salts the block hashes of a request with a namespace, and every update begins a new
+namespace. The namespace begins in the core's loop, in the same call that then quiesces or holds the workers,
+so that no step is scheduled in between. At this point no weights have changed; if beginning the namespace
+fails, the pause fails. A request enters the current namespace when vLLM looks up its prefix: a request that
+waited during the update, or that was preempted and must compute its keys and values again, finds no older
+blocks. A running request keeps its blocks and its salt, and later requests do not find the blocks that it
+still adds. vLLM evicts blocks of older namespaces as it evicts any unused block.
 
-Encoder cache: outputs of encoders are found by a hash of their input alone, so that one is emptied,
-also before a layout is captured: when vLLM loads weights its workers drop theirs, and the EngineCore,
-which is not told, would have them look for what is gone and die. A running request that still needs
-an output has the scheduler run the encoder again. What vLLM keeps of multimodal processors are
-inputs, which are those of any version.
+Encoder cache. vLLM finds outputs of encoders by a hash of the input alone, so every update empties this
+cache. A capture of the layout empties it too: when vLLM loads weights, its workers drop their outputs without
+notice to the EngineCore, which would then request missing outputs and crash. If a running request still needs
+an output, the scheduler runs the encoder again. The cache of multimodal processors contains inputs, which do
+not depend on the version.
 
-Versions of tokens, in releases that do not say them (0.24): the scheduler notes the version in every step
-that it schedules, and for every request over how many of its tokens that version held; what was scheduled
-before a pause and is read after it keeps the version that made it. The spans leave with the last output of a
-request in `kv_transfer_params`, the one place of vLLM's outputs that its server passes on as it is
-(connectors, which use it, are refused). The version comes from the agents in the ranks: a loop that was
-blocked for an update returns it, before the core schedules the next step. vLLM 0.32 sets a version itself, in
-the core's loop: a hold does so as it ends, and where the engine is not held it must be paused by `/pause` for it,
-which sleeps for 20 ms; with WINDLASS_VLLM_OWN_VERSIONS=1 it does as 0.24 does.
+Versions of tokens, in releases that do not report them (0.24). The scheduler records the version in every
+step that it schedules, and the span of tokens that each version made for a request. A step that was scheduled
+before a pause and read after it keeps its own version. The spans leave with the last output of a request in
+`kv_transfer_params`, the only field that vLLM's server passes on unchanged (connectors, which use it too, are
+refused). The version comes from the agents in the ranks: a loop that was blocked for an update returns it
+before the core schedules the next step. vLLM 0.32 sets the version itself in the core's loop. A hold sets it
+at its end; without a hold, the engine must be paused by `/pause`, which sleeps for 20 ms. With
+WINDLASS_VLLM_OWN_VERSIONS=1, 0.32 behaves as 0.24.
 
-Calls: a server of one rank runs it in the core's process. `/collective_rpc` comes there through the event loop
-of the API server, behind the rollouts that are asked for at once when a trainer ends a step, and just then its
-update is due. So a call of that rank goes into the core's own queue, and is carried out between two steps as
-that route's is.
+Calls. A server of one rank runs the rank in the core's process. `/collective_rpc` would reach it through the
+event loop of the API server, behind all rollout requests that arrive when a trainer step ends, and the update
+is due at that moment. Therefore the rank puts its call into the core's own queue, and the core runs it
+between two steps, like a call of that route.
 """
 
 from __future__ import annotations
@@ -57,42 +57,42 @@ from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable
 
 _log = logging.getLogger(__name__)
 BACKEND = "windlass"
-"""For `--weight-transfer-config`."""
+"""Value for `--weight-transfer-config`."""
 SCHEDULER = "windlass.engines.vllm.engine_core._scheduler"
-"""For `--scheduler-cls`."""
+"""Value for `--scheduler-cls`."""
 OUTSIDE = "what was computed with older weights stays in caches outside the engine"
-"""Why connectors for keys, values and outputs of encoders are refused: not all go by the salt."""
+"""Reason to refuse connectors for keys, values and outputs of encoders: not all of them use the salt."""
 QUIESCES = "windlass_quiesce"
-"""The method of workers that the EngineCore calls with one more argument: the namespace it has begun.
+"""Method of workers that the EngineCore calls with an additional argument: the namespace that it has begun.
 
-A worker that is not given one refuses the pause: this core would mix the versions of its caches.
+A worker that receives no namespace refuses the pause: this core would mix the versions of its caches.
 """
 _TELLING_CALLS = frozenset({QUIESCES, "windlass_set_version"})
-"""Methods of workers that return the version to note from now on, or None."""
+"""Methods of workers that return the version to record from now on, or None."""
 _HOLDS = "update_weights"
-"""vLLM's own call of workers, which a weight-transfer backend of ours holds; its argument is a dict."""
+"""vLLM's own call of workers, which our weight-transfer backend turns into a hold; its argument is a dict."""
 WHOLE = "whole"
-"""Key in that dict: `/start_weight_update` and `/finish_weight_update` are not called; the core sets the version."""
+"""Key in that dict for an update without `/start_weight_update` and `/finish_weight_update`; the core sets the version."""
 _LOADS, _INITIALISES = "windlass_capture", "init_weight_transfer_engine"
 OWN_VERSIONS = "WINDLASS_VLLM_OWN_VERSIONS"
 SPANS = "weight_versions"
-"""Key in `kv_transfer_params`: a list of spans, as vLLM 0.32 and SGLang spell them."""
+"""Key in `kv_transfer_params`: a list of spans in the form of vLLM 0.32 and SGLang."""
 _NOTED, _KEPT = "windlass_weight_version", "windlass_weight_versions"
 SLOW_S = 0.1
-"""Longer than a step should take."""
+"""Seconds that no step should exceed; a call that waits longer is logged."""
 NUM_FRAMES = 8
 _CALL = object()
-"""In the place of vLLM's kind of a client's request."""
+"""Marker of our calls in the core's queue, where vLLM puts the kind of a client's request."""
 
 Span = dict[str, int]
-"""`version` over output tokens [`start`, `end`)."""
+"""`version` of the output tokens [`start`, `end`)."""
 
 
 @final
 class Namespace:
-    """What salts begin with: one per version of the weights, unlike any other of any process.
+    """Prefix of cache salts: unique per version of the weights and across processes.
 
-    One per EngineCore. `salt` may be called by another thread, all else is called in its loop.
+    Each EngineCore has one. Any thread may call `salt`; only the core's loop calls the other methods.
     """
 
     def __init__(self) -> None:
@@ -100,19 +100,19 @@ class Namespace:
         self._has_salted = False
 
     def begin(self) -> str:
-        """Begin another one and return its name."""
+        """Begin a new namespace and return its name."""
         self._name = uuid.uuid4().hex
         return self._name
 
     def salt(self, own: str | None) -> str:
-        """Return the salt of a request that came now; `own` is what its client gave."""
+        """Return the salt of a request that arrives now; `own` is the salt that the client gave."""
         self._has_salted = True
         return self._name + (own or "")
 
     def enter(self, request: Any) -> None:
-        """Hash the blocks of vLLM's `Request`, which holds none, anew if they are of an older namespace.
+        """Hash the blocks of a vLLM `Request` again if their namespace is older. The request must not hold blocks.
 
-        Nothing where no request has been salted: Windlass does not update this engine.
+        Do nothing if no request was ever salted: Windlass does not update this engine.
         """
         salt = request.cache_salt or ""
         if not self._has_salted or salt.startswith(self._name):
@@ -124,7 +124,7 @@ class Namespace:
 
 @final
 class CoreCalls:
-    """Calls of the EngineCore of this process by the one rank that lives there. Made in the core's loop.
+    """Calls of this process's EngineCore by the one rank that runs in it. Created in the core's loop.
 
     Args:
         core: vLLM's `EngineCoreProc`.
@@ -134,23 +134,23 @@ class CoreCalls:
         self._core, self._loop = core, threading.get_ident()
 
     def call(self, method: str, args: list[object], deadline_s: float | None) -> None:
-        """Run a method of the worker in the core's loop, and return when it has. Called in another thread.
+        """Run a method of the worker in the core's loop and return when it has ended. Call this in another thread.
 
-        `deadline_s` is None only for a call that lasts as long as a pause does.
+        `deadline_s` is None only for a call that lasts as long as a pause.
 
         Raises:
-            PeerTimeout: it had not within `deadline_s`; it may yet.
-            PeerUnreachable: it raised.
+            PeerTimeout: the method did not end within `deadline_s`; it may still run.
+            PeerUnreachable: the method raised.
         """
         self._run(method, lambda core: core.collective_rpc(method, args=tuple(args)), deadline_s)
 
     def hold(self, blocked: Callable[[], int]) -> None:
-        """Hold the core between two steps while `blocked` runs in its loop. Called in another thread.
+        """Hold the core between two steps while `blocked` runs in its loop. Call this in another thread.
 
-        `blocked` returns the version that is served after it; < 0 for none.
+        `blocked` returns the version that the engine serves afterwards; < 0 for none.
 
         Raises:
-            PeerUnreachable: it raised.
+            PeerUnreachable: `blocked` raised.
         """
         self._run("hold", lambda core: _hold(core, lambda _namespace: blocked()), None)
 
@@ -184,11 +184,11 @@ class CoreCalls:
 
 
 class _Core:
-    """What this module keeps of the EngineCore of this process.
+    """State that this module keeps for the EngineCore of this process.
 
     Attributes:
-        version: that the workers told last.
-        calls: once a layout has been captured; None in an engine that has no loop of its own.
+        version: newest version that the workers reported.
+        calls: set once a layout has been captured; None in an engine that has no loop of its own.
     """
 
     namespace = Namespace()
@@ -200,25 +200,25 @@ _own = _Core()
 
 
 def core_calls() -> CoreCalls | None:
-    """Return the core of this process, once a layout has been captured there; None where there is none."""
+    """Return the calls into this process's core once a layout has been captured in it; None if there is no such core."""
     return _own.calls
 
 
 def stamps_tokens() -> bool:
-    """Whether Windlass, and not vLLM, says which version made a token. Called in vLLM's processes."""
+    """Return whether Windlass, and not vLLM, records the version of each token. Called in vLLM's processes."""
     from vllm.v1.engine.core import EngineCore
 
     return "set_weight_version" not in vars(EngineCore) or bool(environment_value(OWN_VERSIONS))
 
 
 def is_backend_of(config: Any) -> bool:
-    """Whether an engine of this `VllmConfig` was started with our weight-transfer backend."""
+    """Return whether an engine of this `VllmConfig` was started with our weight-transfer backend."""
     transfer = vars(config).get("weight_transfer_config")
     return transfer is not None and bool(transfer.backend == BACKEND)
 
 
 def _scheduler(**made_with: Any) -> object:
-    """Make vLLM's own scheduler, which notes versions of tokens where vLLM does not. Called by an EngineCore."""
+    """Make vLLM's own scheduler, extended to record versions of tokens if vLLM does not. Called by an EngineCore."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -232,9 +232,9 @@ def _scheduler(**made_with: Any) -> object:
 
 @functools.cache
 def keep_caches_apart() -> None:
-    """Have the EngineCore of this process do what this module says. Once.
+    """Patch the EngineCore of this process as this module describes. Idempotent.
 
-    An engine that Windlass does not update, in a process that merely has the plugin, goes on as it did.
+    An engine that Windlass does not update, in a process that only has the plugin, behaves as before.
     """
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -274,7 +274,8 @@ def keep_caches_apart() -> None:
     def handle_client_request(core: Any, kind: Any, *request: Any) -> Any:
         return request[0]() if kind is _CALL else handle(core, kind, *request)
 
-    def get_computed_blocks(manager: Any, request: Any, *limits: Any) -> Any:  # 0.33 has one
+    # vLLM 0.33 passes a limit.
+    def get_computed_blocks(manager: Any, request: Any, *limits: Any) -> Any:
         namespace.enter(request)
         return look_up(manager, request, *limits)
 
@@ -287,7 +288,7 @@ def keep_caches_apart() -> None:
 def _update(
     core: Any, call: Callable[..., list[Any]], timeout: float | None, info: dict[str, object]
 ) -> list[Any]:
-    """Have the workers do vLLM's own `update_weights`; of a `whole` update nothing comes before or after it."""
+    """Make the workers run vLLM's own `update_weights`; a `whole` update is this call alone."""
     found: list[Any] = []
 
     def update(namespace: str) -> int:
@@ -296,23 +297,25 @@ def _update(
         if told.pop(WHOLE, False):
             return int(min(call(_receive, timeout, (told,))))
         found = call(_HOLDS, timeout, (), {"update_info": told})
-        return -1  # who has begun it ends it, with the version
+        # A client that began the update with its own call also ends it, with the version.
+        return -1
 
     _hold(core, update)
     return found
 
 
 def _receive(worker: Any, info: dict[str, object]) -> int:
-    """Called in a worker that has our backend; returns the version that it serves, < 0 for none."""
+    """Receive weights in a worker that has our backend; return the version that it then serves, < 0 for none."""
     engine = worker.weight_transfer_engine
     engine.receive_weights(engine.parse_update_info(info))
     return int(engine.served_version)
 
 
 def _hold(core: Any, held: Callable[[str], int]) -> None:
-    """Bring vLLM's `EngineCore` to rest while `held` keeps its workers; see the module. Called in its loop.
+    """Quiesce vLLM's `EngineCore` while `held` holds its workers; see the module. Called in the core's loop.
 
-    `held` is given the namespace that was begun, and returns the version that is served after it, < 0 for none.
+    `held` receives the namespace that was begun, and returns the version that is served afterwards, < 0 for
+    none.
     """
     with _quiesced(core):
         _drop_encoder_outputs(core)
@@ -323,7 +326,7 @@ def _hold(core: Any, held: Callable[[str], int]) -> None:
 
 @contextmanager
 def _quiesced(core: Any) -> Iterator[None]:
-    """Have nothing be scheduled, and give out what runs, as `EngineCoreProc.pause_scheduler` and its loop do."""
+    """Stop scheduling and send out running steps, as `EngineCoreProc.pause_scheduler` and the core's loop do."""
     from vllm.v1.core.sched.interface import PauseState
 
     scheduler = core.scheduler
@@ -338,19 +341,19 @@ def _quiesced(core: Any) -> Iterator[None]:
 
 
 def _drop_encoder_outputs(core: Any) -> None:
-    """Have an EngineCore and its workers forget what encoders put out. Called in the core's loop."""
+    """Make an EngineCore and its workers drop the outputs of encoders. Called in the core's loop."""
     model = core.vllm_config.model_config
-    # What an encoder before a decoder put out is its own request's, and never found again.
+    # In an encoder-decoder model the output belongs to one request and is never looked up by another.
     if model.is_multimodal_model and not model.is_encoder_decoder:
         core.scheduler.reset_encoder_cache()
         core.model_executor.reset_encoder_cache()
 
 
 def _noting(scheduler: Any) -> Any:
-    """Return a scheduler that notes versions, made of one of vLLM's (0.24, 0.32)."""
+    """Return a scheduler class that records versions, derived from one of vLLM's (0.24, 0.32)."""
 
     class NotingScheduler(scheduler):  # type: ignore[misc]
-        """Notes versions; schedules as its base does."""
+        """Scheduler that records versions and schedules as its base class does."""
 
         def schedule(self, throttle_prefills: bool = False) -> Any:
             step = super().schedule(throttle_prefills)
@@ -359,7 +362,7 @@ def _noting(scheduler: Any) -> Any:
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             version: int | None = vars(scheduler_output)[_NOTED]
-            # With its last tokens a request leaves the scheduler's.
+            # A request leaves the scheduler's table with its last tokens.
             kept = {name: self.requests.get(name) for name in scheduler_output.num_scheduled_tokens}
             found = super().update_from_output(scheduler_output, model_runner_output)
             for output in (each for outputs in found.values() for each in outputs.outputs):

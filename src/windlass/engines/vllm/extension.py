@@ -1,7 +1,7 @@
-"""What `--worker-extension-cls windlass.engines.vllm.extension.WindlassExtension` adds to a worker.
+"""Methods that `--worker-extension-cls windlass.engines.vllm.extension.WindlassExtension` adds to a worker.
 
-vLLM makes this a base class of its worker, so `self` is the worker. The methods are called by
-`collective_rpc` in the worker's main loop, after every earlier step.
+vLLM makes this class a base class of its worker, so `self` is the worker. `collective_rpc` calls the methods
+in the worker's main loop, after every earlier step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from windlass.engines.vllm.rank import (
 )
 from windlass.errors import ConfigError
 
-multiply_by_parameters()  # vLLM imports this module in a worker before it loads the model
+# vLLM imports this module in a worker before it loads the model.
+multiply_by_parameters()
 
 _MODES: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.IN_PLACE: "keep"}
 
@@ -39,8 +40,8 @@ _MODES: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.IN_PLACE:
 class VllmApi:
     """`EngineApi` over the routes of `VLLM_SERVER_DEV_MODE=1`.
 
-    `can_block`, `stamps`: see `_can_block` and `stamps_tokens`. `core`: in this process, if the engine has no other; its
-    ranks are called there, else by `/collective_rpc`.
+    `can_block` and `stamps` are the results of `_can_block` and `stamps_tokens`. `core` is this process's
+    core if the engine has no other; its rank is then called there, and otherwise through `/collective_rpc`.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class VllmApi:
         self._is_blocking = False
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
-        """`abort` ends what is running; `in_place` keeps requests and their blocks.
+        """Pause: `abort` ends running requests; `in_place` keeps requests and their blocks.
 
-        Neither has vLLM clear its caches, which are kept apart by version: with `keep` vLLM 0.32
-        would compute the keys and values of all running requests anew.
+        vLLM does not clear its caches, which are separated by version: with `keep`, vLLM 0.32 would compute
+        the keys and values of all running requests again.
         """
         if mode not in _MODES:
             raise ConfigError(f"vLLM: pause_mode must be one of {list(_MODES)}, got {mode}")
@@ -79,7 +80,7 @@ class VllmApi:
         self._server.post("/resume", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """See `EngineApi.set_version`; what Windlass notes, a blocked loop tells the core when it is let go."""
+        """See `EngineApi.set_version`. If Windlass records versions, a blocked loop returns the version to the core at its end."""
         if not self._stamps:
             self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s)
         elif not self._is_blocking:
@@ -95,19 +96,19 @@ class VllmApi:
 
 
 class WindlassExtension:
-    """Methods of every worker. vLLM refuses clashes of names."""
+    """Methods added to every worker. vLLM refuses clashes of names."""
 
     @cached_property
     def windlass_engine_rank(self) -> EngineRank:
-        """What this process keeps."""
+        """Windlass's state of this process."""
         return EngineRank()
 
     def windlass_capture(self, encoded: str, folder: str) -> None:
-        """Capture the layout; comes before `windlass_join`. A layout that is refused changes nothing.
+        """Capture the layout, before `windlass_join`. A refused layout changes nothing.
 
         Args:
             encoded: `AgentSettings` as JSON.
-            folder: of the launcher, where the rank reports a `CapturedLayout`, see `carry_out`.
+            folder: folder of the launcher, where the rank reports a `CapturedLayout`; see `carry_out`.
         """
         settings = msgspec.json.decode(encoded, type=AgentSettings)
         worker: Worker = self
@@ -126,7 +127,7 @@ class WindlassExtension:
         carry_out(folder, self.windlass_rank(), capture, server_url=settings.url)
 
     def windlass_join(self, encoded: str, folder: str) -> None:
-        """Join the fleet, once what all ranks have captured was found good; as `windlass_capture`."""
+        """Join the fleet, once the captured layouts of all ranks were accepted. Arguments as `windlass_capture`."""
         settings, rank = msgspec.json.decode(encoded, type=AgentSettings), self.windlass_rank()
 
         def join(secrets: Secrets) -> bytes:
@@ -136,16 +137,17 @@ class WindlassExtension:
         carry_out(folder, rank, join, server_url=settings.url)
 
     def windlass_rank(self) -> int:
-        """Return this process's number among all of the server's: replicas, stages, tensor-parallel ranks."""
+        """Return this process's number among all ranks of the server: replicas, stages, tensor-parallel ranks."""
         return number_of(self)
 
     def windlass_quiesce(
         self, pause_id: str, blocked_s: str = "", namespace: str = ""
     ) -> int | None:
-        """Called in the main loop, which is paused, or between two steps and stays until the pause ends.
+        """Quiesce the main loop: mark a paused loop as quiesced, or block a running one until the pause ends.
 
-        `blocked_s`: see `QuiesceGate.block`; empty where the loop is paused. `namespace`: that the EngineCore has
-        begun for its caches. Return the version that is served after a block; None for none of any fleet.
+        `blocked_s` is the deadline of `QuiesceGate.block`; empty if the loop is paused. `namespace` is the
+        cache namespace that the EngineCore has begun. Return the version that is served after a block; None
+        if the rank serves no fleet's version.
 
         Raises:
             ConfigError: the core has begun no namespace.
@@ -166,22 +168,22 @@ class WindlassExtension:
         return rank.served_version if rank.served_version >= 0 else None
 
     def windlass_set_version(self, version: int) -> int:
-        """Called in the main loop while it is paused; the core reads what is returned."""
+        """Return `version`, which the core reads and records. Called in the main loop while it is paused."""
         return version
 
     def windlass_digests(self) -> dict[str, str]:
-        """Return a fingerprint of every tensor that this rank serves: of its model, of one that drafts, of an adapter."""
+        """Return a fingerprint of every tensor that this rank serves: model, draft model and adapter."""
         worker: Worker = self
         held = held_by(served_by(worker), cache_storages(worker))
         return fingerprints(held) | fingerprints(held_by(Slot(worker.model_runner.get_model())))
 
 
 def _can_block(parallel: Any) -> bool:
-    """Whether the loop of a rank may be blocked between two steps while weights change.
+    """Return whether the loop of a rank may be blocked between two steps while weights change.
 
-    Not where a step is spread over stages, or is one of several replicas of experts (of dense models vLLM says
-    one): another rank may be in mid-step then, and waits for this one. Not where vLLM stamps tokens (0.32): it sets
-    the version in the core's loop, which is waiting for the ranks that are blocked.
+    It may not with pipeline stages, nor with several replicas of experts (for dense models vLLM says one):
+    another rank may be inside a step then, and wait for this one. It may not where vLLM stamps tokens (0.32):
+    vLLM sets the version in the core's loop, which waits for the blocked ranks.
     """
     shared = parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1
     return not shared and stamps_tokens()

@@ -1,9 +1,9 @@
-"""`POST /generate` as SGLang has it, in front of vLLM's own routes.
+"""SGLang's `POST /generate` as middleware of vLLM's API server.
 
-`--middleware windlass.engines.vllm.generate_route.GenerateRoute` puts it into vLLM's API server, so
-that rollout workers speak one dialect with every engine: in front of `/inference/v1/generate`, where weight
-versions per token are vLLM's own. `CompletionsRoute` is for servers in which Windlass notes versions
-(`windlass.engines.vllm.engine_core`): in front of `/v1/completions`, which every release has.
+`--middleware windlass.engines.vllm.generate_route.GenerateRoute` adds the route, so that rollout workers send
+the same request to every engine. `GenerateRoute` forwards the request to `/inference/v1/generate`, where vLLM
+itself reports the weight version of each token. `CompletionsRoute` serves releases in which Windlass records
+the versions (`windlass.engines.vllm.engine_core`): it forwards to `/v1/completions`, which every release has.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Request(msgspec.Struct, frozen=True):
     sampling_params: SamplingParams = SamplingParams(max_new_tokens=16)
     rid: str = ""
     lora_path: str = ""
-    """Name of a served adapter, as in SGLang's requests; empty asks the model itself."""
+    """Name of a served adapter, as in SGLang's requests; empty selects the base model."""
 
 
 class _Candidate(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class _Candidate(msgspec.Struct, frozen=True):
 
 
 class _Logprobs(msgspec.Struct, frozen=True):
-    """`content` of the one route, `token_logprobs` of the other."""
+    """Log-probabilities: `content` from `/inference/v1/generate`, `token_logprobs` from `/v1/completions`."""
 
     content: list[_Candidate] | None = None
     token_logprobs: list[float] = []
@@ -68,21 +68,21 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class GenerateRoute:
-    """ASGI middleware in front of vLLM's app: `POST /generate` by `/inference/v1/generate`; all else passes through."""
+    """ASGI middleware that answers `POST /generate` through `/inference/v1/generate` and passes on every other request."""
 
     path: ClassVar[str] = "/inference/v1/generate"
-    """The route of vLLM that answers."""
+    """Path of the vLLM route that answers the request."""
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     def to_inner(self, request: _Request) -> dict[str, object]:
-        """Return what that route is asked."""
+        """Return the request in the form of vLLM's route."""
         sampling = {**_sampling(request), "detokenize": False}
         return {"token_ids": request.input_ids, "sampling_params": sampling, **_named(request)}
 
     def to_outer(self, body: bytes) -> dict[str, object]:
-        """Return what it answers, in the words of `/generate`."""
+        """Return the answer of vLLM's route in the form of `/generate`."""
         choice = msgspec.json.decode(body, type=_Answer).choices[0]
         content = choice.logprobs.content if choice.logprobs is not None else None
         logprobs = [(each.logprob, each.token_id) for each in content or []]
@@ -123,10 +123,10 @@ class GenerateRoute:
 
 @final
 class CompletionsRoute(GenerateRoute):
-    """The same by `/v1/completions`.
+    """ASGI middleware that answers `POST /generate` through `/v1/completions`.
 
-    An answer that was aborted has no tokens: vLLM ends it without the versions of those that it had, so
-    the worker asks for them again.
+    An aborted answer has no tokens: vLLM ends it without the weight versions of its tokens, so the worker
+    requests those tokens again.
     """
 
     path = "/v1/completions"
@@ -147,7 +147,7 @@ class CompletionsRoute(GenerateRoute):
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return what receives the new body first; afterwards what the client does (it may hang up)."""
+    """Return a `receive` that yields the new body first and then the client's own messages, such as its disconnect."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -157,7 +157,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _sampling(request: _Request) -> dict[str, object]:
-    """What both routes call alike."""
+    """Return the sampling parameters, which both routes name in the same way."""
     sampling = request.sampling_params
     return {
         "max_tokens": sampling.max_new_tokens,
@@ -166,12 +166,13 @@ def _sampling(request: _Request) -> dict[str, object]:
         "top_k": sampling.top_k,
         "stop_token_ids": sampling.stop_token_ids,
         "ignore_eos": sampling.ignore_eos,
-        "logprobs": 0,  # of the sampled token alone
+        # 0 alternatives: vLLM then returns the log-probability of the sampled token only.
+        "logprobs": 0,
     }
 
 
 def _named(request: _Request) -> dict[str, object]:
-    """Return the adapter and the name of a request, where it has them."""
+    """Return the adapter and the id of a request, where the request gives them."""
     return {
         **({"model": request.lora_path} if request.lora_path else {}),
         **({"request_id": request.rid} if request.rid else {}),

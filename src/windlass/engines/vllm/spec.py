@@ -1,4 +1,4 @@
-"""What Windlass knows of vLLM: releases, settings, and how its own API server is started."""
+"""Windlass's knowledge of vLLM: supported releases, allowed settings, and the command that starts its API server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROUTES = "windlass.engines.vllm.generate_route"
 PRIVATE = "windlass.engines.private_routes.PrivateRoutes"
 REPORTS = "windlass.engines.report_route.ReportRoute"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Of slots, as vLLM makes them; adapters of lower rank are padded."""
+"""Ranks of adapter slots that vLLM supports; an adapter of lower rank is padded."""
 LOADS_WHILE_IT_RUNS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 RELEASES = EngineReleases(
@@ -145,7 +145,7 @@ RULES = (
     _SCHEDULER,
     _LOGPROBS,
 )  # fmt: skip
-"""Places of settings are those of vLLM's `VllmConfig`."""
+"""Rules for settings; `settings` are paths inside vLLM's `VllmConfig`."""
 
 
 @final
@@ -158,10 +158,11 @@ class VllmServer:
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         quantised = require_followed(Path(args.model), rest)
         served = adapter_options(adapter_of(args.adapter), rest, pp=args.pp, dp=args.dp)
-        # The routes that pause an engine exist in this mode only.
+        # vLLM serves its routes for pausing only in this mode.
         environment = {"VLLM_SERVER_DEV_MODE": "1"}
         if quantised and not environment_value("VLLM_USE_DEEP_GEMM"):
-            # For this kernel vLLM computes other weights, with scales that are powers of two.
+            # For the DeepGEMM kernel vLLM rescales weights to power-of-two scales, which updates would
+            # not reproduce.
             environment["VLLM_USE_DEEP_GEMM"] = "0"
         program = "windlass.engines.vllm.headless"
         serves: tuple[str, ...] = ()
@@ -199,17 +200,17 @@ class VllmServer:
 def adapter_options(
     adapter: Adapter | None, rest: Sequence[str], *, pp: int = 1, dp: int = 1
 ) -> tuple[str, ...]:
-    """Options of vLLM for one adapter that stays in its slot.
+    """Return the vLLM options that serve one adapter, which keeps its slot.
 
     Args:
-        adapter: None serves none.
-        rest: of the command line; `--max-lora-rank` there counts.
-        pp: pipeline stages.
-        dp: replicas.
+        adapter: the adapter, or None to serve none.
+        rest: engine options from the command line; a `--max-lora-rank` among them takes precedence.
+        pp: number of pipeline stages.
+        dp: number of replicas.
 
     Raises:
-        ConfigError: the adapter's rank is none that vLLM can serve, or vLLM was asked to load other
-            adapters while it runs, or the engine has stages or replicas.
+        ConfigError: vLLM cannot serve the adapter's rank, vLLM may load other adapters at run time, or the
+            engine has several stages or replicas.
     """
     if adapter is None:
         return ()
@@ -248,8 +249,9 @@ def _node_options(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _generate_options() -> tuple[str, ...]:
-    """SGLang's `/generate`: before the route of releases that say versions, or before completions."""
-    package = importlib.util.find_spec("vllm")  # looks for it without an import
+    """Return the options that add `/generate`: through vLLM's own route where it reports versions, else through completions."""
+    # `find_spec` locates vLLM without importing it.
+    package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
         raise ConfigError(f"vLLM must be installed in the environment of {sys.executable}")
     scales_out = (Path(package.origin).parent / "entrypoints" / "scale_out").exists()
@@ -259,16 +261,16 @@ def _generate_options() -> tuple[str, ...]:
 
 
 def refuse_unsafe_config(config: object, *, adapter: bool, is_launched: bool = True) -> None:
-    """Check the resolved configuration of a rank; releases lack some of its places.
+    """Check the resolved configuration of a rank. A setting that this release does not have is not checked.
 
     Args:
         config: vLLM's `VllmConfig`.
-        adapter: whether the rank's adapter is what is updated.
-        is_launched: whether Windlass has started the server: with `SCHEDULER`, which keeps caches apart by
-            version. If not, vLLM's own scheduler must be there, which the plugin knows.
+        adapter: whether updates go to the rank's adapter and not to its model.
+        is_launched: whether Windlass started the server, with `SCHEDULER`, which separates caches by version.
+            If not, vLLM's own scheduler is required, which the plugin supports.
 
     Raises:
-        ConfigError: names a setting with which an update would be wrong, and why.
+        ConfigError: an update would be wrong with a setting; names the setting and the reason.
     """
 
     def setting(place: str) -> object:
@@ -289,7 +291,8 @@ def refuse_unsafe_config(config: object, *, adapter: bool, is_launched: bool = T
         refuse_settings("vLLM", rules, setting)
     rules = [rule for rule in RULES if not (adapter and _LORA in rule.settings)]
     if not is_launched:
-        # Whoever started the server reads its log-probabilities, and may have asked for others by name.
+        # The owner of a plain server reads its log-probabilities and may have chosen another mode on
+        # purpose.
         rules = [_PLAIN_SCHEDULER if r is _SCHEDULER else r for r in rules if r is not _LOGPROBS]
     refuse_settings("vLLM", rules, setting)
 
@@ -316,7 +319,8 @@ ENGINE = EngineSpec(
     gpu_arguments=(
         *("--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "64"),
         *("--max-num-seqs", "256", "--max-num-batched-tokens", "4096"),
-        # Without the second one vLLM measures free memory, and ends where others take some meanwhile.
+        # With a fixed cache size vLLM does not measure free memory; the measurement fails when another
+        # process allocates meanwhile.
         *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30)),
     ),
 )

@@ -1,15 +1,16 @@
-"""vLLM's weight-transfer backend "windlass": what a worker does when its trainer calls.
+"""vLLM's weight-transfer backend "windlass": the worker's side of the trainer's calls.
 
-`windlass.integrations.vllm.plugin` registers it; a server that was started with
-`--weight-transfer-config '{"backend": "windlass"}'` makes one in every worker, after it has loaded the
-model. `/init_weight_transfer_engine` has the worker capture its layout and join the fleet of the trainer;
-`/update_weights` holds its loop between two steps, while the version is received, verified and made live by
-the agent's thread. The agent of a server of one rank holds it by itself (`_CoreApi`): a route is asked through the event
-loop of the API server, which also brings every token to its stream. Interface of vLLM 0.24 and 0.32 (`vllm/distributed/weight_transfer/base.py`).
+`windlass.integrations.vllm.plugin` registers the backend. A server that was started with
+`--weight-transfer-config '{"backend": "windlass"}'` creates one in every worker after it has loaded the
+model. `/init_weight_transfer_engine` makes the worker capture its layout and join the trainer's fleet.
+`/update_weights` holds the worker's loop between two steps while the agent's thread receives, verifies and
+applies the version. On a server of one rank the agent holds the loop itself (`_CoreApi`): a route would go
+through the event loop of the API server, which also delivers every token to its stream. The interface is the
+one of vLLM 0.24 and 0.32 (`vllm/distributed/weight_transfer/base.py`).
 
-vLLM answers a call with the first failure among its workers, and takes what the others answered for
-answers to its next call. So a worker raises only where it is the last; the trainer hears every reason, and
-first, from the worker that has it: see `report_cannot_join`.
+vLLM answers a call with the first failure among its workers, and mistakes the remaining workers' answers for
+answers to its next call. Therefore only the last worker raises; every other worker that fails reports its
+reason to the trainer first (see `report_cannot_join`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ LEAVE_S = 1.0
 
 
 @dataclass(kw_only=True)
-class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+# Body of `/init_weight_transfer_engine`. Attributes: controller: address that the trainer's rank 0
+# gives. token: token of the engine role. url: address of this server, as the trainer calls it.
+class InitInfo(WeightTransferInitInfo):
     """Body of `/init_weight_transfer_engine`.
 
     Attributes:
@@ -63,7 +66,10 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclass(kw_only=True)
-class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+# Body of `/update_weights`. Attributes: version: the version that the trainer is about to publish.
+# deadline_s: seconds within which its round must reach this worker. namespace: cache namespace that the
+# EngineCore has begun; see `windlass.engines.vllm.engine_core`.
+class UpdateInfo(WeightTransferUpdateInfo):
     """Body of `/update_weights`.
 
     Attributes:
@@ -79,32 +85,33 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @final
 class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """One worker's. vLLM calls it in the worker's loop, after every earlier step."""
+    """Weight-transfer engine of one worker. vLLM calls it in the worker's loop, after every earlier step."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
     worker: Worker
-    """Given before `init_transfer_engine`, see `_give_worker`: 0.24 tells an engine its model alone."""
+    """The worker, set by `_give_worker` before `init_transfer_engine`: vLLM 0.24 gives an engine only the model."""
 
     def __init__(self, config: object, *made_with: object) -> None:
         super().__init__(config, *made_with)
         self._engine_rank = EngineRank()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Capture the layout and join the trainer's fleet, after leaving the one before. Every rank.
+        """Leave the previous fleet, capture the layout and join the trainer's fleet. Every rank calls this.
 
-        A server that is refused goes on serving what it has. The trainer is told why.
+        A server that is refused continues to serve its current weights. The trainer receives the reason.
 
         Raises:
-            WindlassError: of the last rank.
+            WindlassError: the last rank failed.
         """
         rank = number_of(self.worker)
         try:
             self._join(init_info, rank)
         except RefusedByOtherRank:
-            return  # the rank that has a reason tells it
+            # The rank that has a reason reports it.
+            return
         except Exception as error:
             logger.exception("rank %s", rank)
             reason = f"rank {rank}: {reason_of(error)}"
@@ -116,7 +123,7 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 raise
 
     def _join(self, info: InitInfo, rank: int) -> None:
-        # There is none, unless a trainer died in the middle.
+        # An update is open only if a trainer died during it.
         with contextlib.suppress(RuntimeError):
             self.worker.finish_weight_update()
         parallel = self.worker.parallel_config
@@ -155,42 +162,44 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._engine_rank.join(settings, rank, info.token)
 
     def start_weight_update(self) -> None:
-        """Nothing is to be prepared: bytes come to where they are served from."""
+        """Do nothing: bytes are written to the memory that serves them."""
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """See `receive_weights`: what vLLM does besides asks for a GPU."""
+        """Call `receive_weights`; vLLM's own implementation would also need a GPU."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo, load_weights: object = None) -> None:
-        """Hold this worker between two steps until the round that this version comes with is over.
+        """Hold this worker between two steps until the round of this version is over.
 
-        It may end with the old weights: whoever asked for the version is told how, by its report. Where no
-        round reaches this worker, it is held for `deadline_s`; where its weights may be of two versions,
-        until the fleet has mended them.
+        The round may end with the old weights: the report of the round tells the trainer so. If no round
+        reaches this worker, it is held for `deadline_s`. If its weights may belong to two versions, it is
+        held until the fleet has repaired them.
 
         Raises:
             ConfigError: the EngineCore has not begun a namespace.
         """
-        del load_weights  # of 0.24
+        # vLLM 0.24 passes this argument.
+        del load_weights
         if not update_info.namespace:
             raise ConfigError(
                 "vLLM: its core must keep caches apart by version, and began no namespace: "
                 "is the plugin excluded by VLLM_PLUGINS?"
             )
         if self.served_version >= update_info.version:
-            return  # the call was late
+            # The round is already over.
+            return
         _block(self._engine_rank, f"version {update_info.version}", update_info.deadline_s)
 
     @property
     def served_version(self) -> int:
-        """That this worker holds of the trainer's fleet; -1 for none."""
+        """Version of the trainer's fleet that this worker serves; -1 if none."""
         return self._engine_rank.served_version
 
     def finish_weight_update(self) -> None:
-        """Nothing is left to be done: the agent has finalised what it received."""
+        """Do nothing: the agent has finalised the version already."""
 
     def shutdown(self) -> None:
-        """Leave the trainer's fleet. The server goes on with the weights that it has."""
+        """Leave the trainer's fleet. The server continues with its current weights."""
         try:
             self._engine_rank.leave(LEAVE_S)
         except WindlassError as error:
@@ -198,19 +207,20 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @staticmethod
     def trainer_send_weights(_iterator: object, _trainer_args: object) -> None:
-        """Of 0.24, where trainers have no class of their own.
+        """Refuse vLLM 0.24's way of sending, in which trainers have no class of their own.
 
         Raises:
-            ConfigError: always: it gathers every tensor on one rank.
+            ConfigError: always; this way gathers every tensor on one rank.
         """
         raise ConfigError("trainer_send_weights: use windlass.integrations.vllm.WeightSync")
 
 
 @final
 class _CoreApi:
-    """`EngineApi` of a server of one rank, whose core is in this process: it is held there, by no route.
+    """`EngineApi` of a server of one rank, whose core runs in this process: the agent holds the core without a route.
 
-    A pause in which requests do not stay where they are is its trainer's: it asks the server for it, and holds it then.
+    In a pause mode that does not keep requests in place, the trainer pauses the server itself and then holds
+    it.
     """
 
     def __init__(self, core: CoreCalls, rank: EngineRank) -> None:
@@ -232,10 +242,10 @@ class _CoreApi:
             self._core.hold(blocked)
 
     def resume(self, deadline_s: float) -> None:
-        """Nothing was paused."""
+        """Do nothing: `pause` did not pause anything."""
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """See `CoreCalls.hold`, which does so."""
+        """Do nothing: `CoreCalls.hold` sets the version."""
 
 
 def _block(rank: EngineRank, pause_id: str, deadline_s: float) -> None:
@@ -246,7 +256,7 @@ def _block(rank: EngineRank, pause_id: str, deadline_s: float) -> None:
 
 
 def _of_all_ranks(captured: CapturedLayout, world_size: int) -> list[CapturedLayout]:
-    """Return what every rank has captured; every rank calls this. As JSON, for nothing of a peer is unpickled."""
+    """Return the captured layout of every rank; every rank calls this. It sends JSON, because peer bytes are never unpickled."""
     if world_size == 1:
         return [captured]
     from vllm.distributed.parallel_state import get_world_group
@@ -261,7 +271,7 @@ def _of_all_ranks(captured: CapturedLayout, world_size: int) -> list[CapturedLay
 
 
 def _give_worker() -> None:
-    """Have vLLM's worker be known to its engine from the first call on, which is its trainer's."""
+    """Patch vLLM's worker to give itself to its transfer engine at the trainer's first call."""
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
     initialise = VllmWorker.init_weight_transfer_engine
@@ -274,4 +284,5 @@ def _give_worker() -> None:
     VllmWorker.init_weight_transfer_engine = with_worker
 
 
-_give_worker()  # imported in a worker that has this backend, while it loads its model
+# vLLM imports this module in each worker of this backend while it loads the model.
+_give_worker()
