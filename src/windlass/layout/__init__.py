@@ -1,4 +1,4 @@
-"""WHERE bytes live: boxes, manifests, names of parameters. No torch, no I/O."""
+"""Describe WHERE bytes are: boxes, manifests, names of parameters. No torch, no I/O."""
 
 from __future__ import annotations
 
@@ -24,5 +24,6 @@ if TYPE_CHECKING:
     from windlass.layout.naming.tables import FAMILIES as FAMILIES
     from windlass.layout.quantization import QuantizedTensor as QuantizedTensor
 
-if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+if not TYPE_CHECKING:
+    # Hidden from type checkers, so that they still report unknown names.
     __all__, __getattr__, __dir__ = public(__name__)

@@ -1,8 +1,7 @@
-"""Boxes: axis-aligned index ranges of a tensor, and the algebra the planner needs.
+"""Boxes: axis-aligned index ranges of a tensor, and the algebra that the planner needs.
 
-A `Box` says which elements of a global (checkpoint) tensor are meant; it knows
-nothing of memory. The vocabulary follows `torch.distributed.checkpoint`
-(`ChunkStorageMetadata(offsets, sizes)`).
+A `Box` selects elements of a global (checkpoint) tensor. It does not describe memory. The
+vocabulary follows `torch.distributed.checkpoint` (`ChunkStorageMetadata(offsets, sizes)`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Box:
 
     @classmethod
     def full(cls, shape: tuple[int, ...]) -> Box:
-        """The box that covers a whole tensor of `shape`."""
+        """Return the box that covers a whole tensor of `shape`."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -59,7 +58,11 @@ class Box:
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common elements, or None when there is none."""
+        """Return the common elements; None if the boxes are disjoint.
+
+        Raises:
+            ManifestError: the boxes differ in the number of dims.
+        """
         if self.num_dims != other.num_dims:
             raise ManifestError(
                 f"Box.intersect: both boxes must have the same number of dims, got {self} and {other}"
@@ -72,11 +75,11 @@ class Box:
         return Box(offsets, sizes)
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` lies in this box."""
+        """Return whether this box contains every element of `other`."""
         return other.numel == 0 or self.intersect(other) == other
 
     def subtract(self, other: Box) -> tuple[Box, ...]:
-        """This box less `other`, as disjoint boxes (at most two per dim)."""
+        """Return this box without `other`, as disjoint boxes (at most two per dim)."""
         common = self.intersect(other)
         if common is None:
             return (self,) if self.numel else ()
@@ -100,7 +103,7 @@ class Box:
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(offset, size) of part `index` as `torch.chunk` and FSDP2 cut: later parts may be empty."""
+    """Return (offset, size) of part `index`, cut as in `torch.chunk` and FSDP2; later parts may be empty."""
     step = -(-size // parts)
     offset = min(index * step, size)
     return offset, min(step, size - offset)

@@ -1,6 +1,7 @@
-"""Tables as columns: numpy arrays of equal length, one per field of a frozen dataclass, and their bytes.
+"""Tables as columns: numpy arrays of equal length, one per field of a frozen dataclass, and their wire form.
 
-On the wire a column is its values, row-major and little-endian; whatever holds a table is encoded around it.
+On the wire a column is its values, row-major and little-endian, inside the encoding of the object
+that contains it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
 UInt64Array = npt.NDArray[np.uint64]
 StructuredArray = npt.NDArray[np.void]
-"""Of a structured dtype: rows of fields."""
+"""Array of a structured dtype: each row has named fields."""
 T = TypeVar("T")
 
 
@@ -27,17 +28,18 @@ def column(dtype: str, width: int = 0) -> Any:
     """Declare a field that is a column.
 
     Args:
-        dtype: numpy's name, little-endian: that of the bytes, too, and of the field's annotation.
-        width: values per row, for a column of shape (n, width); 0 for one of shape (n,).
+        dtype: numpy's name, little-endian; also the dtype of the bytes and of the field's
+            annotation.
+        width: values per row, for a column of shape (n, width); 0 for shape (n,).
     """
     return field(metadata={"dtype": np.dtype(dtype), "width": width})
 
 
 class Columns:
-    """Base of keyword-only frozen dataclasses all of whose fields are declared by `column`.
+    """Base of keyword-only frozen dataclasses with fields that are all declared by `column`.
 
     Raises:
-        ValueError: columns are not equally long.
+        ValueError: columns have different lengths.
     """
 
     __slots__ = ()
@@ -57,19 +59,19 @@ class Columns:
         return len(self.columns()[fields(self)[0].name])
 
     def columns(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays by name; they are this table's own."""
+        """Return the arrays by name. They are not copies."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def empty(cls, num_rows: int) -> Self:
-        """Return uninitialised columns, to be filled part by part: half the memory of joining parts."""
+        """Return uninitialised columns, to be filled part by part; this needs half the memory of joining parts."""
         return cls(
             **{f.name: np.empty(_shape(f, num_rows), f.metadata["dtype"]) for f in fields(cls)}
         )
 
     @classmethod
     def join(cls, parts: Iterable[Columns]) -> Self:
-        """Return the rows of all parts, one after another, of the columns that this class has."""
+        """Return the rows of all parts, one part after another, with the columns of this class."""
         tables = [cls.empty(0), *parts]
         return cls(
             **{f.name: np.concatenate([getattr(t, f.name) for t in tables]) for f in fields(cls)}
@@ -86,7 +88,7 @@ class Columns:
 
 
 def encode_tables(holder: object) -> bytes:
-    """Return the wire form (msgpack) of a dataclass or struct that holds tables."""
+    """Return the wire form (msgpack) of a dataclass or struct that contains tables."""
     return msgspec.msgpack.encode(holder, enc_hook=_bytes_of)
 
 
@@ -94,7 +96,8 @@ def decode_tables(data: bytes, kind: type[T]) -> T:
     """Return the inverse of `encode_tables`, with read-only columns over `data`.
 
     Raises:
-        msgspec.DecodeError, UnicodeDecodeError: no such type, or a column that does not fit in its table.
+        msgspec.DecodeError, UnicodeDecodeError: the data is not of this type, or a column does not
+            fit its table.
     """
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_column_of)
 

@@ -7,18 +7,18 @@ from typing import Self
 
 
 class DType(StrEnum):
-    """An element type, spelled as PyTorch spells it.
+    """An element type, with PyTorch's name.
 
     Attributes:
         itemsize: bytes per element.
-        safetensors_name: in the headers of safetensors files.
+        safetensors_name: name in the headers of safetensors files.
     """
 
     itemsize: int
     safetensors_name: str
 
     def __new__(cls, name: str, itemsize: int = 0, safetensors_name: str = "") -> Self:
-        """A member from its line; `DType(name)` looks one up and does not come here."""
+        """Return a member from the values in its line; `DType(name)` does not call this."""
         member = str.__new__(cls, name)
         member._value_, member.itemsize, member.safetensors_name = name, itemsize, safetensors_name
         return member
@@ -46,24 +46,24 @@ _LARGEST = {
 CASTS = tuple(
     (source, target) for source in _LARGEST for target in _LARGEST if source is not target
 )
-"""Every (source, destination) that is cast on the way, by host packing and by a kernel alike.
+"""Every (source, destination) that host packing and GPU kernels can cast.
 
 A cast rounds to nearest even, bit for bit as torch does, also to subnormal numbers and to zero. An
-infinity stays one, and a NaN a NaN of unspecified bits. A finite number that would become an infinity
-is an error: see `can_overflow`. Float8 is written with scales only (`layout/quantization.py`), and
-otherwise travels as it lies; so does every other type.
+infinity stays an infinity, and a NaN stays a NaN with unspecified bits. A finite number that would
+become an infinity is an error; see `can_overflow`. Float8 is written only with scales
+(`layout/quantization.py`). Without them, float8 and all other types are sent unchanged.
 """
 
 CAST_RULE = f"only {', '.join(_LARGEST)} are cast into one another"
 
 
 def can_overflow(source: DType, target: DType) -> bool:
-    """Whether a finite number of `source` may have no finite one of `target` to be rounded to."""
+    """Return whether a finite number of `source` may be too large for a finite number of `target`."""
     return _LARGEST[source] > _LARGEST[target]
 
 
 def cast_refusal(source: DType, target: DType) -> str:
-    """Why elements of `source` cannot become elements of `target` on the way; empty if they can."""
+    """Return why elements of `source` cannot be cast to `target`; "" if they can."""
     if source is target or (source, target) in CASTS:
         return ""
     return f"{CAST_RULE}, got {source} at the source and {target} at the destination"

@@ -1,16 +1,16 @@
-"""ShardManifest: which Box of which checkpoint tensor lies in which bytes of which parameter.
+"""ShardManifest: the Box of each checkpoint tensor that a rank holds, and its bytes in a parameter.
 
-What the adapters (stage 1) hand to the planner (stage 3), through the coordinator (stage 2).
-Trainers and engines use the same type, so a plan may lead from any of them to any other.
+Trainers and engines describe their weights with this type, and the coordinator collects the
+manifests for the planner. Because the type is the same on both sides, a plan can lead from any of
+them to any other.
 
-A manifest is columnar: one row per shard in a `ShardTable` of numpy arrays, because a
-rank of a trillion-parameter model holds tens of thousands of shards and a fleet
-holds a million. Boxes are padded on the left to `MAX_DIMS` dims with offset 0, size 1
-and stride 0, so a row means the same with and without padding.
+A manifest is columnar: one row per shard in a `ShardTable` of numpy arrays, because a rank of a
+trillion-parameter model holds tens of thousands of shards and a fleet holds a million. Boxes are
+padded on the left to `MAX_DIMS` dims with offset 0, size 1 and stride 0, so padding does not change
+the meaning of a row.
 
-SCOPE: element order inside a shard is any strided order (transposes included); a
-layout that is no box with strides, such as a block-wise shuffle, is `UnsupportedLayout`
-for the adapter and never reaches this type.
+SCOPE: element order inside a shard is any strided order (transposes included). For a layout that is
+not a box with strides, such as a block-wise shuffle, the adapter raises `UnsupportedLayout`.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ MAX_DIMS = 5
 
 
 class Role(StrEnum):
-    """Which side of a transfer a manifest describes."""
+    """Side of a transfer that a manifest describes."""
 
     TRAINER = "trainer"
     ENGINE = "engine"
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """A global tensor as the checkpoint names it.
+    """A global tensor under its checkpoint name.
 
     Attributes:
         name: the Hugging Face checkpoint name.
-        shape: the global shape, without any padding a framework adds.
+        shape: the global shape, without any padding that a framework adds.
     """
 
     name: str
@@ -61,7 +61,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class ParameterSpec(msgspec.Struct, frozen=True):
-    """A local parameter: memory that shards lie in.
+    """A local parameter: memory that contains shards.
 
     Attributes:
         name: the framework's own name, used in messages.
@@ -82,8 +82,8 @@ class Shard:
 
     Attributes:
         tensor: checkpoint name.
-        box: which elements of the global tensor.
-        parameter: name of the local parameter that holds them.
+        box: elements of the global tensor.
+        parameter: name of the local parameter that contains them.
         offset_bytes: byte offset of the box's first element from the parameter's start.
         strides_bytes: byte stride per tensor dim.
     """
@@ -118,15 +118,17 @@ class ShardTable(Columns):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardManifest:
-    """Everything one rank says about its weights.
+    """Complete description of one rank's weights.
 
     Attributes:
         worker: identity of the rank, unique in the fleet (`trainer/3`, `engine-a/0`).
+        role: side that the rank is on.
         tensors: the global tensors that rows refer to.
         parameters: the local parameters that rows refer to.
-        aliases: checkpoint name -> the tensor in `tensors` whose bytes it shares (tied weights).
+        table: the shards.
+        aliases: checkpoint name -> the tensor in `tensors` that shares its bytes (tied weights).
         quantized: weights that are held quantised, with their scales.
-        schema_version: of the wire form, which says it always.
+        schema_version: version of the wire form; every encoded manifest contains it.
     """
 
     worker: str
@@ -151,7 +153,7 @@ class ShardManifest:
         return int((numel * itemsizes[self.table.parameter]).sum()) if len(self.table) else 0
 
     def shards(self) -> Iterator[Shard]:
-        """The rows in readable form; for messages and tests, not for the planner."""
+        """Yield the rows in readable form; for messages and tests, not for the planner."""
         table = self.table
         for row in range(len(table)):
             spec = self.tensors[int(table.tensor[row])]
@@ -168,16 +170,17 @@ class ShardManifest:
             )
 
     def encode(self) -> bytes:
-        """The wire form (msgpack)."""
+        """Return the wire form (msgpack)."""
         return encode_tables(self)
 
     @classmethod
     def decode(cls, data: bytes) -> ShardManifest:
-        """The inverse of `encode`; validates as `ManifestBuilder.build` does.
+        """Return the manifest in the wire form `data`; validate it like `ManifestBuilder.build`.
 
         Raises:
             ProtocolError: not a manifest, or of another schema version.
             ManifestError: a manifest that contradicts itself.
+            UnsupportedLayout: a tensor with more than `MAX_DIMS` dims.
         """
         try:
             manifest = decode_tables(data, cls)
@@ -192,11 +195,11 @@ class ShardManifest:
         return manifest
 
     def digest(self) -> str:
-        """A hex digest of the wire form: equal digests describe equal layouts."""
+        """Return a hex digest of the wire form; equal digests describe equal layouts."""
         return self._digest
 
     def without(self, names: Collection[str]) -> ShardManifest:
-        """Return the manifest without the rows and aliases of these tensors; indices stay what they are."""
+        """Return the manifest without the rows and aliases of these tensors. Indices do not change."""
         if not names:
             return self
         gone = [index for index, spec in enumerate(self.tensors) if spec.name in names]
@@ -206,17 +209,17 @@ class ShardManifest:
 
     @cached_property
     def layout_digest(self) -> str:
-        """As `digest`, whoever holds it: equal for ranks that hold the same, laid out alike."""
+        """Digest without the worker's name: equal for ranks with the same boxes at the same places."""
         return replace(self, worker="").digest()
 
     @cached_property
     def _digest(self) -> str:
-        """Taken once: every plan asks for that of every rank."""
+        """Digest of the wire form; cached, because every plan needs the digest of every rank."""
         return xxhash.xxh3_128_hexdigest(self.encode())
 
 
 class ManifestBuilder:
-    """Collects shards row by row and checks them as a whole.
+    """Builder that collects shards one by one and checks them as a whole.
 
     Example:
         >>> builder = ManifestBuilder("engine-a/0", Role.ENGINE)
@@ -245,11 +248,11 @@ class ManifestBuilder:
         self._parameters[name] = (len(self._parameters), spec)
 
     def add_alias(self, name: str, tensor: str) -> None:
-        """Say that checkpoint name `name` shares the bytes of `tensor` (tied weights)."""
+        """Declare that checkpoint name `name` shares the bytes of `tensor` (tied weights)."""
         self._aliases[name] = tensor
 
     def add_quantized(self, quantized: QuantizedTensor) -> None:
-        """Say that a weight is held quantised; its shards and those of its scales are added too."""
+        """Declare that a weight is held quantised. The caller also adds the shards of the weight and of its scales."""
         self._quantized.append(quantized)
 
     def add_shard(
@@ -262,18 +265,18 @@ class ManifestBuilder:
         offset_bytes: int = 0,
         strides_bytes: tuple[int, ...] | None = None,
     ) -> None:
-        """Declare that `box` of `tensor` lies in `parameter`.
+        """Declare that `parameter` contains `box` of `tensor`.
 
         Args:
             tensor: checkpoint name.
             global_shape: the tensor's global shape, at most `MAX_DIMS` dims.
-            box: which elements; empty boxes are accepted and dropped.
+            box: elements of the tensor; empty boxes are accepted and dropped.
             parameter: a declared parameter.
-            offset_bytes: of the box's first element.
+            offset_bytes: byte offset of the box's first element.
             strides_bytes: per tensor dim; contiguous in box order when omitted.
 
         Raises:
-            ManifestError: unknown parameter, contradicting shapes, box outside the tensor.
+            ManifestError: unknown parameter, or contradicting shapes or dims.
             UnsupportedLayout: more than `MAX_DIMS` dims.
         """
         if len(global_shape) > MAX_DIMS:
@@ -308,11 +311,12 @@ class ManifestBuilder:
         self._rows.append((index, parameter_index, box, offset_bytes, tuple(strides)))
 
     def build(self) -> ShardManifest:
-        """The checked manifest.
+        """Return the checked manifest.
 
         Raises:
-            ManifestError: a box outside its tensor, bytes outside a parameter, or a parameter
-                whose shards and padding do not add up to its size (engines only).
+            ManifestError: a box outside its tensor, bytes outside a parameter, an alias of an
+                unknown tensor, a quantised weight without matching scales, or a parameter with
+                another size than its shards and padding together (engines only).
         """
         rows = self._rows
         manifest = ShardManifest(
@@ -337,13 +341,13 @@ class ManifestBuilder:
 
 
 def _padded(rows: Sequence[tuple[int, ...]], fill: int) -> Int64Array:
-    """(n, MAX_DIMS) values, padded on the left."""
+    """Return (n, MAX_DIMS) values, padded on the left."""
     wide = [(fill,) * (MAX_DIMS - len(row)) + row for row in rows]
     return np.array(wide, np.int64).reshape(-1, MAX_DIMS)
 
 
 def contiguous_strides(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Row-major byte strides of an array of `sizes`."""
+    """Return row-major byte strides of an array of `sizes`."""
     strides: list[int] = []
     step = itemsize
     for size in reversed(sizes):
@@ -353,9 +357,9 @@ def contiguous_strides(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]
 
 
 def _check(manifest: ShardManifest) -> None:
-    """Check indices, boxes against shapes, bytes against parameters.
+    """Check indices, boxes against shapes, and bytes against parameters.
 
-    Of an engine's, shards and padding must make up every byte of every parameter.
+    In an engine's manifest, shards and padding must make up every byte of every parameter.
     """
     table, worker = manifest.table, manifest.worker
     for alias, tensor in manifest.aliases.items():
@@ -384,7 +388,7 @@ def _check_index(what: str, column: Int32Array, count: int) -> None:
 
 
 def _check_boxes(manifest: ShardManifest) -> None:
-    """Every box lies inside its tensor's shape."""
+    """Raise for a box outside its tensor's shape."""
     table, worker = manifest.table, manifest.worker
     for tensor_spec in manifest.tensors:
         if len(tensor_spec.shape) > MAX_DIMS:
@@ -419,7 +423,7 @@ def _check_quantized(manifest: ShardManifest) -> None:
 
 
 def _check_bytes(manifest: ShardManifest) -> Int64Array:
-    """Bytes that shards describe, per parameter."""
+    """Return the bytes that shards describe, per parameter; raise for bytes outside a parameter."""
     table, worker = manifest.table, manifest.worker
     itemsizes = np.array([p.dtype.itemsize for p in manifest.parameters], np.int64)
     extents = np.array([p.nbytes for p in manifest.parameters], np.int64)

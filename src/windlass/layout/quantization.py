@@ -1,17 +1,18 @@
-"""Which quantised parameters an engine may ask for, and what a declaration of one looks like.
+"""Quantised parameters: the schemes that an engine may request, and their declaration in a manifest.
 
-A destination that holds a weight quantised says so in its manifest: the weight's shards lie in
-float8 parameters, its scales in float32 parameters of their own, and a `QuantizedTensor` ties the
-two names. A source that holds the weight in bfloat16 then quantises while it packs.
+A destination declares a quantised weight in its manifest: the weight's shards are in float8
+parameters, its scales are in float32 parameters, and a `QuantizedTensor` connects the two names. A
+source that holds the weight in bfloat16 then quantises while it packs.
 
-The one scheme is DeepSeek-V3's: blocks of 128 x 128 elements of the checkpoint tensor (smaller at
-its ends), `scale = max(amax, 1e-4) * (1 / 448)` in float32, `value = e4m3(w * (1 / scale))`. Weights in
-float32 or float16 are rounded to bfloat16 first, so that the result is that of the bfloat16 checkpoint.
+The only supported scheme is DeepSeek-V3's: blocks of 128 x 128 elements of the checkpoint tensor
+(smaller at its ends), `scale = max(amax, 1e-4) * (1 / 448)` in float32, `value = e4m3(w * (1 /
+scale))`. Weights in float32 or float16 are rounded to bfloat16 first, so that the result is
+the same as from a bfloat16 checkpoint.
 
 This is `per_block_cast_to_fp8` of DeepGEMM and vLLM as torch runs it on a GPU, operation by
-operation. There a division by 448 is a product with its reciprocal; on a CPU torch divides, and half
-of the scales differ in their last bit. `1 / scale` is rounded correctly; the torch.compile kernels
-by which vLLM runs it divide approximately.
+operation. On a GPU, torch replaces the division by 448 by a product with its reciprocal; on a CPU
+torch divides, and half of the scales differ in their last bit. `1 / scale` is rounded correctly,
+but vLLM's torch.compile kernels divide approximately.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ BLOCK = 128
 
 
 class Scheme(StrEnum):
-    """How a weight is quantised, and how its kernel wants the scales."""
+    """How a weight is quantised, and the form of scales that its kernel needs."""
 
     FP8_BLOCK = "fp8_block_128x128"
     FP8_BLOCK_UE8M0 = "fp8_block_128x128_ue8m0"
@@ -43,7 +44,7 @@ class Scheme(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """One row of the capability table; `reason` is empty where it is supported."""
+    """One row of the capability table; `reason` is empty if the scheme is supported."""
 
     scheme: Scheme
     source_dtypes: tuple[DType, ...]
@@ -77,15 +78,16 @@ CAPABILITIES = (
         Scheme.INT4_GROUPED, (), "values share a byte and are calibrated, not computed from weights"
     ),
 )
-"""Every scheme, with the reason where it is refused."""
+"""All schemes, with the reason for each that is refused."""
 
 
 class QuantizedTensor(msgspec.Struct, frozen=True):
-    """A declaration: the shards of `weight` hold quantised values, those of `scale` their scales.
+    """Declaration that the shards of `weight` hold quantised values and the shards of `scale` their scales.
 
     Attributes:
         weight: checkpoint name of a matrix.
         scale: checkpoint name of its scales (`..._scale_inv`), of shape `scale_shape`.
+        scheme: how the weight is quantised.
     """
 
     weight: str
@@ -94,12 +96,12 @@ class QuantizedTensor(msgspec.Struct, frozen=True):
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the scales of a matrix of `shape`."""
+    """Return the shape of the scales of a matrix of `shape`."""
     return tuple(-(-size // BLOCK) for size in shape)
 
 
 def require_supported(quantized: QuantizedTensor) -> None:
-    """Refuse what trainers cannot quantise to.
+    """Raise for a scheme that trainers cannot quantise to.
 
     Raises:
         UnsupportedLayout: with the reason from `CAPABILITIES`.

@@ -1,4 +1,4 @@
-"""WHICH bytes go where: manifests in, TransferPlan out. No torch, no I/O, no clock."""
+"""Plan WHICH bytes go where: from manifests to a TransferPlan. No torch, no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -11,5 +11,6 @@ if TYPE_CHECKING:
     from windlass.planning.planner import PlanPolicy as PlanPolicy
     from windlass.planning.planner import plan_transfer as plan_transfer
 
-if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+if not TYPE_CHECKING:
+    # Hidden from type checkers, so that they still report unknown names.
     __all__, __getattr__, __dir__ = public(__name__)

@@ -1,4 +1,4 @@
-"""Every destination byte belongs to one tensor and has exactly one source, or there is no plan."""
+"""Checks that every destination byte belongs to one tensor and has a source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.planning.rows import RowTable, TensorNames
 
 
 def find_hole(atoms: Atoms, box: Box) -> tuple[Box, ...]:
-    """The parts of `box` that no atom covers, as disjoint boxes."""
+    """Return the parts of `box` that no atom covers, as disjoint boxes."""
     left: tuple[Box, ...] = (box,)
     for index in range(len(atoms)):
         atom = box_of(atoms.offsets[index], atoms.sizes[index])
@@ -35,10 +35,11 @@ def refuse_hole(
     destinations: Sequence[ShardManifest],
     atoms: Atoms,
 ) -> NoReturn:
-    """Raise for a row of `dst` whose box the `atoms` of its tensor do not cover.
+    """Raise for a row of `dst`, because the `atoms` of its tensor do not cover its box.
 
     Raises:
-        IncompleteCoverage: always; names tensor, destination, the first hole and all bytes.
+        IncompleteCoverage: always; names tensor, destination, the first hole, the number of holes
+            and the missing bytes.
     """
     name, itemsize = int(dst.name[row]), int(ITEMSIZES[dst.dtype[row]])
     box = box_of(dst.offsets[row], dst.sizes[row])
@@ -58,11 +59,11 @@ def refuse_overlaps(
 ) -> None:
     """Check that no two rows of `dst` share a byte.
 
-    A manifest's bytes add up even when two shards overlap and leave a gap of the same size, so
-    the sum alone would let a byte be written twice and another never.
+    If two shards overlap and leave a gap of the same size, the sum of a manifest's bytes is still
+    right. Checking the sum alone would let one byte be written twice and another never.
 
-    Rows whose extents are apart are settled in columns; interleaved ones (strided shards in
-    one parameter) are compared address by address, once per distinct arrangement.
+    Rows with disjoint extents are checked by whole columns. Interleaved rows (strided shards in one
+    parameter) are compared address by address, once per distinct arrangement.
 
     Raises:
         ManifestError: two rows share memory; names worker, parameter and both tensors.
@@ -74,7 +75,8 @@ def refuse_overlaps(
     owner = dst.rank.astype(np.int64) << 32 | dst.parameter
     order = np.lexsort([low, owner])
     owner, low, high = owner[order], low[order], high[order]
-    # Highest end so far within a parameter; extents are made comparable across parameters.
+    # Running maximum of the ends within a parameter; adding `group * step` separates the
+    # parameters.
     starts = np.flatnonzero(np.r_[True, owner[1:] != owner[:-1]]) if len(owner) else owner
     group = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(owner))))
     step = int(high.max(initial=0)) + 1
@@ -97,7 +99,7 @@ def refuse_overlaps(
 def _check_addresses(
     rows: Int64Array, dst: RowTable, names: TensorNames, destinations: Sequence[ShardManifest]
 ) -> None:
-    """Mark the memory of each row, in the largest units that all rows are made of."""
+    """Mark the memory of each row, in the largest unit that divides all rows; raise if two rows share bytes."""
     manifest = destinations[int(dst.rank[rows[0]])]
     parameter = manifest.parameters[int(dst.parameter[rows[0]])]
     shapes = [_runs(dst, row, parameter.dtype.itemsize) for row in rows.tolist()]
@@ -123,7 +125,7 @@ def _check_addresses(
 
 
 def _runs(dst: RowTable, row: int, itemsize: int) -> tuple[int, list[tuple[int, int]]]:
-    """One row as contiguous runs of bytes: (run length, [(size, stride) of the dims around it])."""
+    """Return one row as contiguous runs: (run bytes, [(size, stride) of the outer dims])."""
     sizes, strides = dst.sizes[row].tolist(), dst.strides_bytes[row].tolist()
     dims = sorted(
         ((n, s) for n, s in zip(sizes, strides, strict=True) if n > 1), key=lambda dim: abs(dim[1])

@@ -1,11 +1,11 @@
-"""Which source box meets which destination box, in whole columns.
+"""Intersect source boxes with destination boxes, in whole columns.
 
-A model has tens of thousands of tensors but few *patterns*: the set of boxes that the ranks
-of one side cut a tensor into. The box algebra runs once per pair of patterns; its
-result, a few `Pieces`, is then repeated for every tensor with that pair.
+A model has tens of thousands of tensors but few *patterns*: sets of boxes that the ranks of one
+side cut a tensor into. The box algebra runs once per pair of patterns; its result, a few `Pieces`,
+is then repeated for every tensor with that pair.
 
-Overlapping source boxes are first cut into disjoint *atoms*, each with every box that
-contains it, so that a destination byte has exactly one atom and an atom all its holders.
+Overlapping source boxes are first cut into disjoint *atoms*. Each atom records all boxes that
+contain it. Every destination byte then has exactly one atom, and every atom all of its holders.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ _CHUNK_PAIRS = 1 << 20
 
 
 def box_of(offsets: Int64Array, sizes: Int64Array) -> Box:
-    """One row of box columns as a `Box` (with padding dims)."""
+    """Return one row of box columns as a `Box` (with padding dims)."""
     return Box(tuple(int(v) for v in offsets), tuple(int(v) for v in sizes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boxes:
-    """The distinct boxes of one side, sorted by (tensor class, offsets, sizes).
+    """Distinct boxes of one side, sorted by (tensor class, offsets, sizes).
 
     Attributes:
-        tensor: (b,) class.
+        tensor: (b,) tensor class.
         offsets, sizes: (b, MAX_DIMS).
         rows: (n,) row indices of the side's `RowTable`, grouped by box, by rank in a group.
-        row_start: (b + 1,) where each box's group starts in `rows`.
-        start: (num_classes + 1,) where each class's boxes start.
-        pattern: (num_classes,) id of the class's set of boxes; -1 without any.
+        row_start: (b + 1,) start of each box's group in `rows`.
+        start: (num_classes + 1,) start of each class's boxes.
+        pattern: (num_classes,) id of the class's set of boxes; -1 without boxes.
+        num_patterns: number of distinct patterns.
     """
 
     tensor: Int32Array
@@ -136,11 +137,11 @@ def make_atoms(offsets: Int64Array, sizes: Int64Array) -> Atoms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces(Columns):
-    """Every (atom, destination box) pair with common elements.
+    """All (atom, destination box) pairs that have common elements.
 
     Attributes:
-        atom: (n,) which atom, of one pattern or of all tensors.
-        box: (n,) destination box, likewise; a row of `Boxes` for all tensors.
+        atom: (n,) index of the atom in one pattern, or over all tensors.
+        box: (n,) index of the destination box in one pattern, or row of `Boxes` over all tensors.
         offsets, sizes: (n, MAX_DIMS) of the common elements.
     """
 
@@ -153,7 +154,7 @@ class Pieces(Columns):
 def intersect_boxes(
     a_offsets: Int64Array, a_sizes: Int64Array, b_offsets: Int64Array, b_sizes: Int64Array
 ) -> Pieces:
-    """All non-empty intersections of boxes a (n, MAX_DIMS), the atoms, with boxes b, ordered by (b, a)."""
+    """Return all non-empty intersections of boxes a (n, MAX_DIMS), the atoms, with boxes b, ordered by (b, a)."""
     parts: list[Pieces] = []
     step = max(1, _CHUNK_PAIRS // max(1, len(a_offsets)))
     a_ends, b_ends = a_offsets + a_sizes, b_offsets + b_sizes
@@ -173,11 +174,11 @@ def intersect_boxes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
-    """Which rows hold each global atom.
+    """Rows that hold each global atom.
 
     Attributes:
         rows: source rows grouped by atom, by rank in a group, one per (atom, rank).
-        start: (num_atoms + 1,) where each atom's group starts.
+        start: (num_atoms + 1,) start of each atom's group.
     """
 
     rows: Int64Array
@@ -185,14 +186,14 @@ class Holders:
 
 
 def classes_by_pattern(boxes: Boxes) -> list[Int64Array]:
-    """The classes of each pattern, ascending."""
+    """Return the classes of each pattern, ascending."""
     order = np.argsort(boxes.pattern, kind="stable")
     bounds = np.searchsorted(boxes.pattern[order], np.arange(boxes.num_patterns + 1))
     return [order[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def atoms_by_pattern(boxes: Boxes) -> list[Atoms]:
-    """The atoms of each pattern."""
+    """Return the atoms of each pattern."""
     atoms: list[Atoms] = []
     for classes in classes_by_pattern(boxes):
         rows = slice(int(boxes.start[classes[0]]), int(boxes.start[classes[0] + 1]))

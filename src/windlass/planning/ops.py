@@ -1,8 +1,8 @@
-"""Stage 3, last half: routed pieces become ops, the rows of the plan.
+"""Turn routed pieces into ops, the rows of the plan.
 
-In come `Pieces` (which atom fills which box) and an `Assignment` (which rank sends it), out goes an
-`OpTable`: per op both parameters, offsets and strides, what it is cast to, its mode and the reason.
-Ops of a link that are adjacent on both sides then become one op.
+The inputs are `Pieces` (which atom fills which box) and an `Assignment` (which rank sends it). The
+output is an `OpTable`: per op both parameters, offsets, strides and dtypes, the mode, and the
+reason for the mode. Ops of a link that are adjacent on both sides are then joined.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Rows = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates(Columns):
-    """Every piece at every destination row, before a source is chosen; sorted by destination.
+    """All pieces of all destination rows, before a source is chosen; sorted by destination.
 
     Attributes:
         piece: (n,) row of `Pieces`.
         row: (n,) row of the destination table.
         nbytes: (n,) bytes at the destination.
-        axis: (n,) outermost dim with more than one element, where an op may be cut.
-        units: (n,) extent of that dim, in blocks where the op quantises.
+        axis: (n,) outermost dim with more than one element, along which an op may be cut.
+        units: (n,) extent of that dim; in blocks if the op quantises.
     """
 
     piece: Int64Array = column("<i8")
@@ -55,7 +55,8 @@ class Candidates(Columns):
         count = (boxes.row_start[1:] - boxes.row_start[:-1])[pieces.box]
         piece = np.repeat(np.arange(len(count)), count)
         row = boxes.rows[ranges(boxes.row_start[pieces.box], count)]
-        order = np.lexsort([piece, row])  # rows ascend with the rank
+        # Rows are numbered by ascending rank.
+        order = np.lexsort([piece, row])
         piece, row = piece[order], row[order]
         transform = dst.transform[row]
         axis = (pieces.sizes > 1).argmax(axis=1)
@@ -75,12 +76,16 @@ class Candidates(Columns):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedPieces:
-    """Everything that ops are made of.
+    """Input of `build_ops`.
 
     Attributes:
+        src, dst: shards of both sides.
+        names: tensor names of both sides.
         sources: workers, by rank.
-        pieces: which atom fills which box. holders: who has each atom.
-        routed: who sends each of them.
+        pieces: atoms and the destination boxes that they fill.
+        holders: source rows that hold each atom.
+        candidates: pieces of every destination row.
+        routed: source ranks that send the candidates.
         direct_min_run_nbytes: see `PlanPolicy.direct_min_run_bytes`.
     """
 
@@ -99,8 +104,8 @@ def build_ops(given: RoutedPieces) -> OpTable:
     """Turn routed pieces into ops, in plan order, chunk by chunk to bound memory.
 
     Raises:
-        UnsupportedLayout: dtypes between which nothing casts (`CASTS`), or a cut through a block of
-            a quantised tensor.
+        UnsupportedLayout: a dtype cannot be cast to the destination's (`CASTS`), or a cut divides a
+            block of a quantised tensor.
     """
     src, dst, routed = given.src, given.dst, given.routed
     atom = given.pieces.atom[given.candidates.piece[routed.op]]
@@ -115,7 +120,7 @@ def build_ops(given: RoutedPieces) -> OpTable:
 
 
 def _ops(given: RoutedPieces, part: Rows, s: Int64Array, d: Int64Array) -> OpTable:
-    """The ops of some routed pieces, whose rows are `s` at the source and `d` at the destination."""
+    """Return the ops of some routed pieces, given their rows `s` at the source and `d` at the destination."""
     src, dst = given.src, given.dst
     transform = dst.transform[d]
     offsets, sizes = _shares(given, part, transform)
@@ -125,7 +130,8 @@ def _ops(given: RoutedPieces, part: Rows, s: Int64Array, d: Int64Array) -> OpTab
     steps = (offsets - dst.offsets[d]) // per_scale
     geometry = collapse(
         Strided(sizes=sizes, src_strides=src.strides_bytes[s], dst_strides=dst.strides_bytes[d]),
-        kept=transform != Transform.NONE,  # their two dims carry the blocks
+        # The two dims of a quantising op define its blocks, so they must not be joined.
+        kept=transform != Transform.NONE,
     )
     payload = payload_sizes(geometry.sizes, transform)
     dst_itemsize = ITEMSIZES[dst.dtype[d]]
@@ -162,7 +168,7 @@ def _ops(given: RoutedPieces, part: Rows, s: Int64Array, d: Int64Array) -> OpTab
 def _shares(
     given: RoutedPieces, part: Rows, transform: UInt8Array
 ) -> tuple[Int64Array, Int64Array]:
-    """Offsets and sizes of what each op moves: a piece, or the slice of it that one source sends."""
+    """Return offsets and sizes of each op: a piece, or the slice of a piece that one source sends."""
     routed, candidates = given.routed, given.candidates
     op = routed.op[part]
     piece = candidates.piece[op]
@@ -176,7 +182,7 @@ def _shares(
 
 
 def _source_rows(given: RoutedPieces, atom: Int64Array) -> Int64Array:
-    """Per routed piece, the row of the rank that sends it."""
+    """Return, per routed piece, the row of the rank that sends it."""
     src, holders = given.src, given.holders
     num_ranks = int(src.rank.max(initial=0)) + 1
     atom_of_row = np.repeat(np.arange(len(holders.start) - 1), np.diff(holders.start))
@@ -191,7 +197,7 @@ def _plan_order(
     dst_row: Int64Array,
     routed: Assignment,
 ) -> Rows:
-    """Sort by (src, dst, src parameter, dst parameter, source row, destination row, slice)."""
+    """Sort by (src, dst, src parameter, dst parameter, destination offset, destination row, slice)."""
     link = src.rank[src_row].astype(np.int64) << 32 | dst.rank[dst_row]
     parameters = src.parameter[src_row].astype(np.int64) << 32 | dst.parameter[dst_row]
     place = dst.offset_bytes[dst_row]
@@ -216,7 +222,7 @@ class Strided(Columns):
 
 
 def collapse(given: Strided, kept: BoolArray) -> Strided:
-    """Order dims by destination stride and join those that are one dim on both sides; ops `kept` stay as they are."""
+    """Order dims by destination stride and join dims that are contiguous on both sides; keep `kept` ops."""
     sizes, src_strides, dst_strides = given.sizes, given.src_strides, given.dst_strides
     unit = sizes == 1
     key = np.where(unit, np.iinfo(np.int64).max, np.abs(dst_strides))
@@ -300,9 +306,9 @@ def choose_modes(
 
 
 def coalesce(ops: OpTable) -> OpTable:
-    """Join contiguous direct ops that follow each other on both sides.
+    """Join contiguous direct ops that are adjacent on both sides.
 
-    Stacked experts and fused projections that both sides fuse alike travel as one long run.
+    Stacked experts, and projections that both sides fuse in the same way, are sent as one long run.
 
     Args:
         ops: sorted by (src, dst, src_parameter, dst_parameter, dst_offset).
@@ -343,7 +349,11 @@ def coalesce(ops: OpTable) -> OpTable:
 def place_staged(
     ops: OpTable, num_destinations: int, align: int
 ) -> tuple[Int64Array, tuple[int, ...]]:
-    """Give every payload that needs unpacking its place in its destination's staging memory."""
+    """Give every SCATTER payload an offset in its destination's staging memory.
+
+    Returns:
+        (offset per op, -1 without one; bytes of staging memory per destination).
+    """
     offsets = np.full(len(ops), -1, np.int64)
     needs = np.flatnonzero(ops.mode == CopyMode.SCATTER)
     needs = needs[np.argsort(ops.dst[needs], kind="stable")]

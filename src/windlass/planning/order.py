@@ -1,4 +1,4 @@
-"""The order in which each source writes to its destinations."""
+"""The order of each source's writes to its destinations."""
 
 from __future__ import annotations
 

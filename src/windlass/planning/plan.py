@@ -1,8 +1,8 @@
-"""TransferPlan: which bytes go where, symbolically. The hand-off from planning to execution.
+"""TransferPlan: the symbolic result of planning, which says which bytes go where.
 
-A plan names ranks, parameters, byte offsets and strides, never an address, so it has a
-digest that every rank can confirm before any memory is touched. It is columnar (numpy),
-sorted by (source, destination), so that one rank's work is one slice.
+A plan contains ranks, parameters, byte offsets and strides, but no addresses. Every rank can
+therefore confirm its digest before any memory is touched. It is columnar (numpy) and sorted by
+(source, destination), so that one source's ops are one slice.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ PLAN_SCHEMA_VERSION = 5
 DTYPES = tuple(DType)
 """`OpTable.src_dtype` and `dst_dtype` are indices into this tuple."""
 ITEMSIZES = np.array([dtype.itemsize for dtype in DTYPES], np.int64)
-"""Bytes per element, by the same indices."""
+"""Bytes per element, with the same indices."""
 
 
 class CopyMode(IntEnum):
-    """How the bytes of one op travel.
+    """How the bytes of one op are sent.
 
     DIRECT: straight from the source parameter to the destination parameter, in
-    `num_runs` contiguous runs (one when both sides are contiguous); zero copy.
+    contiguous runs (one run if both sides are contiguous); zero copy.
+
     PACKED: the source packs (gathers, casts) into its arena; one contiguous write.
-    SCATTER: packed where needed, written into the destination's staging memory, unpacked there.
+
+    SCATTER: packed if needed, written into the destination's staging memory, unpacked there.
+
     A payload in staging memory is row-major over `sizes`.
     """
 
@@ -51,7 +54,7 @@ class CopyMode(IntEnum):
 
 
 class Reason(IntEnum):
-    """Why an op has its mode."""
+    """Reason for the mode of an op."""
 
     CONTIGUOUS = 0
     LONG_RUNS = 1
@@ -62,9 +65,10 @@ class Reason(IntEnum):
 
 
 class Transform(IntEnum):
-    """What the source computes while it packs; see `layout.quantization`.
+    """Computation of the source while it packs; see `layout.quantization`.
 
-    Ops that transform have two dims of source elements, made of whole blocks, never collapsed.
+    Ops with a transform have two dims of source elements, made of whole blocks, which are never
+    collapsed.
     """
 
     NONE = 0
@@ -78,15 +82,15 @@ class OpTable(Columns):
 
     The element with multi-index i of the op's `sizes` is read at
     `src_offset + sum(i * src_strides)` of the source parameter and written at
-    `dst_offset + sum(i * dst_strides)` of the destination parameter. Dims are collapsed
-    (no size-1 dim, no two dims that are one on both sides) and left-padded with size 1.
-    Dims are ordered so that, where possible, the destination is row-major.
+    `dst_offset + sum(i * dst_strides)` of the destination parameter. Dims are collapsed (no size-1
+    dim, no adjacent dims that are contiguous on both sides) and left-padded with size 1. Dims are
+    ordered so that, where possible, the destination is row-major.
 
     Attributes:
         src: (n,) index into `TransferPlan.sources`.
         dst: (n,) index into `TransferPlan.destinations`.
-        tensor: (n,) index into `TransferPlan.tensors`, the destination's name; the first one
-            where adjacent copies were joined.
+        tensor: (n,) index into `TransferPlan.tensors`, the destination's name; the first name of a
+            joined op.
         src_parameter: (n,) index into the source manifest's parameters.
         dst_parameter: (n,) index into the destination manifest's parameters.
         mode: (n,) `CopyMode`.
@@ -94,11 +98,14 @@ class OpTable(Columns):
         src_dtype: (n,) index into `DTYPES`.
         dst_dtype: (n,) index into `DTYPES`; differs from `src_dtype` when the op casts.
         transform: (n,) `Transform`.
-        sizes: (n, MAX_DIMS) elements; of the source, where scales are computed from them.
-        src_offset: (n,) bytes. src_strides: (n, MAX_DIMS) bytes.
-        dst_offset: (n,) bytes. dst_strides: (n, MAX_DIMS) bytes.
-        run_nbytes: (n,) destination bytes of one contiguous run on both sides (DIRECT), else `nbytes`.
-        nbytes: (n,) bytes that travel: numel * destination itemsize, or the bytes of the scales.
+        sizes: (n, MAX_DIMS) elements; for scales, the source elements that they are computed from.
+        src_offset: (n,) bytes.
+        src_strides: (n, MAX_DIMS) bytes.
+        dst_offset: (n,) bytes.
+        dst_strides: (n, MAX_DIMS) bytes.
+        run_nbytes: (n,) destination bytes of one contiguous run on both sides (DIRECT), else
+            `nbytes`.
+        nbytes: (n,) bytes sent: numel * destination itemsize, or the bytes of the scales.
         staging_offset: (n,) byte offset in the destination's staging memory, -1 without one.
     """
 
@@ -143,7 +150,8 @@ class TransferPlan:
         source_digests: manifest digest per source; a changed layout invalidates the plan.
         destination_digests: manifest digest per destination.
         staging_nbytes: size of the staging memory each destination must provide (0 for none).
-        schema_version: of the wire form, which says it always.
+        ops: all ops, in plan order.
+        schema_version: version of the wire form; every encoded plan contains it.
     """
 
     sources: tuple[str, ...]
@@ -157,16 +165,16 @@ class TransferPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel in one update, over all links."""
+        """Bytes sent in one update, over all links."""
         return int(self.ops.nbytes.sum())
 
     @property
     def quantizes(self) -> bool:
-        """Whether sources compute what they send; a backend that only copies must refuse."""
+        """True if sources compute values that they send; a backend that only copies must refuse the plan."""
         return bool((self.ops.transform != Transform.NONE).any())
 
     def links(self) -> tuple[Link, ...]:
-        """Every (source, destination) pair that exchanges bytes, in plan order."""
+        """Return every (source, destination) pair that exchanges bytes, in plan order."""
         if len(self.ops) == 0:
             return ()
         key = self.ops.src.astype(np.int64) * len(self.destinations) + self.ops.dst
@@ -178,10 +186,11 @@ class TransferPlan:
         )
 
     def parts(self, *, sending: bool, all_names: bool) -> dict[str, TransferPlan]:
-        """What each source sends if `sending`, else what each destination receives; fewer rows.
+        """Return the part of each source if `sending`, else of each destination: only its own rows.
 
-        `all_names`: a part names all ranks, and not only those that its rows speak of and its own: all parts together
-        grow with the square of the fleet then.
+        `all_names`: a part contains the names of all ranks; otherwise only of its rank and the
+        ranks in its rows. With all names, the size of all parts together grows with the square of
+        the fleet.
         """
         workers = self.sources if sending else self.destinations
         index = self.ops.src if sending else self.ops.dst
@@ -194,7 +203,7 @@ class TransferPlan:
         return found
 
     def _with_own_names(self, own: int, *, sending: bool) -> TransferPlan:
-        """This part, with the names that rank `own` needs to know."""
+        """Return this part with only the names that rank `own` needs."""
         src, here = _renumbered(self.ops.src, own if sending else None)
         dst, there = _renumbered(self.ops.dst, None if sending else own)
         return replace(
@@ -208,10 +217,10 @@ class TransferPlan:
         )
 
     def without_staging(self, links: Collection[tuple[str, str]]) -> TransferPlan:
-        """The plan with every op of `links`, (source, destination), stored where it belongs.
+        """Return the plan without staging for `links`: their ops write to the parameter itself.
 
-        For links whose source stores with strides: nothing of them lands packed. A destination keeps
-        its staging memory for the other links, if there are any.
+        `links`: pairs (source, destination) with a source that stores strided elements. A
+        destination keeps its staging memory if other links need it.
         """
         stored = np.zeros(len(self.ops), np.bool_)
         for link in self.links():
@@ -226,7 +235,7 @@ class TransferPlan:
         return replace(self, staging_nbytes=staging_nbytes, ops=ops)
 
     def for_replica(self, leader: str, copy: ShardManifest) -> TransferPlan:
-        """What this plan, the part of `leader`, is for a rank that holds the same boxes alike."""
+        """Return this plan, the part of `leader`, for another rank with the same layout."""
         index = self.destinations.index(leader)
         return replace(
             self,
@@ -237,12 +246,12 @@ class TransferPlan:
         )
 
     def encode(self) -> bytes:
-        """The wire form (msgpack)."""
+        """Return the wire form (msgpack)."""
         return encode_tables(self)
 
     @classmethod
     def decode(cls, data: bytes) -> TransferPlan:
-        """The inverse of `encode`.
+        """Return the plan in the wire form `data`.
 
         Raises:
             ProtocolError: not a plan, or of another schema version.
@@ -258,11 +267,11 @@ class TransferPlan:
         return plan
 
     def digest(self) -> str:
-        """A hex digest that every rank confirms before memory is registered."""
+        """Return a hex digest that every rank confirms before memory is registered."""
         return xxhash.xxh3_128_hexdigest(self.encode())
 
 
 def _renumbered(index: Int32Array, own: int | None) -> tuple[Int32Array, list[int]]:
-    """`index` into those names alone that it, or `own`, speaks of; and which those are."""
+    """Renumber `index` to the values that occur in it, plus `own`; return it and those values."""
     used = np.unique(index if own is None else np.append(index, own))
     return np.searchsorted(used, index).astype(np.int32), used.tolist()

@@ -1,14 +1,15 @@
-"""Stage 3: manifests of all ranks in, one `TransferPlan` out; every destination byte once.
+"""Compile the manifests of all ranks into one `TransferPlan` that writes every destination byte once.
 
     rows        manifests                      => one table per side, names resolved
     intersect   tables                         => pieces: which atom fills which box
     coverage    tables, pieces                 => refuse bytes with two tensors or without a source
     quantize    destination rows               => scales in the coordinates of their weight
-    routing     pieces x destination rows      => who sends what
+    routing     pieces x destination rows      => the source rank of each piece
     ops         chosen rows                    => strides, mode and reason per op; fewer, longer ops
 
-Every step works on whole columns; Python loops run over patterns, tensors and ranks, never ops.
-The plan is symbolic (rank, parameter, byte offset); `planning/program.py` makes it a program.
+Every step works on whole columns. Python loops run over patterns, tensors and ranks, never over
+ops. The plan is symbolic (rank, parameter, byte offset); `planning/program.py` turns it into
+programs.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from windlass.planning.rows import RowTable, TensorNames, gather_rows, resolve_n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPolicy:
-    """What the planner may choose.
+    """Settings of the planner.
 
     Args:
-        direct_min_run_bytes: a strided op whose contiguous runs, on both sides, are at least
-            this long is written run by run without packing.
+        direct_min_run_bytes: a strided op is written run by run, without packing, if its contiguous
+            runs on both sides are at least this long.
         min_split_bytes: an op smaller than this is never split over several sources.
-        staging_alignment: bytes; every payload in staging memory starts at a multiple.
+        staging_alignment: every payload in staging memory starts at a multiple of these bytes.
 
     Raises:
         ConfigError: a size is < 1.
@@ -75,7 +76,8 @@ def plan_transfer(
     Raises:
         ManifestError: manifests contradict each other.
         IncompleteCoverage: destination bytes have no source.
-        UnsupportedLayout: dtypes between which nothing casts (`CASTS`).
+        UnsupportedLayout: a dtype cannot be cast to the destination's (`CASTS`), or a cut divides a
+            block of a quantised tensor.
     """
     policy = policy or PlanPolicy()
     given = route(sources, destinations, policy)
@@ -97,7 +99,7 @@ def plan_transfer(
 def route(
     sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest], policy: PlanPolicy
 ) -> RoutedPieces:
-    """Decide who sends what; raises as `plan_transfer`."""
+    """Choose the source of every piece; raise like `plan_transfer`."""
     if not sources or not destinations:
         side = "destinations" if sources else "sources"
         raise ManifestError(f"plan_transfer: {side} must not be empty")
@@ -134,7 +136,7 @@ def _pieces(
     names: TensorNames,
     destinations: Sequence[ShardManifest],
 ) -> tuple[Pieces, Holders, Boxes]:
-    """Intersect both sides, pattern by pattern, and refuse holes."""
+    """Intersect both sides, pattern by pattern; raise for destination elements without a source."""
     num_classes = len(names.names)
     src_boxes = unique_boxes(src, num_classes)
     dst_boxes = unique_boxes(dst, num_classes)

@@ -1,8 +1,8 @@
-"""Stage 4, from a symbolic plan to programs: what one rank reads, packs, writes or hashes, link by link.
+"""Turn a symbolic plan into programs: what one rank reads, packs, writes or hashes, per link.
 
-A `BoundOp` is one row of the plan as plain Python integers; the contiguous runs of a link's
-DIRECT ops are one table, expanded by numpy. Addresses are added when an update runs, because
-trainers may rebind storage.
+A `BoundOp` is one row of the plan as plain Python integers. The contiguous runs of a link's DIRECT
+ops are one table, expanded by numpy. Addresses are added when an update runs, because trainers may
+rebind storage.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from windlass.planning.plan import (
 
 
 class DigestKind(StrEnum):
-    """What a link's digest is computed with; both ends must use the same.
+    """Algorithm of a link's digest; both ends must use the same.
 
-    XXH3: xxh3_128 of the payload, in host memory. POSITION: `memory/position_digest.py`, on GPUs.
+    XXH3: xxh3_128 of the payload, in host memory.
+
+    POSITION: a sum over words that depends on their position, on GPUs (`memory/cuda/put.cu`).
+    `tests/support/position_digest.py` is a reference in Python.
     """
 
     XXH3 = "xxh3_128"
@@ -46,8 +49,8 @@ _MODES, _TRANSFORMS = tuple(CopyMode), tuple(Transform)
 class BoundOp:
     """One copy op. Sizes in elements, offsets and strides in bytes, as in `OpTable`.
 
-    `sizes` are of what travels; `src_sizes` differ from them where `transform` computes scales.
-    `tensor` names it in errors.
+    `sizes` describe the payload. `src_sizes` differ from them if `transform` computes scales.
+    `tensor` is the name for errors.
     """
 
     mode: CopyMode
@@ -68,29 +71,29 @@ class BoundOp:
 
     @property
     def lands(self) -> bool:
-        """Whether the payload goes to staging memory instead of the parameter."""
+        """True if the payload goes to staging memory instead of the parameter."""
         return self.staging_offset >= 0
 
     @property
     def src_extent_nbytes(self) -> int:
-        """From the first byte that is read to the end of the last."""
+        """Bytes from the first byte that is read to the end of the last."""
         reach = sum((n - 1) * s for n, s in zip(self.src_sizes, self.src_strides, strict=True))
         return reach + self.src_dtype.itemsize
 
     @property
     def dst_extent_nbytes(self) -> int:
-        """From the first byte that belongs to the op to the end of the last."""
+        """Bytes from the first byte of the op to the end of the last."""
         reach = sum((n - 1) * s for n, s in zip(self.sizes, self.dst_strides, strict=True))
         return reach + self.dst_dtype.itemsize
 
     @property
     def is_direct(self) -> bool:
-        """Whether source memory goes out as it lies."""
+        """True if source memory is sent unpacked."""
         return self.mode is CopyMode.DIRECT
 
     @property
     def cast_dtype(self) -> DType:
-        """What its elements are rounded to, before they are quantised if they are."""
+        """Dtype that elements are rounded to, before any quantisation."""
         return self.dst_dtype if self.transform is Transform.NONE else DType.BFLOAT16
 
     @property
@@ -101,7 +104,7 @@ class BoundOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectRuns(Columns):
-    """Contiguous runs that go out as they lie; offsets from the parameters' starts, in bytes.
+    """Contiguous runs that are sent unpacked; offsets in bytes from the starts of the parameters.
 
     Attributes:
         src_parameter, src_offset, dst_parameter, dst_offset, nbytes: (n,) each, in plan order.
@@ -122,9 +125,9 @@ class LinkProgram:
 
     Attributes:
         peer: the worker at the other end.
-        ops: in plan order, which is the order of the link's digest.
-        direct: the runs of the DIRECT ops among them.
-        nbytes: payload.
+        ops: in plan order, which is also the order of the link's digest.
+        direct: contiguous runs of the DIRECT ops.
+        nbytes: bytes of the payload.
     """
 
     peer: str
@@ -134,10 +137,10 @@ class LinkProgram:
 
 
 def bind_links(plan: TransferPlan, *, sending: bool) -> tuple[LinkProgram, ...]:
-    """The links of a plan part, as programs. `sending`: whether this rank is their source.
+    """Return the links of a plan part as programs. `sending`: True if this rank is their source.
 
     Raises:
-        UnsupportedLayout: a stride that is no multiple of the item size.
+        UnsupportedLayout: a stride is negative or not a multiple of the item size.
     """
     _check_strides(plan)
     return tuple(
@@ -166,8 +169,8 @@ def _check_strides(plan: TransferPlan) -> None:
 def _bind_ops(plan: TransferPlan, link: Link) -> Iterator[BoundOp]:
     """Yield the ops of a link.
 
-    Columns become lists at once: reading an element of an array costs more than all else here, and a link of a
-    mixture of experts has some 10,000 ops.
+    Whole columns become lists first, because reading single array elements would dominate the time. A link of a
+    mixture of experts has about 10,000 ops.
     """
     ops, rows = plan.ops, slice(link.start, link.stop)
     integers = zip(
@@ -238,7 +241,7 @@ def _direct_runs(ops: OpTable, link: Link) -> DirectRuns:
 
 
 def _runs(ops: OpTable, link: Link, rows: Int64Array, offsets: Int64Array) -> DirectRuns:
-    """One run of each of `rows`, at (n, 2) `offsets` of their first elements."""
+    """Return one run per row of `rows`, at (n, 2) `offsets` of their first elements."""
     return DirectRuns(
         src_parameter=ops.src_parameter[rows],
         src_offset=ops.src_offset[rows] + offsets[:, 0],
@@ -255,7 +258,7 @@ def _run_offsets(
     dst_strides: Int64Array,
     run_numel: int,
 ) -> Int64Array:
-    """Offsets of every run relative to the op's first element, row-major: (n, 2)."""
+    """Return (n, 2) offsets of every run relative to the op's first element, row-major."""
     inner, num_outer = 1, len(sizes)
     while num_outer and inner < run_numel:
         num_outer -= 1

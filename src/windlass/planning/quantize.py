@@ -1,8 +1,8 @@
 """Quantised destinations in the planner: scales are planned in the coordinates of their weight.
 
-A destination's scales have no tensor at the source; they are computed from the weight. Their boxes
-are widened to the elements that they scale, so that intersection, coverage and routing see a weight
-like any other, and every op is checked to consist of whole blocks.
+A destination's scales have no tensor at the source; the source computes them from the weight. Their
+boxes are widened to the elements that they scale, so that intersection, coverage and routing handle
+them like boxes of the weight. Every op is checked to consist of whole blocks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from windlass.planning.rows import RowTable, TensorNames
 _FLOAT8 = np.array([d in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2) for d in DTYPES], np.bool_)
 _SOURCES = next(c.source_dtypes for c in CAPABILITIES if c.scheme is Scheme.FP8_BLOCK)
 _IS_CAST = np.array([[not cast_refusal(have, want) for want in DTYPES] for have in DTYPES])
-"""[source, destination]; also of equal dtypes."""
+"""Table [source, destination]: True if the dtypes are equal or can be cast."""
 _QUANTIZABLE = np.array([dtype in _SOURCES for dtype in DTYPES], np.bool_)
 
 
 def widen_scales(dst: RowTable, names: TensorNames) -> RowTable:
-    """Boxes of scales as boxes of the elements that they scale."""
+    """Return the table with boxes of scales replaced by boxes of the elements that they scale."""
     rows = np.flatnonzero(dst.transform == Transform.FP8_BLOCK_SCALES)
     if not len(rows):
         return dst
@@ -41,7 +41,7 @@ def widen_scales(dst: RowTable, names: TensorNames) -> RowTable:
 
 
 def payload_sizes(sizes: Int64Array, transform: UInt8Array) -> Int64Array:
-    """What travels: the scales' sizes where an op computes scales, otherwise `sizes`."""
+    """Return the sizes of the payload: of the scales if an op computes scales, otherwise `sizes`."""
     scales = transform == Transform.FP8_BLOCK_SCALES
     if not scales.any():
         return sizes
@@ -51,14 +51,14 @@ def payload_sizes(sizes: Int64Array, transform: UInt8Array) -> Int64Array:
 
 
 def split_units(units: Int64Array, transform: UInt8Array) -> Int64Array:
-    """In how many slices an op may be cut: elements of its outermost dim, or blocks."""
+    """Return the number of slices that an op may be cut into: elements of its outermost dim, or blocks."""
     return np.where(transform != Transform.NONE, -(-units // BLOCK), units)
 
 
 def refuse_casts(
     src: RowTable, dst: RowTable, src_row: Int64Array, dst_row: Int64Array, names: TensorNames
 ) -> None:
-    """Refuse dtypes between which nothing casts, float8 without scales among them, or quantises.
+    """Raise for pairs of dtypes that can be neither cast nor quantised, including float8 without scales.
 
     Raises:
         UnsupportedLayout: names tensor and dtypes.
@@ -93,7 +93,7 @@ def refuse_cut_blocks(
     names: TensorNames,
     sources: Sequence[str],
 ) -> None:
-    """Every op that quantises consists of whole blocks, for a block has one scale.
+    """Raise for a quantising op that does not consist of whole blocks, because a block has one scale.
 
     Raises:
         UnsupportedLayout: names tensor, source and box.

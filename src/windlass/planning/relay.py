@@ -1,13 +1,13 @@
-"""Who passes bytes on to whom, where several engines want the same ones. No I/O.
+"""Plan relays between engines that need the same bytes: which engine passes chunks on to which. No I/O.
 
-Engines whose ranks hold the same boxes at the same places of the same parameters are *replicas*. The
-plan is made for one of them and holds, op for op, for the others; rank r of every replica forms a
-*group*. The bytes of a group travel in *stripes*: a stripe is a tree over the members, to whose root the
-trainers write, and it carries every num_stripes-th chunk.
+Engines are *replicas* if their ranks hold the same boxes at the same places of the same parameters.
+The plan is made for one replica and is valid, op for op, for the others. Rank r of every replica
+forms a *group*. The bytes of a group travel in *stripes*. A stripe is a tree over the members:
+trainers write to its root, and it carries every num_stripes-th chunk.
 
-Two binary trees in which the inner nodes of one are leaves of the other let every member send about
-as much as it receives, at logarithmic depth (Sanders, Speck, Traeff, "Two-tree algorithms for full
-bandwidth broadcast", 2009; the numbering is that of NCCL's `trees.cc`).
+With two binary trees, where the inner nodes of one are leaves of the other, every member sends
+about as much as it receives, at logarithmic depth (Sanders, Speck, Traeff, "Two-tree algorithms for
+full bandwidth broadcast", 2009; the numbering is that of NCCL's `trees.cc`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from windlass.config import RelayShape
 from windlass.layout.manifest import ShardManifest
 
 LONGEST_CHAIN = 4
-"""In `AUTO`: a chain of n waits for n - 1 chunks, trees for about 4 log2(n)."""
+"""Longest chain in `AUTO`: a chain of n waits for n - 1 chunks, trees for about 4 log2(n)."""
 
 
 class RelayGroup(msgspec.Struct, frozen=True):
-    """Ranks that hold the same bytes. Travels in messages.
+    """Ranks that hold the same bytes. Sent in messages.
 
     Attributes:
         members: worker names; the plan is made for the first.
-        stripes: per stripe the parent of each member, an index in `members`, or -1 for the trainers.
-        chunk_nbytes: what travels at a time.
+        stripes: per stripe the parent of each member: an index in `members`, or -1 for the
+            trainers.
+        chunk_nbytes: maximum bytes that are written, verified and passed on at a time.
     """
 
     members: tuple[str, ...]
@@ -42,7 +43,7 @@ class RelayGroup(msgspec.Struct, frozen=True):
 
 
 def depths_of(group: RelayGroup) -> tuple[tuple[int, ...], ...]:
-    """Per stripe and member: hops from the trainers, 1 for the root."""
+    """Return, per stripe and member, the number of hops from the trainers; 1 for the root."""
     found = []
     for parents in group.stripes:
         depths = [0] * len(parents)
@@ -56,7 +57,7 @@ def depths_of(group: RelayGroup) -> tuple[tuple[int, ...], ...]:
 
 
 def find_replicas(engines: Mapping[str, Sequence[ShardManifest]]) -> tuple[tuple[str, ...], ...]:
-    """Sets of at least two engines that hold the same, in the given order."""
+    """Return sets of at least two engines with equal layouts, in the given order."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name, manifests in engines.items():
         found.setdefault(tuple(m.layout_digest for m in manifests), []).append(name)
@@ -64,14 +65,14 @@ def find_replicas(engines: Mapping[str, Sequence[ShardManifest]]) -> tuple[tuple
 
 
 def stripes_of(shape: RelayShape, num_members: int) -> tuple[tuple[int, ...], ...]:
-    """Per stripe the parent of each member, -1 for the root; no stripes for `OFF` or one member."""
+    """Return, per stripe, the parent of each member, -1 for the root; no stripes for `OFF` or one member."""
     if shape is RelayShape.OFF or num_members < 2:
         return ()
     if shape is RelayShape.CHAIN or (shape is RelayShape.AUTO and num_members <= LONGEST_CHAIN):
         return (tuple(range(-1, num_members - 1)),)
     first = tuple(_parent(member, num_members) for member in range(num_members))
     if num_members % 2:
-        # Turned by one place: leaves are the odd members, and become the even ones.
+        # Shift by one place: the odd members were leaves, and now the even members are.
         second = tuple(
             -1 if (p := first[(member - 1) % num_members]) < 0 else (p + 1) % num_members
             for member in range(num_members)
@@ -85,7 +86,7 @@ def stripes_of(shape: RelayShape, num_members: int) -> tuple[tuple[int, ...], ..
 
 
 def _parent(member: int, num_members: int) -> int:
-    """In the tree whose odd members are leaves and whose root is 0."""
+    """Return the parent of a member in the tree with odd members as leaves and 0 as root; -1 for the root."""
     if member == 0:
         return -1
     bit = member & -member
@@ -94,7 +95,7 @@ def _parent(member: int, num_members: int) -> int:
 
 
 def children_of(group: RelayGroup, member: str) -> tuple[tuple[str, ...], ...]:
-    """Per stripe those that `member` passes on to."""
+    """Return, per stripe, the members that `member` passes chunks on to."""
     index = group.members.index(member)
     return tuple(
         tuple(group.members[child] for child, parent in enumerate(parents) if parent == index)

@@ -1,9 +1,10 @@
-"""Boxes that several sources hold: they must hold the same bytes of them, or there is no right version.
+"""Boxes that several sources hold, and the check that all of them hold the same bytes.
 
-The controller finds these boxes once per fleet of trainers (`find_replicated`) and tells each rank which
-are its own (`HELD`). Before a round writes anything, ranks digest blocks of them and the
-controller compares: all blocks the first time, every `period`-th run of them later, others each time.
-Boxes that overlap in part are cut into pieces with the same holders first, as the planner does.
+The controller finds these boxes once per fleet of trainers (`find_replicated`) and sends each rank
+its own (`HELD`). Before a round writes anything, ranks digest blocks of the boxes and the
+controller compares the digests. The first time all blocks are compared, later every `period`-th run
+of blocks, in turns. Boxes that overlap in part are first cut into pieces with the same holders, as
+in the planner.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ from windlass.planning.plan import ITEMSIZES
 from windlass.planning.rows import gather_rows, resolve_names
 
 BLOCK_NBYTES = 256 << 10
-"""What boxes are cut into."""
+"""Size of the blocks that boxes are cut into."""
 RUN_BLOCKS = 64
-"""The most blocks, of one box or of boxes that follow each other, that are due in the same turn: a GPU
-digests a long part of one box as quickly as a short one of it, and many boxes one after the other."""
+"""Maximum number of consecutive blocks, of one box or of adjacent boxes, that are due in the same
+turn. A GPU digests a long part of one box as fast as a short part, but several boxes one after
+another."""
 LEAST_RUNS = 1024
-"""Runs are shorter where there would be fewer of them."""
+"""Minimum number of runs. Runs are shorter if there would be fewer."""
 SAMPLE_SHARE = 1 / 64
-"""Of the bytes that the busiest rank sends: as many are digested in a round after the first. Sending a
-byte costs its digest at both ends and a copy, so that is less than 1 / 64 of an update."""
+"""Bytes digested in a round after the first, as a fraction of the bytes that the busiest rank
+sends. Sending a byte costs a digest at both ends and a copy, so this is less than 1 / 64 of an
+update."""
 NAMED_RANKS = 4
 
 HELD = np.dtype(
@@ -52,18 +55,19 @@ HELD = np.dtype(
         ("run", "<i4"),
     ]
 )
-"""Where a rank holds a box, as rows of `row_nbytes` contiguous bytes, equally long at every holder: `sizes` rows per
-dim, slowest first; `offset` and `strides` in bytes. `first`: number of its first block, all boxes of the fleet
-counted through; `run`: blocks in a run."""
+"""A box in one rank, as rows of `row_nbytes` contiguous bytes, equal at every holder. `sizes`:
+number of rows per dim, slowest first. `offset` and `strides`: in bytes. `first`: number of its
+first block, counted over all boxes of the fleet. `run`: blocks in a run."""
 DIGESTED = np.dtype([("box", "<i4"), ("kind", "u1"), ("a", "<u8"), ("b", "<u8")])
-"""What a rank found in a box; digests of one `kind` (of algorithm) can be compared."""
+"""Digest of a box in one rank; only digests of the same `kind` (algorithm) can be compared."""
 
 
 def decode_held(data: bytes, manifest: ShardManifest) -> StructuredArray:
     """Return (n,) `HELD`, ascending by box, from its bytes, for the rank of `manifest`.
 
     Raises:
-        ProtocolError: no such table. PlanError: it leaves the rank's parameters.
+        ProtocolError: `data` is not such a table.
+        PlanError: a box leaves the rank's parameters, or contains a byte twice.
     """
     try:
         held = np.frombuffer(data, HELD)
@@ -75,7 +79,8 @@ def decode_held(data: bytes, manifest: ShardManifest) -> StructuredArray:
     extent = extents[np.where(known, held["parameter"], -1)]
     inside = known & (held["offset"] >= 0) & (held["first"] >= 0) & (held["run"] > 0)
     inside &= (row_nbytes > 0) & (sizes > 0).all(axis=1) & (strides >= 0).all(axis=1)
-    # In floating point, which does not wrap around; what lies in a parameter is exact in it.
+    # Use floating point because it does not wrap around; offsets inside a parameter are exact in
+    # it.
     inside &= held["offset"] + ((sizes - 1.0) * strides).sum(axis=1) + row_nbytes <= extent
     inside &= sizes.prod(axis=1, dtype=np.float64) * row_nbytes <= extent
     if not inside.all():
@@ -92,7 +97,7 @@ def decode_held(data: bytes, manifest: ShardManifest) -> StructuredArray:
 
 
 def num_pieces(held: StructuredArray) -> Int64Array:
-    """Return how many pieces each of (n,) boxes has: rows, cut where they are longer than a block."""
+    """Return the number of pieces of each of (n,) boxes: rows, cut if they are longer than a block."""
     pieces: Int64Array = held["sizes"].prod(axis=1) * -(-held["row_nbytes"] // BLOCK_NBYTES)
     return pieces
 
@@ -109,13 +114,13 @@ def _num_blocks(held: StructuredArray) -> Int64Array:
 def due_pieces(
     held: StructuredArray, turn: int, period: int
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """The pieces of blocks whose turn it is: of those of run r if r % period == turn % period.
+    """Return the pieces of the blocks that are due: those in run r if r % period == turn % period.
 
     `turn` counts comparisons; in `period` turns every block is due once.
 
     Returns:
-        (row of `held`, bytes from the start of the parameter, contiguous bytes) per piece, box after box, in
-        the order of their digest.
+        (row of `held`, bytes from the start of the parameter, contiguous bytes) per piece, box
+        after box, in the order of their digest.
     """
     first, run, per_block = held["first"], held["run"].astype(np.int64), _pieces_per_block(held)
     stop = first + _num_blocks(held)
@@ -142,11 +147,12 @@ class Replicated:
     """All boxes that several ranks hold, each with one dtype.
 
     Attributes:
-        parts: by worker, of those that hold any: (n,) `HELD`, ascending by box.
-        names: (n,) checkpoint tensor of each box. boxes: (n,) which elements.
-        num_holders: (n,).
-        nbytes: that the rank with most of them holds.
-        num_runs: of blocks, of all boxes together.
+        parts: worker -> (n,) `HELD`, ascending by box, for workers that hold any box.
+        names: (n,) checkpoint tensor of each box.
+        boxes: (n,) elements of each box.
+        num_holders: (n,) number of ranks that hold each box.
+        nbytes: bytes of such boxes in the rank with the most.
+        num_runs: number of runs of blocks, over all boxes.
     """
 
     parts: Mapping[str, StructuredArray]
@@ -157,12 +163,16 @@ class Replicated:
     num_runs: int
 
     def period(self, sent_nbytes: int) -> int:
-        """In how many turns every block is compared once, where the busiest rank sends `sent_nbytes` in an update."""
+        """Return the number of turns to compare every block once; the busiest rank sends `sent_nbytes`."""
         wanted = int(self.nbytes // max(sent_nbytes * SAMPLE_SHARE, 1)) + 1
-        return max(min(wanted, self.num_runs), 1)  # so that no turn is empty
+        # At most `num_runs`, so that no turn is empty.
+        return max(min(wanted, self.num_runs), 1)
 
     def disagreement(self, found: Mapping[str, StructuredArray]) -> str:
-        """Why ranks do not hold the same bytes; empty where they do. `found`: (n,) `DIGESTED` of all that have a part."""
+        """Return why ranks do not hold the same bytes; "" if they do.
+
+        `found`: worker -> (n,) `DIGESTED`, for all workers in `parts`.
+        """
         workers = sorted(found)
         table = np.concatenate([np.zeros(0, DIGESTED), *(found[w] for w in workers)])
         rank = np.repeat(np.arange(len(workers)), [len(found[w]) for w in workers])
@@ -207,10 +217,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def decode_digested(data: bytes) -> StructuredArray:
-    """`DIGESTED` from its bytes.
+    """Return `DIGESTED` from its bytes.
 
     Raises:
-        ProtocolError: no such table.
+        ProtocolError: `data` is not such a table.
     """
     try:
         return np.frombuffer(data, DIGESTED)
@@ -219,9 +229,9 @@ def decode_digested(data: bytes) -> StructuredArray:
 
 
 def find_replicated(sources: Sequence[ShardManifest], unread: Collection[str] = ()) -> Replicated:
-    """Return every piece of a tensor that more than one rank holds, in one dtype.
+    """Return every piece of a tensor that more than one rank holds in one dtype.
 
-    `unread`: tensors that no engine takes; ranks may hold anything there.
+    `unread`: tensors that no engine takes; their bytes may differ between ranks.
 
     Raises:
         ManifestError: manifests contradict each other.
@@ -283,7 +293,7 @@ def find_replicated(sources: Sequence[ShardManifest], unread: Collection[str] = 
 
 
 def _slowest_first(sizes: Int64Array, strides: Int64Array) -> Int64Array:
-    """Order of dims by stride, those of one element first: rows are contiguous wherever they can be."""
+    """Return dims by descending stride, dims of one element first, so that rows are as long as possible."""
     order: Int64Array = np.argsort(
         np.where(sizes == 1, np.iinfo(np.int64).min, -strides), 1, "stable"
     )
@@ -291,7 +301,7 @@ def _slowest_first(sizes: Int64Array, strides: Int64Array) -> Int64Array:
 
 
 def _join_rows(held: StructuredArray, first: Int64Array) -> None:
-    """Make rows of the inner dims that are contiguous at every holder. `first`: (b,) row of each box."""
+    """Merge inner dims into rows if they are contiguous at every holder. `first`: (b,) row of each box."""
     sizes, joins = held["sizes"], np.ones(len(held), np.bool_)
     for dim in range(MAX_DIMS - 1, -1, -1):
         follows = (sizes[:, dim] == 1) | (held["strides"][:, dim] == held["row_nbytes"])

@@ -1,9 +1,9 @@
-"""Who sends what: replicated sources share the work.
+"""Routing: choose the source rank of every piece, so that replicated sources share the work.
 
-Bytes that exactly the same ranks hold form a *group*. The bytes of each group are poured
-over its holders like water over uneven ground, group after group, until no level moves:
-that is the least majorised load vector, so its largest entry is minimal. Copies are then
-laid along each group's quotas; a large one that straddles two quotas is split.
+Bytes that exactly the same ranks hold form a *group*. The bytes of each group are poured over its
+holders like water over uneven ground, group after group, until no level moves. The result is the
+least majorised load vector, so its largest entry is minimal. Ops are then assigned along each
+group's quotas; a large op that crosses a quota boundary is split.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _TOLERANCE = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment(Columns):
-    """Ops after routing; a split op appears once per part.
+    """Ops after routing; a split op has one row per part.
 
     Attributes:
         op: (m,) index of the op before routing.
-        rank: (m,) the source rank that serves the part.
-        begin, end: (m,) which slice of the op's `units` the part is.
+        rank: (m,) source rank that sends the part.
+        begin, end: (m,) slice of the op's `units`.
     """
 
     op: Int64Array = column("<i8")
@@ -100,7 +100,7 @@ def pour(
 
 
 def _level(ground: Float64Array, total: float) -> Float64Array:
-    """Pour `total` over `ground`: the depth of water at each place."""
+    """Return the depth of water at each place after pouring `total` over `ground`."""
     ordered = np.sort(ground)
     below = np.cumsum(ordered)
     counts = np.arange(1, len(ordered) + 1)
@@ -118,10 +118,11 @@ def assign(
     shares: Sequence[Float64Array],
     min_split_bytes: int,
 ) -> Assignment:
-    """Lay the ops of each group, in the given order, along the quotas of its holders.
+    """Assign the ops of each group, in the given order, to its holders by their quotas.
 
-    `units`: in how many equal slices an op may be cut (its outermost extent). `shares`: as `pour` returns them. An
-    op smaller than `min_split_bytes` is never split, it goes where most of it lies.
+    `units`: number of equal slices that an op may be cut into (its outermost extent). `shares`:
+    result of `pour`. An op smaller than `min_split_bytes` is never split; the holder of its middle
+    byte gets it.
     """
     rank = np.array([of_group[0] for of_group in holders] or [0], np.int64)[group]
     begin, end = np.zeros(len(group), np.int64), units.copy()

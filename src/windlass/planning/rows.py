@@ -1,7 +1,7 @@
-"""Every shard of one side as one table, with tensor names resolved across the two sides.
+"""Collect all shards of one side in one table, with tensor names resolved across the two sides.
 
-First step of planning: manifests (one per rank) become two `RowTable`s whose `tensor`
-column counts *classes*: names that share their bytes (tied weights) are one class.
+This is the first step of planning. Manifests (one per rank) become two `RowTable`s. Their `tensor`
+column contains *classes*: names that share their bytes (tied weights) are one class.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 class RowTable(ShardTable):
     """Shards of all ranks of one side.
 
-    `tensor` is a class of tensors, and `parameter` an index into the parameters of the row's manifest.
+    `tensor` is a tensor class, and `parameter` an index into the parameters of the row's manifest.
 
     Attributes:
-        name: (n,) index into `TensorNames.names`, the name this side uses.
-        rank: (n,) index of the manifest the row came from.
+        name: (n,) index into `TensorNames.names`, the name that this side uses.
+        rank: (n,) index of the row's manifest.
         dtype: (n,) index into `DTYPES`.
-        transform: (n,) `Transform` that fills the row, at the destination.
+        transform: (n,) `Transform` that produces the row, at the destination.
     """
 
     name: Int32Array = column("<i4")
@@ -47,9 +47,10 @@ class TensorNames:
 
     Attributes:
         names: every checkpoint name on either side.
+        index: name -> index in `names`.
         shapes: global shape per name.
         class_of: (num_names,) class per name, -1 for a destination name without a source.
-        derived: names of scales that no source holds; their class is that of their weight.
+        derived: names of scales that no source holds; they have the class of their weight.
     """
 
     names: tuple[str, ...]
@@ -59,7 +60,7 @@ class TensorNames:
     derived: frozenset[str]
 
     def ids(self, manifest: ShardManifest) -> Int32Array:
-        """Name index per tensor of `manifest`."""
+        """Return the name index of each tensor of `manifest`."""
         index = self.index
         return np.array([index[spec.name] for spec in manifest.tensors], np.int32)
 
@@ -71,14 +72,16 @@ def resolve_names(
 ) -> TensorNames:
     """Give every tensor name a class.
 
-    `unread`: names that no destination has, if there are no destinations here; sources may disagree on their shapes.
+    `unread`: names that no destination has, for a call without destinations; sources may disagree
+    on their shapes.
 
-    A source alias joins two names for good. A destination alias only helps to find a
-    source: an engine that ties what the trainer keeps apart cannot be served.
+    An alias of a source joins two names into one class. An alias of a destination only helps to
+    find a source: if an engine ties two tensors that the trainer keeps separate, it cannot be
+    served.
 
     Raises:
-        ManifestError: two workers disagree on a shape, or a tie of the destination
-            contradicts the sources.
+        ManifestError: two workers disagree on a shape, or an alias of a destination contradicts the
+            sources.
     """
     index: dict[str, int] = {}
     shapes: list[tuple[int, ...]] = []
@@ -187,7 +190,7 @@ def gather_rows(manifests: Sequence[ShardManifest], names: TensorNames) -> RowTa
 
 
 def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> None:
-    """Raise if shards are of tensors without a class: all are named, by pattern, with what is there instead."""
+    """Raise if shards are of tensors without a class. The error lists them by pattern, with advice."""
     missing: set[str] = set()
     workers: list[str] = []
     for manifest in manifests:

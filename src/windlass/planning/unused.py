@@ -1,4 +1,4 @@
-"""Tensors of one side alone: which of the trainers' may stay unpublished, and which of the engines' stay as they are."""
+"""Tensors of only one side: trainer tensors that may stay unpublished, and engine tensors that stay unchanged."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from windlass.planning.rows import resolve_names
 _HARMLESS = re.compile(
     r"(^|\.)(mtp(_[a-z_]+)?\.|rotary_emb\.|inv_freq$|position_ids$|masked_bias$|(cos|sin)_cached$)"
 )
-"""Tables that every engine computes, and layers that predict further tokens (MTP)."""
+"""Pattern of tables that every engine computes itself and of layers that predict further tokens
+(MTP)."""
 _MTP_MARK = ".eh_proj.weight"
-"""Name of the projection that only a layer for further tokens has (DeepSeek, GLM): `model.layers.61.eh_proj.weight`."""
+"""Name of the projection that only an MTP layer has (DeepSeek, GLM):
+`model.layers.61.eh_proj.weight`."""
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 _MOST_PATTERNS = 6
 
@@ -63,7 +65,7 @@ def find_kept(
 def refuse_unused(
     unused: Collection[str], allowed: Collection[str], sources: Sequence[ShardManifest]
 ) -> None:
-    """Refuse trainer tensors that no engine takes, unless they are harmless or allowed.
+    """Raise for trainer tensors that no engine takes, unless they are harmless or allowed.
 
     Args:
         unused: see `find_unused`.
@@ -71,7 +73,8 @@ def refuse_unused(
         sources: manifests of the trainers.
 
     Raises:
-        ManifestError: an engine would serve weights without these tensors, and nobody allowed that.
+        ManifestError: an engine would serve weights without these tensors, and no pattern allows
+            it.
     """
     layers = tuple(n.removesuffix(_MTP_MARK[1:]) for n in unused if n.endswith(_MTP_MARK))
     refused = sorted(
@@ -94,7 +97,7 @@ def refuse_unused(
 
 
 def _tie_hints(refused: Collection[str], sources: Sequence[ShardManifest]) -> Iterator[str]:
-    """Yield what to say of an output matrix that the engines take from the embedding."""
+    """Yield a hint for an output matrix if the engines use the embedding instead of it."""
     shapes = {spec.name: spec.shape for manifest in sources for spec in manifest.tensors}
     for head in (name for name in refused if name.endswith(_HEADS)):
         for name, shape in shapes.items():

@@ -108,7 +108,7 @@ class GroupOffer(msgspec.Struct, frozen=True):
 
 
 class LinkStatus(StrEnum):
-    """How the writes of one link ended; `UNKNOWN` is not `FAILED`."""
+    """Result of a link's writes. After `FAILED` no more bytes land; after `UNKNOWN` some may still land."""
 
     OK = "ok"
     FAILED = "failed"

@@ -1,4 +1,4 @@
-"""Names of LoRA adapters, as PEFT has them in a live module and in a saved adapter."""
+"""Names of LoRA adapters: PEFT's names in a live module mapped to its names in a saved adapter."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _WEIGHTS = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vecto
 
 
 def adapter_names(adapter: str = "default") -> Callable[[str], str | None]:
-    """A name map that keeps one adapter's tensors and leaves everything else out.
+    """Return a name map that keeps one adapter's tensors and leaves everything else out.
 
     `....q_proj.lora_A.default.weight` is `....q_proj.lora_A.weight` in a saved adapter, as
     `peft.get_peft_model_state_dict` names it.
 
     Args:
-        adapter: its name in the live module.
+        adapter: name of the adapter in the live module.
     """
     inside = re.compile(rf"(.*\.(?:{_WEIGHTS}))\.{re.escape(adapter)}(\.weight)?")
     saved = re.compile(rf"(.*)\.modules_to_save\.{re.escape(adapter)}(\..*)")

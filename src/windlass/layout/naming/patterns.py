@@ -1,4 +1,4 @@
-"""Many names of tensors in few words, and what to write where two sides name them otherwise."""
+"""Short patterns for many tensor names, and advice if trainers and engines use different names."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A part of a dotted name."""
+"""A part of a dotted name that is a number."""
 _MOST = 6
 
 _Shape = tuple[int, ...]
 
 
 def patterns_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group names that differ in their numbers alone: of layers, of experts."""
+    """Group names that differ only in numbers (of layers, of experts)."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(NUMBER.sub("*", name), []).append(name)
@@ -22,7 +22,7 @@ def patterns_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def said(names: Iterable[str]) -> str:
-    """Say all of these names by pattern: `48 of 'model.layers.*.mlp.gate.weight', 'lm_head.weight'`."""
+    """Return all of these names by pattern: `48 of 'model.layers.*.mlp.gate.weight', 'lm_head.weight'`."""
     groups = patterns_of(sorted(names))
     words = [
         repr(of[0]) if len(of) == 1 else f"{len(of)} of {pattern!r}"
@@ -35,18 +35,18 @@ def said(names: Iterable[str]) -> str:
 def renaming(
     missing: Mapping[str, _Shape], there: Mapping[str, _Shape], matched: Collection[str] = ()
 ) -> str:
-    """Return the end of a message about missing tensors: the remedy, or a `name_map` that joins the two sides.
+    """Return the end of a message about missing tensors: a remedy, or a `name_map` that joins the two sides.
 
-    A `name_map` is proposed only if one change of a prefix, or of the last part, gives every missing tensor a
-    source of its own and no other change does. Names that are merely alike are listed and never paired.
+    A `name_map` is proposed only if exactly one change of a prefix or of the last part gives every
+    missing tensor a different source. Names that are only similar are listed and never paired.
 
     Args:
         missing: names and shapes of tensors that an engine needs and no trainer has.
         there: names and shapes of trainer tensors that the engine does not need.
-        matched: names that both have.
+        matched: names that both sides have.
 
     Returns:
-        Empty if `there` is empty.
+        The advice; "" if `there` is empty.
     """
     if not there:
         return ""
@@ -110,18 +110,20 @@ _WRAPPERS = tuple(
         ),
     )
 )
-"""Marks of wrappers in names, and what to do about each."""
+"""Marks of wrappers in names, and advice for each."""
 _FEWEST_PARTS = 3
-"""Parts of a name, numbers aside, that tell which tensor it is although its prefix differs."""
+"""Minimum number of parts of a name, without numbers, that identify a tensor even if its prefix
+differs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A change of names that serves all missing tensors.
+    """A change of names that finds a source for every missing tensor.
 
     Attributes:
         pairs: missing name -> name of its source.
-        begins: prefixes of the names that the change applies to. ends: their suffix.
+        begins: prefixes of the names that the change applies to.
+        ends: suffix of these names.
         line: the function, as Python.
     """
 
@@ -138,7 +140,7 @@ class _Change:
 
 
 def _changes(missing: Mapping[str, _Shape], there: Mapping[str, _Shape]) -> Iterator[_Change]:
-    """Yield the changes of a prefix or of the last part that give every missing tensor a source of its shape."""
+    """Yield changes of a prefix or of the last part that give every missing tensor a source of its shape."""
     first = min(missing)
     parts = first.split(".")
     prefixes: set[tuple[str, str]] = set()
@@ -203,6 +205,6 @@ def _serves(
 
 
 def _num_common(ours: Sequence[str], theirs: Sequence[str]) -> int:
-    """Return how many parts two names begin with in common."""
+    """Return the number of equal parts at the start of two names."""
     pairs = enumerate(zip(ours, theirs, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(ours), len(theirs)))

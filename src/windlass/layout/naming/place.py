@@ -1,4 +1,4 @@
-"""From a parameter's name and local shape to the boxes of checkpoint tensors that lie in it."""
+"""Map a parameter's name and local shape to the boxes of checkpoint tensors that it contains."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Sizes that shapes alone do not tell.
+    """Sizes that cannot be derived from shapes alone.
 
     Attributes:
-        num_query_groups: key-value heads of the whole model. queries_per_group: query heads each.
+        num_query_groups: key-value heads of the whole model.
+        queries_per_group: query heads per key-value head.
         head_dim: rows per head.
         vocab_size: rows of the vocabulary in the checkpoint, without padding.
-        hidden_size: of the model.
-        num_experts: routed experts per layer, 0 without any.
-        latent_rows: per checkpoint suffix of a latent down-projection, its rows.
+        hidden_size: hidden size of the model.
+        num_experts: routed experts per layer, 0 without experts.
+        latent_rows: (checkpoint suffix, rows) of each latent down-projection.
     """
 
     num_query_groups: int
@@ -38,7 +39,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coords:
-    """Where a rank stands on the axes that cut parameters; (index, size) each."""
+    """Coordinates of a rank on the axes that cut parameters; (index, size) each."""
 
     tp: tuple[int, int] = (0, 1)
     ep: tuple[int, int] = (0, 1)
@@ -58,14 +59,14 @@ class PlacedShard:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """All of a parameter. `padding` counts elements that belong to no tensor."""
+    """All boxes of a parameter. `padding`: number of elements that belong to no tensor."""
 
     shards: tuple[PlacedShard, ...]
     padding: int
 
 
 def place(family: Family, name: str, shape: _Shape, geometry: Geometry, coords: Coords) -> Placed:
-    """What lies in a contiguous local parameter; `name` has the global layer number and the local expert number.
+    """Return the boxes in a contiguous local parameter. `name`: with global layer and local expert number.
 
     Raises:
         UnsupportedLayout: the family has no rule for the name.
@@ -112,7 +113,7 @@ class _Part:
         )
 
     def rows(self, index: int, num_rows: int, first: int, count: int, at: int) -> PlacedShard:
-        """Rows [first, first + count) of tensor `index`, which lie at local row `at`."""
+        """Return rows [first, first + count) of tensor `index`, which begin at local row `at`."""
         tail = self.shape[1:]
         strides = contiguous_strides(self.shape, 1)
         box = Box((first, *(0 for _ in tail)), (count, *tail))
@@ -159,7 +160,7 @@ def _shards(part: _Part, geometry: Geometry, num_local: int) -> Iterator[PlacedS
 
 
 def _interleaved(part: _Part, geometry: Geometry) -> Iterator[PlacedShard]:
-    """Per group: queries, key, value. With fewer groups than ranks a group is cut as well."""
+    """Yield queries, key and value of each group. With fewer groups than ranks, groups are cut too."""
     head, groups = geometry.head_dim, geometry.num_query_groups
     counts = (geometry.queries_per_group * head, head, head)
     local, total = part.shape[0], groups * sum(counts)
@@ -191,7 +192,11 @@ def _latent(part: _Part, geometry: Geometry) -> PlacedShard:
 
 
 def _grouped(part: _Part, geometry: Geometry, num_local: int) -> Iterator[PlacedShard]:
-    """`(hidden, experts * 2 * inner)` read as `(experts, hidden, 2 * inner)`, and its inverse."""
+    """Yield the tensors of all local experts in one matrix.
+
+    `weight1` has shape `(hidden, experts * 2 * inner)`, but its memory is ordered as `(experts,
+    hidden, 2 * inner)`. `weight2` has shape `(experts * inner, hidden)`. Each expert's matrix is transposed relative to the checkpoint.
+    """
     hidden, numel = geometry.hidden_size, math.prod(part.shape)
     per_expert = part.even(numel, num_local)
     columns = part.even(per_expert, hidden)

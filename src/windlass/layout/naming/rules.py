@@ -1,7 +1,7 @@
-"""What a naming table is made of: one rule per parameter name of the training framework.
+"""Elements of a naming table: one rule per parameter name of the training framework.
 
-A rule says three things: how the framework calls a parameter, which checkpoint tensors its
-rows are, and how they are cut over the ranks. Nothing in a table depends on a model's sizes.
+A rule states three things: the framework's name of a parameter, the checkpoint tensors that form
+its rows, and how they are cut over the ranks. A table does not depend on a model's sizes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from windlass.errors import UnsupportedLayout
 
 
 class Cut(StrEnum):
-    """How the rows and columns of a parameter are dealt to tensor-parallel ranks.
+    """How the rows and columns of a parameter are divided among tensor-parallel ranks.
 
     WHOLE: every rank holds all of it. COLUMN: dim 0 is cut. ROW: dim 1 is cut.
+
     GLU: each rank holds its part of the first tensor, then its part of the second.
-    QKV: per group of query heads its queries, its key and its value; then dim 0 is cut.
-    VOCAB: dim 0 is padded, then cut. LATENT: dim 0 is cut or whole, as the spec chose.
+
+    QKV: rows are ordered by query group (its queries, its key, its value); then dim 0 is cut.
+
+    VOCAB: dim 0 is padded, then cut. LATENT: dim 0 is cut or whole, as the model's spec chose.
+
     GROUPED_GLU, GROUPED_ROW: all local experts in one matrix, each transposed.
     """
 
@@ -41,7 +45,7 @@ class Rule:
 
     Attributes:
         pattern: the framework's name; `{layer}` and `{expert}` stand for numbers.
-        tensors: checkpoint names with the same fields, in the order in which their rows lie.
+        tensors: checkpoint names with the same fields, in the order of their rows in the parameter.
         cut: how it is cut. Parameters of experts are cut over the expert-tensor-parallel ranks.
     """
 
@@ -51,13 +55,13 @@ class Rule:
 
     @property
     def of_expert(self) -> bool:
-        """Whether the parameter belongs to routed experts."""
+        """True if the parameter belongs to routed experts."""
         return any("{expert}" in tensor for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A rule and the numbers found in the name; `expert` is the number on this rank."""
+    """A rule and the numbers in a name, -1 for a missing one. `expert`: index of the expert on this rank."""
 
     rule: Rule
     layer: int
@@ -69,17 +73,18 @@ class Family:
     """A naming table.
 
     Attributes:
-        rules: the table; at most one of them matches a name.
+        name: name of the family.
+        rules: the table. The first matching rule applies.
     """
 
     name: str
     rules: tuple[Rule, ...]
 
     def match(self, name: str) -> Match:
-        """The rule for a parameter; `name` has the global layer number.
+        """Return the rule for a parameter; `name` has the global layer number.
 
         Raises:
-            UnsupportedLayout: no rule; says how to add one.
+            UnsupportedLayout: no rule matches; the message says how to add one.
         """
         for rule in self.rules:
             found = compiled(rule.pattern).fullmatch(name)
@@ -93,13 +98,13 @@ class Family:
         )
 
     def extended(self, *rules: Rule) -> Family:
-        """The same family with more rules, which are tried first."""
+        """Return the same family with more rules, which are tried first."""
         return Family(self.name, (*rules, *self.rules))
 
 
 @cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Return a pattern of names, whose `{layer}` and `{expert}` stand for numbers."""
+    """Return a regular expression for a pattern; its `{layer}` and `{expert}` match numbers."""
     escaped = re.escape(pattern)
     for field in ("layer", "expert"):
         escaped = escaped.replace(rf"\{{{field}\}}", rf"(?P<{field}>\d+)")

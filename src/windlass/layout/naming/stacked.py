@@ -1,7 +1,8 @@
 """Rules for parameters that are several checkpoint tensors.
 
-Experts that a framework stacks into one tensor are the most frequent case: dims (experts, rows, columns), whose rows are
-those of one or several checkpoint matrices, one after the other.
+The most frequent case is a framework that stacks all experts into one tensor with dims (experts,
+rows, columns). The rows of each expert are the rows of one or several checkpoint matrices, one
+after another.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class StackedRule:
     Attributes:
         pattern: tensor name with `{layer}`.
         tensors: checkpoint names with `{layer}` and `{expert}`; each has an equal part of the rows.
-        transposed: whether rows and columns are the other way round than in the checkpoint.
+        transposed: True if rows and columns are swapped relative to the checkpoint.
     """
 
     pattern: str
@@ -26,7 +27,7 @@ class StackedRule:
     transposed: bool = False
 
     def match(self, name: str) -> int | None:
-        """The layer in `name`, or None when the rule is not about it."""
+        """Return the layer number in `name`; None if the rule does not match."""
         found = compiled(self.pattern).fullmatch(name)
         return None if found is None else int(found.group("layer"))
 
@@ -40,10 +41,10 @@ TRANSFORMERS_EXPERTS = (
     ),
     StackedRule(f"{_AT}.down_proj", (f"{_AT}.{{expert}}.down_proj.weight",)),
 )
-"""transformers 5: Qwen3-MoE, GLM-4-MoE, DeepSeek-V3 and their kind."""
+"""Rules for transformers 5: Qwen3-MoE, GLM-4-MoE, DeepSeek-V3 and similar models."""
 
 TORCHTITAN_EXPERTS = tuple(
     StackedRule(f"layers.{{layer}}.moe.experts.{w}", (f"{_AT}.{{expert}}.{name}.weight",))
     for w, name in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj"))
 )
-"""torchtitan's `GroupedExperts`."""
+"""Rules for torchtitan's `GroupedExperts`."""

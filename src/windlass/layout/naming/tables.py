@@ -1,7 +1,8 @@
-"""Naming tables of families: names of the local spec and of the Transformer Engine spec.
+"""Naming tables of families: names of Megatron-core's local spec and of its Transformer Engine spec.
 
-To add a family: what differs from an existing one at the end of this file, or an entry point of the group
-`windlass.families` in another distribution. To add a name: one `Rule`.
+To add a family, add the rules that differ from an existing family at the end of this file, or add
+an entry point in the group `windlass.families` to another distribution. To add a name, add one
+`Rule`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from windlass.plugins import Registry
 
 
 def layer(name: str, *tensors: str, cut: Cut = Cut.WHOLE) -> Rule:
-    """A rule for a parameter of one decoder layer."""
+    """Return a rule for a parameter of one decoder layer."""
     return Rule(
         f"decoder.layers.{{layer}}.{name}",
         tuple(f"model.layers.{{layer}}.{tensor}" for tensor in tensors),
@@ -22,7 +23,7 @@ def layer(name: str, *tensors: str, cut: Cut = Cut.WHOLE) -> Rule:
 
 
 def linear(name: str, *tensors: str, cut: Cut, bias_cut: Cut) -> tuple[Rule, ...]:
-    """A weight and its bias."""
+    """Return rules for a weight and its bias."""
     return (
         layer(f"{name}.weight", *(f"{tensor}.weight" for tensor in tensors), cut=cut),
         layer(f"{name}.bias", *(f"{tensor}.bias" for tensor in tensors), cut=bias_cut),
@@ -77,7 +78,7 @@ LATENT = (
 
 
 def gated(name: str, tensor: str) -> tuple[Rule, ...]:
-    """A gated MLP."""
+    """Return rules for a gated MLP."""
     return (
         *linear(
             f"{name}.linear_fc1",
@@ -91,7 +92,7 @@ def gated(name: str, tensor: str) -> tuple[Rule, ...]:
 
 
 def experts(tensor: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Routed experts: one parameter each (both spellings), or all of a rank in two matrices."""
+    """Return rules for routed experts: one parameter each (two spellings), or two matrices for all."""
     pair = (f"{tensor}.{{expert}}.{gate}.weight", f"{tensor}.{{expert}}.{up}.weight")
     last = f"{tensor}.{{expert}}.{down}.weight"
     return (
@@ -117,7 +118,7 @@ DEEPSEEK = (*ENDS, *NORMS, *LATENT, *gated("mlp", "mlp"), *SPARSE, *SHARED)
 
 
 def with_predictors(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Rules of a model, and of its layers for further tokens (MTP), which checkpoints number after the others."""
+    """Return the rules of a model and of its MTP layers, which checkpoints number after the decoder layers."""
     decoder, own = "decoder.layers.{layer}.", "mtp.layers.{layer}."
     at = "model.layers.{layer}."
     return (
