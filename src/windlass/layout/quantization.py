@@ -52,7 +52,7 @@ class Capability:
 
     @property
     def supported(self) -> bool:
-        """Whether trainers quantise to it."""
+        """True if trainers can quantise to the scheme."""
         return not self.reason
 
 

@@ -97,7 +97,7 @@ class Atoms:
 
     Attributes:
         offsets, sizes: (a, MAX_DIMS).
-        members: per atom, the boxes of the pattern that contain it; None when atoms are the boxes.
+        members: per atom, the boxes of the pattern that contain it; None if the boxes are disjoint, so that each is an atom.
     """
 
     offsets: Int64Array

@@ -287,7 +287,7 @@ def choose_modes(
     run = np.where(src_inner & dst_inner, inner, 1) * dst_itemsize
     dst_whole = _is_row_major(sizes, geometry.dst_strides, dst_itemsize)
     casts = casts | quantizes
-    # First match wins, in this order.
+    # The order matters: the first matching rule applies.
     rules: tuple[tuple[BoolArray, CopyMode, Reason], ...] = (
         (~casts & (run == nbytes), CopyMode.DIRECT, Reason.CONTIGUOUS),
         (~casts & (run >= direct_min_run_bytes), CopyMode.DIRECT, Reason.LONG_RUNS),

@@ -75,7 +75,7 @@ def pour(
     """Share each group's bytes over its holders so that the load vector is least majorised.
 
     Returns:
-        Per group, bytes per holder, in the order of `holders`.
+        Per group: bytes per holder, in the order of `holders`.
     """
     load = np.zeros(num_sources)
     shares: list[Float64Array] = []
