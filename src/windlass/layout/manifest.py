@@ -252,7 +252,7 @@ class ManifestBuilder:
         self._aliases[name] = tensor
 
     def add_quantized(self, quantized: QuantizedTensor) -> None:
-        """Declare that a weight is held quantised. The caller also adds the shards of both."""
+        """Declare a quantised weight. The caller also adds the shards of the weight and of its scales."""
         self._quantized.append(quantized)
 
     def add_shard(
