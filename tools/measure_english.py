@@ -25,7 +25,9 @@ LIMITS = {
     "src/windlass/layout": 3.0,
     "src/windlass/memory": 3.0,
     "src/windlass/net": 3.0,
+    "src/windlass/observability": 3.0,
     "src/windlass/planning": 3.0,
+    "src/windlass/rollout": 3.0,
     "src/windlass/transfer": 3.0,
     "src/windlass/transports": 3.0,
 }

@@ -39,7 +39,8 @@ class Adapter:
 
 
 _KEEP_BASE = frozenset({"gaussian", "orthogonal", "eva", "mica"})
-"""Initialisations of PEFT 0.21 that set the adapter's own matrices only. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base."""
+"""Initialisations of PEFT 0.21 that set the adapter's own matrices only. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA
+change the base."""
 _OUTER = frozenset(
     {"embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out", "word_embeddings"}
 )

@@ -183,7 +183,7 @@ def carry_out(
 
 @contextmanager
 def _socket_of(folder: Path) -> Iterator[str]:
-    """Yield a path of a folder's socket that has at most 107 bytes, the limit for sockets, at any depth of the folder."""
+    """Yield a path of at most 107 bytes, the limit for sockets, to the socket of a folder at any depth."""
     opened = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{opened}/{_SOCKET}"

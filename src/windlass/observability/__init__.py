@@ -1,1 +1,1 @@
-"""Logs, metrics, spans, deadlines, and what this machine can do at best."""
+"""Logs, metrics, spans, deadlines, and measurements of this machine's limits."""

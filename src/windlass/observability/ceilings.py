@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured now: a throughput means little without it."""
+"""Measurements of this machine's limits, as a reference for throughput figures."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 
 
 def measure_memcpy_gbps(nbytes: int = 256 << 20, repeats: int = 7) -> float:
-    """The median memcpy rate of one thread between two touched buffers.
+    """Return the median memcpy rate of one thread between two touched buffers.
 
     Args:
-        nbytes: size of each buffer; well above the last-level cache, or it measures that.
-        repeats: runs; the first one is not counted.
+        nbytes: size of each buffer; well above the last-level cache, which would be measured otherwise.
+        repeats: number of runs after a warm-up run.
 
     Returns:
         10^9 bytes copied per second.
     """
-    # Page-aligned, because memcpy between unlike alignments takes up to three times as long;
-    # written, because pages that were never touched are all the same page.
+    # The buffers are page-aligned, because memcpy between different alignments takes up to three times
+    # as long. They are written first, because all untouched pages map to the same page.
     source = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
     target = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
     source[:], target[:] = 1, 2

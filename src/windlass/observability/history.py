@@ -1,4 +1,4 @@
-"""What a controller remembers of its run: counts over time, and what happened to its engines."""
+"""History of a controller's run: counts over time, and events of its engines."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ MAX_STRETCHES = 600
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What was counted up to a moment; totals since the start but for the last three.
+    """Counts at one moment; totals since the start, except the last three.
 
     Attributes:
         at_s: seconds since the start.
         completed, too_old, stopped_early, dropped, rejected, wasted_tokens: as in `RolloutStats`.
-        samples: handed to trainers. tokens: generated ones of these. staleness: versions, of all of these
-            together.
-        version: published. outstanding: rollouts, as in `RolloutStats`.
-        stalest: versions; the most of a sample since the point before.
+        samples: samples given to trainers.
+        tokens: generated tokens of these samples.
+        staleness: sum of the ages of these samples, in versions.
+        version: published version.
+        outstanding: rollouts, as in `RolloutStats`.
+        stalest: highest age of a sample since the previous point, in versions.
     """
 
     at_s: float = 0.0
@@ -46,11 +48,11 @@ class Point:
 
 @final
 class History:
-    """A whole run in at most `max_points` points: where there are more, each second one goes.
+    """History of a whole run in at most `max_points` points; above the limit, neighbouring points are merged in pairs.
 
     Args:
-        interval_s: between two points at first; it doubles whenever points go.
-        max_points: even, so that the newest point stays.
+        interval_s: initial interval between two points; it doubles at each merge.
+        max_points: an even number, so that the newest point remains.
     """
 
     def __init__(self, *, interval_s: float = 1.0, max_points: int = MAX_POINTS) -> None:
@@ -59,11 +61,11 @@ class History:
         self._points = [Point()]
 
     def is_due(self, at_s: float) -> bool:
-        """Whether so much time has passed that a point would stay."""
+        """Return whether the interval since the newest point has passed."""
         return at_s - self._points[-1].at_s >= self.interval_s
 
     def add(self, point: Point) -> None:
-        """Add what is known now; it takes the place of the newest point if that came too soon."""
+        """Add the current counts; merge them into the newest point if that one came too soon after the one before."""
         points = self._points
         if len(points) > 1 and points[-1].at_s - points[-2].at_s < self.interval_s:
             points[-1] = _merged(points[-1], point)
@@ -75,7 +77,7 @@ class History:
             self.interval_s *= 2
 
     def columns(self) -> dict[str, list[float]]:
-        """All points, oldest first; a list for each attribute of `Point`."""
+        """Return all points, oldest first, as one list per attribute of `Point`."""
         names = [field.name for field in fields(Point)]
         rows = zip(*map(astuple, self._points), strict=True)
         return {name: list(row) for name, row in zip(names, rows, strict=True)}
@@ -88,11 +90,13 @@ def _merged(earlier: Point, later: Point) -> Point:
 @final
 @dataclass(frozen=True, slots=True)
 class FleetEvent:
-    """Something that happened to an engine, or to an update.
+    """An event of an engine or of an update.
 
     Attributes:
-        at_s: seconds since the start. who: name of the engine; empty for an update.
-        what: one line for a person. is_bad: whether somebody should look.
+        at_s: seconds since the start.
+        who: name of the engine; empty for an update.
+        what: one line for a person.
+        is_bad: whether a person should look at it.
     """
 
     at_s: float
@@ -104,12 +108,14 @@ class FleetEvent:
 @final
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What an engine was from a moment on, until its next stretch.
+    """State of an engine from one moment until its next stretch.
 
     Attributes:
-        at_s: seconds since the start. who: name of the engine.
-        version: that it held; -1 for none of this run.
-        why: it was left out, or has gone; empty for the others.
+        at_s: seconds since the start.
+        who: name of the engine.
+        version: version that it served; -1 for no version of this run.
+        status: its status.
+        why: reason why it was left out or disconnected; else empty.
     """
 
     at_s: float
@@ -121,10 +127,11 @@ class Stretch:
 
 @final
 class FleetEvents:
-    """The newest events and stretches, from what engines were and what they are.
+    """Newest events and stretches, derived from successive states of the engines.
 
     Attributes:
-        newest: at most `MAX_EVENTS`. stretches: at most `MAX_STRETCHES` of the whole fleet, oldest first.
+        newest: at most `MAX_EVENTS` events.
+        stretches: at most `MAX_STRETCHES` of the whole fleet, oldest first.
     """
 
     def __init__(self) -> None:
@@ -134,11 +141,11 @@ class FleetEvents:
         self._behind: set[str] = set()
 
     def add(self, at_s: float, who: str, what: str, *, is_bad: bool) -> None:
-        """Remember something that the states of engines do not say."""
+        """Record an event that the states of engines do not show."""
         self.newest.append(FleetEvent(at_s, who, what, is_bad))
 
     def compare(self, at_s: float, states: Iterable[EngineState]) -> None:
-        """Remember how engines differ from the last call: who came, went, fell behind, caught up."""
+        """Record changes of engines since the last call: joined, left, fell behind, caught up."""
         here = {state.name: state for state in states}
         for name in sorted(self._current.keys() - here.keys()):
             self._behind.discard(name)
@@ -162,7 +169,8 @@ class FleetEvents:
                     state.status is EngineStatus.WAITING and before.status is EngineStatus.SERVING
                 )
                 if is_pause and before.version == now.version:
-                    continue  # a pause in an update ends no stretch
+                    # A pause during an update ends no stretch.
+                    continue
             if before is None or replace(before, at_s=at_s) != now:
                 self._current[name] = now
                 self.stretches.append(now)

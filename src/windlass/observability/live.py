@@ -1,4 +1,4 @@
-"""A view that is drawn again and again on a terminal, with what the process logs and prints above it."""
+"""Live view on a terminal, redrawn periodically, below the lines that the process logs and prints."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ DRAWN_EVERY_S = 0.25
 
 @final
 class LiveView:
-    """The one writer of a terminal while a view is shown; nothing at all where no view can be drawn.
+    """Sole writer of a terminal while a view is shown; it does nothing where no view can be drawn.
 
-    A line that reaches the terminal past the view leaves an old frame behind and loses words. Inside the `with`
-    block `sys.stdout` and `sys.stderr` therefore write above the view, and so does the log, whose handler
-    (`configure_logging`) looks `sys.stderr` up for every line. One lock is held for each frame and each line:
-    rich computes where to draw under its own lock, but writes outside of it.
+    A line that bypasses the view would leave an old frame behind and lose words. Inside the `with` block
+    `sys.stdout` and `sys.stderr` therefore write above the view, and so does the log, because its handler
+    (`configure_logging`) looks up `sys.stderr` for every line. One lock is held for each frame and each line:
+    rich computes positions under its own lock, but writes outside of it.
 
     Args:
         console: the terminal.
-        draw: returns what is shown now; a thread calls it several times a second, inside the block alone.
-        is_transient: the end of the block erases the view.
-        fills_screen: the view has the whole terminal, which shows again afterwards what it showed before.
+        draw: returns the current content; a thread calls it several times a second, only inside the block.
+        is_transient: whether the end of the block erases the view.
+        fills_screen: whether the view takes the whole terminal, whose earlier content is restored afterwards.
         is_wanted: false draws nothing.
 
     Attributes:
@@ -67,7 +67,8 @@ class LiveView:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        # Found before `sys.stdout` and `sys.stderr` are replaced, which the console would look up.
+        # Bind the file before `sys.stdout` and `sys.stderr` are replaced: the console looks them up at
+        # each use.
         self._console.file = self._console.file
         self._live.start()
         for name in ("stdout", "stderr"):
@@ -87,7 +88,7 @@ class LiveView:
                 self._live.refresh()
 
     def _draw_on(self) -> None:
-        """Draw until the block ends: the time that something takes goes on."""
+        """Redraw until the block ends, because shown durations grow without events."""
         while not self._ended.wait(DRAWN_EVERY_S):
             self.refresh()
 
@@ -117,9 +118,9 @@ class LiveView:
 
 @final
 class _Above:
-    """A stream of text that prints whole lines above a view, and is `stream` in all else and once the view has ended.
+    """Text stream that prints whole lines above a view; after the end of the view it passes everything to `stream`.
 
-    A line is collected for each thread, and up to its last carriage return it is replaced by what follows.
+    Each thread has its own line buffer; text up to the last carriage return of a line is dropped.
     """
 
     def __init__(self, stream: TextIO, show: Callable[[Text], object]) -> None:
@@ -145,11 +146,11 @@ class _Above:
             self.write(line)
 
     def flush(self) -> None:
-        """Write nothing of a line that has not ended: the view would stand on it."""
+        """Flush the stream without the unfinished line, which would overlap the view."""
         self.stream.flush()
 
     def end(self) -> None:
-        """Print what was begun, and write to the stream from now on."""
+        """Print unfinished lines, and write directly to the stream from now on."""
         show, self._show = self._show, None
         for line in self._begun.values():
             if show is not None:
@@ -161,10 +162,10 @@ class _Above:
 
 
 def can_draw(console: Console) -> bool:
-    """Return whether a view on this console stays whole.
+    """Return whether a view on this console stays intact.
 
-    It needs a terminal with a cursor that moves. Colours that are asked for (FORCE_COLOR) make no terminal of a
-    file. A pipe may end in the same terminal (`| tee log`), where its lines would damage the view.
+    It needs a terminal with a movable cursor. Forced colours (FORCE_COLOR) do not make a file a terminal. A
+    pipe may end in the same terminal (`| tee log`), where its lines would damage the view.
     """
     has_cursor = console.is_interactive and console.file.isatty()
     return has_cursor and not any(_is_pipe(stream) for stream in (sys.stdout, sys.stderr))
@@ -173,6 +174,7 @@ def can_draw(console: Console) -> bool:
 def _is_pipe(stream: TextIO) -> bool:
     try:
         mode = os.fstat(stream.fileno()).st_mode
-    except (OSError, ValueError):  # a stream of no file
+    # The stream has no file.
+    except (OSError, ValueError):
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one controller, in a registry of its own."""
+"""Prometheus metrics of one controller, in a separate registry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AGES = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 
 @final
 class ControllerMetrics:
-    """Counted as things happen; gauges are set when they are asked for. One asyncio loop."""
+    """Metrics of one controller: counters count events, and each scrape sets the gauges. Used in one asyncio loop."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -24,7 +24,8 @@ class ControllerMetrics:
         self._rounds = Counter(
             "windlass_rounds", "Weight-update rounds by outcome", ["outcome"], registry=registry
         )
-        for outcome in RoundOutcome:  # a first failure must be a rise from 0, not a new series
+        # The counters start at 0, so that a first failure is a rise and not a new series.
+        for outcome in RoundOutcome:
             self._rounds.labels(outcome.value)
         self._figures = {measure: _figure(measure, registry) for measure in Measure}
         self._unchanged = Counter(
@@ -63,7 +64,7 @@ class ControllerMetrics:
         )
 
     def observe_round(self, report: UpdateReport) -> None:
-        """A round ended."""
+        """Count the measures of a round that has ended."""
         self._rounds.labels(report.outcome.value).inc()
         for measure, figure in self._figures.items():
             if measure not in report.measures:
@@ -79,7 +80,7 @@ class ControllerMetrics:
             self._link_s.labels(transport).inc(wire.wire_s)
 
     def observe_staleness(self, ages: Iterable[int]) -> None:
-        """Samples were handed to trainers; ages in versions."""
+        """Record the ages, in versions, of samples that were given to trainers."""
         for age in ages:
             self._staleness.observe(age)
 
@@ -92,7 +93,7 @@ class ControllerMetrics:
         connected: int,
         rollouts: Mapping[str, int],
     ) -> bytes:
-        """The text that `/metrics` answers, with the gauges set to these values."""
+        """Return the text of `/metrics`, with the gauges set to these values."""
         self._version.set(version)
         self._routable.set(routable)
         self._connected.set(connected)
@@ -105,7 +106,7 @@ class ControllerMetrics:
 
 
 def _figure(measure: Measure, registry: CollectorRegistry) -> Counter | Histogram:
-    """Times are histograms, everything else is counted: `windlass_round_wire_seconds`."""
+    """Return a histogram for a measure in seconds (`windlass_round_wire_seconds`), and a counter for any other."""
     name = f"windlass_round_{measure.label}_seconds"
     if measure.unit == "seconds":
         return Histogram(name, measure.help, buckets=SECONDS, registry=registry)

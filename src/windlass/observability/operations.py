@@ -41,7 +41,7 @@ MAX_STREAMS = 64
 
 @final
 class Operations:
-    """Listens to a coordinator, its rollouts and its batches. Owned by `Controller`."""
+    """Serves the state of a coordinator, its rollouts and its batches. Owned by `Controller`."""
 
     def __init__(
         self, coordinator: Coordinator, rollouts: RolloutController, batches: BatchQueue
@@ -69,11 +69,11 @@ class Operations:
 
     @property
     def phase(self) -> str:
-        """What the fleet does now, for a person; empty between updates."""
+        """Current activity of the fleet, for a person; empty between updates."""
         return self._phase
 
     def mount(self, server: ControlServer) -> None:
-        """Add the routes to a server that has not started; from the loop."""
+        """Add the routes to a server that has not started. Call this in the event loop."""
         self._started_at = asyncio.get_running_loop().time()
         server.add_public_route("/", self._serve_page)
         server.add_routes(
@@ -111,11 +111,11 @@ class Operations:
             event.set()
 
     def _now_s(self) -> float:
-        """Since the start."""
+        """Return the seconds since the start."""
         return asyncio.get_running_loop().time() - self._started_at
 
     def overview(self) -> dict[str, Any]:
-        """What `/v1/overview` answers and every event carries."""
+        """Return the answer of `/v1/overview`, which every event carries too."""
         stats, now_s = self._rollouts.stats(), self._now_s()
         self._add_point(now_s, stats)
         return {
@@ -169,7 +169,7 @@ class Operations:
             self._look_timer = asyncio.get_running_loop().call_later(LOOK_AFTER_S, self._look)
 
     def _look(self) -> None:
-        """See how engines differ from the last look; what is new goes to open pages."""
+        """Compare the engines with the previous look, and send changes to open pages."""
         self._look_timer = None
         self._events.compare(self._now_s(), self._coordinator.fleet.states())
         self._notify()
@@ -184,7 +184,8 @@ class Operations:
         self._notify()
 
     def _on_phase(self, version: int, phase: Phase) -> None:
-        what = f"version {version}" if version >= 0 else "a push"  # its trainer names it at the end
+        # The trainer names the version of a push only at its end.
+        what = f"version {version}" if version >= 0 else "a push"
         self._enter("" if phase is Phase.DONE else f"{phase.value} of {what}")
         self._notify()
 
@@ -192,7 +193,7 @@ class Operations:
         self._phase, self._phase_began_s = phase, self._now_s()
 
     def observe_samples(self, samples: Sequence[TrainingSample]) -> None:
-        """Count the age of samples that go to trainers now."""
+        """Count the age of samples that are given to trainers now."""
         version = self._coordinator.fleet.published
         ages = [version - min(s.versions) for s in samples if s.versions]
         self._staleness.update(ages)
@@ -271,5 +272,6 @@ class Operations:
                 async with asyncio.timeout(SEND_DEADLINE_S):
                     await response.write(frame)
         except (ConnectionError, TimeoutError):
-            pass  # the page was closed, or does not read
+            # The page was closed, or does not read.
+            pass
         return response

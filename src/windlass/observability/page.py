@@ -1,7 +1,7 @@
-"""The controller's web page, as it is served, and as a file.
+"""The controller's web page, as served and as a saved file.
 
-The page itself is public and holds no secret; it reads the token from the address's fragment
-(`/#token=...`), which browsers never send, and presents it as a header like everybody else.
+The page itself is public and contains no secret. It reads the token from the address's fragment
+(`/#token=...`), which browsers never send, and sends it as a header like every other client.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 
 
 def read_page() -> str:
-    """The page as it is served: it asks for what it shows."""
+    """Return the page as served, which requests its data from the controller."""
     return files("windlass.observability").joinpath("page.html").read_text(encoding="utf-8")
 
 
 def saved_page(overview: Mapping[str, Any], source: str) -> str:
-    """The page with what it shows in it: one file that asks nobody, to be kept or sent.
+    """Return the page with its data as one file that sends no requests, to be stored or sent.
 
-    Addresses of engines are left out of it.
+    The file contains no addresses of engines.
 
     Args:
-        overview: as `/v1/overview` answers it.
-        source: whose it is, for a person; the page says when it was made, too.
+        overview: answer of `/v1/overview`.
+        source: name of the source for a person; the page also shows the time of saving.
     """
     taken = f"{source}, saved {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     kept = {**overview, "engines": [{**engine, "url": ""} for engine in overview["engines"]]}
-    # No name of a peer may end the script: `<` stands nowhere in it as it is.
+    # A peer's name must not end the script element, so the content contains no literal `<`.
     content = msgspec.json.encode(kept).decode().replace("<", "\\u003c")
     saved = f'<script type="application/json" id="saved" data-taken="{html.escape(taken)}">{content}</script>'
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'

@@ -1,4 +1,4 @@
-"""What a slow start is doing, since when, and how long that took the last time."""
+"""Progress of a slow start: its current part, the time since the part began, and the time that it took last time."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MAX_KEPT = 200
 
 @final
 class Progress:
-    """The slow part that a start is in. Parts begin and end in one thread; any other may read `text`.
+    """Progress of a start, part by part. One thread begins and ends parts; any thread may read `text`.
 
-    Each part is logged when it begins, every `SAID_EVERY_S` while it goes on, and when it ends, so that a log says
-    what a terminal shows. How long it took is kept in the user's cache, for the next time.
+    Each part is logged when it begins, every `SAID_EVERY_S` while it runs, and when it ends, so that a log
+    shows what a terminal shows. The user's cache stores the duration of a part for the next start.
 
     Args:
-        of: what has the same parts every time it is started: a job's file, an engine with its model; empty: no times are
-            kept.
-        say: takes a line of the log.
-        is_shown: a terminal shows `text`: parts that go on are not logged.
+        of: key for the stored durations, the same at each start with the same parts: a job's file, an engine
+            with its model; empty stores none.
+        say: logs one line.
+        is_shown: whether a terminal shows `text`; running parts are then not logged.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Progress:
         self._detail, self._ended = "", threading.Event()
 
     def begin(self, what: str, at_most_s: float) -> None:
-        """Begin a part, after whose `at_most_s` the start is given up; the one before it has been done."""
+        """Begin a part and end the previous one; the caller gives up the start after `at_most_s`."""
         self.end()
         last_s = _last_times().get(f"{self._of}: {what}", 0.0) if self._of else 0.0
         limits = f"at most {at_most_s:.0f} s"
@@ -59,11 +59,11 @@ class Progress:
             self._say(self.text())
 
     def detail(self, text: str) -> None:
-        """What the part is at, or who is missing; empty for nothing."""
+        """Set the detail of the part, such as the missing peers; empty for none."""
         self._detail = text
 
     def end(self, *, done: bool = True) -> None:
-        """The part has ended, and is `done` or was given up. Idempotent."""
+        """End the part; `done` is false if it was given up. Idempotent."""
         if self._part is not None:
             what, began_s, _ = self._part
             took_s = time.monotonic() - began_s
@@ -75,7 +75,7 @@ class Progress:
 
     @contextmanager
     def part(self, what: str, at_most_s: float) -> Iterator[None]:
-        """Within it the part goes on; see `begin`."""
+        """Begin a part for the `with` block and end it after the block; see `begin`."""
         self.begin(what, at_most_s)
         try:
             yield
@@ -85,7 +85,7 @@ class Progress:
         self.end()
 
     def text(self) -> str:
-        """What is being done and since when; empty where nothing slow is."""
+        """Return the current part and its duration; empty if no part is running."""
         part, detail = self._part, self._detail
         if part is None:
             return ""
@@ -101,7 +101,7 @@ def _kept_in() -> Path:
 
 
 def _last_times() -> dict[str, float]:
-    """Return seconds by what took them; nothing where there is no such file, or one that cannot be read."""
+    """Return the stored seconds per part; an empty dict if no readable file exists."""
     try:
         found = json.loads(_kept_in().read_bytes())
         return {str(what): float(took_s) for what, took_s in found.items()}
@@ -110,7 +110,7 @@ def _last_times() -> dict[str, float]:
 
 
 def _keep(what: str, took_s: float) -> None:
-    """A hint for people: what two processes write at once, or what cannot be written, is lost."""
+    """Store a duration. It is only a hint for people: a concurrent or failed write may lose it."""
     times = _last_times()
     times.pop(what, None)
     newest = dict([*times.items(), (what, round(took_s, 1))][-MAX_KEPT:])

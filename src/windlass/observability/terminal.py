@@ -1,4 +1,4 @@
-"""What a controller knows, drawn for a terminal: `windlass status`, and the demo while it runs."""
+"""Terminal view of a controller's state, for `windlass status` and for the running demo."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def status_of(
 def status_within(
     view: Mapping[str, Any], console: Console, height: int, *, last_rounds: int = MAX_ROUNDS
 ) -> RenderableType:
-    """Draw the answer of `/v1/overview` with as many rounds and links as `height` lines of the console hold.
+    """Draw the answer of `/v1/overview` with as many rounds and links as fit into `height` lines of the console.
 
-    A terminal cuts off what is longer, and the totals stand at the end.
+    A terminal cuts off further lines, and the totals are at the end.
     """
     sizes = [(last_rounds, MAX_LINKS), (last_rounds, 6), (last_rounds, 0), (3, 0), (1, 0), (0, 0)]
     drawn: RenderableType = ""
@@ -44,7 +44,7 @@ def status_within(
 
 
 def _printable(value: Any) -> Any:
-    """What peers say of themselves stands in it: their control characters must not reach a terminal."""
+    """Return a value without control characters: peers supply its text, which must not control the terminal."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
@@ -55,7 +55,7 @@ def _printable(value: Any) -> Any:
 
 
 def _table(*columns: str, right: int = 0, gap: int = 2) -> Table:
-    """A table whose last `right` columns are figures."""
+    """Return a table with figures in its last `right` columns."""
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         is_figure = number >= len(columns) - right
@@ -86,7 +86,7 @@ def _parts(view: dict[str, Any], max_links: int) -> Iterator[RenderableType]:
 
 
 _STYLES = {"serving": "green", "waiting": "yellow", "incomplete": "yellow"}
-"""State of an engine -> its style; all others are red."""
+"""State of an engine -> style; red for all other states."""
 
 
 def _engines(view: dict[str, Any]) -> Iterator[RenderableType]:
@@ -120,7 +120,7 @@ def _links(links: list[dict[str, Any]], max_links: int) -> Iterator[RenderableTy
 
 
 def _rounds(rounds: list[dict[str, Any]]) -> Iterator[RenderableType]:
-    """Bytes, and milliseconds of what took time in any of them."""
+    """Yield a table of rounds: bytes, and milliseconds for every measure that is above 0 in any round."""
     taken = [
         measure
         for measure in Measure
@@ -144,7 +144,7 @@ def _rounds(rounds: list[dict[str, Any]]) -> Iterator[RenderableType]:
 
 
 def size(nbytes: float) -> str:
-    """Bytes in at most 7 characters: `1.23 MB`."""
+    """Return a size in bytes in at most 7 characters: `1.23 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 999.5:
             return f"{nbytes:.3g} {unit}"

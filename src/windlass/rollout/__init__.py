@@ -33,5 +33,6 @@ if TYPE_CHECKING:
     from windlass.rollout.workflows import Workflow as Workflow
     from windlass.rollout.workflows import WorkflowContext as WorkflowContext
 
-if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+# A type checker must still refuse unknown names.
+if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

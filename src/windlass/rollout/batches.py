@@ -42,18 +42,18 @@ from windlass.updates.changes import Changes, tell
 
 MAX_WAIT_S = 3600.0
 KEPT_STEPS = 2
-"""Steps that ranks can still ask for again; `put` drops older ones."""
+"""Number of steps that ranks can still request again; `put` drops older ones."""
 MAX_ASKED_STEPS = 1024
-"""Steps, asked for and not put yet, that a queue remembers; it drops those that were asked for first."""
+"""Number of requested steps without a batch that a queue remembers; it drops the oldest requests."""
 ASK_EVERY_S = 20.0
-"""Seconds after which a rank repeats its question: networks forget connections that are silent for longer."""
+"""Seconds after which a rank repeats its request: networks drop connections that are silent for longer."""
 ANSWER_MARGIN_S = 2.0
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 
 
 def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[TrainingSample, ...]:
-    """Return a group's samples with their rewards: one per answer, and of a workflow one per turn.
+    """Return a group's samples with their rewards: one sample per answer, or one per turn of a workflow.
 
     Every turn of a workflow gets the reward of its rollout.
 
@@ -62,8 +62,8 @@ def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[Tr
         rewards: one per rollout; numbers, an array or a tensor.
 
     Raises:
-        ConfigError: rewards that are not one finite number per rollout, or a rollout without tokens;
-            names the group and the rollout.
+        ConfigError: the rewards are not one finite number per rollout, or a rollout has no tokens; names the
+            group and the rollout.
     """
     samples = []
     for rollout, reward in zip(group.rollouts, check_rewards(group, rewards), strict=True):
@@ -123,7 +123,7 @@ def check_groups(
     """Return groups of samples as tuples.
 
     Raises:
-        ConfigError: a value is no `TrainingSample`; names the group and the index.
+        ConfigError: a value is not a `TrainingSample`; names the group and the index.
     """
     whole = []
     for number, group in enumerate(groups):
@@ -150,13 +150,13 @@ class _Query(msgspec.Struct):
 
 
 class BatchQueue:
-    """Hands each trainer rank its shard of each step's batch; same question, same answer.
+    """Queue that gives each trainer rank its shard of each step's batch; repeated requests get the same answer.
 
-    A group is never split between ranks: rank r of n gets groups r, r + n, r + 2n, ... in
-    the order in which they were put. A question changes no other rank's answer.
+    A group is never split between ranks: rank r of n gets groups r, r + n, r + 2n, ... in the order of `put`.
+    A request changes no other rank's answer.
 
     Args:
-        num_ranks: returns the number of connected trainer ranks, or 0 while it is unknown. A rank that asks for a
+        num_ranks: returns the number of connected trainer ranks, or 0 while it is unknown. A request for a
             shard of a number that does not divide it is refused.
     """
 
@@ -177,7 +177,7 @@ class BatchQueue:
         self._listeners.append(listener)
 
     def on_wait(self, listener: Callable[[], None]) -> None:
-        """Call `listener` in the loop when all trainer ranks have come to wait for a batch."""
+        """Call `listener` in the loop when all trainer ranks have started to wait for a batch."""
         self._wait_listeners.append(listener)
 
     def published(self) -> None:
@@ -186,7 +186,7 @@ class BatchQueue:
 
     @property
     def all_wait(self) -> bool:
-        """Whether all ranks wait for a batch, and none has got one since they published."""
+        """Whether all ranks wait for a batch, and none has received one since they published."""
         since = asyncio.get_running_loop().time() - 2 * ASK_EVERY_S
         num_asking = sum(asked_at >= since for asked_at in self._asked_at.values())
         return not self._has_answered and 0 < self._world_that_asks <= num_asking
@@ -195,8 +195,8 @@ class BatchQueue:
         """Answer all ranks that wait for `step`.
 
         Raises:
-            ConfigError: the step is not above every earlier one, there is no group, or a value of a
-                group is no `TrainingSample`.
+            ConfigError: the step is not above every earlier one, `groups` is empty, or a value of a group is
+                not a `TrainingSample`.
         """
         (step,) = plain_integers("BatchQueue: step", (step,))
         batch = check_groups(f"BatchQueue: step {step}", groups)
@@ -215,12 +215,12 @@ class BatchQueue:
             listener(samples)
 
     async def requested(self, step: int, *, deadline_s: float) -> None:
-        """Return once a rank has asked for `step`.
+        """Return once a rank has requested `step`.
 
-        An owner that draws the batch only then checks its age when it is really consumed.
+        An owner that draws the batch only then checks its age at the moment of its consumption.
 
         Raises:
-            PeerTimeout: no rank asked within `deadline_s`.
+            PeerTimeout: no rank requested the step within `deadline_s`.
         """
 
         def message() -> str:
@@ -237,12 +237,12 @@ class BatchQueue:
     async def shard(
         self, step: int, rank: int, world_size: int, *, deadline_s: float
     ) -> TrainingBatch:
-        """A rank's shard, once the step was put.
+        """Return a rank's shard, once the step has been put.
 
         Raises:
-            ConfigError: rank outside [0, world_size), or a world size that does not divide the number of
+            ConfigError: the rank is outside [0, world_size), or the world size does not divide the number of
                 trainer ranks.
-            StaleMessage: the step was forgotten.
+            StaleMessage: the step was dropped.
             PeerTimeout: the step was not put within `deadline_s`.
         """
         if not 0 <= rank < world_size:
@@ -306,10 +306,10 @@ class BatchQueue:
 
 
 class BatchClient(Closing):
-    """Asks the controller for this rank's shard of a step's batch; used by one thread.
+    """Client that requests this rank's shard of a step's batch from the controller; used by one thread.
 
     Raises:
-        ConfigError: not an http(s) URL, or no header can carry the token.
+        ConfigError: `url` is not an http(s) URL, or no header can carry the token.
     """
 
     def __init__(self, url: str, token: str) -> None:
@@ -329,15 +329,15 @@ class BatchClient(Closing):
     def next_batch(
         self, step: int, rank: int, world_size: int, *, deadline_s: float
     ) -> TrainingBatch:
-        """This rank's shard of the step's batch; the answer comes when the batch is there.
+        """Return this rank's shard of the step's batch; wait until the batch has been put.
 
-        The question may be asked again, so a lost connection is opened again and a
-        restarting controller is waited for, within the deadline.
+        The request may be repeated, so the client reconnects after a lost connection and waits for a
+        restarting controller, within the deadline.
 
         Raises:
-            ConfigError: step < 0, no rank of `world_size`, or one that the controller refused.
+            ConfigError: step < 0, the rank is not in [0, world_size), or the controller refused the request.
             AuthenticationError: wrong token.
-            StaleMessage: the controller has forgotten the step.
+            StaleMessage: the controller has dropped the step.
             PeerTimeout: no batch, or no controller, within `deadline_s`.
         """
         if step < 0:

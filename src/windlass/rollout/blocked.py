@@ -1,4 +1,4 @@
-"""Names a workflow, or other code, that blocks the event loop in which it runs."""
+"""Log of the workflow, or other code, that blocks an event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.rollout.workflows import WorkflowContext
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 BLOCKED_AFTER_S = 5.0
-"""Seconds without a turn of the loop after which it counts as blocked: half of what ends a silent connection."""
+"""Seconds without a turn after which a loop counts as blocked: half of the silence that ends a connection."""
 SAY_EVERY_S = 15.0
 MAX_FRAMES = 20
 _ASYNCIO = str(Path(asyncio.__file__).parent)
@@ -26,14 +26,14 @@ _ASYNCIO = str(Path(asyncio.__file__).parent)
 
 @final
 class BlockWatch:
-    """A daemon thread that logs which workflow or other code keeps an event loop from its turns, and where.
+    """Daemon thread that logs the workflow or other code that blocks an event loop, and its place.
 
-    Its peers only see that a blocked process is silent, and take it for a dead one. The first watch of a loop
-    logs; further ones do nothing while it is open.
+    Peers only see that a blocked process is silent, and take it for dead. The first watch of a loop logs;
+    further watches do nothing while the first is open.
 
     Args:
         loop: the loop of the calling thread.
-        where: whose loop it is, for the log.
+        where: owner of the loop, for the log.
     """
 
     _watched: ClassVar[WeakSet[asyncio.AbstractEventLoop]] = WeakSet()
@@ -77,7 +77,7 @@ class BlockWatch:
         who = "something"
         if context is not None:
             who = f"workflow {context.workflow} (rollout {context.task_id})"
-        # Innermost first. In one line, because a log escapes the ends of lines in a message.
+        # Innermost frame first, in one line, because the log escapes line ends in a message.
         stack = " <- ".join(
             f"{each.filename}:{each.lineno} in {each.name}: {each.line}"
             for each in reversed(frames[first:])
@@ -89,7 +89,7 @@ class BlockWatch:
 
 
 def _context_of(frame: FrameType | None) -> WorkflowContext | None:
-    """Return the context of the workflow that runs in this stack, if one does."""
+    """Return the context of the workflow that runs in this stack; None if none does."""
     while frame is not None:
         for value in frame.f_locals.values():
             if isinstance(value, WorkflowContext):

@@ -1,10 +1,10 @@
-"""The owner of every outstanding rollout: admission, dispatch, completion, retry.
+"""Controller of all outstanding rollouts: admission, dispatch, completion and retry.
 
-Everything runs in one event loop and every state change is synchronous, so there is no
-lock: not between completions, and none that is shared with weight updates. A completion
-is one call of `complete`, made by the callback route; it resolves futures, frees slots
-and dispatches what waits, without awaiting anything. A weight update that takes minutes
-is other coroutines awaiting other peers and cannot delay it.
+Everything runs in one event loop and every state change is synchronous. So completions need no lock among
+themselves, and share none with weight updates. The worker pool passes arrived outcomes to
+`RolloutController._use`, which resolves futures, frees slots and schedules a dispatch, without awaiting
+anything. A weight update of several minutes consists of other coroutines that await other peers, and cannot
+delay a completion.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ logger = logging.getLogger(__name__)
 MAX_DISPATCHES_PER_TURN = 256
 PREFIX_TOKENS = 256
 CLEAN_UP_S = 5.0
-"""Seconds that workflows have to clean up when a controller is closed."""
+"""Seconds that workflows have to clean up when the controller closes."""
 
 
 @final
 class RolloutController:
-    """Submits rollouts and delivers each exactly once; used as `async with`.
+    """Submits rollouts and delivers each exactly once; use it with `async with`.
 
-    All methods are called in the event loop in which it was entered.
+    Call all methods in the event loop in which the block was entered.
 
     Args:
-        engines: who may be given work; read, never locked.
+        engines: directory of the engines that may receive work; read, never locked.
         policy: admission and consumption bounds; the controller is its only user.
-        token: the owner's secret; workers and engines are shown what is derived for them.
+        token: the owner's secret; the controller derives the tokens for workers and engines from it.
         config: limits.
 
     Attributes:
-        recovered: what an earlier process on the same journal had left.
+        recovered: rollouts that an earlier process with the same journal left unfinished.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class RolloutController:
         self._watch: BlockWatch | None = None
 
     async def __aenter__(self) -> Self:
-        """Raises `ConfigError` when the journal cannot be used."""
+        """Open the journal and start; raise `ConfigError` if the journal cannot be used."""
         self.recovered = self._life.open()
         self._pool.open(self._life.identity, ((r.worker, r.key) for r in self._table.running()))
         self._journal.on_change(self._schedule_dispatch)
@@ -125,9 +125,9 @@ class RolloutController:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel everything outstanding, wait `CLEAN_UP_S` for its clean-up, and let go of the workers. Idempotent.
+        """Cancel all outstanding rollouts, wait `CLEAN_UP_S` for their clean-up, and release the workers. Idempotent.
 
-        With a journal the next process goes on with what was outstanding.
+        With a journal, the next process continues the outstanding rollouts.
         """
         if self._closed:
             return
@@ -135,7 +135,8 @@ class RolloutController:
             await self.cancel_all(deadline_s=CLEAN_UP_S)
         try:
             await self._journal.close()
-        except OSError as error:  # the rest is closed all the same
+        # A failed journal must not keep the other parts open.
+        except OSError as error:
             logger.error("what was added last is not in the journal: %s", error)  # noqa: TRY400
         for record in list(self._table.records.values()):
             self._life.cancel(record.group)
@@ -150,15 +151,15 @@ class RolloutController:
             self._watch.close()
 
     async def cancel_all(self, *, deadline_s: float) -> int:
-        """Cancel everything outstanding, and wait until workflows have cleaned up.
+        """Cancel all outstanding rollouts, and wait until their workflows have cleaned up.
 
-        Nothing is dispatched any more.
+        The controller dispatches nothing afterwards.
 
         Args:
-            deadline_s: for the clean-up, all in all.
+            deadline_s: seconds for the whole clean-up.
 
         Returns:
-            How many attempts had not ended by then; they are logged, and end with their worker.
+            Number of attempts that did not end in time; they are logged, and end with their worker.
         """
         self.pause()
         for record in list(self._table.records.values()):
@@ -181,18 +182,18 @@ class RolloutController:
         metadata: object = None,
         deadline_s: float | None = None,
     ) -> RolloutHandle:
-        """Submit one rollout; returns at once. It is consumed when it completes.
+        """Submit one rollout; return at once. A rollout counts as consumed when it completes.
 
         Args:
             prompt_ids: token ids of the prompt.
-            sampling: how to sample.
-            metadata: given back with the result; msgpack-plain when there is a journal.
-            deadline_s: seconds from its first dispatch after which it fails; None for never.
+            sampling: sampling parameters.
+            metadata: returned with the result; must be msgpack-plain with a journal.
+            deadline_s: seconds from its first dispatch after which the rollout fails; None for no deadline.
 
         Raises:
-            ConfigError: a prompt that is empty or no integers, sampling of wrong types, a deadline
-                that is not positive, metadata that a journal cannot keep, a closed controller.
-            RolloutError: the journal cannot be written any more.
+            ConfigError: the prompt is empty or not integers, `sampling` has wrong types, the deadline is not
+                positive, the journal cannot store the metadata, or the controller is closed.
+            RolloutError: the journal can no longer be written.
         """
         work = self._work(sampling, deadline_s, _token_ids(prompt_ids))
         return self._life.submit(work, metadata=metadata)
@@ -209,14 +210,14 @@ class RolloutController:
         """Submit one run of a workflow that workers were started with.
 
         Args:
-            workflow: its name; it waits until a worker that knows it has room.
+            workflow: name of the workflow; the run waits until a worker that knows it has a free slot.
             arguments: msgpack-plain; `WorkflowContext.arguments`.
-            sampling: used by calls of the workflow that name no other.
+            sampling: sampling parameters of the workflow's calls that give none.
             metadata: as `submit`.
             deadline_s: as `submit`.
 
         Raises:
-            ConfigError: as `submit`; an empty name, arguments that are not plain.
+            ConfigError: as `submit`, or the name is empty, or the arguments are not plain.
         """
         work = self._workflow(workflow, arguments, sampling, deadline_s)
         return self._life.submit(work, metadata=metadata)
@@ -257,12 +258,13 @@ class RolloutController:
         return self._life.submit_group(work, n, metadata=metadata)
 
     def decline(self, result: RolloutGroup | Rollout) -> None:
-        """What was handed out is of no use (all rewards equal, say): it counts as never drawn.
+        """Return a delivered result that is of no use (all rewards are equal, say): it no longer counts as consumed.
 
-        Without this the staleness bound counts it as trained on, and in the end admits nothing.
+        Without this call the staleness bound counts the result as trained on, and in the end admits nothing.
 
         Raises:
-            RolloutError: it was not handed out by this process, not lately, or is declined already.
+            RolloutError: this process did not deliver the result, delivered it too long ago, or it is
+                declined already.
         """
         found = result.rollouts if isinstance(result, RolloutGroup) else (result,)
         self._life.decline([rollout.task_id for rollout in found])
@@ -270,7 +272,7 @@ class RolloutController:
     async def wait(
         self, handles: Sequence[RolloutHandle], *, deadline_s: float
     ) -> tuple[Rollout, ...]:
-        """The results in order of `handles`. At the deadline none of them is cancelled.
+        """Return the results in the order of `handles`. The deadline cancels none of them.
 
         Raises:
             PeerTimeout: not all were done within `deadline_s`.
@@ -308,19 +310,20 @@ class RolloutController:
     # --- for the owner -----------------------------------------------------------------
 
     def pause(self) -> None:
-        """Dispatch nothing until `resume`; what runs goes on, completions still arrive."""
+        """Dispatch nothing until `resume`; running attempts continue, and completions still arrive."""
         self._paused = True
 
     def resume(self) -> None:
-        """Dispatch again."""
+        """Resume dispatch."""
         self._paused = False
         self._schedule_dispatch()
 
     def run_here(self, workflows: Mapping[str, Workflow], *, max_concurrent: int = 256) -> None:
-        """Run these workflows, and plain prompts, in this event loop too.
+        """Run these workflows, and plain prompts, also in this event loop.
 
         Raises:
-            ConfigError: it already does, a name is empty, the limit is below 1, not open.
+            ConfigError: a local worker exists already, a name is empty, the limit is below 1, or the
+                controller is not open.
         """
         known = check_workflows(workflows)
         if self._closed or not self._is_open or LOCAL_WORKER in self._workers:
@@ -339,14 +342,14 @@ class RolloutController:
         self._pool.add(worker)
 
     async def next_batch(self, num_groups: int, *, deadline_s: float) -> tuple[RolloutGroup, ...]:
-        """The next `num_groups` groups, in order of completion; none too old, unless `OnStale.TRAIN`.
+        """Return the next `num_groups` groups in order of completion; none is too old, unless `OnStale.TRAIN` is set.
 
-        Concurrent callers are served in order of their calls.
+        Concurrent callers are served in the order of their calls.
 
         Raises:
-            ConfigError: num_groups < 1, or the controller is closed, meanwhile too.
-            PeerTimeout: there were not enough within `deadline_s`; none is taken.
-            RolloutError: the journal cannot be written any more.
+            ConfigError: num_groups < 1, or the controller is closed, before or during the call.
+            PeerTimeout: fewer groups were complete within `deadline_s`; none is taken.
+            RolloutError: the journal can no longer be written.
         """
         if num_groups < 1:
             raise ConfigError(f"next_batch: num_groups must be >= 1, got {num_groups}")
@@ -365,18 +368,18 @@ class RolloutController:
             ) from error
 
     def ready_ids(self) -> list[int]:
-        """Return the ids of complete groups that nobody has drawn, in order of completion."""
+        """Return the ids of complete groups that were not delivered, in order of completion."""
         return list(self._table.ready)
 
     def peek(self, group_id: int) -> RolloutGroup:
-        """Return a group of `ready_ids`, which stays there and may still grow too old."""
+        """Return a group of `ready_ids`; it stays there and may still grow too old."""
         return self._life.peek(group_id)
 
     def take(self, group_ids: Iterable[int]) -> tuple[RolloutGroup, ...]:
-        """Hand out groups of `ready_ids`, as `next_batch` does.
+        """Deliver groups of `ready_ids`, as `next_batch` does.
 
         Raises:
-            RolloutError: the journal cannot be written any more.
+            RolloutError: the journal can no longer be written.
         """
         self._journal.check()
         groups = tuple([self._life.hand_out(group_id) for group_id in group_ids])
@@ -385,11 +388,11 @@ class RolloutController:
 
     @property
     def failed_alike(self) -> int:
-        """Rollouts that failed for good since one was accepted: refused, or raised the same again."""
+        """Number of rollouts that failed for good since the last accepted one: refused, or same error again."""
         return self._life.failed_alike
 
     def describe(self) -> str:
-        """Return where rollouts are and why they do not come, for a person."""
+        """Return, for a person, where rollouts are and why none arrives."""
         stats = self.stats()
         names = ("running", "waiting", "parked", "buffered", "failed", "rejected", "declined")
         more = ("dropped", "too_old", "stopped_early")
@@ -405,20 +408,20 @@ class RolloutController:
         return "; ".join(filter(None, parts))
 
     def refusal(self, workflow: str) -> str:
-        """Return why no worker that has been here can run a workflow; empty if one can, or for a plain prompt."""
+        """Return the reason why no known worker can run a workflow; empty if one can, or for a plain prompt."""
         known = self._pool.workflows
         if not workflow or workflow in known:
             return ""
         return f"workflow {workflow!r}: workers know {sorted(known)}"
 
     def acknowledge(self, task_ids: Iterable[str]) -> None:
-        """The owner has these rollouts for good; no later process delivers them. Idempotent.
+        """Record that the owner has stored these rollouts; no later process delivers them. Idempotent.
 
-        One task of a group stands for the group. Ids that are not known are ignored; what is
-        outstanding, because an earlier process died before it could acknowledge, is cancelled.
+        One task of a group stands for the group. Unknown ids are ignored. A rollout that is outstanding,
+        because an earlier process died before the acknowledgement, is cancelled.
 
         Raises:
-            RolloutError: the journal cannot be written any more.
+            RolloutError: the journal can no longer be written.
         """
         for task_id in task_ids:
             self._life.acknowledge(task_id)
@@ -427,15 +430,15 @@ class RolloutController:
     async def wait_for_room(self, *, deadline_s: float) -> None:
         """Return once another submission would be admitted at once.
 
-        A producer that waits here before each submission draws prompts exactly as fast
-        as the staleness bound, the workers and the trainer allow.
+        A producer that waits here before each submission draws prompts exactly as fast as the staleness
+        bound, the workers and the trainer allow.
 
         Args:
-            deadline_s: longer than a step of the trainer takes, which is what makes room.
+            deadline_s: longer than a trainer step, which makes room.
 
         Raises:
-            PeerTimeout: no room within `deadline_s`; says what takes it.
-            ConfigError: the controller is closed, meanwhile too.
+            PeerTimeout: no room within `deadline_s`; the error says what occupies it.
+            ConfigError: the controller is closed, before or during the call.
         """
 
         def there() -> bool:
@@ -456,7 +459,7 @@ class RolloutController:
 
         Raises:
             PeerTimeout: fewer were registered after `deadline_s` seconds.
-            ConfigError: the controller is closed, meanwhile too.
+            ConfigError: the controller is closed, before or during the call.
         """
 
         def there() -> bool:
@@ -473,18 +476,18 @@ class RolloutController:
         )
 
     def set_version(self, version: int) -> None:
-        """The consumer holds `version` now. `StalenessPolicy.on_stale` says what becomes of what grew too old.
+        """Set the consumer's version; `StalenessPolicy.on_stale` decides about rollouts that are then too old.
 
-        Called by itself with the newest version that a routable engine serves.
+        The controller itself calls this with the newest version that a routable engine serves.
         """
         self._life.set_version(version)
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` in the loop, once in a turn in which rollouts came, ended or were thrown away."""
+        """Call `listener` in the loop, once per turn in which rollouts began, ended or were discarded."""
         self._changes.subscribe(listener)
 
     def stats(self) -> RolloutStats:
-        """Counts, and an audit of where every outstanding rollout is."""
+        """Return counts, and an audit of the places of all outstanding rollouts."""
         table, counts = self._table, self._table.counts
         running = self._pool.num_running
         waiting = len(table.waiting) + len(table.queued) + len(table.backoff) + table.num_parked()
@@ -511,7 +514,7 @@ class RolloutController:
         self._schedule_dispatch()
 
     def _use(self, outcomes: Sequence[RolloutOutcome]) -> None:
-        """Use outcomes, each at most once; then their worker may forget them.
+        """Use outcomes, each at most once; their worker may drop them afterwards.
 
         Raises:
             RolloutError: the journal cannot be written now.
@@ -563,7 +566,7 @@ class RolloutController:
     # --- dispatch --------------------------------------------------------------------------
 
     def _schedule_dispatch(self) -> None:
-        """Dispatch once per turn of the loop, however many things happened in it."""
+        """Schedule one dispatch per turn of the loop, for any number of events in it."""
         if not self._is_dispatch_scheduled and not self._closed:
             self._is_dispatch_scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
@@ -576,15 +579,17 @@ class RolloutController:
             # Completions get their turn before the rest is dispatched.
             self._schedule_dispatch()
         try:
-            self._journal.flush()  # before a worker sends anything of this turn
+            # The journal must be written before a worker is sent anything of this turn.
+            self._journal.flush()
         except RolloutError:
-            return  # the journal has said so, and calls when it is written again
+            # The journal has logged the error, and notifies the controller when writing succeeds again.
+            return
         if self._room and self._policy.capacity() > len(self._table.waiting):
             self._room.notify()
         self._changes.notify()
 
     def _dispatch_some(self) -> bool:
-        """Hand what is admitted to free workers; True when there is more for the next turn of the loop."""
+        """Send admitted rollouts to free workers; return whether more remain for the next turn of the loop."""
         engines = self._usable_engines()
         if not engines:
             return False
@@ -601,13 +606,13 @@ class RolloutController:
             else:
                 return parked
             if not self._hand_over(record, engines):
-                # What stands behind it may still find a worker in the next turn.
+                # Records behind this one may still find a worker in the next turn.
                 self._life.park(record)
                 parked = True
         return parked or slots > MAX_DISPATCHES_PER_TURN
 
     def _usable_engines(self) -> list[EngineTarget]:
-        """Routable, and not so far behind the newest that its answers would be too old."""
+        """Return routable engines, without those too far behind the newest to give usable answers."""
         routable = self._engines.routable()
         newest = max((version for _, _, version in routable), default=-1)
         return [
@@ -617,7 +622,7 @@ class RolloutController:
         ]
 
     def _unpark(self) -> None:
-        """Queue as many parked records as workers that know their workflow have room."""
+        """Queue as many parked records as workers that know their workflow have free slots."""
         for workflow, records in self._table.parked.items():
             room = sum(w.free_slots for w in self._workers.values() if w.can_run(workflow))
             for record in reversed(list(islice(records.values(), room))):
@@ -655,7 +660,7 @@ class RolloutController:
 
 
 def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
-    """Plain integers, also of an array or a tensor: what a worker cannot decode would be sent for ever."""
+    """Return plain integers, also from an array or a tensor: undecodable values would be resent for ever."""
     try:
         tokens = tuple([int(operator.index(each)) for each in prompt_ids])
     except TypeError as error:
@@ -676,7 +681,7 @@ def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
 def mount_rollout_routes(
     server: ControlServer, controller: RolloutController, batches: BatchQueue
 ) -> None:
-    """Add the rollout routes; before the server starts."""
+    """Add the rollout routes. Call this before the server starts."""
 
     async def serve_status(_: web.Request) -> web.Response:
         body = msgspec.json.encode(controller.stats())

@@ -1,4 +1,4 @@
-"""Which engines may be given work, and which of them an attempt goes to."""
+"""Directory of the engines that may receive work, and the choice of an engine for each attempt."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ REMEMBERED_PREFIXES = 1 << 16
 
 
 class EngineDirectory(Protocol):
-    """Who is routable now, and a call when that changes.
+    """Directory of routable engines, which reports changes.
 
-    The rollout controller reads and never locks: whoever implements this must answer
-    from memory, at once, in the controller's event loop.
+    The rollout controller reads it and never locks: an implementation must answer from memory, at once, in
+    the controller's event loop.
     """
 
     def routable(self) -> Sequence[tuple[str, str, int]]:
-        """(name, url, version) of every engine that may be given work; version -1 for unknown."""
+        """Return (name, url, version) of every engine that may receive work; version -1 if unknown."""
         ...
 
     def subscribe(self, callback: Callable[[], None]) -> object:
@@ -30,14 +30,14 @@ class EngineDirectory(Protocol):
 
 
 class StaticEngines:
-    """A directory that its owner edits: fixed fleets, tests, benchmarks."""
+    """A directory that its owner edits, for fixed fleets, tests and benchmarks."""
 
     def __init__(self, engines: Iterable[tuple[str, str, int]] = ()) -> None:
         self._engines = tuple(EngineInfo(*engine) for engine in engines)
         self._changes = Changes()
 
     def routable(self) -> Sequence[tuple[str, str, int]]:
-        """As set."""
+        """Return the fleet that was set last."""
         return self._engines
 
     def subscribe(self, callback: Callable[[], None]) -> None:
@@ -51,11 +51,11 @@ class StaticEngines:
 
 
 class EngineChoice:
-    """The least loaded engine, with affinity to the one that saw a prefix last: it has it cached.
+    """Choice of the least loaded engine, with affinity to the engine that has cached a prompt's prefix.
 
     Args:
-        slack: the engine of a prefix is preferred while it holds at most so many attempts more
-            than the least loaded one; 0 turns affinity off, except between equals.
+        slack: number of attempts by which the engine of a prefix may exceed the least loaded one and still be
+            preferred; 0 turns affinity off, except between equals.
     """
 
     def __init__(self, slack: int) -> None:
@@ -69,13 +69,13 @@ class EngineChoice:
         prefix: Hashable,
         avoid: str,
     ) -> EngineTarget:
-        """The engine for an attempt.
+        """Return the engine for an attempt.
 
         Args:
-            engines: to choose from; not empty.
-            load_of: attempts that an engine holds.
-            prefix: equal for attempts whose prompts begin alike.
-            avoid: an engine that just failed; used only when there is no other.
+            engines: candidates; not empty.
+            load_of: returns the number of attempts on an engine.
+            prefix: key that is equal for prompts with the same beginning.
+            avoid: an engine that just failed; used only if there is no other.
         """
         allowed = [engine for engine in engines if engine.name != avoid] or engines
         loads = [load_of(engine.name) for engine in allowed]

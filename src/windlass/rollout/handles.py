@@ -1,4 +1,4 @@
-"""What the owner of a `RolloutController` holds: handles, results, counts."""
+"""Handles, results and counts that a `RolloutController` gives to its owner."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_attempts: failures (engine, worker, attempt deadline) after which a rollout fails.
-        max_same_errors: times in a row that a workflow may raise the same exception before its rollout fails.
-        attempt_deadline_s: one attempt may take this long, then it is tried on another engine.
-        retry_backoff_s: wait before the second try, doubled each time up to 2 s.
-        engine_grace_s: an engine may be unroutable this long before its work is moved.
-        worker_lease_s: silence on the watch connection after which a worker is asked again.
-        worker_grace_s: a worker that cannot be reached is given up after this long.
-        on_abort: what workers do when an update ends a generation early.
-        carry_partial: a retry on another engine goes on from the surviving tokens, so that
-            one answer may hold tokens of two engines.
-        max_rejections: a rollout whose workflow rejects it so often fails.
-        affinity_slack: attempts that the engine of a prompt's prefix may hold more than the
-            least loaded one and still be chosen.
-        journal: file from which a restarted controller goes on; None keeps all in memory.
-        acknowledge: what was handed out stays in the journal, and is handed out again after a
-            restart, until `RolloutController.acknowledge`; otherwise handing out ends it.
-        journal_sync_s: the journal is brought to disk so often.
-        journal_compact_nbytes: it is written anew, without what has ended, above this size.
+        max_same_errors: number of times in a row that a workflow may raise the same exception before its
+            rollout fails.
+        attempt_deadline_s: limit for one attempt; after it the controller retries on another engine.
+        retry_backoff_s: wait before the second attempt, doubled before each further one up to 2 s.
+        engine_grace_s: time that an engine may be unroutable before its attempts move to other engines.
+        worker_lease_s: silence on a worker's connection after which the controller sends a ping.
+        worker_grace_s: time after which an unreachable worker is given up.
+        on_abort: reaction of workers to an update that ends a generation early.
+        carry_partial: whether a retry on another engine continues from the surviving tokens; one answer may
+            then contain tokens of two engines.
+        max_rejections: number of rejections by its workflow after which a rollout fails.
+        affinity_slack: number of attempts by which the engine that has cached a prompt's prefix may exceed
+            the least loaded engine and still be chosen.
+        journal: file from which a restarted controller continues; None keeps all state in memory.
+        acknowledge: whether results stay in the journal after delivery, and are delivered again after a
+            restart, until `RolloutController.acknowledge`; if false, delivery removes them.
+        journal_sync_s: interval at which the journal is synced to disk.
+        journal_compact_nbytes: size above which the journal is rewritten without ended rollouts.
     """
 
     max_attempts: int = 8
@@ -86,16 +87,16 @@ class Rollout(msgspec.Struct, frozen=True):
     """A finished rollout.
 
     Attributes:
-        group_id: -1 for one that was submitted alone.
+        group_id: group of the rollout; -1 if it was submitted alone.
         output_ids, logprobs, versions: one entry per generated token.
         engine: name of the engine that made the last token.
-        attempts: how often it was handed to a worker.
-        metadata: what the submitter gave; never leaves the process.
+        attempts: number of times that a worker received it.
+        metadata: the submitter's metadata; it never leaves the process.
         finished_at: Unix time at which the worker had the answer, on the worker's clock.
-        seconds: from submission to completion.
-        turns: calls of a workflow; `versions` then covers the tokens of all turns, and
-            `prompt_ids`, `output_ids` and `logprobs` are empty.
-        value: what the workflow returned.
+        seconds: time from submission to completion.
+        turns: calls of a workflow; `versions` then covers the tokens of all turns, and `prompt_ids`,
+            `output_ids` and `logprobs` are empty.
+        value: return value of the workflow.
     """
 
     task_id: str
@@ -116,7 +117,7 @@ class Rollout(msgspec.Struct, frozen=True):
 
 
 class RolloutGroup(msgspec.Struct, frozen=True):
-    """All samples of one prompt, in the order in which they were submitted."""
+    """All samples of one prompt, in the order of their submission."""
 
     group_id: int
     prompt_ids: tuple[int, ...]
@@ -128,16 +129,17 @@ class Counts(msgspec.Struct):
     """Totals since the start of this process.
 
     Attributes:
-        completed: handed to the owner. failed: given up after `max_attempts` or the deadline.
-        dropped: given up as too old, `OnStale`; of a group all samples.
+        completed: rollouts delivered to the owner.
+        failed: rollouts given up after `max_attempts` or the deadline.
+        dropped: rollouts given up as too old, see `OnStale`; all samples of a group count.
         rejected: answers that a workflow rejected.
-        too_old: finished answers that were thrown away because they were too old.
-        stopped_early: running attempts that were cancelled because their answer would have been.
-        wasted_tokens: tokens of the answers that were thrown away, of finished samples of dropped
-            groups and of those that were not carried on; what a stopped attempt had is not known.
+        too_old: finished answers that were discarded as too old.
+        stopped_early: running attempts that were cancelled because their answers would be too old.
+        wasted_tokens: tokens of discarded answers, of finished samples of dropped groups, and of partial
+            answers that no attempt continued; tokens of a stopped attempt are unknown and not counted.
         retried: attempts repeated after an engine, worker or deadline failure.
-        ignored: outcomes that came twice or too late.
-        declined: completed ones that the owner had no use for.
+        ignored: outcomes that arrived twice or too late.
+        declined: completed rollouts that the owner declined.
     """
 
     submitted: int = 0
@@ -155,15 +157,15 @@ class Counts(msgspec.Struct):
 
 
 class RolloutStats(Counts, kw_only=True):
-    """Counts since the start of this process, and where what has not ended is now.
+    """Counts since the start of this process, and the places of rollouts that have not ended.
 
     submitted = completed + cancelled + failed + dropped + outstanding + lost.
 
     Attributes:
-        outstanding: found in a queue, at a worker, in a backoff, or waiting in a group.
-        lost: submitted and found nowhere; anything but 0 is a defect.
-        buffered: finished, waiting for the rest of their group or to be handed out.
-        parked: no worker that knows their workflow has room.
+        outstanding: rollouts in a queue, at a worker, in a backoff, or waiting in a group.
+        lost: submitted rollouts that are in no place; anything but 0 is a defect.
+        buffered: finished rollouts that wait for the rest of their group or for delivery.
+        parked: rollouts that wait for a worker with a free slot that knows their workflow.
     """
 
     outstanding: int
@@ -183,11 +185,11 @@ class _Handle(Generic[ResultT]):
     future: asyncio.Future[ResultT]
 
     def done(self) -> bool:
-        """Whether awaiting would return or raise at once."""
+        """Return whether awaiting would return or raise at once."""
         return self.future.done()
 
     def cancel(self) -> None:
-        """Give it up, a group as a whole; workers are told. Idempotent."""
+        """Give up the rollout, or the whole group; the controller cancels it at the workers. Idempotent."""
         self.future.cancel()
 
     def add_done_callback(self, callback: Callable[[asyncio.Future[ResultT]], None]) -> None:
@@ -199,8 +201,8 @@ class _Handle(Generic[ResultT]):
 class RolloutHandle(_Handle[Rollout]):
     """One submitted rollout: await it for its `Rollout`. `metadata` is the submitter's.
 
-    Awaiting raises `RolloutError` when every attempt failed, `PeerTimeout` when the
-    deadline passed, `asyncio.CancelledError` when it was cancelled.
+    Awaiting raises `RolloutError` if every attempt failed, `PeerTimeout` if the deadline passed, and
+    `asyncio.CancelledError` if the rollout was cancelled.
     """
 
     task_id: str
@@ -213,10 +215,10 @@ class RolloutHandle(_Handle[Rollout]):
 
 @dataclass(eq=False, slots=True)
 class GroupHandle(_Handle[RolloutGroup]):
-    """The samples of one prompt. They are delivered by `RolloutController.next_batch`.
+    """The samples of one prompt, delivered by `RolloutController.next_batch`.
 
-    Awaiting returns the group once it was handed out, and raises `RolloutError` when a
-    sample failed (the rest of the group is cancelled then). `metadata` is the submitter's.
+    Awaiting returns the group after its delivery, and raises `RolloutError` if a sample failed (the rest of
+    the group is then cancelled). `metadata` is the submitter's.
     """
 
     group_id: int
@@ -230,11 +232,12 @@ class GroupHandle(_Handle[RolloutGroup]):
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What an earlier process on the same journal had left; handles as `submit` gives them.
+    """Rollouts that an earlier process with the same journal left unfinished, as handles like those of `submit`.
 
     Attributes:
-        rollouts: by task id. groups: by group id. Their `metadata` is what was submitted,
-            after a round trip through msgpack (tuples are lists).
+        rollouts: handles by task id.
+        groups: handles by group id. The `metadata` of a handle is the submitter's after a round trip through
+            msgpack (tuples are lists).
     """
 
     rollouts: dict[str, RolloutHandle] = field(default_factory=dict)

@@ -1,13 +1,12 @@
-"""What a rollout controller needs to know after a crash, one JSON line per fact.
+"""Journal of a rollout controller for a restart after a crash, one JSON line per transition.
 
-Every transition is added when it happens and written in one call per turn of the event loop:
-before a worker is sent anything, before an outcome is acknowledged to a worker, and before a
-group is handed to the owner. So a process that is killed has told nobody anything that its
-journal does not say. A thread brings the file to disk every `journal_sync_s` seconds; a power
-cut can lose what is younger.
+Every transition is added when it happens. All transitions of one turn of the event loop are written in one
+call: before a worker receives anything, before an outcome is acknowledged to a worker, and before a group is
+delivered to the owner. So a killed process has told no peer anything that its journal does not contain. A
+thread syncs the file to disk every `journal_sync_s` seconds; a power cut can lose newer lines.
 
-Facts stand in the order in which they became true, and in the state that any prefix of them adds up to
-the staleness bound holds: a file that lost its end to a power cut is an older state, and no other.
+Lines are in the order of their transitions, and the staleness bound holds in the state that results from any
+prefix of the file: a file that lost its end to a power cut is a valid older state.
 """
 
 from __future__ import annotations
@@ -34,18 +33,19 @@ from windlass.updates.changes import Changes
 
 logger = logging.getLogger(__name__)
 CHECK_PATH_EVERY_S = 0.05
-"""Of the file's name: asking for it takes longer than a write, of which there are four per completion."""
+"""Seconds between checks of the file's name: a check takes longer than a write, and each completion writes four
+times."""
 WRITE_AGAIN_S = 1.0
-"""After a write that failed: nobody tells when a disk has room again."""
+"""Seconds from a failed write to the next try: no event signals that a disk has room again."""
 
 
 class Started(msgspec.Struct, kw_only=True, tag="started"):
-    """A process took over; what it knows of the past beside the tasks that follow, and they add to.
+    """Start of a process: the state that the earlier processes left. The task records that follow add to it.
 
     Attributes:
-        identity: of the controller, the same in every process; workers know it by this.
-        run: how many processes there were before.
-        start_version, version, consumed: of the staleness policy.
+        identity: identity of the controller, the same in every process; workers recognise it.
+        run: number of earlier processes.
+        start_version, version, consumed: counts of the staleness policy.
     """
 
     identity: str
@@ -56,7 +56,7 @@ class Started(msgspec.Struct, kw_only=True, tag="started"):
 
 
 class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
-    """Tasks that differ in nothing but their id; `group_id` is -1 for one alone."""
+    """Submission of tasks that differ only in their ids; `group_id` is -1 for a single one."""
 
     task_ids: tuple[str, ...]
     group_id: int
@@ -65,7 +65,7 @@ class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
 
 
 class Attempted(msgspec.Struct, frozen=True, kw_only=True, tag="attempted"):
-    """A worker was given it. Counts as running from here on. Its attributes are those of `table.Record`."""
+    """Assignment of an attempt to a worker. It counts as running from here on. Attributes as in `table.Record`."""
 
     task_id: str
     attempt: int
@@ -79,13 +79,13 @@ class Attempted(msgspec.Struct, frozen=True, kw_only=True, tag="attempted"):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
-    """It has an outcome."""
+    """Outcome of an attempt."""
 
     outcome: RolloutOutcome
 
 
 class Resubmitted(msgspec.Struct, frozen=True, tag="resubmitted"):
-    """It waits for admission again, without an outcome."""
+    """Return of a task, without an outcome, to the queue for admission."""
 
     task_id: str
     rejections: int
@@ -93,9 +93,9 @@ class Resubmitted(msgspec.Struct, frozen=True, tag="resubmitted"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """Nothing more is owed. `num_consumed`: how many of them were consumed, not given up.
+    """End of tasks. `num_consumed` is the number of them that were consumed and not given up.
 
-    Below 0: so many of those that ended earlier were handed back by the owner.
+    Below 0 it is the number of earlier ended tasks that the owner declined.
     """
 
     task_ids: tuple[str, ...]
@@ -103,7 +103,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class VersionReached(msgspec.Struct, frozen=True, tag="version"):
-    """The consumer holds `version`."""
+    """The consumer's new version."""
 
     version: int
 
@@ -124,14 +124,14 @@ class PersistedTask:
 
 @dataclass(slots=True)
 class PersistedState:
-    """What a journal adds up to: its beginning, brought up to date, and what has not ended."""
+    """State after reading a journal: its start record, brought up to date, and the tasks that have not ended."""
 
     started: Started
     tasks: dict[str, PersistedTask] = field(default_factory=dict)
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> PersistedState | None:
-        """The state after these entries; None for none. Ids that are not known are ignored."""
+        """Return the state after these entries; None for no entries. Unknown ids are ignored."""
         persisted: PersistedState | None = None
         for entry in entries:
             if isinstance(entry, Started):
@@ -175,19 +175,19 @@ class PersistedState:
             )
 
     def _drop_broken_groups(self) -> None:
-        """A group of which some samples were given up was given up as a whole."""
+        """Drop broken groups: if some samples of a group were given up, the whole group was."""
         for task in list(self.tasks.values()):
             if any(other not in self.tasks for other in task.submission.task_ids):
                 self.tasks.pop(task.task_id, None)
 
     def submissions(self) -> Iterator[Submitted]:
-        """Of the tasks that have not ended, each once, in order."""
+        """Yield the submissions of the tasks that have not ended, each once, in order."""
         for task in self.tasks.values():
             if task.task_id == task.submission.task_ids[0]:
                 yield task.submission
 
     def entries(self) -> Iterator[Entry]:
-        """The shortest journal that adds up to this."""
+        """Yield the entries of the shortest journal with this state."""
         yield self.started
         yield from self.submissions()
         for task in self.tasks.values():
@@ -201,18 +201,18 @@ class PersistedState:
 
 @final
 class RolloutJournal:
-    """Append-only; without a path every call does nothing. Used in one event loop.
+    """Append-only journal; without a path every call does nothing. Used in one event loop.
 
-    What cannot be written is kept and tried again. Until it is written nothing is taken on, handed
-    out or acknowledged, because it could be counted twice later.
+    Entries that cannot be written are kept and tried again. Until they are written, the controller accepts,
+    delivers and acknowledges nothing, because a successor could count it twice.
 
     Args:
-        config: names the file, whose folder is made. A power cut loses at most what is younger than
-            `journal_sync_s`, if the disk keeps up. A file above `journal_compact_nbytes` is written anew once
-            it has also doubled since the last time.
+        config: names the file, whose folder is created. A power cut loses at most the last `journal_sync_s`
+            seconds, if the disk keeps up. A file above `journal_compact_nbytes` is rewritten once it has also
+            doubled since the last rewrite.
 
     Attributes:
-        broken: why writing has failed, and nothing may be started until it succeeds; else empty.
+        broken: reason why writing failed; nothing may start until a write succeeds and this is empty again.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -231,10 +231,10 @@ class RolloutJournal:
         self._compact_at = config.journal_compact_nbytes
 
     def open(self, start_version: int) -> PersistedState:
-        """Read what an earlier process left, and note that another one goes on.
+        """Read the state that an earlier process left, and record the start of this one.
 
         Args:
-            start_version: of the staleness policy, when nothing was left.
+            start_version: version of the staleness policy for an empty journal.
 
         Raises:
             ConfigError: the file cannot be used, or another process uses it.
@@ -263,10 +263,10 @@ class RolloutJournal:
         self._changes.subscribe(listener)
 
     def check(self) -> None:
-        """Refuse work that cannot be made to last.
+        """Refuse work that cannot be recorded.
 
         Raises:
-            RolloutError: writing fails, or it is not open.
+            RolloutError: writing fails, or the journal is not open.
         """
         if self.broken:
             raise RolloutError(f"journal {self._path}: {self.broken}")
@@ -278,10 +278,10 @@ class RolloutJournal:
     def submitted(
         self, task_ids: Sequence[str], group_id: int, work: Work, metadata: object
     ) -> None:
-        """New tasks of the same work wait for admission; `group_id` is -1 for one alone.
+        """Record new tasks of the same work that wait for admission; `group_id` is -1 for a single one.
 
         Raises:
-            ConfigError: metadata that is not msgpack-plain.
+            ConfigError: the metadata is not msgpack-plain.
             RolloutError: writing fails.
         """
         if self.on:
@@ -290,12 +290,12 @@ class RolloutJournal:
             self.add(Submitted(tuple(task_ids), group_id, work, encoded))
 
     def attempted(self, record: Record) -> None:
-        """A worker is about to be sent this attempt."""
+        """Record an attempt that is about to be sent to a worker."""
         if self.on:
             self.add(msgspec.convert(record, Attempted, from_attributes=True))
 
     def delivered(self, task_ids: Sequence[str]) -> None:
-        """Handed to the owner, together."""
+        """Record tasks that were delivered to the owner together."""
         if not self.on:
             return
         if self.keep_delivered:
@@ -305,7 +305,7 @@ class RolloutJournal:
             self.add(Ended(tuple(task_ids), num_consumed=len(task_ids)))
 
     def acknowledged(self, task_id: str) -> bool:
-        """The owner has used it; returns whether it was waiting for that. Idempotent."""
+        """Record that the owner has stored a task; return whether an acknowledgement was due. Idempotent."""
         together = self._unacknowledged.pop(task_id, ())
         if together:
             for other in together:
@@ -314,7 +314,7 @@ class RolloutJournal:
         return bool(together)
 
     def declined(self, task_ids: Sequence[str]) -> None:
-        """Handed to the owner, who has no use for them: nothing was consumed."""
+        """Record delivered tasks that the owner declined: they were not consumed."""
         if not self.on:
             return
         owed = [self._unacknowledged.pop(task_id, ()) for task_id in task_ids]
@@ -326,7 +326,7 @@ class RolloutJournal:
     # --- the file ----------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        """Note a fact; it is written in this turn of the loop."""
+        """Add an entry, to be written in this turn of the loop."""
         if self._file is None:
             return
         self._added.append(self._file.encode(entry))
@@ -336,11 +336,12 @@ class RolloutJournal:
 
     def _flush_later(self) -> None:
         self._flush_scheduled = False
-        with contextlib.suppress(RolloutError):  # whoever wants anything is told
+        # A caller that needs the journal gets the error from `check`.
+        with contextlib.suppress(RolloutError):
             self.flush()
 
     def flush(self) -> None:
-        """Have everything survive the end of this process.
+        """Write all added entries, so that they survive the end of this process.
 
         Raises:
             RolloutError: the file cannot be written.
@@ -382,7 +383,7 @@ class RolloutJournal:
             logger.error("journal %s: upkeep failed: %s", self._path, error)
 
     async def _keep_up(self) -> None:
-        """Off the loop: bring it to disk, and write it anew when it has grown."""
+        """Sync the file to disk outside the loop, and rewrite it if it has grown."""
         file = self._file
         if file is None:
             return
@@ -390,13 +391,14 @@ class RolloutJournal:
         upto = file.nbytes
         if upto < self._compact_at:
             return
-        self._compact_at = 2 * upto  # unless it succeeds
+        # A failed rewrite is tried again only at twice this size.
+        self._compact_at = 2 * upto
         await asyncio.to_thread(_write_anew, file, upto)
         file.replace(upto)
         self._compact_at = max(self._config.journal_compact_nbytes, 2 * file.nbytes)
 
     async def close(self) -> None:
-        """Write what was added; what is outstanding stays for the next process. Idempotent."""
+        """Write added entries; outstanding tasks stay for the next process. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -413,7 +415,7 @@ class RolloutJournal:
 
 
 def _write_anew(file: LineFile[Entry], upto_nbytes: int) -> None:
-    """A replacement that says the same, without what has ended."""
+    """Write a replacement with the same state, without ended tasks."""
     persisted = PersistedState.of(file.read(upto_nbytes))
     if persisted is not None:
         file.write_replacement(persisted.entries())

@@ -1,10 +1,9 @@
-"""What happens to a rollout, transition by transition; all synchronous, no I/O.
+"""Transitions of a rollout from submission to end; all synchronous, no I/O.
 
-WAITING -> RUNNING (admitted, at a worker) -> ENDED, or BUFFERED until its group is complete and
-handed out. Where no worker knows its workflow and has room it is PARKED, then QUEUED. An error
-leads from RUNNING over BACKOFF to QUEUED; an answer that is too old, or that cannot be young enough
-any more, leads from RUNNING or BUFFERED to the head of WAITING, or to the end of its whole group, as
-`OnStale` says.
+WAITING -> RUNNING (admitted, at a worker) -> ENDED, or BUFFERED until its group is complete and delivered. A
+rollout is PARKED while no worker with a free slot knows its workflow, and then QUEUED. After an error a
+RUNNING rollout moves to BACKOFF and then to QUEUED. A rollout whose answer is too old, or will certainly be,
+leaves RUNNING or BUFFERED: `OnStale` decides whether it moves to the head of WAITING or its whole group ends.
 """
 
 from __future__ import annotations
@@ -54,27 +53,29 @@ logger = logging.getLogger(__name__)
 MAX_BACKOFF_S = 2.0
 WARN_EVERY_S = 10.0
 DECLINABLE = 4096
-"""Handed out results that may still be declined; the newest."""
+"""Number of delivered results, the newest, that the owner may still decline."""
 
 
 class Lifecycle:
-    """Every rollout from its submission to its end.
+    """State machine of all rollouts, from submission to end.
 
-    The only writer of records, groups, counts and of the staleness policy.
+    It is the only writer of records, groups, counts and the staleness policy.
 
     Args:
+        policy: admission and consumption bounds.
+        config: limits.
         withdraw: takes a running attempt back from its worker.
-        unanswered: called before that for an attempt that its worker did not answer in time.
-        work_changed: called when something may be dispatched or admitted.
+        work_changed: called when a rollout may be dispatched or admitted.
+        unanswered: called before `withdraw` for an attempt that its worker did not answer in time.
 
     Attributes:
-        identity: of the controller, the same in every process that goes on with its journal.
-        first_attempt: attempts are numbered above this, and above all earlier ones.
-        journal: is told of every transition that a successor must know.
-        table: where every rollout is.
-        newest_failure: why the newest attempt or rollout failed or was rejected; empty for none.
-        failed_alike: rollouts that failed for good since one was accepted.
-        ready: set when a group can be handed out, or nothing ever will be.
+        identity: identity of the controller, the same in every process that continues its journal.
+        first_attempt: lower bound for the numbers of this process's attempts, above all earlier numbers.
+        journal: journal of every transition that a successor must know.
+        table: records of all rollouts, by place.
+        newest_failure: reason why the newest attempt or rollout failed or was rejected; empty for none.
+        failed_alike: number of rollouts that failed for good since the last accepted one.
+        ready: set when a group can be delivered, or when the controller closes.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Lifecycle:
     # --- begin -----------------------------------------------------------------------------
 
     def open(self) -> Recovered:
-        """Take up what an earlier process left. Ids of this one differ from all of before.
+        """Restore the state of an earlier process. Ids of this process differ from all earlier ids.
 
         Raises:
             ConfigError: the journal cannot be used.
@@ -123,7 +124,8 @@ class Lifecycle:
         for group in groups:
             if group.is_single:
                 recovered.rollouts[group.records[0].task_id] = self._single_handle(group)
-                group.future.add_done_callback(_retrieve)  # nobody asks for what it did not submit
+                # The owner does not await recovered rollouts that it did not submit itself.
+                group.future.add_done_callback(_retrieve)
             else:
                 recovered.groups[group.group_id] = self._group_handle(group)
         for group in groups:
@@ -135,11 +137,11 @@ class Lifecycle:
         return recovered
 
     def submit(self, work: Work, *, metadata: object = None) -> RolloutHandle:
-        """One rollout, as `RolloutController.submit`; prompt and arguments are believed."""
+        """Submit one rollout, as `RolloutController.submit`; the caller has checked prompt and arguments."""
         return self._single_handle(self._submit(work, 1, -1, metadata))
 
     def submit_group(self, work: Work, n: int, *, metadata: object = None) -> GroupHandle:
-        """As `RolloutController.submit_group`; prompt and arguments are believed."""
+        """Submit a group, as `RolloutController.submit_group`; the caller has checked prompt and arguments."""
         if n < 1:
             raise ConfigError(f"rollout: n must be >= 1, got {n}")
         group = self._submit(work, n, self._next_group, metadata)
@@ -164,7 +166,7 @@ class Lifecycle:
         return RolloutHandle(record.task_id, group.future, record.metadata)
 
     def _group_handle(self, group: Group) -> GroupHandle:
-        # The failure of a group whose handle nobody kept is in the counts and the log.
+        # If the handle was dropped, counts and log still report the failure of the group.
         group.future.add_done_callback(_retrieve)
         return GroupHandle(
             group.group_id,
@@ -174,18 +176,18 @@ class Lifecycle:
         )
 
     def add(self, record: Record, state: State = State.WAITING) -> None:
-        """A rollout stands in line for admission, or is where an earlier process had it."""
+        """Add a rollout that waits for admission, or in the state that an earlier process left."""
         self.table.records[record.task_id] = record
         self.table.counts.submitted += 1
         self.table.move(record, state)
 
     def _restore(self, persisted: PersistedState) -> list[Group]:
-        """Put every task where it was, before anything else happens.
+        """Restore the place of every task, before any other event.
 
-        Running attempts stay with their workers, which say what they have when they connect; what ran in
-        the controller's own loop is queued again. What has grown too old is still there: `drop_stale`
-        once everybody has a handle. So are single rollouts that have an outcome, which are delivered once
-        more. Time limits begin anew.
+        Running attempts stay with their workers, which report their attempts when they connect; attempts of
+        the controller's own loop are queued again. Rollouts that have grown too old are restored too: the
+        caller calls `drop_stale` once it has made all handles. Single rollouts with an outcome are restored
+        and delivered again. Time limits start again.
         """
         groups = [
             Group.of(
@@ -228,12 +230,12 @@ class Lifecycle:
             record.admitted = True
 
     def park(self, record: Record) -> None:
-        """It waits for a worker that knows its workflow, and is admitted."""
+        """Admit a rollout and let it wait for a worker that knows its workflow."""
         self._admit(record)
         self.table.move(record, State.PARKED)
 
     def start_attempt(self, record: Record, engine: str, worker: str) -> float:
-        """A worker gets it, which admits it; returns the seconds that it may take."""
+        """Admit a rollout and assign its next attempt to a worker; return the seconds that the attempt may take."""
         self._admit(record)
         record.attempt = max(record.attempt, self.first_attempt) + 1
         record.num_dispatches += 1
@@ -248,10 +250,10 @@ class Lifecycle:
         return self._start_timers(record)
 
     def _oldest_token(self, record: Record) -> int | None:
-        """Version of the oldest token that an attempt which starts now will have.
+        """Return the version of the oldest token that an attempt starting now will have; None if unknown.
 
-        An engine is taken to begin at once. A workflow may have much to do before, and one that starts
-        over at every update has no old tokens.
+        An engine is assumed to start at once. A workflow may do other work first, and an attempt that
+        restarts at every update has no old tokens.
         """
         if record.partial.versions:
             return min(record.partial.versions)
@@ -268,7 +270,7 @@ class Lifecycle:
         return (ends if record.expiry is None else min(ends, record.expiry.when())) - now
 
     def find_running(self, task_id: str, attempt: int) -> Record | None:
-        """The record, if exactly this attempt of it runs."""
+        """Return the record if exactly this attempt of it is running, else None."""
         record = self.table.records.get(task_id)
         if record is None or record.state is not State.RUNNING or record.attempt != attempt:
             return None
@@ -277,7 +279,7 @@ class Lifecycle:
     # --- end of an attempt -----------------------------------------------------------------
 
     def end_attempt(self, record: Record, outcome: RolloutOutcome) -> None:
-        """The running attempt has this outcome."""
+        """Apply the outcome of a running attempt."""
         match outcome.status:
             case OutcomeStatus.ACCEPTED:
                 if self._policy.throws_away(outcome.versions()):
@@ -295,7 +297,7 @@ class Lifecycle:
                 self.retry(record, reason, outcome.result, outcome.error_kind)
 
     def _reject(self, record: Record, reason: str) -> None:
-        """The worker does not want the trajectory used."""
+        """Reject a trajectory that its workflow does not want used."""
         record.rejections += 1
         self.table.counts.rejected += 1
         self.newest_failure = f"rollout {record.task_id}: rejected: {reason}"
@@ -317,12 +319,13 @@ class Lifecycle:
         partial: Partial,
         kind: ErrorKind = ErrorKind.PASSING,
     ) -> None:
-        """Try again after a backoff, preferably on another engine, unless that fails as well."""
+        """Retry after a backoff, preferably on another engine, unless the error would repeat."""
         record.failures += 1
         record.last_error = reason
         self.newest_failure = f"rollout {record.task_id}: {reason}"
         raised, num_raised = record.raised
-        # The same text, wherever it was raised: workers differ, and what they raise does not.
+        # Compare the text alone: the same error may come from several workers, and its prefix names the
+        # worker.
         text = reason.partition(": ")[2] if kind is ErrorKind.RAISED else ""
         record.raised = (text, num_raised + 1 if text == raised else 1)
         if kind is ErrorKind.REFUSED:
@@ -347,7 +350,8 @@ class Lifecycle:
             return
         self.table.counts.retried += 1
         record.oldest_version = (
-            None  # an attempt that a successor asks for is not there to grow old
+            # A successor restores this attempt as waiting, so it has no tokens that grow old.
+            None
         )
         self.journal.attempted(record)
         self.table.move(record, State.BACKOFF)
@@ -356,7 +360,7 @@ class Lifecycle:
         self._work_changed()
 
     def _fail_for_good(self, record: Record, reason: str) -> None:
-        """Fail a rollout that another attempt would fail as well."""
+        """Fail a rollout because further attempts would fail as well."""
         self.failed_alike += 1
         self._fail(record, RolloutError(f"rollout {record.task_id}: {reason}"))
 
@@ -382,13 +386,13 @@ class Lifecycle:
         self.ready_if_complete(record.group)
 
     def ready_if_complete(self, group: Group) -> None:
-        """It may be handed out once all its samples are finished."""
+        """Mark a group as ready if all its samples are finished."""
         if group.complete():
             self.table.ready[group.group_id] = group
             self.ready.set()
 
     def _resubmit(self, record: Record) -> None:
-        """Throw the answer away and stand at the head of the line again."""
+        """Discard the answer and move the rollout to the head of the queue for admission."""
         self.table.ready.pop(record.group.group_id, None)
         if record.admitted:
             self._policy.release()
@@ -403,9 +407,9 @@ class Lifecycle:
     # --- too old -----------------------------------------------------------------------------
 
     def _throw_away(self, record: Record, outcome: RolloutOutcome | None) -> None:
-        """Too old, or it would be: it is made again, or its whole group is dropped.
+        """Discard an answer that is or would be too old; generate it again, or drop its whole group.
 
-        It is neither at a worker nor counted as accepted any more.
+        The record must no longer be at a worker or count as accepted.
         """
         self.table.counts.wasted_tokens += 0 if outcome is None else len(outcome.versions())
         if self._policy.makes_again(record.resubmits):
@@ -435,7 +439,7 @@ class Lifecycle:
         self._work_changed()
 
     def _warn_of_waste(self) -> None:
-        """Once for all that is thrown away in this turn of the loop, and then not for a while."""
+        """Schedule one warning for all answers discarded in this turn of the loop, and then none for a while."""
         loop = asyncio.get_running_loop()
         if loop.time() >= self._silent_until:
             self._silent_until = loop.time() + WARN_EVERY_S
@@ -454,7 +458,7 @@ class Lifecycle:
     # --- consumption -----------------------------------------------------------------------
 
     def set_version(self, version: int) -> None:
-        """The consumer holds `version`; what is too old for it by now is thrown away."""
+        """Set the consumer's version; discard answers that are now too old."""
         if version <= self._policy.version:
             return
         self._policy.set_version(version)
@@ -463,7 +467,7 @@ class Lifecycle:
         self._work_changed()
 
     def drop_stale(self) -> None:
-        """Throw away buffered answers that are too old by now, and stop attempts that would be."""
+        """Discard buffered answers that are too old by now, and stop attempts that would give such answers."""
         throws_away, buffered = self._policy.throws_away, self.table.buffered.values()
         old = [r for r in buffered if r.outcome and throws_away(r.outcome.versions())]
         old += [
@@ -472,7 +476,8 @@ class Lifecycle:
             if r.oldest_version is not None and throws_away((r.oldest_version,))
         ]
         for record in old:
-            if record.state is State.ENDED:  # its group was dropped
+            # The record ended when its group was dropped.
+            if record.state is State.ENDED:
                 continue
             self.table.counts.too_old += record.state is State.BUFFERED
             self.table.counts.stopped_early += record.state is State.RUNNING
@@ -487,7 +492,7 @@ class Lifecycle:
         return RolloutGroup(group_id, first.work.prompt_ids, rollouts, first.metadata)
 
     def hand_out(self, group_id: int | None = None) -> RolloutGroup:
-        """Return a ready group, the one that has been ready longest by default; its samples are consumed.
+        """Deliver a ready group, by default the oldest; its samples count as consumed.
 
         Ready groups are never stale: versions only change in `set_version`.
         """
@@ -508,13 +513,14 @@ class Lifecycle:
             group.future.set_result(rollout)
 
     def _rollouts(self, group: Group) -> tuple[Rollout, ...]:
-        """The results of a complete group, which ends."""
+        """End a complete group and return its results."""
         rollouts = tuple([record.rollout() for record in group.records])
         for record in group.records:
             self._end(record)
         self.table.counts.completed += len(rollouts)
         self._delivered([record.task_id for record in group.records])
-        group.records.clear()  # They refer to their group: nothing is left to the garbage collector.
+        # Records refer to their group: without this cycle the garbage collector has no work.
+        group.records.clear()
         return rollouts
 
     def _delivered(self, task_ids: Sequence[str]) -> None:
@@ -524,10 +530,11 @@ class Lifecycle:
             self._handed_out.popitem(last=False)
 
     def decline(self, task_ids: Sequence[str]) -> None:
-        """The owner has no use for what was handed out together: others may take its place.
+        """Decline results that were delivered together: other rollouts may take their place.
 
         Raises:
-            RolloutError: not handed out together, declined already, or too long ago.
+            RolloutError: the results were not delivered together, are declined already, or were delivered too
+                long ago.
         """
         together = tuple(task_ids)
         if not together or self._handed_out.get(together[0]) != together:
@@ -542,9 +549,9 @@ class Lifecycle:
         self._work_changed()
 
     def acknowledge(self, task_id: str) -> None:
-        """The owner has this rollout for good, and so its whole group. Idempotent.
+        """Record that the owner has stored this rollout, and thereby its whole group. Idempotent.
 
-        One that was not delivered (again) yet is taken out of wherever it is.
+        A rollout that was not delivered (again) yet is removed from its place.
         """
         record = self.table.records.get(task_id)
         if self.journal.acknowledged(task_id) or record is None:
@@ -565,18 +572,18 @@ class Lifecycle:
     # --- giving up -------------------------------------------------------------------------
 
     def cancel(self, group: Group) -> None:
-        """Nobody wants what has not ended of it. Idempotent."""
+        """Cancel every rollout of a group that has not ended. Idempotent."""
         self.table.counts.cancelled += len(self._take_back(group))
         group.future.cancel()
 
     def _give_up_group(self, task_id: str) -> None:
-        """The group's future was cancelled, by whoever waits for it or by `cancel`."""
+        """Cancel a group after its future was cancelled, by a waiting task or by `cancel`."""
         record = self.table.records.get(task_id)
         if record is not None:
             self.cancel(record.group)
 
     def _take_back(self, group: Group) -> list[Record]:
-        """End every record of it that has not ended; returns those."""
+        """End every record of a group that has not ended; return these records."""
         self.table.ready.pop(group.group_id, None)
         records = [record for record in group.records if record.state is not State.ENDED]
         for record in records:
@@ -588,14 +595,14 @@ class Lifecycle:
         return records
 
     def _give_up(self, record: Record) -> None:
-        """Withdraw it from its worker, or from what waits to be consumed."""
+        """Withdraw a record from its worker, or from the samples that wait to be consumed."""
         if record.state is State.RUNNING:
             self._withdraw(record)
         elif record.state is State.BUFFERED:
             self._policy.discard()
 
     def _expire(self, record: Record) -> None:
-        """The overall deadline passed."""
+        """Fail a rollout after its overall deadline."""
         if record.state is State.RUNNING:
             self._withdraw(record)
         self._fail(
@@ -635,13 +642,13 @@ class Lifecycle:
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:
-    """Nobody may ask for its exception, and that is no error."""
+    """Retrieve a future's exception, so that asyncio does not log it as never retrieved."""
     if not done.cancelled():
         done.exception()
 
 
 def _checked(sampling: SamplingParams) -> SamplingParams:
-    """The same object, if a worker can decode it."""
+    """Return the same object if a worker can decode it."""
     try:
         msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=SamplingParams)
     except (TypeError, OverflowError, *DECODE_ERRORS) as error:
@@ -650,7 +657,7 @@ def _checked(sampling: SamplingParams) -> SamplingParams:
 
 
 def _restore_record(record: Record, task: PersistedTask) -> State:
-    """Fill in what an earlier process knew; returns where the record belongs."""
+    """Fill in the state that an earlier process recorded; return the state of the record."""
     record.outcome, record.finished_at = task.outcome, record.submitted_at
     record.admitted = task.running
     if (attempt := task.attempt) is not None:

@@ -1,12 +1,12 @@
-"""What travels between controller, rollout workers and trainer ranks, as frozen msgspec types.
+"""Messages between controller, rollout workers and trainer ranks, as frozen msgspec types.
 
-A rollout keeps its `task_id` for life; every time that it is handed to a worker it gets a new
-`attempt`. (task_id, attempt) identifies one piece of work: a worker runs it at most once, and the
-controller uses at most one outcome of it.
+A rollout keeps its `task_id` until its end; each time that a worker receives it, it gets a new `attempt`.
+(task_id, attempt) identifies one piece of work: a worker runs it at most once, and the controller uses at
+most one outcome of it.
 
-What exists once per rollout is hidden from the garbage collector (`gc=False`): it holds only
-plain values and cannot be part of a cycle, and walking tens of thousands of them takes longer
-than a completion may.
+Types with one object per rollout are hidden from the garbage collector (`gc=False`): they contain only plain
+values and cannot be part of a cycle, and a collection that walks tens of thousands of them takes longer than
+a completion may.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError
 from windlass.net.messages import MAX_NAME_NBYTES, Codec, Refused
 
 LOCAL_WORKER = "controller"
-"""Name of the worker that is the controller's own event loop."""
+"""Name of the worker that runs in the controller's own event loop."""
 MAX_FRAME_NBYTES = 64 << 20
 MAX_TOKENS = 1 << 22
+"""Largest number of tokens in a prompt or an answer."""
 LARGEST_INTEGER = (1 << 63) - 1
-"""Of a message: one that cannot be encoded would hold up all messages after it."""
-"""Of one prompt or one answer."""
+"""Largest integer in a message: a message that cannot be encoded would block all messages after it."""
 MAX_VALUE_NBYTES = 16 << 20
-"""Of what a workflow returns, or is given."""
+"""Largest size of a workflow's return value or arguments."""
 MAX_VALUE_ITEMS = 1 << 17
-"""Values in it, at any depth: an empty list is one byte, and 64 of them in memory."""
+"""Number of values in a workflow's value, at any depth: an empty list takes 1 byte in a message and 64 in memory."""
 MAX_WORKFLOWS, MAX_ATTEMPTS = 1 << 12, 1 << 18
-"""Of one worker."""
+"""Limits for one worker."""
 MAX_OUTCOMES = 64
-"""Of one batch: few enough to stay in the cache of the core that decodes and uses them."""
+"""Largest number of outcomes in a batch: it fits into the cache of the core that decodes and uses it."""
 MAX_UNSAID = 4
-"""Batches of tasks after which a worker says that it has received them, if it has no outcome to say it with. At most
-twice as many are under way, so that a ping never waits behind more."""
+"""Number of task batches after which a worker reports their receipt, if it sends no outcome that carries the
+report. At most twice as many are in flight, so that a ping waits behind no more than these."""
 SMALL_VALUE_NBYTES = 4096
-"""A value that is decoded to be checked, whatever it holds."""
+"""Size up to which a value is decoded as a check, without a count of its items first."""
 SMALL_FRAME_NBYTES = 256 << 10
-"""Of outcomes that are decoded in the event loop."""
+"""Size of outcomes up to which they are decoded in the event loop."""
 
 TokenIds = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_TOKENS)]
 Logprobs = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_TOKENS)]
@@ -54,10 +54,10 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 class OnAbort(StrEnum):
-    """What a worker does when a weight update ends a generation early.
+    """Reaction of a worker to a weight update that ends a generation early.
 
-    CONTINUE: send prompt and partial tokens again; the labels say which version made which token.
-    RETRY: throw the partial tokens away and start from the prompt.
+    CONTINUE: send prompt and partial tokens again; each token is labelled with its version.
+    RETRY: discard the partial tokens and start from the prompt.
     """
 
     CONTINUE = "continue"
@@ -65,13 +65,13 @@ class OnAbort(StrEnum):
 
 
 class OutcomeStatus(StrEnum):
-    """How an attempt ended.
+    """Result of an attempt.
 
-    ACCEPTED: tokens are there.
-    REJECTED: the worker found the tokens unusable; the rollout is submitted again.
+    ACCEPTED: the attempt has tokens.
+    REJECTED: the workflow rejected the tokens; the rollout is submitted again.
     STALE: the worker stopped it, because its tokens are further apart than `max_staleness` allows.
     ERROR: the engine or the worker failed; the rollout is tried again.
-    CANCELLED: the controller asked for it.
+    CANCELLED: the controller cancelled it.
     """
 
     ACCEPTED = "accepted"
@@ -82,11 +82,12 @@ class OutcomeStatus(StrEnum):
 
 
 class ErrorKind(StrEnum):
-    """Whether an attempt that failed may succeed when it is made again.
+    """Prospects of another attempt after an error.
 
-    PASSING: the engine or the worker failed; another one may do better.
+    PASSING: the engine or the worker failed; another one may succeed.
     REFUSED: the engine refuses the request, and so would every other engine.
-    RAISED: the workflow raised; what it raises three times in a row it will raise again.
+    RAISED: the workflow raised; after `RolloutConfig.max_same_errors` equal errors in a row the rollout
+    fails.
     """
 
     PASSING = "passing"
@@ -95,16 +96,17 @@ class ErrorKind(StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """How an engine samples, with SGLang's names.
+    """Sampling parameters of an engine, with SGLang's names.
 
     Attributes:
         max_new_tokens: at least 1.
         temperature: 0 is greedy.
-        top_p: in (0, 1]. top_k: -1 for all. With both, vLLM and the embedded engine cut `top_p` from the
-            distribution of the `top_k` tokens, and SGLang cuts both from that of all tokens.
+        top_p: in (0, 1].
+        top_k: -1 for all tokens. With both, vLLM and the embedded engine apply `top_p` to the distribution of
+            the `top_k` tokens, and SGLang applies both to the distribution of all tokens.
         stop_token_ids: generation ends after any of these.
-        ignore_eos: go on after the model's end token.
-        adapter: name of the served LoRA adapter that answers; empty asks the model.
+        ignore_eos: whether to continue after the model's end token.
+        adapter: name of the served LoRA adapter that answers; empty selects the base model.
     """
 
     max_new_tokens: int
@@ -134,7 +136,7 @@ class EngineTarget(msgspec.Struct, frozen=True, gc=False):
 
 
 class Partial(msgspec.Struct, frozen=True, gc=False):
-    """Tokens that are already there: ids, logprobs and weight versions, of equal length."""
+    """Tokens generated before: ids, logprobs and weight versions, of equal length."""
 
     output_ids: TokenIds = ()
     logprobs: Logprobs = ()
@@ -149,7 +151,7 @@ class Partial(msgspec.Struct, frozen=True, gc=False):
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False):
-    """One call of an engine by a workflow: what it was given, and what it answered."""
+    """One call of an engine by a workflow: the prompt, and the engine's answer."""
 
     prompt_ids: TokenIds
     output: Partial
@@ -157,13 +159,14 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
 
 
 class Work(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """What is to be rolled out: a prompt, or a workflow with its arguments.
+    """Content of a rollout: a prompt, or a workflow with its arguments.
 
     Attributes:
-        prompt_ids: empty for a workflow.
-        deadline_s: seconds from the first dispatch after which it fails; None for never.
+        prompt_ids: token ids; empty for a workflow.
+        sampling: sampling parameters.
+        deadline_s: seconds from the first dispatch after which the rollout fails; None for no deadline.
         workflow: key of the workers' mappings; empty for a plain prompt.
-        arguments: of the workflow, msgpack.
+        arguments: arguments of the workflow, msgpack.
     """
 
     prompt_ids: tuple[int, ...] = ()
@@ -178,15 +181,15 @@ class Work(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class RolloutTask(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """One attempt, as handed to a worker.
+    """One attempt, as sent to a worker.
 
     Attributes:
         deadline_s: seconds that the worker may take, from receipt.
-        partial: tokens to go on from.
+        partial: tokens to continue from.
         workflow: key of the worker's own mapping; empty for a plain prompt.
-        arguments: of the workflow, msgpack.
-        max_staleness: a workflow whose newest token is more versions newer than its oldest is
-            stopped; None for never.
+        arguments: arguments of the workflow, msgpack.
+        max_staleness: largest number of versions between oldest and newest token of a workflow, which is
+            stopped above it; None for no limit.
     """
 
     task_id: str
@@ -203,16 +206,17 @@ class RolloutTask(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defa
 
 
 class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """How one attempt ended. The prompt stays with the controller and is not sent back.
+    """Outcome of one attempt. The prompt stays with the controller and is not sent back.
 
     Attributes:
-        result: the tokens; of an error, those that survived.
-        finish_reason: the engine's word (`stop`, `length`), empty unless accepted.
+        result: tokens; after an error, the surviving tokens.
+        finish_reason: the engine's reason (`stop`, `length`), empty unless accepted.
         error: one line, empty unless an error.
-        error_kind: of an error.
+        error_kind: kind of the error.
         engine: name of the engine that made the last token.
         finished_at: Unix time in seconds on the worker's clock.
-        turns, value: of a workflow; the value is what it returned, msgpack.
+        turns: calls of a workflow.
+        value: return value of a workflow, msgpack.
     """
 
     task_id: str
@@ -233,7 +237,7 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
             check_value("value", self.value)
 
     def versions(self) -> tuple[int, ...]:
-        """The weight version of every generated token, those of all turns included."""
+        """Return the weight version of every generated token, over all turns."""
         match self.turns:
             case ():
                 return self.result.versions
@@ -254,15 +258,17 @@ class AttemptKey(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """The first frame of a connection.
+    """First frame of a connection.
 
     Attributes:
-        incarnation: random per process, so that a restarted worker is told apart.
-        max_concurrent: attempts that it runs at a time; it is never given more.
-        workflows: names of the user code that it was started with.
-        attempts: that it runs, or whose outcomes it keeps.
-        received: number of the newest `TaskBatch` that it has received; those of a new controller are above it.
-        oldest_outcome: number of the first outcome that was not acknowledged, or will be the next.
+        incarnation: random per process, so that the controller recognises a restarted worker.
+        max_concurrent: largest number of attempts that the worker runs at a time; it never receives more.
+        workflows: names of the user code that the worker was started with.
+        attempts: attempts that the worker runs, or whose outcomes it keeps.
+        received: number of the newest `TaskBatch` that the worker received; a new controller numbers its
+            batches above it.
+        oldest_outcome: number of the first outcome without acknowledgement; the number of the next outcome if
+            all are acknowledged.
     """
 
     protocol_version: int
@@ -276,12 +282,12 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class CompletionBatch(msgspec.Struct, frozen=True, tag="completions"):
-    """Outcomes, each sent until it was acknowledged; none where only `received` is to be said.
+    """Outcomes, each sent until it is acknowledged; empty if the frame only reports `received`.
 
     Attributes:
-        last: number of the last of them; a worker numbers its outcomes from 1.
-        outcomes: a `RolloutOutcome` each, which `decode_outcomes` reads. Its length stands before it, so that
-            reading the frame steps over it.
+        last: number of the last outcome in the batch; a worker numbers its outcomes from 1.
+        outcomes: encoded `RolloutOutcome`s for `decode_outcomes`. Each has a length prefix, so that decoding
+            the frame skips it.
         received: as in `WorkerHello`.
     """
 
@@ -291,7 +297,7 @@ class CompletionBatch(msgspec.Struct, frozen=True, tag="completions"):
 
     @property
     def first(self) -> int:
-        """Number of the first of them."""
+        """Return the number of the first outcome in the batch."""
         return self.last - len(self.outcomes) + 1
 
 
@@ -303,20 +309,20 @@ class WorkerLeaving(msgspec.Struct, frozen=True, tag="leaving"):
 
 
 class WorkerWelcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The answer to `WorkerHello`: the controller's identity, which outlives its processes if it has a journal."""
+    """Answer to `WorkerHello`: the controller's identity, which outlives its processes if it has a journal."""
 
     controller: str
 
 
 class TaskBatch(msgspec.Struct, frozen=True, tag="tasks"):
-    """Run these attempts, each at most once, and cancel those; unknown ones are ignored.
+    """Attempts to run, each at most once, and attempts to cancel; unknown ones are ignored.
 
-    It is not answered: a connection loses nothing before its end, and the worker's next `WorkerHello` says what
-    it has received.
+    The worker does not answer it: a connection loses no frame before its end, and the worker's next
+    `WorkerHello` reports the frames that it received.
 
     Attributes:
-        number: of this batch; later ones are greater.
-        acknowledged: outcomes up to this number may be forgotten.
+        number: number of this batch; later batches have greater numbers.
+        acknowledged: the worker may drop outcomes up to this number.
     """
 
     number: int
@@ -331,14 +337,15 @@ class TaskBatch(msgspec.Struct, frozen=True, tag="tasks"):
 class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
     """One answer with its reward.
 
-    Numbers of numpy and torch become Python's when a sample is made.
+    Numbers of numpy and torch become Python numbers when a sample is made.
 
     Attributes:
         prompt_ids: tokens before the answer.
         output_ids, versions: one entry per generated token, at least one.
-        logprobs: as many: the log-probability of each token under the distribution that it was sampled from, after
-            `temperature`, `top_k` and `top_p`. Importance weights compare it with the trainer's log-probability
-            under the same settings. A greedy token has the log-probability that the model gives it.
+        logprobs: one entry per generated token: its log-probability under the distribution that it was
+            sampled from, after `temperature`, `top_k` and `top_p`. Importance weights compare it with the
+            trainer's log-probability under the same settings. A greedy token has the log-probability that the
+            model gives it.
         reward: a finite number.
         group_id: the same for all answers to one prompt.
         engine: name of the engine that made the last token.
@@ -396,10 +403,10 @@ class ArrayLike(Protocol):
 
 
 def as_number(what: str, value: object) -> float:
-    """Return a number of Python, also of a number or a tensor of one element of numpy or torch.
+    """Return a Python number, also for a number or a one-element tensor of numpy or torch.
 
     Raises:
-        ConfigError: the value is none; begins with `what`.
+        ConfigError: the value is not one number; the message begins with `what`.
     """
     refusal = f"{what} must be one number, got {_short(value)}"
     try:
@@ -407,17 +414,17 @@ def as_number(what: str, value: object) -> float:
         found = float(plain)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ConfigError(refusal) from error
-    # Text that says a number is more likely a mistake than meant.
+    # A number given as text is more likely a mistake than intended.
     if isinstance(plain, str | bytes):
         raise ConfigError(refusal)
     return found
 
 
 def plain_number(what: str, value: object) -> float:
-    """Return a number as `as_number` does, unless it is NaN or infinite.
+    """Return a number as `as_number` does, and refuse NaN and infinity.
 
     Raises:
-        ConfigError: the value is no finite number; begins with `what`.
+        ConfigError: the value is not a finite number; the message begins with `what`.
     """
     found = as_number(what, value)
     if not math.isfinite(found):
@@ -426,10 +433,10 @@ def plain_number(what: str, value: object) -> float:
 
 
 def plain_numbers(what: str, values: object) -> tuple[float, ...]:
-    """Return finite numbers of Python, also of an array or a tensor.
+    """Return finite Python numbers, also for an array or a tensor.
 
     Raises:
-        ConfigError: a value is none, or is not finite; begins with `what`.
+        ConfigError: a value is not a number, or not finite; the message begins with `what`.
     """
     if type(values) is tuple and set(map(type, values)) <= {float} and all(map(_isfinite, values)):
         return values
@@ -438,16 +445,16 @@ def plain_numbers(what: str, values: object) -> tuple[float, ...]:
 
 
 def plain_integers(what: str, values: object) -> tuple[int, ...]:
-    """Return integers of Python, also of an array or a tensor.
+    """Return Python integers, also for an array or a tensor.
 
     Raises:
-        ConfigError: a value is none, or no message can carry it; begins with `what`.
+        ConfigError: a value is not an integer, or too large for a message; the message begins with `what`.
     """
     if type(values) is tuple and set(map(type, values)) <= {int}:
         found: tuple[int, ...] = values
     else:
         try:
-            # `index` leaves a boolean as it is, which msgpack would send as one.
+            # `index` keeps a boolean, which msgpack would send as a boolean.
             found = tuple([int(operator.index(each)) for each in _listed(what, values, "integers")])
         except (TypeError, RuntimeError) as error:
             raise ConfigError(f"{what} must be integers, got {_short(values)}") from error
@@ -473,7 +480,7 @@ def _short(value: object) -> str:
 
 
 class TrainingBatch(msgspec.Struct, frozen=True):
-    """What one trainer rank trains on in one step."""
+    """Training data of one trainer rank for one step."""
 
     step: int
     samples: tuple[TrainingSample, ...]
@@ -493,14 +500,14 @@ _OUTCOMES: Codec[RolloutOutcome] = Codec(RolloutOutcome, "outcome")
 
 
 decode_outcome = _OUTCOMES.decode
-"""Decodes one outcome of a batch, or raises ProtocolError."""
+"""Decode one outcome of a batch, or raise ProtocolError."""
 
 
 async def decode_outcomes(batch: CompletionBatch) -> list[RolloutOutcome]:
-    """Decode a batch: a large one in a thread, one outcome at a time, so that the loop goes on meanwhile.
+    """Decode a batch; decode a large one in a thread, so that the loop serves other tasks in the meantime.
 
     Raises:
-        ProtocolError: one of them is no outcome.
+        ProtocolError: an entry of the batch is not an outcome.
     """
     if sum(map(len, batch.outcomes)) <= SMALL_FRAME_NBYTES:
         return _decode_all(batch.outcomes)
@@ -512,12 +519,12 @@ def _decode_all(outcomes: Sequence[bytes]) -> list[RolloutOutcome]:
 
 
 def check_value(what: str, value: bytes) -> None:
-    """Opaque bytes of a message are msgpack, or their user would fail in the middle of using them.
+    """Check that opaque bytes of a message are msgpack, so that their user does not fail later.
 
-    Decoded they may take `MAX_VALUE_ITEMS` objects more than bytes.
+    Their decoded form may take `MAX_VALUE_ITEMS` objects more than bytes.
 
     Raises:
-        ProtocolError: they are not, or too large.
+        ProtocolError: the bytes are not msgpack, or too large.
     """
     if len(value) > MAX_VALUE_NBYTES:
         raise ProtocolError(f"{what} must be of at most {MAX_VALUE_NBYTES} bytes, got {len(value)}")
@@ -532,7 +539,7 @@ def check_value(what: str, value: bytes) -> None:
 
 
 _LENGTH_NBYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""First byte of a value whose length follows -> bytes of the length: bin, ext, str."""
+"""First byte of a value with a length prefix -> size of the prefix in bytes: bin, ext, str."""
 _PAYLOAD_NBYTES = bytes(
     [0] * 160  # small integers, headers of small maps and arrays
     + [*range(32)]  # short strings
@@ -544,11 +551,11 @@ _PAYLOAD_NBYTES = bytes(
     + [2, 4, 2, 4]  # headers of arrays and maps
     + [0] * 32  # small negative integers
 )
-"""First byte of a value -> bytes that follow, beside a length and what that counts."""
+"""First byte of a value -> number of bytes that follow, without a length prefix and the bytes that it counts."""
 
 
 def _has_few_items(value: bytes) -> bool:
-    """Whether there are no more headers in it than allowed; what is in a container follows its header."""
+    """Return whether a value has few enough headers; the content of a container follows its header."""
     at = num_items = 0
     while at < len(value):
         num_items += 1

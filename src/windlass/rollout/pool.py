@@ -1,10 +1,11 @@
-"""The controller's end of rollout workers: who is there, what each was handed, and when it is lost.
+"""Registry of rollout workers: their connections, the tasks sent to each, and the detection of lost workers.
 
-A worker process opens one WebSocket, like every peer of a controller (`net/rpc.py`), and opens it again
-whenever it is lost: it needs no port of its own. Tasks and outcomes are sent once per connection, which
-loses nothing before its end, and no frame is answered. Tasks are kept until the worker has said what it
-received, outcomes until they are acknowledged; both with a later frame the other way. Whenever a connection
-begins, both sides compare what they know, and what was lost with the one before is sent again.
+A worker process opens one WebSocket, like every peer of a controller (`net/rpc.py`), and opens a new one
+whenever it loses it: it needs no port of its own. Each task and outcome is sent once per connection, which
+delivers every frame before its end; frames have no direct answer. The controller keeps a task until the
+worker reports its receipt, and the worker keeps an outcome until the controller acknowledges it; later frames
+carry both reports. At the start of a connection both sides compare their state, and send again the frames
+that the previous connection lost.
 """
 
 from __future__ import annotations
@@ -47,30 +48,31 @@ from windlass.updates.changes import Changes
 
 logger = logging.getLogger(__name__)
 MAX_REPLACED = 4096
-"""Processes whose name another one has: the newest are known when they come back."""
+"""Number of replaced processes that are remembered, newest first: each is refused when it connects again."""
 CLOSE_DEADLINE_S = 2.0
 RECONNECT_S = 3.0
-"""For a worker that has closed its connection to open another one; one that has ended never does."""
+"""Seconds for a worker that has closed its connection to open another one, which a worker that has ended never does."""
 STOP_DEADLINE_S = 5.0
-# Few enough to stay in the cache of the core that decodes and uses them; the loop is free again soon.
+# Small batches fit into the cache of the core that decodes and uses them, and the loop is soon free
+# again.
 MAX_TASKS_PER_BATCH = 64
 MAX_TOKENS_PER_BATCH = 1 << 20
 GATHER_S = 0.005
-"""Between two batches: what is dispatched or comes meanwhile shares the next. A rollout takes seconds, and the
-loop's time belongs to completions."""
+"""Seconds between two batches: tasks and acknowledgements of this time share the next batch. A rollout takes
+seconds, and the loop's time belongs to completions."""
 
 
 class Worker(ABC):
-    """One incarnation of a worker, and the attempts that it was handed.
+    """One incarnation of a worker, and the attempts assigned to it.
 
     Attributes:
-        hello: how it introduced itself.
-        assigned: task_id -> attempt that it is responsible for.
-        takes_no_more: the worker is ending.
-        limit: attempts that it may have at once, see `WorkerPool`.
-        has_answered: an outcome of this process has arrived.
-        is_silent: an attempt of it went unanswered past its deadline, and no outcome has arrived since.
-        ending: attempts that were cancelled and have not ended: they clean up.
+        hello: first frame of the worker.
+        assigned: task_id -> attempt that the worker is responsible for.
+        takes_no_more: whether the worker is ending.
+        limit: number of attempts that it may have at once, see `WorkerPool`.
+        has_answered: whether an outcome of this process has arrived.
+        is_silent: whether an attempt passed its deadline without an answer, and no outcome has arrived since.
+        ending: attempts that were cancelled and still clean up.
     """
 
     def __init__(self, hello: WorkerHello) -> None:
@@ -87,46 +89,46 @@ class Worker(ABC):
         return 0 if self.takes_no_more else max(self.limit - len(self.assigned), 0)
 
     def can_run(self, workflow: str) -> bool:
-        """Whether it has a slot now and knows the workflow; "" is a plain prompt."""
+        """Return whether the worker has a free slot and knows the workflow; "" is a plain prompt."""
         return self.free_slots > 0 and (not workflow or workflow in self.hello.workflows)
 
     def release(self, task_id: str, attempt: int) -> bool:
-        """The attempt ended; returns whether it was assigned here."""
+        """Release an attempt that ended; return whether it was assigned to this worker."""
         if self.assigned.get(task_id) != attempt:
             return False
         del self.assigned[task_id]
         return True
 
     def note_ended(self, outcome: RolloutOutcome) -> None:
-        """An attempt of this worker has ended, whoever wants its outcome."""
+        """Note that an attempt of this worker has ended, also if its outcome is not used."""
         if self.ending:
             self.ending.discard(AttemptKey(outcome.task_id, outcome.attempt))
 
     @abstractmethod
     def enqueue(self, task: RolloutTask) -> None:
-        """Have the worker run a task."""
+        """Queue a task for this worker."""
 
     @abstractmethod
     def withdraw(self, task_id: str, attempt: int) -> None:
-        """Cancel an attempt, if it is assigned here."""
+        """Cancel an attempt if it is assigned to this worker."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """End everything; return when it has ended."""
+        """Cancel all attempts; return when they have ended."""
 
 
 @final
 class LocalWorker(Worker):
     """A worker without a process: attempts run in the controller's own event loop.
 
-    For workflows that hold what cannot be moved into another process. Code that blocks here delays
-    completions; a worker process keeps that apart.
+    It serves workflows with state that cannot move into another process. Code that blocks here delays
+    completions; a worker process prevents this.
 
     Args:
-        on_outcomes: given the outcome of every attempt. Raises `RolloutError` if it cannot be used now;
-            it is kept, and given again by `deliver`.
+        on_outcomes: receives the outcome of every attempt. It raises `RolloutError` if it cannot use an
+            outcome now; the worker keeps the outcome, and `deliver` passes it again.
         on_end: called when an attempt has ended.
-        token: the owner's secret; engines are shown the one that it gives rollout clients.
+        token: the owner's secret; engines receive the token derived from it for rollout clients.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class LocalWorker(Worker):
         await self._session.close()
 
     def deliver(self) -> None:
-        """Hand over what has ended and was not taken yet."""
+        """Deliver outcomes that have not been accepted yet."""
         if self.takes_no_more or not self._kept:
             return
         with contextlib.suppress(RolloutError):
@@ -177,10 +179,10 @@ class LocalWorker(Worker):
 
 @final
 class RemoteWorker(Worker, Session[Never, Never]):
-    """A worker process, over all its connections; `running` are attempts that an earlier controller process had sent.
+    """A worker process, across its connections; `running` are attempts that an earlier controller process sent to it.
 
     Attributes:
-        next_outcome: number of the first outcome that was not taken.
+        next_outcome: number of the first outcome that the controller has not used.
     """
 
     def __init__(self, hello: WorkerHello, running: Mapping[str, int]) -> None:
@@ -191,9 +193,11 @@ class RemoteWorker(Worker, Session[Never, Never]):
         self.next_outcome = hello.oldest_outcome
         self._outbox: OrderedDict[str, RolloutTask] = OrderedDict()
         self._cancelled: list[AttemptKey] = []
-        self._acknowledged = 0  # what was not said yet; 0 for nothing
+        # Acknowledgement to send with the next batch; 0 for none.
+        self._acknowledged = 0
         self._num_sent = hello.received
-        self._sent: dict[int, TaskBatch] = {}  # what the worker has not said that it received
+        # Batches without a report of their receipt.
+        self._sent: dict[int, TaskBatch] = {}
         self._work = asyncio.Event()
         self._sender = asyncio.create_task(self._send_forever(), name=f"tasks of {hello.name}")
 
@@ -204,7 +208,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
 
     @property
     def free_slots(self) -> int:
-        """How many more attempts the worker takes: none while it has no connection."""
+        """Number of further attempts that the worker takes: none without a connection."""
         return 0 if self._socket is None else super().free_slots
 
     def enqueue(self, task: RolloutTask) -> None:
@@ -213,30 +217,30 @@ class RemoteWorker(Worker, Session[Never, Never]):
         self._work.set()
 
     def withdraw(self, task_id: str, attempt: int) -> None:
-        """Cancel an attempt, if it is assigned here; one that was not sent never leaves."""
+        """Cancel an attempt if it is assigned to this worker; an unsent attempt is never sent."""
         if self.release(task_id, attempt) and self._outbox.pop(task_id, None) is None:
             self.ending.add(AttemptKey(task_id, attempt))
             self._cancelled.append(AttemptKey(task_id, attempt))
             self._work.set()
 
     def acknowledge(self, last: int) -> None:
-        """Say with the next batch that outcomes up to this number may be forgotten."""
+        """Let the next batch acknowledge the outcomes up to this number."""
         self.next_outcome = max(self.next_outcome, last + 1)
         self._acknowledged = self.next_outcome - 1
         self._work.set()
 
     def note_received(self, received: int) -> None:
-        """The worker has the batches up to this number; others may follow."""
+        """Record that the worker has the batches up to this number; others may follow."""
         if len(self._sent) >= 2 * MAX_UNSAID:
             self._work.set()
         while (number := next(iter(self._sent), received + 1)) <= received:
             del self._sent[number]
 
     def compare(self, hello: WorkerHello) -> list[AttemptKey]:
-        """Cancel what the worker has and nobody wants; return what it should have and has not."""
+        """Cancel the worker's unwanted attempts; return attempts that it should have and does not."""
         self.note_received(hello.received)
         wanted = {AttemptKey(*item) for item in self.assigned.items()}
-        # A cancellation, or the knowledge of the attempt, was lost with a controller process.
+        # The cancellation, or the knowledge of the attempt, was lost with a controller process.
         self._cancelled += set(hello.attempts) - wanted
         if self._cancelled:
             self._work.set()
@@ -246,14 +250,14 @@ class RemoteWorker(Worker, Session[Never, Never]):
         return [key for key in unknown if key.task_id not in coming]
 
     async def attach(self, socket: web.WebSocketResponse) -> None:
-        """Go on over another connection of the same process: what it did not receive is sent again."""
+        """Continue on another connection of the same process; send again the batches that it did not receive."""
         self._socket, self.was_cut = socket, False
         for batch in list(self._sent.values()):
             await self.send(batch)
         self._work.set()
 
     def detach(self, socket: web.WebSocketResponse, reason: str) -> None:  # noqa: ARG002
-        """This connection is gone; tasks wait for the next."""
+        """Record the end of this connection; tasks wait for the next one."""
         if self._socket is socket:
             self._socket = None
 
@@ -267,7 +271,8 @@ class RemoteWorker(Worker, Session[Never, Never]):
             self.lost_timer.cancel()
         self._sender.cancel()
         await asyncio.gather(self._sender, return_exceptions=True)
-        if self._acknowledged or self._cancelled:  # else the worker keeps its outcomes when it ends
+        # Without a last batch, the worker keeps its outcomes when it ends.
+        if self._acknowledged or self._cancelled:
             with contextlib.suppress(PeerUnreachable):
                 await self.send(self._next_batch())
         await self.close()
@@ -277,7 +282,7 @@ class RemoteWorker(Worker, Session[Never, Never]):
         while True:
             await self._work.wait()
             if (early_s := may_send_at - clock()) > 0:
-                # Of a full batch nothing is gained by waiting, but others get their turn of the loop.
+                # A full batch gains nothing by waiting, but other coroutines get their turn of the loop.
                 is_full = len(self._outbox) >= MAX_TASKS_PER_BATCH
                 await asyncio.sleep(0 if is_full else early_s)
             self._work.clear()
@@ -286,7 +291,8 @@ class RemoteWorker(Worker, Session[Never, Never]):
             if not (self._outbox or self._cancelled or self._acknowledged):
                 continue
             may_send_at = clock() + GATHER_S
-            with contextlib.suppress(PeerUnreachable):  # the next connection begins with it
+            # The next connection starts with this batch.
+            with contextlib.suppress(PeerUnreachable):
                 await self.send(self._next_batch())
             if self._outbox:
                 self._work.set()
@@ -312,18 +318,18 @@ class WorkerPool:
     """The workers of one rollout controller, and the route that they connect to; an `rpc.Owner`.
 
     Args:
-        config: how long a silent worker is waited for.
-        on_outcomes: given outcomes, each at least once. Raises RolloutError if they cannot be used now:
-            then the worker keeps them.
-        on_lost: given attempts that nobody works on any more, and why.
-        on_change: called when there is another worker.
-        max_running: attempts of all workers together. A worker that has answered nothing yet gets at most an even
-            share of them, and a silent one a single attempt: a worker that accepts everything and answers nothing
-            must not stop the others.
+        config: limits, such as the wait for a silent worker.
+        on_outcomes: receives outcomes, each at least once. It raises RolloutError if it cannot use them now;
+            the worker then keeps them.
+        on_lost: receives attempts that no worker runs any more, and the reason.
+        on_change: called when a worker joins.
+        max_running: limit for the attempts of all workers together. A worker without any answer yet gets at
+            most an even share of them, and a silent one a single attempt: a worker that accepts everything
+            and answers nothing must not stop the others.
 
     Attributes:
-        workers: by name.
-        workflows: names that workers have known since the start.
+        workers: workers by name.
+        workflows: names of workflows that any worker has known since the start.
     """
 
     def __init__(
@@ -347,11 +353,11 @@ class WorkerPool:
         self._stopping: set[asyncio.Task[None]] = set()
 
     def open(self, identity: str, running: Iterable[tuple[str, AttemptKey]]) -> None:
-        """Let workers in.
+        """Admit workers from now on.
 
         Args:
-            identity: of the controller.
-            running: (worker, attempt) of an earlier process. Its workers have the usual time to come
+            identity: identity of the controller.
+            running: (worker, attempt) pairs of an earlier process. Its workers have the usual time to come
                 back with their attempts.
         """
         self._identity = identity
@@ -364,7 +370,7 @@ class WorkerPool:
             )
 
     async def close(self) -> None:
-        """Let go of all workers, and let nobody in."""
+        """Release all workers, and admit none afterwards."""
         self._identity = ""
         for timer in self._absent_timers.values():
             timer.cancel()
@@ -373,28 +379,28 @@ class WorkerPool:
         await asyncio.gather(*self._stopping, return_exceptions=True)
 
     async def wait_for_ends(self, deadline_s: float) -> int:
-        """Wait for cancelled attempts to end; return how many of them have not after `deadline_s`."""
+        """Wait for cancelled attempts to end; return the number that have not ended after `deadline_s`."""
         with contextlib.suppress(PeerTimeout):
             await self._ends.until(lambda: not self.num_ending, deadline_s, str)
         return self.num_ending
 
     def note_end(self) -> None:
-        """Look again whether all cancelled attempts have ended."""
+        """Check again whether all cancelled attempts have ended."""
         self._ends.notify()
 
     @property
     def num_ending(self) -> int:
-        """Cancelled attempts that clean up."""
+        """Number of cancelled attempts that still clean up."""
         return sum(len(worker.ending) for worker in self.workers.values())
 
     @property
     def num_running(self) -> int:
-        """Attempts that workers have, or should have."""
+        """Number of attempts that workers have, or should have."""
         held = (worker.assigned for worker in self.workers.values())
         return sum(map(len, held)) + sum(map(len, self._absent.values()))
 
     def add(self, worker: Worker) -> None:
-        """A worker that has just begun."""
+        """Add a worker that has just started."""
         self.workers[worker.hello.name] = worker
         self.workflows.update(worker.hello.workflows)
         worker.has_answered |= isinstance(worker, LocalWorker)
@@ -422,14 +428,14 @@ class WorkerPool:
             )
 
     def withdraw(self, name: str, task_id: str, attempt: int) -> None:
-        """Cancel an attempt that a worker has, or will have when it is back."""
+        """Cancel an attempt that a worker has, or will have when it returns."""
         if name in self.workers:
             self.workers[name].withdraw(task_id, attempt)
         else:
             self.release(name, task_id, attempt)
 
     def release(self, name: str, task_id: str, attempt: int) -> None:
-        """A worker's attempt has ended."""
+        """Release a worker's attempt that has ended."""
         if name in self.workers:
             self.workers[name].release(task_id, attempt)
         elif name in self._absent:
@@ -466,13 +472,15 @@ class WorkerPool:
                 if not frame.outcomes:
                     return
                 outcomes = await decode_outcomes(frame)
-                # The worker sends them again, after those before them: what is acknowledged covers all.
+                # The worker sends these again, after the outcomes before them: an acknowledgement covers
+                # all earlier ones.
                 if frame.first > session.next_outcome:
                     return
                 try:
                     self._on_outcomes(outcomes)
                 except RolloutError:
-                    return  # the worker sends them again
+                    # The worker sends these outcomes again.
+                    return
                 self._note_answer(session)
                 for outcome in outcomes:
                     session.note_ended(outcome)
@@ -486,7 +494,8 @@ class WorkerPool:
     async def lost(self, session: RemoteWorker, reason: str, *, ended: bool) -> None:
         if session.is_connected or self.workers.get(session.hello.name) is not session:
             return
-        if session.takes_no_more and not session.assigned:  # it has handed over all that it had
+        # The worker has delivered all its outcomes.
+        if session.takes_no_more and not session.assigned:
             self._remove(session)
             return
         wait_s = RECONNECT_S if ended else self._config.worker_grace_s
@@ -497,12 +506,12 @@ class WorkerPool:
         )
 
     def register(self, hello: WorkerHello) -> RemoteWorker:
-        """Let a worker in, for the first time or again.
+        """Admit a worker, for the first time or again.
 
         Raises:
-            OwnerClosed: the controller is closed; its successor may take the worker.
-            ProtocolError: another version, a name that is none or the controller's, or another process
-                has taken over this worker's name.
+            OwnerClosed: the controller is closed; its successor may admit the worker.
+            ProtocolError: the worker has another protocol version, its name is invalid or the controller's
+                own, or another process has taken over its name.
         """
         if not self._identity:
             raise OwnerClosed("rollout controller: is closed")
@@ -535,7 +544,7 @@ class WorkerPool:
     # --- losses --------------------------------------------------------------------------
 
     def _lose(self, worker: Worker, reason: str) -> None:
-        """Its attempts are tried at other workers."""
+        """Remove a lost worker and report its attempts, which then run at other workers."""
         keys = [AttemptKey(*item) for item in worker.assigned.items()]
         worker.assigned.clear()
         self._remove(worker)
@@ -556,7 +565,7 @@ class WorkerPool:
         task.add_done_callback(self._stopping.discard)
 
     def _left_at(self, name: str) -> dict[str, int]:
-        """The attempts with which an earlier process had left this worker; asked for once."""
+        """Return the attempts that an earlier process had assigned to this worker; later calls return none."""
         timer = self._absent_timers.pop(name, None)
         if timer is not None:
             timer.cancel()

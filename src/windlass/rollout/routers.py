@@ -1,9 +1,9 @@
-"""Routers of others in front of the engines, which are told whom they may send requests to.
+"""Notification of third-party routers in front of the engines about the engines that may receive requests.
 
-Our own rollout controller asks the coordinator. A router that users bring (sglang-router, vLLM's, one of their
-own) knows nothing of updates, and would go on sending requests to an engine that was left out of one. What is
-told is always the whole fleet as it is then, so that what was lost, or told twice, does no harm; and a router
-that was started anew is right again with the next update.
+Windlass's own rollout controller asks the coordinator. A router that users bring (sglang-router, vLLM's,
+their own) knows nothing of updates, and would continue to send requests to an engine that missed one. Every
+notification contains the whole current fleet, so that a lost or repeated one does no harm, and a restarted
+router is correct again after the next update.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 3.0
 MAX_ANSWER_NBYTES = 1 << 22
 MAX_SEEN = 4096
-"""Engines that are remembered, so that one that is not connected any more is taken out of routers: the newest."""
+"""Number of engines that are remembered, the newest, so that routers can be told to remove disconnected ones."""
 
 
 class _Fleet(msgspec.Struct, frozen=True):
-    """What is told.
+    """Content of a notification.
 
     Attributes:
-        published_version: which every routable engine serves.
-        engines: all that were connected to this controller, or are, in order of their names.
+        published_version: version that every routable engine serves.
+        engines: engines that are or were connected to this controller, in order of their names.
     """
 
     published_version: int
@@ -79,11 +79,11 @@ class _Workers(msgspec.Struct):
 
 
 async def _tell_workers(http: aiohttp.ClientSession, url: str, fleet: _Fleet) -> bool:
-    """Compare with `/workers` of sglang-router 0.3 (SGLang's model gateway) or vllm-router 0.1, and mend it.
+    """Compare with `/workers` of sglang-router 0.3 (SGLang's model gateway) or vllm-router 0.1, and correct the list.
 
-    Seen of both by running them: GET lists workers; POST `{"url": ...}` adds one, at once (vllm-router) or
-    later (sglang-router, which answers 202 and asks the engine first); DELETE takes the id of a worker where it
-    has one, and its quoted URL otherwise. Workers that are no engines of this fleet are left alone.
+    Observed by running both: GET lists workers; POST `{"url": ...}` adds one, at once (vllm-router) or later
+    (sglang-router, which answers 202 and asks the engine first); DELETE takes the id of a worker if it has
+    one, and its quoted URL otherwise. Workers that are not engines of this fleet stay unchanged.
     """
     url = f"{url.rstrip('/')}/workers"
     async with http.get(url) as answer:
@@ -121,25 +121,26 @@ async def _body_of(answer: aiohttp.ClientResponse) -> bytes:
 
 
 _TELL = {RouterKind.WORKERS: _tell_workers, RouterKind.WEBHOOK: _tell_webhook}
-"""Each returns whether the router sends requests to the routable engines now, and to no other one, and raises
-aiohttp.ClientError, PeerUnreachable or ProtocolError if it is not there, or answered something else."""
+"""Router kind -> function that returns whether the router now sends requests to exactly the routable engines.
+It raises aiohttp.ClientError, PeerUnreachable or ProtocolError if the router is unreachable or answers
+something else."""
 
 
 @final
 class RouterUpdates:
-    """Tells routers, beside everything else: no round and no rollout ever waits for one.
+    """Background notification of routers: no round and no rollout ever waits for a router.
 
-    A router is told after every update and whenever an engine comes, goes or falls behind; not in the middle of
-    a round, in which every engine is paused, nor before anything is published. Until it has been told it may
-    send requests to an engine that is paused or out of date. One that does not answer is tried
-    `RouterConfig.num_tries` times, and again at the next change.
+    A router is notified after every update and whenever an engine joins, leaves or falls behind. It is not
+    notified during a round, in which every engine is paused, nor before the first publish. Until its
+    notification it may send requests to an engine that is paused or out of date. A router that does not
+    answer is tried `RouterConfig.num_tries` times, and again at the next change.
 
     Args:
-        coordinator: whose engines they are.
-        routers: whom to tell. All are shown the token in WINDLASS_ROUTER_TOKEN, if there is one.
+        coordinator: coordinator of the engines.
+        routers: routers to notify. All receive the token in WINDLASS_ROUTER_TOKEN, if it is set.
 
     Raises:
-        ConfigError: an address that is none, or not of `https` where this process requires TLS.
+        ConfigError: an address is not a URL, or not of `https` where this process requires TLS.
     """
 
     def __init__(self, coordinator: Coordinator, routers: Iterable[RouterConfig]) -> None:
@@ -152,10 +153,10 @@ class RouterUpdates:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to tell; in the event loop of the coordinator.
+        """Start the notifications; call this in the event loop of the coordinator.
 
         Raises:
-            ConfigError: WINDLASS_ROUTER_TOKEN is nothing that a header can carry.
+            ConfigError: no header can carry WINDLASS_ROUTER_TOKEN.
         """
         token = secret_value(ROUTER_TOKEN_VARIABLE)
         if token:
@@ -170,7 +171,7 @@ class RouterUpdates:
             self._look()
 
     async def close(self) -> None:
-        """Tell nobody any more. Idempotent."""
+        """Stop the notifications. Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -187,7 +188,7 @@ class RouterUpdates:
                 changed.set()
 
     def _fleet(self) -> _Fleet:
-        """As it is now: engines that are connected, and those that were, in whose place nobody is."""
+        """Return the current fleet: connected engines, and disconnected ones that no other engine has replaced."""
         there = [engine for engine in self._coordinator.fleet.states() if engine.url]
         taken = {engine.name for engine in there} | {engine.url for engine in there}
         gone = [
@@ -208,11 +209,12 @@ class RouterUpdates:
                     told = fleet if await self._tell(http, config) else None
 
     async def _tell(self, http: aiohttp.ClientSession, config: RouterConfig) -> bool:
-        """Returns whether it knows; each try tells how the fleet is then."""
+        """Notify one router; return whether it is up to date. Each try sends the fleet as it is then."""
         backoff_s, reason = FIRST_BACKOFF_S, ""
         for _ in range(config.num_tries):
             if self._coordinator.in_round:
-                return False  # it is told when the round has ended
+                # The router is notified at the end of the round.
+                return False
             try:
                 async with asyncio.timeout(config.deadline_s):
                     if await _TELL[config.kind](http, config.url, self._fleet()):
@@ -222,7 +224,7 @@ class RouterUpdates:
                 reason = f"no answer within {config.deadline_s} s"
             except (aiohttp.ClientError, OSError, PeerUnreachable, ProtocolError) as error:
                 reason = connection_error(error)
-            # A router that is away, or works it off: nothing can signal that it has come so far.
+            # The router is unreachable or still applies the change, and sends no signal at its end.
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
         logger.error(

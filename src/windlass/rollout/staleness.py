@@ -1,11 +1,11 @@
-"""How far rollouts may run ahead of the trainer. Pure: no clock, no I/O.
+"""Bounds on how far rollouts run ahead of the trainer. Pure: no clock, no I/O.
 
-Admission follows AReaL: at version v no more than (max_staleness + v + 1) batches may
-have been accepted or be running. That alone does not bound the age of a sample, because
-a slow rollout is overtaken by updates while it runs; so age is checked again when a
-sample is consumed, token by token, and `OnStale` says what becomes of one that is too old. And the count starts at the version that the process
-started with, and never lets more than max_staleness + 1 batches wait unconsumed, so a
-recovered controller does not find capacity that was used up before.
+Admission follows AReaL: at version v at most (max_staleness + v + 1) batches may have been accepted or be
+running. This alone does not bound the age of a sample, because updates overtake a slow rollout while it runs.
+Therefore the age is checked again when a sample is consumed, token by token, and `OnStale` decides about a
+sample that is too old. The count starts at the version that the process started with, and at most
+max_staleness + 1 batches wait unconsumed, so that a recovered controller does not admit again the capacity
+that was used before.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _UNBOUNDED = 1 << 40
 
 
 class OnStale(StrEnum):
-    """What becomes of an answer whose oldest token is more than `max_staleness` versions old.
+    """Treatment of an answer whose oldest token is more than `max_staleness` versions old.
 
-    TRAIN: it is handed out all the same; its versions per token say how old it is (AReaL does this).
-    RESUBMIT: it is thrown away and made again, `max_resubmits` times at most, then dropped.
-    DROP: the rollout ends with an error, and its whole group with it.
+    TRAIN: deliver it anyway; its versions per token show its age (as AReaL does).
+    RESUBMIT: discard it and generate it again, `max_resubmits` times at most, then drop it.
+    DROP: end the rollout, and its whole group, with an error.
     """
 
     TRAIN = "train"
@@ -35,17 +35,19 @@ class OnStale(StrEnum):
 
 @dataclass(slots=True)
 class StalenessPolicy:
-    """Counts rollouts and says how many more may start.
+    """Counts of rollouts, and the number that may still start.
 
     Attributes:
-        max_staleness: how many versions older than the consumer's the oldest token may be.
+        max_staleness: largest number of versions between the oldest token and the consumer.
         batch_size: samples (not groups) that one version consumes.
-        max_concurrent: samples that run at a time.
+        max_concurrent: largest number of samples that run at a time.
         start_version: version at which the counts are zero.
-        version: the consumer's.
-        on_stale: what becomes of an answer that is too old. max_resubmits: how often one rollout is
-            made again for that, with `OnStale.RESUBMIT`.
-        running: admitted, not ended. accepted: ended with tokens. consumed: of those, handed out.
+        version: the consumer's version.
+        on_stale: treatment of an answer that is too old.
+        max_resubmits: number of times that one rollout is generated again, with `OnStale.RESUBMIT`.
+        running: samples admitted and not ended.
+        accepted: samples that ended with tokens.
+        consumed: accepted samples that were delivered.
     """
 
     max_staleness: int
@@ -68,13 +70,13 @@ class StalenessPolicy:
     def restore(
         self, *, start_version: int, version: int, running: int, accepted: int, consumed: int
     ) -> None:
-        """Go on with the counts of an earlier process; only of a policy that was never used.
+        """Continue with the counts of an earlier process; only for a policy that was never used.
 
-        What was consumed and not acknowledged counts as waiting again, so that there may be
-        more ahead than the bound allows; nothing is admitted until it has been consumed.
+        Samples that were consumed without an acknowledgement count as waiting again, so that more may be
+        ahead than the bound allows; nothing is admitted until they have been consumed.
 
         Raises:
-            RolloutError: counts that no sequence of events leads to, or a policy in use.
+            RolloutError: the counts are impossible, or the policy is in use.
         """
         if self.running or self.accepted or self.consumed:
             raise RolloutError("staleness: restore needs a policy that was never used")
@@ -89,11 +91,11 @@ class StalenessPolicy:
 
     @classmethod
     def unbounded(cls, max_concurrent: int) -> StalenessPolicy:
-        """Only concurrency is limited: evaluation, load tests."""
+        """Return a policy that limits only concurrency, for evaluation and load tests."""
         return cls(max_staleness=_UNBOUNDED, batch_size=1, max_concurrent=max_concurrent)
 
     def capacity(self) -> int:
-        """How many samples may be admitted now; never negative."""
+        """Return the number of samples that may be admitted now; never negative."""
         by_version = (self.max_staleness + self.version - self.start_version + 1) * self.batch_size
         ahead = self.accepted - self.consumed + self.running
         return max(
@@ -106,59 +108,59 @@ class StalenessPolicy:
         )
 
     def throws_away(self, versions: Sequence[int]) -> bool:
-        """Whether a sample with these token versions may not be consumed any more."""
+        """Return whether a sample with these token versions is too old to be consumed."""
         if self.on_stale is OnStale.TRAIN or not versions:
             return False
         return self.version - min(versions) > self.max_staleness
 
     def makes_again(self, num_resubmits: int) -> bool:
-        """Whether a sample that is too old is made once more after so many times."""
+        """Return whether a sample that is too old is generated again after this number of resubmits."""
         return self.on_stale is OnStale.RESUBMIT and num_resubmits < self.max_resubmits
 
     def set_version(self, version: int) -> None:
-        """The consumer holds `version` now; older ones are ignored."""
+        """Set the consumer's version; older versions are ignored."""
         self.version = max(self.version, version)
 
     def admit(self) -> None:
-        """One sample starts.
+        """Count one sample that starts.
 
         Raises:
-            RolloutError: there is no capacity.
+            RolloutError: the capacity is 0.
         """
         if self.capacity() < 1:
             raise RolloutError("staleness: admit needs capacity >= 1, got 0")
         self.running += 1
 
     def accept(self) -> None:
-        """A running sample ended with tokens."""
+        """Count a running sample that ended with tokens."""
         self.release()
         self.accepted += 1
 
     def release(self) -> None:
-        """A running sample ended without tokens that can be used.
+        """Count a running sample that ended without usable tokens.
 
         Raises:
-            RolloutError: nothing is running.
+            RolloutError: no sample is running.
         """
         if self.running < 1:
             raise RolloutError("staleness: release needs running >= 1, got 0")
         self.running -= 1
 
     def discard(self) -> None:
-        """An accepted, unconsumed sample will never be consumed (it grew stale, or was cancelled).
+        """Discard an accepted, unconsumed sample (it grew stale, or was cancelled).
 
         Raises:
-            RolloutError: nothing is waiting.
+            RolloutError: no sample is waiting.
         """
         if self.accepted <= self.consumed:
             raise RolloutError("staleness: discard needs an accepted, unconsumed sample, got none")
         self.accepted -= 1
 
     def consume(self, num_samples: int) -> None:
-        """Accepted samples were handed to the consumer.
+        """Count accepted samples that were delivered to the consumer.
 
         Raises:
-            RolloutError: fewer are waiting.
+            RolloutError: fewer samples are waiting.
         """
         waiting = self.accepted - self.consumed
         if not 0 <= num_samples <= waiting:
@@ -166,10 +168,10 @@ class StalenessPolicy:
         self.consumed += num_samples
 
     def give_back(self, num_samples: int) -> None:
-        """Consumed samples were of no use: the consumer's version needs others in their place.
+        """Take back consumed samples that were of no use: the consumer's version needs others instead.
 
         Raises:
-            RolloutError: fewer were consumed.
+            RolloutError: fewer samples were consumed.
         """
         if not 0 <= num_samples <= self.consumed:
             raise RolloutError(

@@ -1,8 +1,8 @@
-"""Where every rollout is: the controller's records, and an audit that counts them.
+"""Table of all rollouts: the controller's records, and an audit that counts them.
 
-A record is in exactly one place: waiting for admission, queued for dispatch, parked until a worker
-that knows its workflow has room, at a worker, in a backoff, or buffered until its group is handed out.
-`lost` is what was submitted, has not ended, and is in none of them.
+A record is in exactly one place: waiting for admission, queued for dispatch, parked until a worker that knows
+its workflow has a free slot, at a worker, in a backoff, or buffered until its group is delivered. `lost`
+counts submitted rollouts that have not ended and are in none of these places.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ NOTHING = Partial()
 
 @final
 class Deadlines:
-    """Calls `passed` with every record whose deadline passes; tens of thousands run at a time.
+    """Equal deadlines of many records; calls `passed` with every record whose deadline passes.
 
-    All have one length and therefore pass in the order in which they were started: a queue and
-    one timer of the loop serve them all, and starting or stopping one costs no heap operation.
+    Tens of thousands run at a time. All have one length, so they pass in the order of their start: one queue
+    and one timer of the loop serve all, and starting or stopping a deadline costs no heap operation.
 
     Args:
-        length_s: of every deadline.
+        length_s: length of every deadline.
         passed: called in the event loop.
     """
 
@@ -39,7 +39,7 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, record: Record) -> float:
-        """Start a deadline from now; returns when it ends, in seconds of the loop's clock."""
+        """Start a deadline from now; return its end, in seconds of the loop's clock."""
         loop = asyncio.get_running_loop()
         ends = self._ends[record] = loop.time() + self._length_s
         if self._timer is None:
@@ -47,7 +47,7 @@ class Deadlines:
         return ends
 
     def stop(self, record: Record) -> None:
-        """It will not pass. Idempotent."""
+        """Stop a record's deadline. Idempotent."""
         self._ends.pop(record, None)
 
     def _look(self) -> None:
@@ -63,7 +63,7 @@ class Deadlines:
 
 
 class State(Enum):
-    """Where a record is."""
+    """Place of a record."""
 
     WAITING = "waiting"
     QUEUED = "queued"
@@ -76,12 +76,14 @@ class State(Enum):
 
 @final
 class GroupFuture(asyncio.Future[Any]):
-    """Of a group, which is given up with it: by its handle, or because a task that awaits it is cancelled.
+    """Future of a group that gives the group up when its handle or an awaiting task cancels it.
 
-    A done-callback would do, and cost every rollout a turn of the loop, cancelled or not.
+    A done-callback would have the same effect, but would cost every rollout a turn of the loop, cancelled or
+    not.
 
     Args:
-        task_id: of the group's first record. The future does not refer to the group, which refers to it.
+        task_id: task id of the group's first record. The future does not refer to the group, which refers to
+            the future.
         give_up: called with `task_id`, at once.
     """
 
@@ -99,11 +101,13 @@ class GroupFuture(asyncio.Future[Any]):
 
 
 class Group(msgspec.Struct, eq=False):
-    """Records of the same work, which end together. A rollout that was submitted alone is one of one.
+    """Records of the same work, which end together. A rollout that was submitted alone is a group of one.
 
     Attributes:
-        group_id: -1 for one that was submitted alone.
-        future: a `RolloutGroup`, or the `Rollout` of one alone; done when it was handed out or given up.
+        group_id: -1 for a rollout that was submitted alone.
+        future: future of a `RolloutGroup`, or of the `Rollout` of a single one; done when it is delivered or
+            given up.
+        records: records in the order of submission.
     """
 
     group_id: int
@@ -119,9 +123,9 @@ class Group(msgspec.Struct, eq=False):
         metadata: object,
         give_up: Callable[[str], None],
     ) -> Group:
-        """Make one with a record for each id; in the event loop.
+        """Make a group with a record for each id; call this in the event loop.
 
-        `give_up` is called with the first id when its future is cancelled.
+        `give_up` is called with the first id when the group's future is cancelled.
         """
         group = cls(group_id, GroupFuture(task_ids[0], give_up))
         now = asyncio.get_running_loop().time()
@@ -130,11 +134,11 @@ class Group(msgspec.Struct, eq=False):
 
     @property
     def is_single(self) -> bool:
-        """Whether it is one rollout that was submitted alone."""
+        """Whether the group is one rollout that was submitted alone."""
         return self.group_id < 0
 
     def complete(self) -> bool:
-        """Whether every sample is finished."""
+        """Return whether every sample is finished."""
         return all(record.state is State.BUFFERED for record in self.records)
 
 
@@ -142,17 +146,18 @@ class Record(msgspec.Struct, eq=False):
     """One rollout from submission to its end.
 
     Attributes:
-        admitted: counted as running by the staleness policy.
-        attempt: of the last dispatch; 0 before the first. Only ever grows, with gaps.
-        num_dispatches: how often it was handed to a worker.
-        failures: attempts that ended in an error.
-        raised: what the workflow raised in the last attempt, and how often in a row.
-        resubmits: how often an answer of it was too old and it was made again.
-        oldest_version: version of the oldest token that the running attempt can have; None if not known.
-        engine: of the last attempt. load_key: key in `RolloutTable.by_engine`.
-        queue: of the table, that it stands in; None once it has ended.
-        timer: of the backoff.
-        expiry: of the overall deadline, started at the first dispatch.
+        admitted: whether the staleness policy counts it as running.
+        attempt: number of the last attempt; 0 before the first. It only grows, with gaps.
+        num_dispatches: number of times that a worker received it.
+        failures: number of attempts that ended in an error.
+        raised: text of the workflow's exception in the last attempt, and its number in a row.
+        resubmits: number of times that its answer was too old and was generated again.
+        oldest_version: version of the oldest token that the running attempt can have; None if unknown.
+        engine: engine of the last attempt.
+        load_key: key in `RolloutTable.by_engine`.
+        queue: queue of the table that contains it; None once it has ended.
+        timer: timer of the backoff.
+        expiry: timer of the overall deadline, started at the first dispatch.
     """
 
     task_id: str
@@ -183,7 +188,7 @@ class Record(msgspec.Struct, eq=False):
 
     @property
     def key(self) -> AttemptKey:
-        """Of its last attempt."""
+        """Key of the last attempt."""
         return AttemptKey(self.task_id, self.attempt)
 
     def stop_expiry(self) -> None:
@@ -193,7 +198,7 @@ class Record(msgspec.Struct, eq=False):
             self.expiry = None
 
     def rollout(self) -> Rollout:
-        """The result; only of a record that has an outcome."""
+        """Return the result of a record that has an outcome."""
         if self.outcome is None:
             raise RuntimeError(f"rollout {self.task_id}: no outcome in state {self.state.value}")
         result = self.outcome.result
@@ -217,10 +222,10 @@ class Record(msgspec.Struct, eq=False):
 
 
 class RolloutTable:
-    """Records by id and the ordered queues that they stand in.
+    """Records by id, and the ordered queues that contain them.
 
     Args:
-        deadlines: of running attempts; an attempt's is stopped when it ends.
+        deadlines: deadlines of running attempts; the table stops an attempt's deadline when it ends.
     """
 
     def __init__(self, deadlines: Deadlines) -> None:
@@ -236,7 +241,7 @@ class RolloutTable:
         self.counts = Counts()
 
     def move(self, record: Record, state: State, *, front: bool = False) -> None:
-        """Take a record out of the queue where it is and put it into another; `front`: at its head."""
+        """Move a record from its queue to another one, with `front` to its head."""
         if record.timer is not None:
             record.timer.cancel()
             record.timer = None
@@ -276,13 +281,13 @@ class RolloutTable:
                 raise AssertionError("a record that has ended stands in no queue")
 
     def running(self) -> list[Record]:
-        """The records that are at workers."""
+        """Return the records that are at workers."""
         return [record for of_engine in self.by_engine.values() for record in of_engine.values()]
 
     def num_parked(self) -> int:
-        """How many records wait for a worker that knows their workflow."""
+        """Return the number of records that wait for a worker that knows their workflow."""
         return sum(len(records) for records in self.parked.values())
 
     def engine_load(self, name: str) -> int:
-        """How many attempts an engine holds."""
+        """Return the number of attempts on an engine."""
         return len(self.by_engine.get(name, ()))

@@ -1,9 +1,9 @@
-"""A rollout worker process: runs attempts, and keeps their outcomes until the controller has them.
+"""A rollout worker process: runs attempts, and keeps their outcomes until the controller acknowledges them.
 
 `python -m windlass.rollout.worker --controller URL --name worker-0`
 
-The token is read from WINDLASS_TOKEN, and what workflows start does not inherit it. The worker
-connects to the controller and listens nowhere.
+The token is read from WINDLASS_TOKEN; processes that workflows start do not inherit it. The worker connects
+to the controller and listens on no port.
 """
 
 from __future__ import annotations
@@ -53,24 +53,26 @@ logger = logging.getLogger(__name__)
 REMEMBERED_ATTEMPTS = 1 << 16
 MAX_BATCH_NBYTES = 16 << 20
 MAX_IN_FLIGHT = 8
-"""Batches that are not acknowledged: the controller says so with its next tasks, a few milliseconds later."""
+"""Largest number of batches without acknowledgement; the controller acknowledges with its next tasks, a few
+milliseconds later."""
 HAND_OVER_S = 5.0
 """Seconds that a worker which ends waits for the controller to acknowledge its outcomes."""
 MAX_OUTCOME_NBYTES = MAX_FRAME_NBYTES - (1 << 20)
 CHECKED_NBYTES = 1 << 20
-"""An outcome that is larger is read here before it is sent: the controller would refuse it for ever."""
+"""Size above which the worker itself checks an outcome before sending it: the controller would refuse a bad one
+for ever."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker process is told.
+    """Settings of a worker process.
 
     Attributes:
         controller: base URL of the controller.
         name: unique among the controller's workers.
-        max_concurrent: attempts at a time.
-        call_deadline_s: outcomes that are not acknowledged by then are sent again.
-        controller_gone_s: exit when the controller cannot be reached this long.
-        shutdown_s: on SIGTERM, time for workflows to clean up.
+        max_concurrent: largest number of attempts at a time.
+        call_deadline_s: time after which outcomes without acknowledgement are sent again.
+        controller_gone_s: time without a reachable controller after which the worker exits.
+        shutdown_s: time for workflows to clean up after SIGTERM.
     """
 
     controller: str
@@ -85,14 +87,14 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
     """Runs attempts of one worker incarnation; call everything in one event loop.
 
-    Outcomes are delivered at least once and in order. One is sent at once while fewer than
-    `MAX_IN_FLIGHT` batches are not acknowledged; those that end meanwhile form the next batch. So the
-    batch grows with the load, and nobody waits for a timer.
+    Outcomes are delivered at least once and in order. The worker sends an outcome at once while fewer than
+    `MAX_IN_FLIGHT` batches are without acknowledgement; outcomes that arrive at the limit form the next
+    batch. So batches grow with the load, and no outcome waits for a timer.
 
     `engine_session` carries the engines' token, and has no limit on connections.
 
     Raises:
-        ConfigError, ProtocolError: an address, a token, a number or a name that is none.
+        ConfigError, ProtocolError: an address, token, number or name is invalid.
     """
 
     def __init__(
@@ -130,8 +132,10 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         self._remembered: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._kept: OrderedDict[int, tuple[tuple[str, int], bytes]] = OrderedDict()
         self._num_outcomes = self._num_sent = 0
-        self._in_flight: deque[int] = deque()  # the last outcome of each batch
-        self._received = self._said = 0  # numbers of task batches
+        # Number of the last outcome of each batch.
+        self._in_flight: deque[int] = deque()
+        # Numbers of task batches.
+        self._received = self._said = 0
         self._send_again_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._work, self._empty = asyncio.Event(), asyncio.Event()
@@ -159,21 +163,21 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         if isinstance(frame, TaskBatch):
             self._take(frame)
             return
-        # Attempts of a controller process that is gone would only hold engines.
+        # The controller that wants these attempts no longer exists; they would only occupy engines.
         if self._controller not in {"", frame.controller}:
             self._attempts.cancel_all()
         self._controller = frame.controller
 
     async def on_connected(self) -> None:
-        """See `Client`: what was not acknowledged is sent again."""
+        """Send outcomes without acknowledgement again; see `Client`."""
         self._send_again()
 
     def on_lost(self) -> None:
-        """See `Client`: no answer will come."""
+        """Stop waiting for an acknowledgement; see `Client`."""
         self._send_again_at = None
 
     def _take(self, batch: TaskBatch) -> None:
-        """Start attempts that were never seen before, and cancel those that run and shall not."""
+        """Start the new attempts of a batch, and cancel the attempts that it cancels."""
         self._received = batch.number
         self._forget(batch.acknowledged)
         running, remembered = self._attempts.running, self._remembered
@@ -189,7 +193,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
     # --- outcomes ------------------------------------------------------------------------------
 
     def _ended(self, outcome: RolloutOutcome) -> None:
-        """However the attempt ended, the controller hears of it, or it would wait in vain."""
+        """Keep the outcome of an attempt for the controller, which would otherwise wait for ever."""
         key = (outcome.task_id, outcome.attempt)
         self._remembered[key] = None
         if len(self._remembered) > REMEMBERED_ATTEMPTS:
@@ -204,7 +208,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         return next(iter(self._kept), self._num_outcomes + 1)
 
     def _forget(self, last: int) -> None:
-        """Outcomes up to this number were taken."""
+        """Drop outcomes up to this number, which the controller has used."""
         if last < self._oldest_outcome:
             return
         while self._kept and self._oldest_outcome <= last:
@@ -219,7 +223,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         self._work.set()
 
     def _wait_for_acknowledgement(self) -> None:
-        """One timer serves all: it is not set anew while it runs."""
+        """Start the timer for an acknowledgement. One timer serves all batches: a running one is not replaced."""
         self._send_again_at = self._loop.time() + self._settings.call_deadline_s
         if self._timer is None:
             self._timer = self._loop.call_at(self._send_again_at, self._look)
@@ -235,7 +239,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
         self._send_again()
 
     def _send_again(self) -> None:
-        """Nothing counts as sent of what was not acknowledged."""
+        """Mark all outcomes without acknowledgement as unsent."""
         self._num_sent = self._oldest_outcome - 1
         self._in_flight.clear()
         self._send_again_at = None
@@ -253,7 +257,8 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
                 self._num_sent = batch.last
                 if not await self.send(batch):
                     self._send_again_at = None
-                    break  # the next connection begins with what was not acknowledged
+                    # The next connection starts with the outcomes that were not acknowledged.
+                    break
             if self._received - self._said >= MAX_UNSAID:
                 self._said = self._received
                 await self.send(CompletionBatch(self._num_sent, (), self._received))
@@ -287,7 +292,8 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
     async def shut_down(self, deadline_s: float) -> None:
         """End running attempts with an error that makes the controller try them at other workers.
 
-        Attempts have `deadline_s` to end, and the controller then has `HAND_OVER_S` to acknowledge all outcomes.
+        Attempts have `deadline_s` to end, and the controller then has `HAND_OVER_S` to acknowledge all
+        outcomes.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HAND_OVER_S):
@@ -299,7 +305,7 @@ class RolloutWorker(Client[Never, Never, WorkerWelcome | TaskBatch]):
 
 
 def _encoded(outcome: RolloutOutcome) -> bytes:
-    """The outcome as it is sent; an error in place of one that the controller would refuse."""
+    """Return the encoded outcome, or an encoded error if the controller would refuse the outcome."""
     encoded = encode(outcome)
     if len(encoded) <= CHECKED_NBYTES:
         return encoded
@@ -330,16 +336,16 @@ async def run_worker(
     *,
     engine_token: str = "",
 ) -> bool:
-    """Work until SIGTERM or SIGINT, or until the controller has been gone too long.
+    """Work until SIGTERM or SIGINT, or until the controller is unreachable for too long.
 
-    `token` is the owner's secret, or that of role worker. Engines are shown `engine_token`; where that is
-    empty, what is derived from `token` for role client.
+    `token` is the owner's secret, or the token of the worker role. Engines receive `engine_token`; if it is
+    empty, they receive the token of the client role, derived from `token`.
 
     Returns:
-        True after a signal, False when the controller was gone.
+        True after a signal, False if the controller was unreachable.
 
     Raises:
-        ConfigError: the token is empty, or an address or a name is none.
+        ConfigError: the token is empty, or an address or a name is invalid.
         AuthenticationError: the controller refuses the token.
         ProtocolError: the controller refuses this worker.
     """
@@ -379,15 +385,15 @@ def _settings(arguments: Sequence[str] | None) -> WorkerSettings:
 def run_rollout_worker(
     workflows: Mapping[str, Workflow], arguments: Sequence[str] | None = None
 ) -> int:
-    """Be a worker process that knows these workflows; call it from your own `__main__`.
+    """Run a worker process that knows these workflows; call this from your own `__main__`.
 
     Args:
-        workflows: user code by the name under which it is submitted. It runs, and starts processes, with no
-            token in the environment.
-        arguments: as of `python -m windlass.rollout.worker`; the command line when omitted.
+        workflows: name for submissions -> user code. The code, and processes that it starts, have no token in
+            their environment.
+        arguments: as of `python -m windlass.rollout.worker`; the command line if omitted.
 
     Returns:
-        0 after a signal, 1 when the controller was gone, 2 when it refused.
+        0 after a signal, 1 if the controller was unreachable, 2 if it refused the worker.
     """
     settings = _settings(arguments)
     try:

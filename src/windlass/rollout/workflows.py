@@ -1,7 +1,7 @@
-"""Workflows: user code that calls an engine as often as it likes within one rollout.
+"""Workflows: user code that calls an engine any number of times within one rollout.
 
-A workflow is an async function of one `WorkflowContext`. Whoever starts a worker process
-names the functions in a mapping; a task from the network only picks a key of it.
+A workflow is an async function of one `WorkflowContext`. The start of a worker process names the functions in
+a mapping; a task from the network only selects one of its keys.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ TRACEBACK_EVERY_S = 10.0
 
 
 class Reject(RolloutError):
-    """Raised by a workflow whose trajectory must not be used; the rollout is tried again."""
+    """Raised by a workflow to discard its trajectory; the rollout is tried again."""
 
 
 class TooOld(RolloutError):
-    """The tokens of a workflow's turns are too many versions apart to be trained on."""
+    """Raised if a workflow's tokens are too many versions apart for training."""
 
 
 class WorkflowContext:
-    """What a workflow holds while one attempt of it runs.
+    """Interface of a workflow to one of its attempts.
 
-    All calls go to the one engine of the attempt, so that each turn finds the prefix of the
-    turns before it in that engine's cache.
+    All calls go to the one engine of the attempt, so that each turn finds the prefix of earlier turns in that
+    engine's cache.
 
     Attributes:
-        task_id, attempt: identity; state that tools keep outside must be keyed by both.
-        arguments: what the submitter gave, as msgpack-plain values.
-        sampling: the submitter's; used when a call names no other.
-        turns: calls that have ended, in order of their end.
+        task_id, attempt: identity; tools must use both as the key of state that they keep outside.
+        arguments: the submitter's arguments, as msgpack-plain values.
+        sampling: the submitter's sampling parameters, for calls that give none.
+        turns: finished calls, in the order of their end.
     """
 
     __slots__ = (
@@ -69,7 +69,8 @@ class WorkflowContext:
         self._session = session
         self._task = task
         self._num_calls = 0
-        self._versions: tuple[int, ...] = ()  # of the oldest and of the newest token
+        # Versions of the oldest and of the newest token.
+        self._versions: tuple[int, ...] = ()
         self.task_id, self.attempt, self.sampling = task.task_id, task.attempt, task.sampling
         self.arguments: object = msgspec.msgpack.decode(task.arguments)
         self.turns: list[Turn] = []
@@ -82,16 +83,16 @@ class WorkflowContext:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None
     ) -> Turn:
-        """One answer of the engine, across weight updates; it becomes a turn of the rollout.
+        """Return one answer of the engine, which continues across weight updates; it becomes a turn of the rollout.
 
         Args:
-            prompt_ids: everything before the answer, earlier turns included.
-            sampling: of this call; the submitter's when omitted.
+            prompt_ids: all tokens before the answer, including earlier turns.
+            sampling: sampling parameters of this call; the submitter's if omitted.
 
         Raises:
-            ConfigError: a prompt that is empty, or no integers.
-            RolloutError: the engine failed, or the turns are too many versions apart for
-                `StalenessPolicy`. Let it pass, and the rollout is tried again, or given up.
+            ConfigError: the prompt is empty, or not integers.
+            RolloutError: the engine failed, or the turns are too many versions apart for `StalenessPolicy`.
+                Do not catch it: the rollout is then tried again, or given up.
         """
         tokens = plain_integers(f"workflow {self._task.workflow}: prompt_ids", prompt_ids)
         if not tokens:
@@ -122,14 +123,15 @@ class WorkflowContext:
 
 
 Workflow = Callable[[WorkflowContext], Awaitable[object]]
-"""One attempt of one rollout: generates through its context and returns a msgpack-plain value.
+"""Function that runs one attempt of one rollout: it generates through its context and returns a msgpack-plain value.
 
-It raises `Reject` for an attempt that must not count; any other error fails the attempt, which is tried again.
+It raises `Reject` for an attempt that must not count; any other error fails the attempt, which is tried
+again.
 """
 
 
 def check_workflows(workflows: Mapping[str, Workflow] | None) -> dict[str, Workflow]:
-    """A copy of the mapping.
+    """Return a copy of the mapping.
 
     Raises:
         ConfigError: a name is empty.
@@ -144,7 +146,7 @@ def encode_value(what: str, value: object) -> bytes:
     """Return a msgpack-plain value as bytes; arrays and tensors become lists, and their scalars numbers.
 
     Raises:
-        ConfigError: not such a value, or too large for a message.
+        ConfigError: the value is not plain, or too large for a message.
     """
     try:
         encoded = msgspec.msgpack.encode(value, enc_hook=_plain_value)
@@ -160,14 +162,14 @@ def encode_value(what: str, value: object) -> bytes:
 
 
 def _plain_value(value: object) -> object:
-    """Return a value of numpy or torch as Python's; msgspec asks for what it cannot encode."""
+    """Return a value of numpy or torch as a Python value; msgspec calls this for types that it cannot encode."""
     if isinstance(value, ArrayLike):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is none of numbers, text, bytes, lists, maps and None")
 
 
 class _Cause(Enum):
-    """Why an attempt was cancelled."""
+    """Reason for the cancellation of an attempt."""
 
     CONTROLLER = auto()
     DEADLINE = auto()
@@ -176,13 +178,12 @@ class _Cause(Enum):
 
 @final
 class Attempts:
-    """Attempts of one worker, a process of its own or the controller's event loop.
+    """Attempts of one worker, in its own process or in the controller's event loop.
 
-    `session` has no limit on connections; `ended` is called with the outcome of every attempt, however it
-    ended.
+    `session` has no limit on connections; `ended` is called with the outcome of every attempt.
 
     Attributes:
-        running: (task_id, attempt) -> the task that runs it.
+        running: (task_id, attempt) -> the asyncio task that runs it.
     """
 
     def __init__(
@@ -201,31 +202,31 @@ class Attempts:
         self._raised = LineLimit(TRACEBACK_EVERY_S)
 
     def start(self, task: RolloutTask) -> None:
-        """Run an attempt that does not run yet."""
+        """Start an attempt that is not running yet."""
         job = asyncio.create_task(self._run(task), name=f"attempt-{task.task_id}")
         self.running[task.task_id, task.attempt] = job
         job.add_done_callback(partial(self._ended, task))
 
     def cancel(self, task_id: str, attempt: int) -> None:
-        """Cancel an attempt, if it runs."""
+        """Cancel an attempt if it is running."""
         self._cancel((task_id, attempt), _Cause.CONTROLLER)
 
     def cancel_all(self) -> None:
-        """Cancel whatever runs."""
+        """Cancel all running attempts."""
         for key in self.running:
             self._cancel(key, _Cause.CONTROLLER)
 
     def _cancel(self, key: tuple[str, int], cause: _Cause) -> None:
-        """Cancel an attempt once: a second time would cut off the clean-up that the first one began."""
+        """Cancel an attempt once: a second cancellation would cut off the clean-up that the first one started."""
         if key in self.running and key not in self._cancelled:
             self._cancelled[key] = cause
             self.running[key].cancel()
 
     async def stop(self, deadline_s: float) -> None:
-        """Cancel whatever runs, as errors that are to be tried again; return once all have ended.
+        """Cancel all running attempts, as errors to be retried elsewhere; return once all have ended.
 
-        What has not ended after `deadline_s` (it cleans up, or does not heed its cancellation) is cut off
-        with the process, and logged.
+        An attempt that has not ended after `deadline_s` (it cleans up, or ignores its cancellation) is
+        logged, and ends with the process.
         """
         for key in self.running:
             self._cancel(key, _Cause.SHUTDOWN)
@@ -242,11 +243,11 @@ class Attempts:
         """Run one attempt to its end.
 
         Raises:
-            AttemptError: the engine failed, the deadline passed, or the workflow is unknown here.
+            AttemptError: the engine failed, the deadline passed, or this worker does not know the workflow.
             Reject: the workflow does not want its trajectory used.
-            Exception: whatever the workflow raises.
+            Exception: any error of the workflow.
         """
-        # An attempt is a task of its own, so that the fields are of nobody else's lines.
+        # An attempt runs in its own task, so these log fields apply to its lines only.
         log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name)
         async with self._slots:
             if not task.workflow:
@@ -272,7 +273,9 @@ class Attempts:
         )
 
     async def _call(self, workflow: Workflow, context: WorkflowContext) -> object:
-        """Run a workflow; what would end this process, or look like a cancellation by the controller, is its error.
+        """Run a workflow; turn SystemExit, KeyboardInterrupt and its own CancelledError into errors.
+
+        These exceptions would end this process, or look like a cancellation by the controller.
 
         Raises:
             RolloutError: the workflow raised SystemExit, KeyboardInterrupt or CancelledError by itself.
@@ -294,7 +297,7 @@ class Attempts:
         self._on_end(self._outcome_of(task, job, self._cancelled.pop(key, None)))
 
     def _log_raised(self, task: RolloutTask, failure: BaseException) -> None:
-        """Write the traceback of what an attempt raised, unless one like it was written just now."""
+        """Log the traceback of an attempt's error, unless an equal one was logged just before."""
         frames = traceback.extract_tb(failure.__traceback__)
         where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         if num_alike := self._raised.count(f"{type(failure).__name__} {where}"):
@@ -329,7 +332,8 @@ class Attempts:
             else:
                 self._log_raised(task, failure)
                 error = f"worker {self._worker}: {type(failure).__name__}: {failure}"
-                # What a workflow raises while it is cancelled says nothing of another attempt.
+                # An error that a workflow raises during its cancellation does not predict the next
+                # attempt.
                 kind = ErrorKind.RAISED if cancelled is None else ErrorKind.PASSING
         # Half a surrogate pair cannot be sent.
         error = error.encode("utf-8", "replace").decode()

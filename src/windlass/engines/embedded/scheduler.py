@@ -206,7 +206,7 @@ class Scheduler:
             self._running.clear()
 
     def _forward(self) -> Step:
-        """Return a prefill step over waiting requests if a slot is free, else a decode step over all running requests."""
+        """Return a prefill step over waiting requests if a slot is free, else a decode step over running ones."""
         slots, rows = sorted(self._running), list[list[int]]()
         if self._waiting and self._free:
             slots = []

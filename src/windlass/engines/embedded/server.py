@@ -46,7 +46,8 @@ CLIENT_ROUTES = dict.fromkeys(
     ("/generate", "/abort_request", "/health", "/health_generate", "/server_info", "/model_info"),
     (Access.CLIENT, Access.WORKER),
 )
-"""Routes open to rollout clients and to workers with a client certificate; every other route needs the owner's token."""
+"""Routes open to rollout clients and to workers with a client certificate; every other route needs the owner's
+token."""
 
 
 class _Version(msgspec.Struct, frozen=True):

@@ -127,7 +127,10 @@ def send_order(
     *,
     hook: str = HOOK,
 ) -> None:
-    """Send an order within a session, as `order_ranks`; `deadline_s` is None for an order that lasts as long as a pause."""
+    """Send an order within a session, as `order_ranks` does.
+
+    `deadline_s` is None only for an order that lasts as long as a pause.
+    """
     name = msgspec.json.encode(order).decode()
     # SGLang's own serialiser produces these bytes.
     payload = ForkingPickler.dumps([(name, _Empty())])

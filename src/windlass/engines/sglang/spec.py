@@ -27,7 +27,8 @@ from windlass.net.addresses import free_port
 
 HOOK = "windlass.engines.sglang.hook.run"
 ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""Environment variable that makes SGLang return log-probabilities of the model's own distribution at any temperature."""
+"""Environment variable that makes SGLang return log-probabilities of the model's own distribution at any
+temperature."""
 
 REPLICAS = Feature(
     "ranks that know their replica (`dp_rank` of `get_parallel()`)",
@@ -208,7 +209,9 @@ class SglangServer:
 
 
 def check_server(server: EngineHttp, world_size: int) -> int:
-    """Check the settings that a running server reports. Settings that it does not report count as its command line gave them.
+    """Check the settings that a running server reports.
+
+    If the server does not report its settings, its command line counts.
 
     Args:
         server: the running server.

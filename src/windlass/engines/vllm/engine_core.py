@@ -72,7 +72,8 @@ _TELLING_CALLS = frozenset({QUIESCES, "windlass_set_version"})
 _HOLDS = "update_weights"
 """vLLM's own call of workers, which our weight-transfer backend turns into a hold; its argument is a dict."""
 WHOLE = "whole"
-"""Key in that dict for an update without `/start_weight_update` and `/finish_weight_update`; the core sets the version."""
+"""Key in that dict for an update without `/start_weight_update` and `/finish_weight_update`; the core sets the
+version."""
 _LOADS, _INITIALISES = "windlass_capture", "init_weight_transfer_engine"
 OWN_VERSIONS = "WINDLASS_VLLM_OWN_VERSIONS"
 SPANS = "weight_versions"
@@ -200,7 +201,7 @@ _own = _Core()
 
 
 def core_calls() -> CoreCalls | None:
-    """Return the calls into this process's core once a layout has been captured in it; None if there is no such core."""
+    """Return the calls into this process's core; None before a capture, and without a core."""
     return _own.calls
 
 

@@ -80,7 +80,10 @@ class VllmApi:
         self._server.post("/resume", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """See `EngineApi.set_version`. If Windlass records versions, a blocked loop returns the version to the core at its end."""
+        """Set the version of later tokens, see `EngineApi.set_version`.
+
+        If Windlass records versions, a blocked loop returns the version to the core at its end.
+        """
         if not self._stamps:
             self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s)
         elif not self._is_blocking:

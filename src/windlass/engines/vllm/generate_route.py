@@ -68,7 +68,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class GenerateRoute:
-    """ASGI middleware that answers `POST /generate` through `/inference/v1/generate` and passes on every other request."""
+    """ASGI middleware that answers `POST /generate` through `/inference/v1/generate`; it passes on all else."""
 
     path: ClassVar[str] = "/inference/v1/generate"
     """Path of the vLLM route that answers the request."""

@@ -249,7 +249,7 @@ def _node_options(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _generate_options() -> tuple[str, ...]:
-    """Return the options that add `/generate`: through vLLM's own route where it reports versions, else through completions."""
+    """Return the options that add `/generate`, through vLLM's own route if it reports versions."""
     # `find_spec` locates vLLM without importing it.
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:

@@ -256,7 +256,10 @@ def _block(rank: EngineRank, pause_id: str, deadline_s: float) -> None:
 
 
 def _of_all_ranks(captured: CapturedLayout, world_size: int) -> list[CapturedLayout]:
-    """Return the captured layout of every rank; every rank calls this. It sends JSON, because peer bytes are never unpickled."""
+    """Return the captured layout of every rank; every rank calls this.
+
+    The ranks exchange JSON, because peer bytes are never unpickled.
+    """
     if world_size == 1:
         return [captured]
     from vllm.distributed.parallel_state import get_world_group
