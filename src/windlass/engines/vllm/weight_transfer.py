@@ -47,14 +47,13 @@ LEAVE_S = 1.0
 
 
 @dataclass(kw_only=True)
-# Body of `/init_weight_transfer_engine`. Attributes: controller: address that the trainer's rank 0
-# gives. token: token of the engine role. url: address of this server, as the trainer calls it.
-class InitInfo(WeightTransferInitInfo):
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Body of `/init_weight_transfer_engine`.
 
     Attributes:
-        controller: address that the trainer's rank 0 gives. token: of an engine's role.
-        url: of this server, as the trainer calls it.
+        controller: address that the trainer's rank 0 gives.
+        token: token of the engine role.
+        url: address of this server, as the trainer calls it.
     """
 
     name: str
@@ -66,16 +65,13 @@ class InitInfo(WeightTransferInitInfo):
 
 
 @dataclass(kw_only=True)
-# Body of `/update_weights`. Attributes: version: the version that the trainer is about to publish.
-# deadline_s: seconds within which its round must reach this worker. namespace: cache namespace that the
-# EngineCore has begun; see `windlass.engines.vllm.engine_core`.
-class UpdateInfo(WeightTransferUpdateInfo):
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Body of `/update_weights`.
 
     Attributes:
-        version: that is about to come.
-        deadline_s: for its round to reach this worker.
-        namespace: that the EngineCore has begun for its caches; see `windlass.engines.vllm.engine_core`.
+        version: the version that the trainer is about to publish.
+        deadline_s: seconds within which its round must reach this worker.
+        namespace: cache namespace that the EngineCore has begun; see `windlass.engines.vllm.engine_core`.
     """
 
     version: int
