@@ -2,7 +2,7 @@
 
 Engines are *replicas* if their ranks hold the same boxes at the same places of the same parameters.
 The plan is made for one replica and is valid, op for op, for the others. Rank r of every replica
-forms a *group*. The bytes of a group travel in *stripes*. A stripe is a tree over the members:
+forms a *group*. The bytes of a group are divided into *stripes*. A stripe is a tree over the members:
 trainers write to its root, and it carries every num_stripes-th chunk.
 
 With two binary trees, where the inner nodes of one are leaves of the other, every member sends

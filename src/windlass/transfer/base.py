@@ -95,7 +95,7 @@ class ReceiverBackend(Protocol):
         ...
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Return sources with bytes of another digest than expected, or without a link to this rank."""
+        """Return sources that have another digest than expected, or no link to this rank."""
         ...
 
     def apply(self) -> None:

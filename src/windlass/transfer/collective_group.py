@@ -216,7 +216,7 @@ class TorchBroadcastGroup:
 
         self._name = name
         self._process_group = process_group
-        # Keeps the store open during the life of the group.
+        # This reference keeps the store open during the life of the group.
         self._store = store
         self._is_root = rank == 0
         self._is_nccl = fabric is CollectiveFabric.NCCL

@@ -199,7 +199,7 @@ class Destination:
     def verify(
         self, expected: Mapping[str, str], hashed: Mapping[str, str] | None = None
     ) -> tuple[str, ...]:
-        """Return sources with bytes of another digest than expected, or without a link to this rank.
+        """Return sources that have another digest than expected, or no link to this rank.
 
         `hashed`: digests that were computed earlier; a digest that differs is computed again.
 

@@ -161,7 +161,7 @@ def prune(folder: Path, version: int, worker: str, keep_versions: int) -> None:
             if path.name.endswith(".tmp") or (number < version and number not in kept):
                 path.unlink(missing_ok=True)
         with suppress(OSError):
-            # Not empty: other ranks have files there.
+            # The folder is not empty if other ranks have files in it.
             home.rmdir()
 
 

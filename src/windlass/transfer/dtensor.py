@@ -328,7 +328,7 @@ def _bare(name: str, parallel: Sequence[str]) -> str:
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raise for a tensor without its elements in its memory; `name` is for the message.
+    """Raise if a tensor's memory does not contain its elements; `name` is for the message.
 
     Raises:
         UnsupportedLayout: the tensor is lazy, on the meta device, sparse, a placeholder of
@@ -361,7 +361,7 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def refuse_freed(name: str, local: torch.Tensor) -> None:
-    """Raise for a tensor with a storage that its owner has freed (offloaded, for example).
+    """Raise if the owner of a tensor has freed its storage (by offloading, for example).
 
     Raises:
         PlanError: the storage is freed.

@@ -107,7 +107,7 @@ class Receiver:
             )
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Return sources with bytes of another digest than expected, or without a link to this rank.
+        """Return sources that have another digest than expected, or no link to this rank.
 
         A link that was hashed as it was written is only compared; if its digest differs, it is
         hashed again.

@@ -168,7 +168,7 @@ class RelaySender:
     def end(self, *, unknown: bool) -> None:
         """Announce that nothing more will be written, and close."""
         # If the frame is lost, the end of the connection has the same effect; `unknown` is also
-        # reported in the round's result.
+        # part of the round's result.
         with contextlib.closing(self), contextlib.suppress(PeerUnreachable):
             self.send(End(unknown))
 
@@ -350,7 +350,7 @@ class RelayReceiver:
             return of_round.events
 
 
-# --- who writes chunks: a trainer, or an engine that passes them on ------------------------------
+# --- writers of chunks: trainers, and engines that pass them on ----------------------------------
 
 WRITES_AT_ONCE = 4
 """Number of chunks on the wire to one engine: the next chunk is written while the last is

@@ -237,7 +237,7 @@ class Replica:
             # The memory was abandoned and there was no memory for a new copy; try again.
             self._fit(self._used)
             if not self._slot.address:
-                # All parameters are empty.
+                # No memory is needed if all parameters are empty.
                 return read
         targets = self._offsets + np.uint64(self._slot.address)
         sizes = np.array([self._sizes[index] for index in self._indices], np.uint64)

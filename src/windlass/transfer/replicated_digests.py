@@ -70,7 +70,7 @@ class ReplicatedDigests:
         """
         with self._lock:
             self._held = decode_held(part, self._manifest)
-            # Under the same lock, because prepared tables belong to the old boxes.
+            # Drop the prepared tables under the same lock, because they belong to the old boxes.
             self._drop()
 
     @property

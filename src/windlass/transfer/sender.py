@@ -5,7 +5,7 @@
 link's digest for the coordinator. If a GPU maps a peer's memory, GPU kernels store the bytes
 instead (`transfer/stored_links.py`).
 
-The capacity of the arena decides how packed ops travel. If all packed ops fit, `prepare` packs and
+The capacity of the arena decides when ops are packed. If all packed ops fit, `prepare` packs and
 hashes them before the pause and `write` only writes. Otherwise `prepare` only hashes, and `write`
 uses the arena as a ring of two halves: it packs one half while the other is on the wire. DIRECT ops
 do not pass through the arena: they are written from the parameter itself. With a replica
@@ -272,7 +272,7 @@ class Sender:
                 self._stores.prepare(located, replica)
             registered_s = self._pack_or_hash(located) if self._writes else 0.0
             self._pack_s = time.perf_counter() - began - registered_s
-            # Kept until the next write reports it.
+            # The seconds are kept until the next write reports them.
             self._register_s += registered_s
             if replica is not None:
                 replica.taken(version)
