@@ -147,7 +147,7 @@ class EngineClient(Closing):
             undo.pop_all()
 
     def wait_disconnected(self, deadline_s: float) -> bool:
-        """Whether no controller is connected, and the agent knows it, by then."""
+        """Wait until the agent has noted the loss of its controller; return whether it did within `deadline_s`."""
         return self._channel.wait_disconnected(deadline_s)
 
     def leave(self) -> None:

@@ -51,7 +51,7 @@ OTHER_NODES_VARIABLE = "WINDLASS_RANKS_ON_OTHER_NODES"
 HEAD_HEADER = "x-windlass-report"
 PROOF_HEADER = "x-windlass-proof"
 REPORTED_S = 2.0
-"""For what ranks have reported already."""
+"""Seconds to wait for reports that ranks have sent already."""
 _PREFIX = "windlass-reports-"
 
 

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans of weight updates, one per round and one per stage of it.
+"""OpenTelemetry spans of weight updates: one per round and one per stage of the round.
 
-Needs the extra `otel`, and a tracer provider that the application has set (or
-`opentelemetry-instrument`); without either nothing happens.
+Spans need the extra `otel`, and a tracer provider that the application (or `opentelemetry-instrument`) sets.
+Without either, no span is recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NS = 1_000_000_000
 
 
 def find_tracer() -> Tracer | None:
-    """The tracer of this library; None when OpenTelemetry is not installed."""
+    """Return the tracer of this library; None if OpenTelemetry is not installed."""
     if importlib.util.find_spec("opentelemetry") is None:
         return None
     from opentelemetry.trace import get_tracer
@@ -28,7 +28,7 @@ def find_tracer() -> Tracer | None:
 
 
 def record_round(tracer: Tracer, report: UpdateReport) -> None:
-    """Record a round that has just ended: its figures, and its stages one after another."""
+    """Record the figures of a round that has just ended, and its stages in sequence."""
     from opentelemetry.trace import set_span_in_context
 
     end_ns = time.time_ns()

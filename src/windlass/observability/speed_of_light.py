@@ -1,4 +1,4 @@
-"""How far an update was from what its links can do, and where the rest of its time went."""
+"""Comparison of an update with the limit of its links, and the time of each stage."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from windlass.updates.report import Measure, UpdateReport
 @final
 @dataclass(frozen=True, slots=True)
 class SpeedOfLight:
-    """One update against its ceiling.
+    """One update and its limit.
 
     Attributes:
-        report: of the update.
-        ceiling_gbps: of one link, measured on this machine in this state, in 10^9 bytes per second.
-        num_links: that work side by side: the smaller number of ranks, one link each, say.
+        report: report of the update.
+        ceiling_gbps: limit of one link, measured on this machine in this state, in 10^9 bytes per second.
+        num_links: number of links that work in parallel; with one link per rank, the smaller number of ranks.
 
     Raises:
-        ConfigError: a ceiling or a number of links that is not positive.
+        ConfigError: the ceiling or the number of links is not positive.
     """
 
     report: UpdateReport
@@ -40,34 +40,34 @@ class SpeedOfLight:
 
     @property
     def limit_s(self) -> float:
-        """Its bytes over all links at their ceiling."""
+        """Seconds that the update's bytes need over all links at their ceiling."""
         return self.report.nbytes / self.num_links / self.ceiling_gbps / 1e9
 
     @property
     def stages(self) -> tuple[tuple[str, float], ...]:
-        """(name, seconds), in order; `other` is what no stage accounts for."""
+        """(name, seconds) in order; `other` is the time outside all stages."""
         phase_s = self.report.phase_s
         other = max(0.0, self.report.update_s - sum(phase_s.values()))
         return (*phase_s.items(), ("other", other))
 
     @property
     def achieved_gbps(self) -> float:
-        """Of one link, while bytes travelled."""
+        """Rate of one link during the wire time, in 10^9 bytes per second."""
         wire_s = self.report.wire_s
         return self.report.nbytes / self.num_links / wire_s / 1e9 if wire_s else 0.0
 
     @property
     def wire_fraction(self) -> float:
-        """Limit over wire time: 1 is the speed of light."""
+        """Ratio of limit to wire time: 1 is the speed of light."""
         return self.limit_s / self.report.wire_s if self.report.wire_s else 0.0
 
     @property
     def update_fraction(self) -> float:
-        """Limit over the whole update."""
+        """Ratio of limit to the time of the whole update."""
         return self.limit_s / self.report.update_s if self.report.update_s else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types, for JSON."""
+        """Return plain types, for JSON."""
         report = self.report
         return {
             "version": report.version,
@@ -84,7 +84,7 @@ class SpeedOfLight:
         }
 
     def text(self) -> str:
-        """A few lines for a terminal."""
+        """Return a few lines for a terminal."""
         report = self.report
         head = (
             f"version {report.version}: {report.nbytes / 1e9:.3f} GB over {self.num_links} links of "
@@ -113,7 +113,7 @@ class SpeedOfLight:
 
 
 def save_plot(updates: Sequence[SpeedOfLight], path: Path) -> None:
-    """Write a PNG, by matplotlib (the extra `demo`): the stages of each update as a stacked bar, the limit as a line."""
+    """Write a PNG with matplotlib (the extra `demo`): the stages of each update as a stacked bar, the limit as a line."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -258,7 +258,7 @@ class RolloutController:
         return self._life.submit_group(work, n, metadata=metadata)
 
     def decline(self, result: RolloutGroup | Rollout) -> None:
-        """Return a delivered result that is of no use (all rewards are equal, say): it no longer counts as consumed.
+        """Decline a delivered result that is of no use (all rewards equal, say): it no longer counts as consumed.
 
         Without this call the staleness bound counts the result as trained on, and in the end admits nothing.
 

@@ -1,4 +1,4 @@
-"""One attempt against an engine that speaks SGLang's `/generate`."""
+"""One attempt at an engine with SGLang's `/generate` route."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PASSING_4XX = frozenset({408, 409, 425, 429})
 
 
 class AttemptError(RolloutError):
-    """The attempt is over; `partial` is what survived of it."""
+    """The attempt has failed; `partial` contains the surviving tokens."""
 
     def __init__(self, message: str, partial: Partial, kind: ErrorKind = ErrorKind.PASSING) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class AttemptError(RolloutError):
 
 
 class AttemptResult(msgspec.Struct, frozen=True):
-    """How an attempt ended well: tokens of a plain prompt, or turns and value of a workflow."""
+    """Result of a successful attempt: tokens of a plain prompt, or turns and value of a workflow."""
 
     tokens: Partial = Partial()
     finish_reason: str = ""
@@ -52,7 +52,7 @@ class _TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _VersionSpan(msgspec.Struct, frozen=True):
-    """One weight version over output tokens [start, end), as SGLang and vLLM say it."""
+    """One weight version over output tokens [start, end), in the form of SGLang and vLLM."""
 
     version: int | str
     start: int
@@ -77,18 +77,19 @@ async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> Attempt
 
     Args:
         session: used for `POST {engine}/generate`.
-        task: what to generate.
+        task: the attempt to run.
 
     Raises:
-        AttemptError: the engine refused, died, answered nonsense, made no progress in
-            `MAX_STALLS` calls, or did not end within `task.deadline_s`.
+        AttemptError: the engine refused, died, sent an invalid answer, made no progress in `MAX_STALLS`
+            calls, or did not end within `task.deadline_s`.
     """
     progress = _Progress(task)
     try:
         async with asyncio.timeout(task.deadline_s):
             return await progress.run(session)
     except TimeoutError as error:
-        # Also a connection's own TimeoutError (ETIMEDOUT): either way no answer came.
+        # A connection's own TimeoutError (ETIMEDOUT) is caught here too: no answer arrived in either
+        # case.
         reason = f"no answer within {task.deadline_s:.3f} s"
         raise progress.failure(reason) from error
     except (aiohttp.ClientError, OSError, PeerUnreachable, *DECODE_ERRORS) as error:
@@ -178,7 +179,7 @@ class _Progress:
         return Partial(ids, logprobs, tuple(versions))
 
     def _spread(self, spans: Sequence[_VersionSpan], num_tokens: int) -> list[int]:
-        """The version of every token."""
+        """Return the version of every token."""
         versions: list[int] = []
         for span in spans:
             if span.start != len(versions):

@@ -1,4 +1,4 @@
-"""The distribution that tokens are drawn from: temperature, then `top_k`, then `top_p`, as transformers and vLLM do it."""
+"""Distribution that tokens are sampled from: temperature, then `top_k`, then `top_p`, as in transformers and vLLM."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ GREEDY = 1e-5
 def sampled_logprobs(
     logits: torch.Tensor, samplings: Sequence[SamplingParams | None]
 ) -> torch.Tensor:
-    """Return the log-probabilities (B, V) of the distribution of each row; -inf for a token that is never drawn.
+    """Return the log-probabilities (B, V) of each row's distribution; -inf for a token that is never sampled.
 
     Args:
         logits: (B, V), of the model.
-        samplings: of the rows. A greedy row, and one without settings, has the log-probabilities of the model.
+        samplings: sampling parameters of the rows. A greedy row, and a row without parameters, has the
+            log-probabilities of the model.
     """
     drawn = [None if s is None or s.temperature < GREEDY else s for s in samplings]
     scaled = logits / torch.tensor([s.temperature if s else 1.0 for s in drawn])[:, None]
