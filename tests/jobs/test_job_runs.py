@@ -209,7 +209,9 @@ def test_a_job_that_trains_nothing_fails_and_says_why(
 ) -> None:
     status, printed = launch(write_job(tmp_path, recipe, top="steps = 3"))
     assert status == 2, printed
-    assert says in printed.splitlines()[-1]
+    error, logs = printed.splitlines()[-2:]
+    assert says in error
+    assert logs == f"the logs are in {tmp_path}/out/logs"
     assert "Traceback" not in printed
 
 
