@@ -121,7 +121,12 @@ class EngineServer:
             ]
         )
         loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
+
+        def serve() -> None:
+            loop.run_forever()
+            loop.close()
+
+        threading.Thread(target=serve, name="http", daemon=True).start()
         try:
             asyncio.run_coroutine_threadsafe(self._server.start(), loop).result(START_DEADLINE_S)
         except FutureTimeout:
