@@ -96,7 +96,7 @@ engines: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
 	test -n "$(WINDLASS_SGLANG_VENV)" || bash tools/engines/install.sh sglang .venv-sglang $(VENV)
 
-# Live servers on this machine's CPU: a choice that covers the matrix (about 27 minutes on two cores),
+# Live servers on this machine's CPU: a choice that covers the matrix (about 35 minutes on two cores),
 # or all of it with FULL=1. What was shown becomes docs/capabilities.md.
 test-engines: engines
 	WINDLASS_ENGINES=$(if $(FULL),all) WINDLASS_CAPABILITIES=docs/capabilities.json \
@@ -116,11 +116,11 @@ test-integrations: engines
 	  tests/integrations tests/rollout/test_routers.py $(ARGS)
 
 # The part of test-engines, and of test-megatron, that shows what an update promises with the settings that users run:
-# prefix caches on, overlapped gathers. Answers of updated servers, in every pause mode, are those of fresh
-# ones. About 15 minutes on two cores; the closing line counts what was compared.
+# prefix caches on, overlapped gathers, model classes of a plugin that keep tensors apart from parameters. Answers of
+# updated servers, in every pause mode, are those of fresh servers in other processes. About 20 minutes on two cores; the closing line counts what was compared.
 test-truth: engines
 	$(BIN)/pytest -m "engines or not engines" tests/engines/test_vllm_encoders.py tests/engines/test_vllm_caches.py \
-	  tests/engines/test_sglang_caches.py tests/trainers/test_whole.py $(ARGS)
+	  tests/engines/test_sglang_caches.py tests/engines/test_live_derived_state.py tests/trainers/test_whole.py $(ARGS)
 
 # Every test that SECURITY.md and docs/attacks.md name: strangers, tokens, TLS, forged and misfit members, other
 # runs, damaged journals, against real processes. About 2 minutes on two cores; most are in `make test` as well.

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -482,10 +482,13 @@ def serving(
     adapter: Path | None = None,
     flags: Sequence[str] = (),
     tokenizes: bool = False,
+    path: str = "",
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """A server that has joined the controller's fleet, or a plain one without a controller.
 
-    flags: come after `FLAGS`, and win. tokenizes: the model's folder has a tokenizer.
+    flags: come after `FLAGS`, and win. tokenizes: the model's folder has a tokenizer. path: of a plugin's
+    distribution. variables: of the server's environment besides.
     """
     if not (python := VENVS[engine] / "bin/python").exists():
         pytest.skip(f"no {python}: make engines installs {engine}")
@@ -503,7 +506,12 @@ def serving(
                 *flags,
                 *ORACLE[engine],
             ],
-            env=environment(engine, layout.world_size, f"{ROOT / 'src'}:{Path(__file__).parent}"),
+            env={
+                **environment(
+                    engine, layout.world_size, f"{ROOT / 'src'}:{Path(__file__).parent}:{path}"
+                ),
+                **(variables or {}),
+            },
             stdout=subprocess.PIPE,
             stderr=stream,
             text=True,

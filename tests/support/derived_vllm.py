@@ -1,0 +1,10 @@
+"""Entry point `vllm.general_plugins` of a plugin that brings the classes of `derived_state`."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    from vllm import ModelRegistry
+
+    for name in ("Holder", "Lazy", "Cold"):
+        ModelRegistry.register_model(f"{name}Qwen3", f"derived_vllm_models:{name}Qwen3")
