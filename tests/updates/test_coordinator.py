@@ -1103,3 +1103,19 @@ async def test_publish_names_the_trainer_ranks_that_it_waits_for(
         await rig.add_trainer(2)
         await rig.add_engine("a")
         assert (await rig.publish(1)).outcome is RoundOutcome.PUBLISHED
+
+
+async def test_publish_names_no_rank_that_is_only_some_seconds_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The time counts from the first announcement of this version, not of an earlier one."""
+    monkeypatch.setattr("windlass.updates.coordinator.NAME_MISSING_S", 2.0)
+    async with FakeFleet(quick()) as rig:
+        await rig.start({"a": 1})
+        await rig.publish(0)
+        await asyncio.sleep(1.5)
+        first = asyncio.create_task(rig.announce("trainer/0", 1))
+        await asyncio.sleep(1.0)
+        assert (await rig.announce("trainer/1", 1)).outcome is RoundOutcome.PUBLISHED
+        assert (await first).outcome is RoundOutcome.PUBLISHED
+        assert "publish waits for" not in caplog.text

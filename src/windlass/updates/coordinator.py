@@ -98,7 +98,8 @@ class Coordinator:
         self.catch_ups = CatchUps(self, config, planner)
         self._resume_retries = ResumeRetries(self, config.deadlines)
         self._requests = PublishRequests()
-        self._names_missing = False
+        # Logs the trainer ranks that a publish waits for.
+        self._naming: asyncio.TimerHandle | None = None
         self._comparisons = Comparisons(config.compare_share)
         self.lock = asyncio.Lock()
         self._driver: RoundDriver | None = None
@@ -179,23 +180,27 @@ class Coordinator:
             and self._requests.num_waiting >= trainers.world_size  # else nobody is asked, each time
             and (all_of_them := self._requests.pop_all(trainers.workers))
         ):
+            self._stop_naming()
             with log_fields(version=frame.version):  # which the new task keeps
                 self.spawn(self._update(all_of_them))
-        elif not self._names_missing:
-            self._names_missing = True
-            self.spawn(self._name_missing_ranks())
+        elif self._naming is None:
+            self._naming = self._name_missing_later()
 
-    async def _name_missing_ranks(self) -> None:
-        """Log the ranks that a publish waits for, until no rank waits."""
-        try:
-            while True:
-                await asyncio.sleep(NAME_MISSING_S)
-                if not self._requests.num_waiting:
-                    return
-                if missing := self._missing_ranks():
-                    _log.warning("publish waits for %s", missing)
-        finally:
-            self._names_missing = False
+    def _name_missing_later(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(NAME_MISSING_S, self._name_missing_ranks)
+
+    def _name_missing_ranks(self) -> None:
+        """Log the ranks that a publish waits for, and again later while a rank waits."""
+        self._naming = None
+        if self._requests.num_waiting:
+            if missing := self._missing_ranks():
+                _log.warning("publish waits for %s", missing)
+            self._naming = self._name_missing_later()
+
+    def _stop_naming(self) -> None:
+        if self._naming is not None:
+            self._naming.cancel()
+            self._naming = None
 
     def _missing_ranks(self) -> str:
         """Return the trainer ranks that have not announced a version, each with the reason; empty if all have."""
@@ -499,6 +504,7 @@ class Coordinator:
         # Side by side: an agent that does not answer costs its deadline, and each would.
         closing = (session.close() for session in list(self.members.sessions.values()))
         await asyncio.gather(*closing, return_exceptions=True)
+        self._stop_naming()
         self.run.journal.close()
 
 
