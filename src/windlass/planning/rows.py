@@ -86,10 +86,8 @@ def resolve_names(
     index: dict[str, int] = {}
     shapes: list[tuple[int, ...]] = []
     seen_at: list[str] = []
-    read = {n for m in destinations for n in (*m.aliases, *(spec.name for spec in m.tensors))}
-    for alias, target in (pair for m in sources for pair in m.aliases.items()):
-        if not read.isdisjoint({alias, target}):
-            read |= {alias, target}
+    # Found once two shapes differ, which is rare: it looks at every tensor of every destination.
+    read: set[str] | None = None
     for manifest in (*sources, *destinations):
         own = {spec.name: spec.shape for spec in manifest.tensors}
         aliases = manifest.aliases
@@ -98,7 +96,10 @@ def resolve_names(
             if known == len(shapes):
                 shapes.append(shape)
                 seen_at.append(manifest.worker)
-            elif shapes[known] != shape and name not in unread and (name in read or not read):
+            elif shapes[known] != shape and name not in unread:
+                read = _read_names(sources, destinations) if read is None else read
+                if read and name not in read:
+                    continue
                 alias = f"as an alias of {aliases[name]!r} " if name in aliases else ""
                 raise ManifestError(
                     f"tensor {name!r} must have one shape, got {shapes[known]} at "
@@ -114,6 +115,17 @@ def resolve_names(
         class_of=np.array(class_of, np.int32),
         derived=derived,
     )
+
+
+def _read_names(
+    sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest]
+) -> set[str]:
+    """Return the names of destinations, and those that an alias of a source joins with them."""
+    read = {n for m in destinations for n in (*m.aliases, *(spec.name for spec in m.tensors))}
+    for alias, target in (pair for m in sources for pair in m.aliases.items()):
+        if not read.isdisjoint({alias, target}):
+            read |= {alias, target}
+    return read
 
 
 def _derive_scales(
