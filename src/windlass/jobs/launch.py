@@ -377,23 +377,22 @@ class _Job:
 
         async def call() -> None:
             # Inside of the task: SystemExit would pass it, and end the loop.
-            with recipe_code("ended"):
+            with self._in_hook("ended"):
                 await self._recipe.ended(summary)
 
-        with self._waiting_for(lambda: "the recipe's ended"):
-            hook = asyncio.create_task(call(), name="ended")
-            insisted = asyncio.create_task(self.signals.get())
-            try:
-                timeout_s = self._config.shutdown_s if summary.stopped_by else None
-                await asyncio.wait(
-                    [hook, insisted], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                if hook.done():
-                    hook.result()
-            finally:
-                hook.cancel()
-                insisted.cancel()
-                await asyncio.gather(hook, insisted, return_exceptions=True)
+        hook = asyncio.create_task(call(), name="ended")
+        insisted = asyncio.create_task(self.signals.get())
+        try:
+            timeout_s = self._config.shutdown_s if summary.stopped_by else None
+            await asyncio.wait(
+                [hook, insisted], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if hook.done():
+                hook.result()
+        finally:
+            hook.cancel()
+            insisted.cancel()
+            await asyncio.gather(hook, insisted, return_exceptions=True)
 
     async def _clean_up(self) -> float:
         """Cancel all rollouts and wait for their clean-up, unless a signal says not to.
@@ -667,8 +666,7 @@ class _Job:
     async def _step(self, batch: list[list[TrainingSample]]) -> None:
         trainer, step = self._config.trainer, self._steps
         samples = [sample for group in batch for sample in group]
-        hook = f"the recipe's before_step of step {step}"
-        with recipe_code(f"before_step of step {step}"), self._waiting_for(lambda: hook):
+        with self._in_hook(f"before_step of step {step}"):
             await self._recipe.before_step(step, samples)
         self.controller.observe_samples(samples)
         async with self._in_step:
@@ -707,8 +705,7 @@ class _Job:
                 **result.metrics,
             }
         )
-        hook = f"the recipe's after_step of step {step}"
-        with recipe_code(f"after_step of step {step}"), self._waiting_for(lambda: hook):
+        with self._in_hook(f"after_step of step {step}"):
             await self._recipe.after_step(step, result)
 
     async def _produce(self) -> None:
@@ -788,6 +785,12 @@ class _Job:
             lambda: f"groups of step {self._steps + 1}: {self._scoring.describe()}"
         ):
             return await self._scoring.next_batch(producer)
+
+    @contextmanager
+    def _in_hook(self, hook: str) -> Iterator[None]:
+        """Name a hook of the recipe in its errors, and in the waiting lines while the hook runs."""
+        with recipe_code(hook), self._waiting_for(lambda: f"the recipe's {hook}"):
+            yield
 
     @contextmanager
     def _waiting_for(self, describe: Callable[[], str]) -> Iterator[None]:
