@@ -129,13 +129,12 @@ class EngineServer:
         threading.Thread(target=serve, name="http", daemon=True).start()
         try:
             asyncio.run_coroutine_threadsafe(self._server.start(), loop).result(START_DEADLINE_S)
-        except FutureTimeout:
+        except BaseException as error:
             loop.call_soon_threadsafe(loop.stop)
+            if not isinstance(error, FutureTimeout):
+                raise
             where = f"engine {self._settings.name}: {self.url}"
             raise PeerTimeout(f"{where} does not serve after {START_DEADLINE_S} s") from None
-        except Exception:
-            loop.call_soon_threadsafe(loop.stop)
-            raise
 
     async def _generate(self, http: web.Request) -> web.Response:
         body = msgspec.json.decode(await http.read(), type=_Generate)
