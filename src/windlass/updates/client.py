@@ -258,11 +258,12 @@ class TrainerChannel(AgentChannel):
             self._published, self._lineage = frame.version, self._welcomed_by
         with self._lock:
             for announced in (self._announced, self._withdrawn):
-                if announced is None or announced.report.done():
-                    continue
-                if frame.attempt != announced.frame.attempt:
-                    continue
-                if frame.attempt or frame.version == announced.frame.version:
+                if (
+                    announced is not None
+                    and not announced.report.done()
+                    and frame.attempt == announced.frame.attempt
+                    and (frame.attempt or frame.version == announced.frame.version)
+                ):
                     announced.report.set_result(frame)
 
     async def on_connected(self) -> None:
