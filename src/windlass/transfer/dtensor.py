@@ -678,7 +678,8 @@ class LiveTensors:
         for module in self._modules:
             for path, child in module.named_modules():
                 if id(child) in layers:
-                    inside = (n for n in self._parts if n.startswith(f"{path}."))
+                    bare = _bare(f"{path}.", ())
+                    inside = (n for n in self._parts if n.startswith(bare))
                     return next(inside, path)
         return "of adapters"
 
