@@ -117,9 +117,7 @@ async def control(steps: int, num_trainers: int) -> None:
     policy = windlass.StalenessPolicy(
         max_staleness=1, batch_size=TASKS_PER_STEP * SAMPLES_PER_TASK, max_concurrent=256
     )
-    async with windlass.Controller(
-        token=os.environ["WINDLASS_TOKEN"], staleness=policy
-    ) as controller:
+    async with windlass.Controller(token=token(), staleness=policy) as controller:
         print(controller.url, flush=True)
         await controller.wait_for_fleet(
             num_trainers=num_trainers, engines=("engine-a",), deadline_s=600
@@ -146,6 +144,14 @@ async def control(steps: int, num_trainers: int) -> None:
         print(f"lost {controller.rollouts.stats().lost}", flush=True)
         producer.cancel()
         await asyncio.gather(producer, return_exceptions=True)
+
+
+def token() -> str:
+    """The controller's secret, which every process of a job has in its environment."""
+    return os.environ.get("WINDLASS_TOKEN") or sys.exit(
+        "WINDLASS_TOKEN must be set to a secret that all processes share, got none; "
+        "run `export WINDLASS_TOKEN=a-secret-of-yours` in every terminal"
+    )
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""A controller: run with `python examples/controller.py`, then start the rest with the address it prints.
+"""A controller: run with `python examples/controller.py`, then start the rest with the address that it prints.
 
 export WINDLASS_TOKEN=...
 python examples/controller.py
@@ -9,8 +9,10 @@ torchrun --nproc-per-node 2 examples/trainer.py URL CONFIG.json
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
+import sys
 
 import windlass
 from windlass.rollout import RolloutGroup, training_samples
@@ -19,23 +21,29 @@ SAMPLES_PER_PROMPT = 4
 PROMPTS_PER_STEP = 8
 
 
-async def main() -> None:
-    """Three steps of rollouts, scored by how often token 7 appears."""
+async def main(steps: int, port: int) -> None:
+    """Serve steps of rollouts, scored by how often token 7 appears."""
     sampling = windlass.SamplingParams(max_new_tokens=8, ignore_eos=True)
     policy = windlass.StalenessPolicy(
         max_staleness=1, batch_size=PROMPTS_PER_STEP * SAMPLES_PER_PROMPT, max_concurrent=256
     )
-    async with windlass.Controller(
-        token=os.environ["WINDLASS_TOKEN"], staleness=policy
-    ) as controller:
+    async with windlass.Controller(token=token(), port=port, staleness=policy) as controller:
         print(controller.url, flush=True)
         await controller.wait_for_fleet(num_trainers=2, engines=("engine-a",), deadline_s=600)
-        for step in range(3):
+        for step in range(steps):
             for number in range(PROMPTS_PER_STEP):
                 controller.rollouts.submit_group((1, 2, number), SAMPLES_PER_PROMPT, sampling)
             groups = await controller.rollouts.next_batch(PROMPTS_PER_STEP, deadline_s=600)
             await controller.batches.put(step, [score(group) for group in groups])
-        await controller.wait_for_version(3, deadline_s=600)
+        await controller.wait_for_version(steps, deadline_s=600)
+
+
+def token() -> str:
+    """The controller's secret, which every process of a job has in its environment."""
+    return os.environ.get("WINDLASS_TOKEN") or sys.exit(
+        "WINDLASS_TOKEN must be set to a secret that all processes share, got none; "
+        "run `export WINDLASS_TOKEN=a-secret-of-yours` in every terminal"
+    )
 
 
 def score(group: RolloutGroup) -> tuple[windlass.TrainingSample, ...]:
@@ -45,4 +53,8 @@ def score(group: RolloutGroup) -> tuple[windlass.TrainingSample, ...]:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    parser = argparse.ArgumentParser(description="A controller and the rollouts of a few steps.")
+    parser.add_argument("--steps", type=int, default=3, help="the same number as the trainer's")
+    parser.add_argument("--port", type=int, default=0, help="0 lets the system choose")
+    args = parser.parse_args()
+    asyncio.run(main(args.steps, args.port))

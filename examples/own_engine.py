@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -147,6 +148,14 @@ def handler(served: Served) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+def token() -> str:
+    """The controller's secret."""
+    return os.environ.get("WINDLASS_TOKEN") or sys.exit(
+        "WINDLASS_TOKEN must be set to the controller's secret, got none; "
+        "run `export WINDLASS_TOKEN=a-secret-of-yours` in every terminal"
+    )
+
+
 def main() -> None:
     """Serve from the first published version on."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -154,12 +163,14 @@ def main() -> None:
     parser.add_argument("--model", required=True, type=Path, help="configuration JSON")
     parser.add_argument("--controller", required=True, help="address of the controller")
     args = parser.parse_args()
+    if not args.model.is_file():
+        parser.error(f"--model must be a JSON file with a model configuration, got {args.model}")
+    secret = token()
     config = transformers.AutoConfig.for_model(**json.loads(args.model.read_text()))
     served = Served(transformers.AutoModelForCausalLM.from_config(config).eval())
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler(served))
     url = f"http://127.0.0.1:{server.server_port}"
-    token = os.environ["WINDLASS_TOKEN"]
-    join(served, url=url, controller=args.controller, token=token, name=args.name)
+    join(served, url=url, controller=args.controller, token=secret, name=args.name)
     server.serve_forever()
 
 

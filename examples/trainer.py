@@ -5,6 +5,7 @@ WINDLASS_TOKEN holds the controller's token. Loss and optimiser are yours; Windl
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -20,28 +21,52 @@ import windlass
 
 def main() -> None:
     """Train on whatever the controller serves, and publish after every step."""
-    url, config_path, token = sys.argv[1], sys.argv[2], os.environ["WINDLASS_TOKEN"]
+    parser = argparse.ArgumentParser(description="A trainer rank, started by torchrun.")
+    parser.add_argument("url", help="address that the controller has printed")
+    parser.add_argument("config", type=Path, help="model configuration, a JSON file")
+    parser.add_argument("--steps", type=int, default=3, help="the same number as the controller's")
+    args = parser.parse_args()
+    if not args.config.is_file():
+        parser.error(f"CONFIG must be a JSON file with a model configuration, got {args.config}")
+    if "RANK" not in os.environ:
+        sys.exit(
+            "RANK must be set by torchrun, got none; "
+            "run `torchrun --nproc-per-node 2 examples/trainer.py URL CONFIG.json`"
+        )
+    url, secret = args.url, token()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**json.loads(Path(config_path).read_text()))
+    config = transformers.AutoConfig.for_model(**json.loads(args.config.read_text()))
     model = transformers.AutoModelForCausalLM.from_config(config)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with (
-        windlass.connect_trainer(model, controller=url, token=token) as trainer,
-        windlass.BatchClient(url, token) as batches,
+        windlass.connect_trainer(model, controller=url, token=secret) as trainer,
+        windlass.BatchClient(url, secret) as batches,
     ):
-        trainer.publish(0)
-        for step in range(3):
+        show(trainer.publish(0))
+        for step in range(args.steps):
             batch = batches.next_batch(step, dist.get_rank(), dist.get_world_size(), deadline_s=600)
             loss = policy_gradient(model, batch.samples)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-            report = trainer.publish(step + 1)
-            if dist.get_rank() == 0:
-                print(f"version {report.version}: {report.nbytes} bytes in {report.update_s:.3f} s")
+            show(trainer.publish(step + 1))
     dist.destroy_process_group()
+
+
+def show(report: windlass.UpdateReport) -> None:
+    """Print a line for a version that every engine serves now."""
+    if dist.get_rank() == 0:
+        print(f"version {report.version}: {report.nbytes} bytes in {report.update_s:.3f} s")
+
+
+def token() -> str:
+    """The controller's secret, which every process of a job has in its environment."""
+    return os.environ.get("WINDLASS_TOKEN") or sys.exit(
+        "WINDLASS_TOKEN must be set to a secret that all processes share, got none; "
+        "run `export WINDLASS_TOKEN=a-secret-of-yours` in every terminal"
+    )
 
 
 def policy_gradient(

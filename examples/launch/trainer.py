@@ -41,6 +41,11 @@ def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
 
 
 if __name__ == "__main__":
+    if "WINDLASS_TRANSPORT" not in os.environ or len(sys.argv) != 2:
+        sys.exit(
+            "WINDLASS_TRANSPORT and the argument CONFIG.json must be given by a launched job, got "
+            f"arguments {sys.argv[1:]}; run `windlass launch examples/launch/job.toml`"
+        )
     torch.set_num_threads(1)
     run_train_worker(
         FsdpEngine(

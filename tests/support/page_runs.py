@@ -26,9 +26,7 @@ SCRIPTS = re.compile(
 """Benchmarks and tools: their options are parsed by `test_every_script_understands_its_command_line`."""
 VLLM = "tests/integrations/test_vllm_plugin.py::test_an_updated_server_is_a_fresh_one"
 LIVE = "tests/engines/test_live_servers.py::test_an_updated_engine_is_a_fresh_one"
-EXAMPLES = (
-    "tests/cli/test_examples.py::test_controller_engine_worker_and_torchrun_train_three_steps"
-)
+EXAMPLES = "tests/cli/test_examples.py::test_commands_of_the_tutorial_train_and_end"
 SGLANG = (
     "tests/integrations/test_sglang_plugin.py::test_a_server_of_the_users_joins_where_it_is_told"
 )
@@ -60,10 +58,10 @@ RUN: Mapping[str, str] = {
     r"python -m windlass.engines.vllm --attach .*": "tests/engines/test_attach_killed.py::test_an_attach_that_died_is_made_again",
     r"python -m windlass.engines.sglang .* --nnodes 2 .*": "tests/jobs/test_engine_nodes.py::test_an_engine_over_two_nodes_is_one_engine",
     r"python -m windlass.engines.(vllm|sglang) --name \w --model DIR .*": LIVE,
-    r"python -m windlass.engines.embedded .* --controller URL": EXAMPLES,
+    r"python -m windlass.engines.embedded .* --controller \$?URL": EXAMPLES,
     r"python -m windlass.engines.embedded .* --port 8100": "tests/engines/test_embedded_engine.py::test_the_version_is_on_every_token",
     r"python examples/own_engine.py .*": "tests/engines/test_own_engine.py::test_an_engine_of_ones_own_serves_what_was_trained_and_labels_it",
-    r"python examples/controller.py": EXAMPLES,
+    r"python examples/controller.py.*|kill \$\(jobs -p\)": EXAMPLES,
     r"python -m windlass.rollout.worker .*": EXAMPLES,
     r"torchrun --nproc-per-node 2 examples/trainer.py .*": EXAMPLES,
     r"CUDA_VISIBLE_DEVICES=1 torchrun --nproc-per-node 1 train.py": VLLM,

@@ -23,7 +23,7 @@ PAGES = sorted(
     ]
 )
 PROGRAMS = re.compile(
-    r"(?:\w+=\S+ )*(?:(?:\S*/)?python|curl|docker|export|git|install|make|openssl|pip|pytest|ray|torchrun|vllm|windlass"
+    r"(?:\w+=\S+ )*(?:(?:\S*/)?python|curl|docker|export|git|install|kill|make|openssl|pip|pytest|ray|torchrun|vllm|windlass"
     r"|\S+\.(?:py|sh)) "
 )
 
@@ -69,6 +69,8 @@ def blocks(page: Path) -> Iterator[str]:
 def commands_of(block: Block) -> Iterator[str]:
     """The commands of a block of a shell, one a line, without remarks and what pages stand in for options."""
     for line in re.sub(r"\\\n\s*", "", block.text).splitlines():
+        # Where a command prints to, and that it runs in the background, are no words of it.
+        line = re.sub(r" > \S+\.log 2>&1 &$", "", line)
         without = re.sub(r"(?:^|\s{2,})#.*|\s*\[[^\[\]]*options\]", "", line)
         if command := re.sub(r"\s+", " ", without).strip():
             yield command

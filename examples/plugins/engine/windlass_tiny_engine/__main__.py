@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -89,8 +90,16 @@ def join(model: Bigrams, args: argparse.Namespace, url: str) -> windlass.EngineC
         transport=transport,
         hooks=model,
         controller=args.controller,
-        token=os.environ["WINDLASS_TOKEN"],
+        token=token(),
         url=url,
+    )
+
+
+def token() -> str:
+    """The controller's secret."""
+    return os.environ.get("WINDLASS_TOKEN") or sys.exit(
+        "WINDLASS_TOKEN must be set to the controller's secret, got none; "
+        "run `export WINDLASS_TOKEN=a-secret-of-yours` in every terminal"
     )
 
 
@@ -123,6 +132,8 @@ def main() -> None:
     parser.add_argument("--transport", default="cma")
     parser.add_argument("--port", type=int, default=0)
     args = parser.parse_args()
+    if not args.model.is_file():
+        parser.error(f"--model must be a JSON file with a model configuration, got {args.model}")
     model = Bigrams(json.loads(args.model.read_text())["num_tokens"])
     server = ThreadingHTTPServer(("127.0.0.1", args.port), handler(model))
     url = f"http://127.0.0.1:{server.server_port}"
