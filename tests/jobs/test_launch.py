@@ -375,7 +375,10 @@ def test_who_does_not_come_in_time_is_named_with_where_its_log_is(tmp_path: Path
         assert job.returncode == 2
     printed = (tmp_path / "stderr").read_text()
     assert "PeerTimeout: starting trainer ranks, engines beside them: " in printed
-    assert " s of at most 1 s; not there yet: trainers (0 of 2), engine-a\n" in printed
+    assert (
+        " s of at most 1 s; not there yet: weights of trainers (0 of 2 ranks), engine-a\n"
+        in printed
+    )
     assert f"\nthe logs are in {tmp_path}/out/logs\nnext: " in printed
     assert "Traceback" not in printed
 

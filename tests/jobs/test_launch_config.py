@@ -296,7 +296,7 @@ def test_every_setting_of_the_rollout_controller_is_a_key_of_the_job(tmp_path: P
     config = load_config(write(tmp_path, ("max_staleness = 1", lines)))
     assert config.rollout.limits() == wanted
     recipe = load_recipe(Path(config.recipe.file), config.recipe.name)
-    job = _Job(config, tmp_path, recipe, IdleScheduler(), print, Progress())
+    job = _Job(config, tmp_path, recipe, IdleScheduler(), "token", print, Progress())
     assert job.controller.rollouts._config == wanted
 
 

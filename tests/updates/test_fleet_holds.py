@@ -99,3 +99,21 @@ def test_names_that_unknown_writes_reached_and_that_are_away_are_bounded() -> No
     assert len(fleet._quarantine_on_return) == MAX_QUARANTINED
     agent = admit(fleet, f"x{2 * MAX_QUARANTINED - 1}", 0, 1, Role.ENGINE, epoch=3)
     assert agent.quarantined
+
+
+def test_what_is_missing_names_weights_and_ranks() -> None:
+    """A process may have connected, and its log line may say so, before it has announced its weights."""
+    fleet = Fleet()
+    assert list(fleet.missing(2, ["a", "b"]).values()) == [
+        *("weights of trainers (0 of 2 ranks)", "a", "b")
+    ]
+    admit(fleet, "trainer", 0, 2, Role.TRAINER)
+    admit(fleet, "a", 0, 1, Role.ENGINE)
+    admit(fleet, "b", 1, 2, Role.ENGINE)
+    assert fleet.missing(2, ["a", "b"]) == {
+        "trainers": "weights of trainers (1 of 2 ranks)",
+        "b": "b (1 of 2 ranks)",
+    }
+    admit(fleet, "trainer", 1, 2, Role.TRAINER)
+    admit(fleet, "b", 0, 2, Role.ENGINE)
+    assert fleet.missing(2, ["a", "b"]) == {}

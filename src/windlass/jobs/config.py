@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -301,24 +302,108 @@ def load_config(path: Path) -> LaunchConfig:
 
     Raises:
         ConfigError: unreadable, not TOML, a key that is unknown or missing, a value that breaks
-            its rule, a script that does not exist; with the line to mend, see `mend_line`.
+            its rule, a script that does not exist; with the line to mend, see `mend_line`. Further mistakes are
+            its notes.
     """
     with mend_line(path):
-        return _read(path)
+        config, mistakes = read_job(path)
+        if config is None or mistakes:
+            raise error_of(mistakes)
+    return config
+
+
+def read_job(path: Path) -> tuple[LaunchConfig | None, list[str]]:
+    """Return the job of a file, and every mistake of the file; no job where a rule is broken.
+
+    Raises:
+        ConfigError: the file is unreadable or not TOML.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(str(error)) from error
+    raw = _expand(raw, str(path.resolve().parent))
+    # Unknown keys first, so that a misspelt key is not called a missing one.
+    unknown = list(_take_unknown("", raw, inspect.type_info(LaunchConfig)))
+    mistakes = [said for _, _, said in unknown]
+    meant = {
+        f"{where}{key}"
+        for where, wrong, _ in unknown
+        for key in difflib.get_close_matches(wrong, _keys_of(where))
+    }
+    config, broken = _convert(raw, meant)
+    mistakes += broken
+    for key in ("recipe.file", "trainer.script", "rollout.worker_script"):
+        section, _, name = key.partition(".")
+        table = raw.get(section)
+        file = table.get(name) if isinstance(table, dict) else None
+        is_optional = key == "rollout.worker_script"
+        if isinstance(file, str) and not (Path(file).is_file() or (is_optional and not file)):
+            mistakes.append(f"{key} must be a file, got {file!r}")
+    if config is not None and (resume_from := config.trainer.resume_from):
+        try:
+            done = read_checkpoint(resume_from).steps
+        except ConfigError as error:
+            mistakes.append(str(error))
+        else:
+            if config.steps <= done:
+                mistakes.append(
+                    f"steps must be > {done}, which the checkpoint of trainer.resume_from has, got {config.steps}"
+                )
+    return config, mistakes
+
+
+def check_all(checks: Iterable[Callable[[], object]], mistakes: Iterable[str] = ()) -> None:
+    """Make every check, whatever the others raise.
+
+    Args:
+        checks: raise ConfigError for a mistake.
+        mistakes: that were found before.
+
+    Raises:
+        ConfigError: the first mistake; further ones are its notes, one each.
+    """
+    found = [*mistakes]
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            found += mistakes_of(error)
+    if found:
+        raise error_of(found)
+
+
+def mistakes_of(error: ConfigError) -> list[str]:
+    """Return a mistake and its notes."""
+    return [str(error), *vars(error).get("__notes__", ())]
+
+
+def error_of(mistakes: Iterable[str]) -> ConfigError:
+    """Return the first mistake as an error, with the others as its notes."""
+    # Two checks may find the same mistake.
+    first, *others = dict.fromkeys(mistakes)
+    error = ConfigError(first)
+    for other in others:
+        error.add_note(other)
+    return error
 
 
 @contextmanager
 def mend_line(path: Path) -> Iterator[None]:
-    """Have a ConfigError of what is inside begin with the file, and the line of the key that it names.
+    """Have mistakes inside the block begin with the file, and the line of the key that each names.
 
     A key that is not in the file has no line.
     """
     try:
         yield
     except ConfigError as error:
-        said = str(error).removeprefix("job: ")
-        number = _line_of(path, said)
-        raise ConfigError(f"{path}: {f'line {number}: ' if number else ''}{said}") from error
+        placed = [_placed(path, said.removeprefix("job: ")) for said in mistakes_of(error)]
+        raise error_of(placed) from error
+
+
+def _placed(path: Path, said: str) -> str:
+    number = _line_of(path, said)
+    return f"{path}: {f'line {number}: ' if number else ''}{said}"
 
 
 def _line_of(path: Path, said: str) -> int:
@@ -374,32 +459,95 @@ def _places(lines: Sequence[str]) -> list[tuple[int, str]]:
     return found
 
 
-def _read(path: Path) -> LaunchConfig:
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(str(error)) from error
-    raw = _expand(raw, str(path.resolve().parent))
-    # First, so that a misspelt key is not called a missing one.
-    _refuse_unknown("", raw, inspect.type_info(LaunchConfig))
-    try:
-        config = msgspec.convert(raw, type=LaunchConfig, dec_hook=_convert_path)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_explain(error, raw)) from error
-    worker_script = config.rollout.worker_script
-    for key, file in (
-        ("recipe.file", config.recipe.file),
-        ("trainer.script", config.trainer.script),
-        *([("rollout.worker_script", worker_script)] if worker_script else []),
-    ):
-        if not Path(file).is_file():
-            raise ConfigError(f"{key} must be a file, got {file!r}")
-    resume_from = config.trainer.resume_from
-    if resume_from and config.steps <= (done := read_checkpoint(resume_from).steps):
-        raise ConfigError(
-            f"steps must be > {done}, which the checkpoint of trainer.resume_from has, got {config.steps}"
-        )
-    return config
+def _convert(raw: dict[str, Any], meant: Collection[str]) -> tuple[LaunchConfig | None, list[str]]:
+    """Return the job if no rule is broken, and all broken rules that can be found.
+
+    The first broken rule ends a conversion. Later ones are found by converting again, with a value that the rule
+    names replaced by its default, or by one that its type allows.
+
+    Args:
+        raw: the file's tables; stays as it is.
+        meant: required keys that were given under a wrong name.
+    """
+    mistakes: list[str] = []
+    replaced: set[tuple[str | int, ...]] = set()
+    current = copy.deepcopy(raw)
+    while True:
+        try:
+            config = msgspec.convert(current, type=LaunchConfig, dec_hook=_convert_path)
+        except msgspec.ValidationError as error:
+            said, place = _explain(error, current), _place_of(error)
+            is_missing = "Object missing required field" in str(error)
+            if not (is_missing and said.split()[0] in meant):
+                mistakes.append(said)
+            if place in replaced or not _replace(current, place):
+                return None, mistakes
+            replaced.add(place)
+        else:
+            return (None if replaced else config), mistakes
+
+
+def _place_of(error: msgspec.ValidationError) -> tuple[str | int, ...]:
+    """Return the keys and indices that lead to the value that an error names."""
+    rule, _, path = str(error).partition(" - at `")
+    steps = re.findall(r"\w+|\[\d+\]", path.rstrip("`").removeprefix("$"))
+    place = [int(step[1:-1]) if step.startswith("[") else step for step in steps]
+    if lacking := re.fullmatch(r"Object missing required field `(\w+)`", rule):
+        return (*place, lacking[1])
+    if named := re.search(r"([\w.]+) must", rule):
+        keys = named[1].split(".")
+        return (*place, keys[-1]) if place else tuple(keys)
+    return tuple(place)
+
+
+def _replace(raw: dict[str, Any], place: tuple[str | int, ...]) -> bool:
+    """Replace a value by its default, or by one that its type allows; return whether that was possible."""
+    if not place:
+        return False
+    *steps, key = place
+    table, kind = _without_union(raw, inspect.type_info(LaunchConfig))
+    for step in steps:
+        wanted = f"[{step}]" if isinstance(step, int) else step
+        inner = {name.rstrip("."): (value, each) for name, value, each in _values("", table, kind)}
+        if wanted not in inner:
+            return False
+        table, kind = _without_union(*inner[wanted])
+    if not isinstance(kind, inspect.StructType) or not isinstance(table, dict):
+        return False
+    for field in kind.fields:
+        if field.encode_name == key and field.required:
+            table[key] = _ALLOWED.get(type(field.type))
+            return table[key] is not None
+        if field.encode_name == key:
+            return table.pop(key, None) is not None
+    return False
+
+
+def _without_union(raw: Any, kind: inspect.Type) -> tuple[Any, inspect.Type]:
+    """Return a table with the member of a union that its tag names; other values as they are."""
+    if isinstance(kind, inspect.UnionType):
+        for _, _, member in _values("", raw, kind):
+            return raw, member
+    return raw, kind
+
+
+_ALLOWED: Mapping[type[inspect.Type], Any] = {
+    inspect.IntType: 1 << 16,
+    inspect.FloatType: 1.0,
+    inspect.StrType: "x",
+}
+"""Type -> a value that no rule of a required key refuses."""
+
+
+def _keys_of(where: str) -> list[str]:
+    """Return the keys of the table at a place."""
+    table = re.sub(r"\[\d+\]", "", where).rstrip(".")
+    return [
+        key
+        for name, keys in _tables("", inspect.type_info(LaunchConfig))
+        if name == table
+        for key in keys
+    ]
 
 
 def _convert_path(kind: type, value: object) -> object:
@@ -419,20 +567,20 @@ def _expand(value: Any, here: str) -> Any:
     return value
 
 
-def _refuse_unknown(where: str, raw: Any, kind: inspect.Type) -> None:
-    """Refuse a key that no field of `kind` has, at any depth; values of wrong types are left to msgspec.
+def _take_unknown(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, str, str]]:
+    """Take keys out that no field of `kind` has, at any depth; values of wrong types are left to msgspec.
 
-    Raises:
-        ConfigError: names the key, then all keys of its table, likely misspellings first.
+    Yields:
+        Place of the table, the key, and the mistake, which names all keys of the table, likely misspellings first.
     """
     if isinstance(kind, inspect.StructType) and isinstance(raw, dict):
         known = {field.encode_name for field in kind.fields}
         known |= {kind.tag_field} if kind.tag_field else set()
-        for key in raw:
-            if key not in known:
-                raise ConfigError(_unknown_key(where, key, sorted(known)))
+        for key in [key for key in raw if key not in known]:
+            del raw[key]
+            yield where, key, _unknown_key(where, key, sorted(known))
     for place, value, value_kind in _values(where, raw, kind):
-        _refuse_unknown(place, value, value_kind)
+        yield from _take_unknown(place, value, value_kind)
 
 
 def _values(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, Any, inspect.Type]]:

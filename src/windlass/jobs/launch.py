@@ -37,6 +37,7 @@ from windlass.jobs.config import (
     Checkpoint,
     EngineSection,
     LaunchConfig,
+    check_all,
 )
 from windlass.jobs.output import REPORT, SUMMARY, OutputFolder, find_start
 from windlass.jobs.recipe import (
@@ -129,17 +130,19 @@ async def run_job(
             steps are done and the last update was not published.
     """
     check_job(config)
+    token = _owner_token()
     recipe = recipe or load_recipe(Path(config.recipe.file), config.recipe.name)
     output_dir = await asyncio.to_thread(Path(config.output_dir).resolve)
     await asyncio.to_thread(output_dir.mkdir, parents=True, exist_ok=True)
     with OutputFolder(output_dir).locked():
-        return await _run_in(output_dir, config, recipe, notify, progress or Progress())
+        return await _run_in(output_dir, config, recipe, token, notify, progress or Progress())
 
 
 async def _run_in(
     output_dir: Path,
     config: LaunchConfig,
     recipe: Recipe,
+    token: str,
     notify: Callable[[str], None],
     progress: Progress,
 ) -> JobSummary:
@@ -165,7 +168,7 @@ async def _run_in(
             outcomes=(),
             rollouts={},
         )
-    job = _Job(config, output_dir, recipe, scheduler, notify, progress, start)
+    job = _Job(config, output_dir, recipe, scheduler, token, notify, progress, start)
     loop = asyncio.get_running_loop()
 
     def listen() -> None:
@@ -221,6 +224,7 @@ class _Job:
         output_dir: Path,
         recipe: Recipe,
         scheduler: Scheduler,
+        token: str,
         notify: Callable[[str], None],
         progress: Progress,
         start: tuple[Path, Checkpoint] | None = None,
@@ -228,7 +232,7 @@ class _Job:
         self._config, self._output_dir, self._recipe = config, output_dir, recipe
         self._output = OutputFolder(output_dir)
         self._scheduler, self._notify, self._progress = scheduler, notify, progress
-        self._token = _owner_token()
+        self._token = token
         self._newest = start
         """Checkpoint that the ranks start from, with its folder; None for the weights they begin with."""
         self._first_steps = start[1].steps if start else 0
@@ -542,7 +546,7 @@ class _Job:
         coordinator = controller.coordinator
 
         def look() -> None:
-            missing = ", ".join(coordinator.fleet.missing(world_size, engines))
+            missing = ", ".join(coordinator.fleet.missing(world_size, engines).values())
             binds = ", ".join(coordinator.connector.binds)
             progress.detail(
                 f"not there yet: {missing}" if missing else f"binding {binds}" if binds else ""
@@ -627,7 +631,7 @@ class _Job:
         said = f"the update to version {self.version}"
         if self.controller.phase:
             said += f", now in {self.controller.phase}"
-        return f"{said}; not there: {', '.join(missing)}" if missing else said
+        return f"{said}; not there: {', '.join(missing.values())}" if missing else said
 
     async def _save(self) -> None:
         """Have the ranks save; a folder without a record is none to start from."""
@@ -844,18 +848,35 @@ def _owner_token() -> str:
 
 
 def check_job(config: LaunchConfig) -> None:
-    """Refuse what a start would be refused for, as far as this host can tell.
+    """Refuse what a start would be refused for, as far as this host can tell, and change nothing.
+
+    Raises:
+        ConfigError: what `check_options` refuses, or an output folder of another run.
+    """
+    check_all([partial(find_start, config), partial(check_options, config)])
+
+
+def check_options(config: LaunchConfig) -> None:
+    """Refuse options that do not go together; look at no files.
 
     Raises:
         ConfigError: an engine's options; processes on several hosts with an address or a transport of
             one host, or several nodes of a host; GPUs that do not add up; an engine beside a process that
-            there is not; options of Slurm for processes that there are not; an output folder of another run.
+            there is not; options of Slurm for processes that there are not. Further mistakes are its notes.
     """
-    scheduler = config.scheduler
-    find_start(config)
-    _check_context(config)
-    specs = [*_ranks(config), *(spec for parts, _, _ in _processes(config, "") for spec in parts)]
-    match scheduler:
+    check_all(
+        [
+            *(partial(_check_context, config, engine) for engine in config.engines),
+            *(partial(_engine, config, engine, "") for engine in config.engines),
+            partial(_check_nodes, config),
+            partial(_check_processes, config),
+        ]
+    )
+
+
+def _check_nodes(config: LaunchConfig) -> None:
+    """Refuse several nodes where there is one host, and settings of one host where there are several."""
+    match config.scheduler:
         case LocalSchedulerConfig() | RaySchedulerConfig(address=""):
             engines = [(f"engines {each.name!r}: ", each.num_nodes) for each in config.engines]
             for where, num_nodes in [("trainer.", config.trainer.num_nodes), *engines]:
@@ -867,6 +888,17 @@ def check_job(config: LaunchConfig) -> None:
         case SlurmSchedulerConfig(host=host) | RaySchedulerConfig(address=host):
             if not is_loopback(host.rpartition(":")[0] or host):
                 _check_hosts(config)
+
+
+def _check_processes(config: LaunchConfig) -> None:
+    """Refuse options for processes that the job does not have, and more GPUs than this host has."""
+    scheduler = config.scheduler
+    try:
+        engines = _processes(config, "")
+    except ConfigError:
+        # `check_options` reports each engine by itself.
+        return
+    specs = [*_ranks(config), *(spec for parts, _, _ in engines for spec in parts)]
     if isinstance(scheduler, SlurmSchedulerConfig):
         names = [spec.name for spec in specs]
         for pattern in scheduler.processes:
@@ -885,52 +917,65 @@ def check_job(config: LaunchConfig) -> None:
             )
 
 
-def _check_context(config: LaunchConfig) -> None:
+def _check_context(config: LaunchConfig, engine: EngineSection) -> None:
     """Refuse answers that are longer than an engine's context, as far as its options say that."""
-    max_new_tokens = config.rollout.sampling.max_new_tokens
-    for engine in config.engines:
-        spec = ENGINES.find(engine.kind)
-        given = dict(options_of(engine.arguments)).get(spec.context_option, "")
-        context = int(given) if given.isdecimal() else None if given else spec.default_context
-        if context is not None and max_new_tokens >= context:
-            raise ConfigError(
-                f"engines {engine.name!r}: {spec.context_option} must be > {max_new_tokens}, which is "
-                f"rollout.sampling.max_new_tokens, with room for a prompt, got {context}"
-            )
+    max_new_tokens, spec = config.rollout.sampling.max_new_tokens, ENGINES.find(engine.kind)
+    given = dict(options_of(engine.arguments)).get(spec.context_option, "")
+    context = int(given) if given.isdecimal() else None if given else spec.default_context
+    if context is not None and max_new_tokens >= context:
+        raise ConfigError(
+            f"engines {engine.name!r}: {spec.context_option} must be > {max_new_tokens}, which is "
+            f"rollout.sampling.max_new_tokens, with room for a prompt, got {context}"
+        )
 
 
 def check_host(config: LaunchConfig) -> None:
     """Refuse programs, models and ports that a job of this host alone cannot have.
 
     Raises:
-        ConfigError: a Python or a model does not exist, or two processes have one port.
+        ConfigError: a Python or a model does not exist, or two processes have one port. Further mistakes are its
+            notes.
     """
     match config.scheduler:
         case LocalSchedulerConfig() | RaySchedulerConfig(address=""):
             pass
         case _:
             return
-    pythons = {"trainer.": config.trainer.python, "rollout.": config.rollout.python}
     ports = {config.controller.port: "the controller"} if config.controller.port else {}
+    checks = [
+        partial(_check_python, "trainer.", config.trainer.python),
+        partial(_check_python, "rollout.", config.rollout.python),
+    ]
     for engine in config.engines:
-        where = f"engines {engine.name!r}: "
-        pythons[where] = engine.python
-        # A plugin says itself what it calls a model.
-        is_known = ENGINES.find(engine.kind).module.startswith("windlass.")
-        if is_known and not Path(engine.model).exists():
-            raise ConfigError(
-                f"{where}model must be a checkpoint folder (or, for the embedded engine, a configuration) "
-                f"that exists, got {engine.model!r}"
-            )
-        if (taken := ports.get(engine.port)) is not None:
-            raise ConfigError(
-                f"{where}port must not be that of {taken} on the same host, got {engine.port}"
-            )
-        if engine.port:
-            ports[engine.port] = engine.name
-    for where, python in pythons.items():
-        if python and shutil.which(python) is None:
-            raise ConfigError(f"{where}python must be a program of this host, got {python!r}")
+        taken = ports.setdefault(engine.port, engine.name) if engine.port else engine.name
+        checks += [
+            partial(_check_model, engine),
+            partial(_check_port, engine, taken),
+            partial(_check_python, f"engines {engine.name!r}: ", engine.python),
+        ]
+    check_all(checks)
+
+
+def _check_python(where: str, python: str) -> None:
+    if python and shutil.which(python) is None:
+        raise ConfigError(f"{where}python must be a program of this host, got {python!r}")
+
+
+def _check_model(engine: EngineSection) -> None:
+    # A plugin says itself what it calls a model.
+    is_known = ENGINES.find(engine.kind).module.startswith("windlass.")
+    if is_known and not Path(engine.model).exists():
+        raise ConfigError(
+            f"engines {engine.name!r}: model must be a checkpoint folder (or, for the embedded engine, a "
+            f"configuration) that exists, got {engine.model!r}"
+        )
+
+
+def _check_port(engine: EngineSection, owner: str) -> None:
+    if owner != engine.name:
+        raise ConfigError(
+            f"engines {engine.name!r}: port must not be that of {owner} on the same host, got {engine.port}"
+        )
 
 
 def _check_hosts(config: LaunchConfig) -> None:

@@ -555,13 +555,23 @@ class Fleet:
     def _is_routable(self, engine: Group) -> bool:
         return self.serves(engine) and not engine.not_resumed
 
-    def missing(self, num_trainers: int, engines: Iterable[str]) -> list[str]:
-        """Who is not connected with all ranks yet, for a person."""
+    def missing(self, num_trainers: int, engines: Iterable[str]) -> dict[str, str]:
+        """Return the trainers and engines that lack ranks: by name, each with its connected ranks for a person.
+
+        A rank connects with its weights, which a process has some time after its own start.
+        """
         trainers = self.trainers()
         there = len(trainers.agents) if trainers is not None else 0
-        names = [f"trainers ({there} of {num_trainers})"] if there < num_trainers else []
+        found = {}
+        if there < num_trainers:
+            found["trainers"] = f"weights of trainers ({there} of {num_trainers} ranks)"
         groups = {group.name: group for group in self.engines()}
-        return names + [n for n in engines if n not in groups or not groups[n].complete]
+        for name in engines:
+            if (group := groups.get(name)) is None or not group.agents:
+                found[name] = name
+            elif not group.complete:
+                found[name] = f"{name} ({len(group.agents)} of {group.world_size} ranks)"
+        return found
 
     def serves(self, engine: Group) -> bool:
         """Whether an engine serves exactly the published version, and answers; none does before the first."""

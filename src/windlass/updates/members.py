@@ -90,7 +90,9 @@ class Members:
         await self._changes.until(
             there,
             deadline_s,
-            lambda: f"wait_for_fleet: missing after {deadline_s} s: {', '.join(missing())}",
+            lambda: (
+                f"wait_for_fleet: missing after {deadline_s} s: {', '.join(missing().values())}"
+            ),
         )
 
     async def wait_for_version(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -27,21 +29,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job; 128 + the signal's number when a signal ended it."""
-    from windlass.jobs.config import load_config, mend_line
+    from windlass.jobs.config import check_all, error_of, mend_line, read_job
     from windlass.jobs.launch import check_host, check_job, run_job
     from windlass.jobs.recipe import find_recipe
     from windlass.observability.live import LiveView, can_draw
     from windlass.observability.progress import Progress
 
     configure_logging("controller")
-    config = load_config(args.config)
     with mend_line(args.config):
-        check_job(config)
-        check_host(config)
-        if args.check:
+        config, mistakes = read_job(args.config)
+        if config is None:
+            raise error_of(mistakes)
+        checks: list[Callable[[], object]] = [
+            partial(check_job, config),
+            partial(check_host, config),
+        ]
+        if args.check and (recipe := Path(config.recipe.file)).is_file():
             # Code of the user's must not find the token.
             secret_value(TOKEN_VARIABLE)
-            find_recipe(Path(config.recipe.file), config.recipe.name)
+            checks.append(partial(find_recipe, recipe, config.recipe.name))
+        check_all(checks, mistakes)
     if args.check:
         steps, engines = counted(config.steps, "step"), counted(len(config.engines), "engine")
         print(f"{args.config}: {steps}, {engines}: valid")
