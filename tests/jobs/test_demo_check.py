@@ -110,3 +110,23 @@ def test_one_token_of_another_version_is_found(versions_dir: Path, kept: bool, a
 def test_a_version_that_was_never_published_is_torn(versions_dir: Path) -> None:
     sample = serve(versions_dir, (2,) * 8, kept=False)
     assert check(versions_dir, sample, kept=False, published=2).torn == 1
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_check_says_how_many_answers_are_done(versions_dir: Path, kept: bool) -> None:
+    samples = [serve(versions_dir, versions, kept=kept) for versions in ACROSS + WITHIN]
+    done: list[int] = []
+    check_served(
+        samples,
+        range(1, NUM_VERSIONS),
+        model_config=MODEL,
+        versions_dir=versions_dir,
+        dtypes={"e": "float32"},
+        context_is_kept=kept,
+        device="cpu",
+        progress=done.append,
+    )
+    # The answers that name version 0, which was not published, need no pass.
+    assert done == sorted(done)
+    assert len(set(done)) > 1
+    assert (done[0] > 3, done[-1]) == (True, len(samples))

@@ -15,7 +15,7 @@ from windlass.errors import ConfigError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.checker import TornReport
 from windlass.jobs.demo.recipe import RepeatOperand
-from windlass.jobs.demo.run import find_problems, make_directory, prepare_server, what_next
+from windlass.jobs.demo.run import check_demo, find_problems, make_directory, what_next
 from windlass.jobs.launch import JobSummary, check_job
 from windlass.updates.report import Measure, RoundOutcome, UpdateReport
 
@@ -96,7 +96,7 @@ def test_an_engine_that_is_not_installed_is_named_before_anything_starts(
     monkeypatch.setenv("WINDLASS_SGLANG_VENV", str(tmp_path / "nothing"))
     job = config("--engine", "sglang", "--output", str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="WINDLASS_SGLANG_VENV must name an environment"):
-        prepare_server(job)
+        check_demo(job)
 
 
 def test_nothing_but_the_output_of_an_earlier_demo_is_deleted(tmp_path: Path) -> None:

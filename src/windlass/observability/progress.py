@@ -1,4 +1,4 @@
-"""Progress of a slow start: its current part, the time since the part began, and the time that it took last time."""
+"""Progress of a slow job: its current part, the time since the part began, and the time that it took last time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_KEPT = 200
 
 @final
 class Progress:
-    """Progress of a start, part by part. One thread begins and ends parts; any thread may read `text`.
+    """Progress of a start or of another slow job, part by part. One thread begins and ends parts; any thread may read `text`.
 
     Each part is logged when it begins, every `SAID_EVERY_S` while it runs, and when it ends, so that a log
     shows what a terminal shows. The user's cache stores the duration of a part for the next start.
@@ -41,14 +41,15 @@ class Progress:
         self._part: tuple[str, float, str] | None = None
         self._detail, self._ended = "", threading.Event()
 
-    def begin(self, what: str, at_most_s: float) -> None:
-        """Begin a part and end the previous one; the caller gives up the start after `at_most_s`."""
+    def begin(self, what: str, at_most_s: float | None = None) -> None:
+        """Begin a part and end the previous one; the caller gives up after `at_most_s`, or never if that is None."""
         self.end()
         last_s = _last_times().get(f"{self._of}: {what}", 0.0) if self._of else 0.0
-        limits = f"at most {at_most_s:.0f} s"
+        parts = [] if at_most_s is None else [f"at most {at_most_s:.0f} s"]
         if last_s >= 1:
-            limits += f", {last_s:.0f} s the last time"
-        self._say(f"{what} ({limits})")
+            parts.append(f"{last_s:.0f} s the last time")
+        limits = ", ".join(parts)
+        self._say(f"{what} ({limits})" if limits else what)
         self._part, self._ended = (what, time.monotonic(), limits), threading.Event()
         threading.Thread(
             target=self._go_on, args=(self._ended,), name="progress", daemon=True
@@ -74,7 +75,7 @@ class Progress:
         self._part, self._detail = None, ""
 
     @contextmanager
-    def part(self, what: str, at_most_s: float) -> Iterator[None]:
+    def part(self, what: str, at_most_s: float | None = None) -> Iterator[None]:
         """Begin a part for the `with` block and end it after the block; see `begin`."""
         self.begin(what, at_most_s)
         try:
@@ -90,8 +91,9 @@ class Progress:
         if part is None:
             return ""
         what, began_s, limits = part
+        of = f" of {limits}" if limits else ""
         more = f"; {detail}" if detail else ""
-        return f"{what}: {time.monotonic() - began_s:.0f} s of {limits}{more}"
+        return f"{what}: {time.monotonic() - began_s:.0f} s{of}{more}"
 
 
 def _kept_in() -> Path:

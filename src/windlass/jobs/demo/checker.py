@@ -14,7 +14,7 @@ it was asked for anew, the last version computed the whole context.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -79,6 +79,7 @@ def check_served(
     dtypes: Mapping[str, str],
     context_is_kept: bool,
     device: str,
+    progress: Callable[[int], object] = lambda _: None,
 ) -> TornReport:
     """Compare every sample with the trainer's weights at each of its versions.
 
@@ -91,40 +92,39 @@ def check_served(
         context_is_kept: engines may have kept keys and values across an update; an answer may fit either way,
             since one whose engine died is asked for anew.
         device: computes the check.
+        progress: gets the number of samples that have been compared so far.
     """
-    groups: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
-    for index, sample in enumerate(samples):
-        groups[dtypes[sample.engine], tuple(sample.versions)].append(index)
-    own, previous = torch.zeros(len(samples)), torch.zeros(len(samples))
+    by_dtype: dict[str, list[int]] = defaultdict(list)
     unpublished = torch.zeros(len(samples), dtype=torch.bool)
+    for index, sample in enumerate(samples):
+        if set(sample.versions) <= set(published):
+            by_dtype[dtypes[sample.engine]].append(index)
+        else:
+            unpublished[index] = True
+    own, previous = torch.zeros(len(samples)), torch.zeros(len(samples))
     models = {
         dtype: build_model(model_config).to(device, torch_dtype(DType(dtype))).eval()
-        for dtype in {dtype for dtype, _ in groups}
+        for dtype in by_dtype
     }
 
     @lru_cache(NUM_LOADED)
     def weights_of(version: int) -> Weights:
         return load_file(versions_dir / f"{version}.safetensors", device=device)
 
-    for (dtype, versions), indices in sorted(groups.items()):
-        if not set(versions) <= set(published):
-            unpublished[indices] = True
-            continue
-        before = tuple(max(version - 1, 0) for version in versions)
-        ways = (False, True) if context_is_kept and len(set(versions)) > 1 else (False,)
-        for claimed, distance in ((versions, own), (before, previous)):
-            for start in range(0, len(indices), BATCH):
-                part = indices[start : start + BATCH]
-                chunk = [samples[i] for i in part]
-                served = torch.tensor([s.logprobs for s in chunk])
-                distance[part] = torch.stack(
-                    [
-                        (served - _logprobs(models[dtype], weights_of, chunk, claimed, kept=kept))
-                        .abs()
-                        .mean(1)
-                        for kept in ways
-                    ]
-                ).amin(0)
+    num_done = int(unpublished.sum())
+    for dtype, indices in sorted(by_dtype.items()):
+        model = models[dtype]
+        for same in _grouped(
+            indices, lambda i: (len(samples[i].prompt_ids), len(samples[i].versions))
+        ):
+            chosen, tell = [samples[i] for i in same], partial(_add_to, progress, num_done)
+            own[same], previous[same] = _fresh_distances(model, weights_of, chosen, tell)
+            num_done += len(same)
+        mixed = [i for i in indices if context_is_kept and len(set(samples[i].versions)) > 1]
+        for same in _grouped(mixed, lambda i: tuple(samples[i].versions)):
+            kept = _kept_distances(model, weights_of, [samples[i] for i in same])
+            for distance, other in zip((own, previous), kept, strict=True):
+                distance[same] = torch.minimum(distance[same], other)
     dtype_of_sample = [dtypes[sample.engine] for sample in samples]
     tolerance = torch.tensor([TOLERANCE[dtype] for dtype in dtype_of_sample])
     torn = unpublished | (own > tolerance)
@@ -139,13 +139,7 @@ def check_served(
         if unpublished[index]:
             continue
         expect = partial(_logprobs, models[dtypes[sample.engine]], weights_of, [sample])
-        near = {version + step for version in sample.versions for step in (-1, 0, 1)}
-        by_way = {"as named": expect(sample.versions, kept=False)}
-        if context_is_kept and len(set(sample.versions)) > 1:
-            by_way["as named, context kept"] = expect(sample.versions, kept=True)
-        for version in sorted(near.intersection(published)):
-            by_way[f"version {version}"] = expect((version,) * len(sample.versions), kept=False)
-        expected = {way: tuple(logprobs[0].tolist()) for way, logprobs in by_way.items()}
+        expected = _explain(expect, sample, published, context_is_kept=context_is_kept)
         worst.append(WorstAnswer(sample=sample, distance=float(own[index]), expected=expected))
     return TornReport(
         checked=len(samples),
@@ -154,6 +148,96 @@ def check_served(
         control_detected=float(control.float().mean()) if len(control) else None,
         worst=tuple(worst),
     )
+
+
+def _explain(
+    expect: Callable[..., torch.Tensor],
+    sample: TrainingSample,
+    published: Sequence[int],
+    *,
+    context_is_kept: bool,
+) -> dict[str, tuple[float, ...]]:
+    """Return `WorstAnswer.expected` of a sample; `expect` computes it by versions."""
+    near = {version + step for version in sample.versions for step in (-1, 0, 1)}
+    by_way = {"as named": expect(sample.versions, kept=False)}
+    if context_is_kept and len(set(sample.versions)) > 1:
+        by_way["as named, context kept"] = expect(sample.versions, kept=True)
+    for version in sorted(near.intersection(published)):
+        by_way[f"version {version}"] = expect((version,) * len(sample.versions), kept=False)
+    return {way: tuple(logprobs[0].tolist()) for way, logprobs in by_way.items()}
+
+
+def _grouped(indices: Sequence[int], key: Callable[[int], Hashable]) -> list[list[int]]:
+    """Return the indices with equal keys together."""
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for index in indices:
+        groups[key(index)].append(index)
+    return [*groups.values()]
+
+
+def _kept_distances(
+    model: torch.nn.Module, weights_of: Callable[[int], Weights], samples: Sequence[TrainingSample]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `_fresh_distances` returns, for an engine that kept keys and values across updates.
+
+    Args:
+        model: takes the weights of each version in turn.
+        weights_of: each version's.
+        samples: with the same versions of the same tokens, and prompts of one length.
+    """
+    served = torch.tensor([sample.logprobs for sample in samples])
+    named = samples[0].versions
+    before = [max(version - 1, 0) for version in named]
+    own, previous = (
+        (served - _logprobs(model, weights_of, samples, claimed, kept=True)).abs().mean(1)
+        for claimed in (named, before)
+    )
+    return own, previous
+
+
+def _add_to(progress: Callable[[int], object], num_before: int, num: int) -> None:
+    """Report `num` samples of a part whose predecessors had `num_before`."""
+    progress(num_before + num)
+
+
+def _fresh_distances(
+    model: torch.nn.Module,
+    weights_of: Callable[[int], Weights],
+    samples: Sequence[TrainingSample],
+    progress: Callable[[int], object],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each sample's distance to the versions that its tokens name, and to the versions before these.
+
+    Each token's version computes its whole context. One pass over the samples that name a version serves
+    all their tokens of it, because no token depends on a later one.
+
+    Args:
+        model: takes the weights of each version in turn.
+        weights_of: each version's.
+        samples: with prompts of one length and answers of one length.
+        progress: gets the number of these samples that have been compared so far.
+    """
+    named = torch.tensor([list(sample.versions) for sample in samples])
+    served = torch.tensor([sample.logprobs for sample in samples])
+    claims = (named, (named - 1).clamp(min=0))
+    expected = (torch.zeros_like(served), torch.zeros_like(served))
+    versions = sorted(set(torch.cat(claims).flatten().tolist()))
+    rows_of = {
+        version: ((claims[0] == version) | (claims[1] == version)).any(1).nonzero()[:, 0]
+        for version in versions
+    }
+    num_passes, num_rows = 0, sum(len(rows) for rows in rows_of.values())
+    for version, rows in rows_of.items():
+        for part in rows.split(BATCH):
+            chosen = [samples[index] for index in part.tolist()]
+            found = _logprobs(model, weights_of, chosen, [version] * served.shape[1], kept=False)
+            for claimed, logprobs in zip(claims, expected, strict=True):
+                is_claimed = claimed[part] == version
+                logprobs[part] = torch.where(is_claimed, found, logprobs[part])
+            num_passes += len(part)
+            progress(len(samples) * num_passes // num_rows)
+    own, previous = ((served - logprobs).abs().mean(1) for logprobs in expected)
+    return own, previous
 
 
 @torch.no_grad()

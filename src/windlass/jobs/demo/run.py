@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 import time
@@ -23,7 +24,8 @@ from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.checker import TornReport, check_served
 from windlass.jobs.demo.recipe import RepeatOperand
 from windlass.jobs.demo.trainer import build_model
-from windlass.jobs.launch import JobSummary, run_job
+from windlass.jobs.launch import JobSummary, check_options, run_job
+from windlass.jobs.output import OutputFolder
 from windlass.jobs.schedulers.local import visible_gpus
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.observability.live import LiveView
@@ -39,20 +41,37 @@ ROOM_FOR_PROGRESS = 3
 """Lines of a terminal that the view leaves for the slow part that a job is in."""
 
 
-def make_directory(config: LaunchConfig) -> None:
-    """Make the output folder anew: what an earlier demo has left there is deleted, nothing else is.
+def check_output(config: LaunchConfig) -> None:
+    """Refuse an output folder that `make_directory` must not empty; change nothing.
 
     Raises:
-        ConfigError: there is something else, or it cannot be made.
+        ConfigError: the folder has something else than an earlier demo, or another demo runs in it.
     """
     folder = Path(config.output_dir)
     made = [folder / "job.json", folder / "versions"]
     try:
-        if folder.exists() and any(folder.iterdir()) and not all(p.exists() for p in made):
+        if not folder.exists():
+            return
+        if any(folder.iterdir()) and not all(path.exists() for path in made):
             raise ConfigError(
                 "demo: --output must be a new folder, an empty one, or that of an earlier demo, which "
                 f"is deleted, got {folder}"
             )
+    except OSError as error:
+        raise ConfigError(f"demo: --output {folder} cannot be made: {error}") from error
+    with OutputFolder(folder).locked():
+        pass
+
+
+def make_directory(config: LaunchConfig) -> None:
+    """Make the output folder, and delete what an earlier demo has left there.
+
+    Raises:
+        ConfigError: see `check_output`; or the folder cannot be made.
+    """
+    check_output(config)
+    folder = Path(config.output_dir)
+    try:
         if folder.exists():
             shutil.rmtree(folder)
         (folder / "versions").mkdir(parents=True)
@@ -68,20 +87,36 @@ def engine_install(kind: str) -> str:
     return "`make engines` first"
 
 
-def prepare_server(config: LaunchConfig) -> None:
-    """Check a server's environment and write the checkpoint that it starts with.
-
-    Its weights are not the trainer's: what is served later came by updates.
+def check_demo(config: LaunchConfig) -> None:
+    """Refuse what the demo would be refused for; change nothing on disk.
 
     Raises:
-        ConfigError: there is no interpreter in the server's environment.
+        ConfigError: an output folder of something else, a server that is not installed, or what `check_options` refuses.
     """
+    check_output(config)
     server = config.engines[0]
-    if not Path(server.python).exists():
+    if ENGINES.find(server.kind).server is not None and not Path(server.python).exists():
         raise ConfigError(
             f"demo: WINDLASS_{server.kind.upper()}_VENV must name an environment with {server.kind}, "
             f"got no {server.python}; {engine_install(server.kind)}"
         )
+    check_options(config)
+    try:
+        build_model(Path(config.trainer.arguments[0]))
+    # A configuration of the user's may fail in any line of transformers.
+    except Exception as error:
+        raise ConfigError(
+            f"demo: --model must be the configuration of a causal LM of transformers, got "
+            f"{config.trainer.arguments[0]}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def prepare_server(config: LaunchConfig) -> None:
+    """Write the checkpoint that a server starts with.
+
+    Its weights are not the trainer's: what is served later came by updates.
+    """
+    server = config.engines[0]
     model_config, _, seed, _ = config.trainer.arguments
     torch.manual_seed(int(seed) + 1)
     model = build_model(Path(model_config)).to(torch.bfloat16)
@@ -167,6 +202,7 @@ async def run_demo(
         ConfigError: a folder that cannot be written, or holds something else than a demo's output.
         WindlassError: a process could not be started, or died; carries its log's tail.
     """
+    await asyncio.to_thread(check_demo, config)
     make_directory(config)
     if ENGINES.find(config.engines[0].kind).server is not None:
         await asyncio.to_thread(prepare_server, config)
@@ -178,19 +214,7 @@ async def run_demo(
         job = await run_job(config, recipe=recipe, notify=lambda _: None, progress=view.progress)
     if job.stopped_by:
         return 128 + job.stopped_by
-    view.console.print(
-        f"checking {len(recipe.served)} answers against the trainer's own weights ..."
-    )
-    torn = await asyncio.to_thread(
-        check_served,
-        recipe.served,
-        [r.version for r in recipe.updates if r.outcome is RoundOutcome.PUBLISHED],
-        model_config=Path(config.trainer.arguments[0]),
-        versions_dir=folder / "versions",
-        dtypes={e.name: e.arguments[e.arguments.index("--dtype") + 1] for e in config.engines},
-        context_is_kept=config.update.pause_mode is PauseMode.IN_PLACE,
-        device=config.trainer.arguments[3],
-    )
+    torn = await asyncio.to_thread(check_answers, config, recipe, view)
     problems, wall_s = find_problems(config, recipe, job, torn), time.perf_counter() - began_s
     pace = recipe.clock.pace()
     content = {
@@ -218,15 +242,45 @@ async def run_demo(
         f"(a wrong version would have shown in: {shown}), {job.rollouts['lost']} lost, {wall_s:.0f} s",
     )
     view.console.print(
+        f"of these, {pace.seconds:.0f} s of training, from the first version to the last: "
         f"{pace.samples_per_hour:,.0f} samples per hour, {pace.tokens_per_s:,.0f} trained tokens/s, "
-        f"mean staleness {pace.mean_staleness:.2f}, engines paused {100 * pace.paused_share:.2f} % of the "
-        f"time, trainers waited for answers {100 * pace.idle_share:.0f} %"
+        f"mean staleness {pace.mean_staleness:.2f}, engines paused {100 * pace.paused_share:.2f} % of "
+        f"this time, trainers waited for answers {100 * pace.idle_share:.0f} % of it"
     )
     for problem in problems:
         view.console.print(f"PROBLEM: {problem}", style="red")
     for line in what_next(config, problems):
         view.console.print(line, soft_wrap=True)
     return 1 if problems else 0
+
+
+def check_answers(config: LaunchConfig, recipe: RepeatOperand, view: DemoView) -> TornReport:
+    """Compare all answers with the trainer's weights, on all cores, and show how far that has come."""
+    num_answers = len(recipe.served)
+    what = f"checking {num_answers} answers against the trainer's own weights"
+    progress = Progress(is_shown=view.shown.is_drawn)
+    # The processes of the job have ended and left their cores.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        with (
+            LiveView(view.console, progress.text, is_transient=True, is_wanted=view.shown.is_drawn),
+            progress.part(what),
+        ):
+            return check_served(
+                recipe.served,
+                [r.version for r in recipe.updates if r.outcome is RoundOutcome.PUBLISHED],
+                model_config=Path(config.trainer.arguments[0]),
+                versions_dir=Path(config.output_dir) / "versions",
+                dtypes={
+                    e.name: e.arguments[e.arguments.index("--dtype") + 1] for e in config.engines
+                },
+                context_is_kept=config.update.pause_mode is PauseMode.IN_PLACE,
+                device=config.trainer.arguments[3],
+                progress=lambda num: progress.detail(f"{num} of {num_answers} done"),
+            )
+    finally:
+        torch.set_num_threads(threads)
 
 
 def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
