@@ -98,6 +98,23 @@ def test_a_path_is_a_folder_too() -> None:
         (lambda: windlass.StalenessPolicy(2, 0, 1), "batch_size must be >= 1, got 0"),
         (lambda: windlass.SamplingParams(max_new_tokens=1, temperature=float("nan")), "temperature must be >= 0, got nan"),
         (lambda: windlass.SamplingParams(max_new_tokens=1, top_k=0), "top_k must be >= 1, or -1 for all, got 0"),
+        *(
+            (lambda key=key, value=value: windlass.SamplingParams(**{"max_new_tokens": 1, key: value}), f"sampling: {says}")
+            for key, value, says in (
+                ("max_new_tokens", "8", "max_new_tokens must be an integer >= 1, got '8'"),
+                ("max_new_tokens", None, "max_new_tokens must be an integer >= 1, got None"),
+                ("temperature", np.float32(1), "temperature must be a number of Python, got "),
+                ("temperature", "hot", "temperature must be a number of Python, got 'hot'"),
+                ("temperature", True, "temperature must be a number of Python, got True"),
+                ("top_p", "0.5", r"top_p must be a number of Python, got '0.5'"),
+                ("top_p", 0, r"top_p must be in \(0, 1\], got 0"),
+                ("top_k", 1.5, "top_k must be >= 1, or -1 for all, got 1.5"),
+                ("stop_token_ids", 7, "stop_token_ids must be a tuple of integers, got 7"),
+                ("stop_token_ids", ("7",), r"stop_token_ids must be a tuple of integers, got \('7',\)"),
+                ("ignore_eos", "yes", "ignore_eos must be true or false, got 'yes'"),
+                ("adapter", 3, "adapter must be text, got 3"),
+            )
+        ),
         (lambda: windlass.DiskBackend(folder=None), "folder must be an absolute path, got None"),  # type: ignore[arg-type]
         (lambda: windlass.Controller(token=TOKEN, config={"mode": "staged"}), "config must be ControlConfig, got {'mode'"),  # type: ignore[arg-type]
         (lambda: windlass.Controller(token=TOKEN, staleness=2), "staleness must be StalenessPolicy, got 2"),  # type: ignore[arg-type]
@@ -202,7 +219,7 @@ async def test_a_prompt_is_plain_integers_or_refused() -> None:
         for empty in ((), np.array([], np.int64)):
             with pytest.raises(ConfigError, match="prompt_ids must not be empty"):
                 rollouts.submit(empty, SAMPLING)  # type: ignore[arg-type]
-        odd = windlass.SamplingParams(max_new_tokens=1, temperature=np.float32(1))  # type: ignore[arg-type]
+        odd = windlass.SamplingParams(max_new_tokens=1 << 63)
         with pytest.raises(ConfigError, match="sampling must be SamplingParams"):
             rollouts.submit([1], odd)
         with pytest.raises(ConfigError, match="deadline_s must be > 0, got nan"):

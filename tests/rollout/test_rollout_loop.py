@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -860,5 +861,56 @@ async def test_strangers_and_nonsense_are_refused(rig: Rig) -> None:
         assert response.status == 401
     with pytest.raises(ConfigError, match="prompt_ids must not be empty"):
         rig.controller.submit((), SAMPLING)
-    with pytest.raises(ConfigError, match="n must be >= 1"):
+    with pytest.raises(ConfigError, match="n must be an integer >= 1, got 0"):
         rig.controller.submit_group((1,), 0, SAMPLING)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (((1, 5), "4", SAMPLING), "n must be an integer >= 1, got '4'"),
+        (((1, 5), 2.0, SAMPLING), "n must be an integer >= 1, got 2.0"),
+        (((1, 5), True, SAMPLING), "n must be an integer >= 1, got True"),
+        (((1, 5), SAMPLING, 4), "sampling must be SamplingParams, got 4|n must be an integer"),
+        (((1, 5), 4, {"max_new_tokens": 1}), "sampling must be SamplingParams, got {'max_new"),
+        (((1, 5), 4, None), "sampling must be SamplingParams, got None"),
+        ((5, 4, SAMPLING), "prompt_ids must be integers"),
+        (("ab", 4, SAMPLING), "prompt_ids must be integers"),
+        ((None, 4, SAMPLING), "prompt_ids must be integers"),
+    ],
+)
+async def test_an_argument_of_a_wrong_type_is_named(
+    rig: Rig, arguments: tuple[Any, ...], says: str
+) -> None:
+    await rig.up()
+    with pytest.raises(ConfigError, match=says):
+        rig.controller.submit_group(*arguments)
+    with pytest.raises(ConfigError, match="deadline_s must be a number of seconds, got '5'"):
+        rig.controller.submit_group((1, 5), 4, SAMPLING, deadline_s="5")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="workflow must be text and not empty, got 3"):
+        rig.controller.submit_workflow(3, None, SAMPLING)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="num_groups must be an integer >= 1, got '1'"):
+        await rig.controller.next_batch("1", deadline_s=1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"next_batch: deadline_s must be .* got None"):
+        await rig.controller.next_batch(1, deadline_s=None)  # type: ignore[arg-type]
+
+
+async def test_answers_that_are_made_again_now_and_then_are_counted_and_not_warned_of(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.policy = StalenessPolicy(max_staleness=1, batch_size=8, max_concurrent=64)
+    engine = await rig.up()
+    engine.hold(1, per_version=True)
+    sampling = SamplingParams(max_new_tokens=3)
+    handle = rig.controller.submit_group((900, 5), 1, sampling)
+    await engine.until_held(1)
+    for step in range(2):
+        for number in (1, 2):
+            rig.controller.submit_group((number, 5), 4, SamplingParams(max_new_tokens=1))
+        await rig.controller.next_batch(2, deadline_s=20)
+        await engine.serve(step + 1)
+        rig.route(engine)
+    stats = rig.controller.stats()
+    assert stats.stopped_early + stats.too_old == 1
+    assert "too old" not in caplog.text
+    handle.cancel()

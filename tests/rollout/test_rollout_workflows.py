@@ -248,7 +248,7 @@ async def test_arguments_that_cannot_travel_are_refused_at_submission(rig: Rig) 
     await rig.start()
     with pytest.raises(ConfigError, match="workflow three: arguments: must be msgpack-plain"):
         rig.controller.submit_workflow("three", object(), SAMPLING)
-    with pytest.raises(ConfigError, match="workflow must not be empty"):
+    with pytest.raises(ConfigError, match="workflow must be text and not empty"):
         rig.controller.submit_workflow("", 1, SAMPLING)
 
 

@@ -47,6 +47,8 @@ from windlass.rollout.messages import (
     SamplingParams,
     Work,
     WorkerHello,
+    check_deadline,
+    is_count,
 )
 from windlass.rollout.pool import LocalWorker, WorkerPool
 from windlass.rollout.staleness import OnStale, StalenessPolicy
@@ -278,6 +280,7 @@ class RolloutController:
             PeerTimeout: not all were done within `deadline_s`.
             RolloutError: one of them failed.
         """
+        check_deadline("wait", deadline_s)
         futures = {handle.future for handle in handles}
         if futures:
             _, left = await asyncio.wait(futures, timeout=deadline_s)
@@ -298,8 +301,8 @@ class RolloutController:
         self, workflow: str, arguments: object, sampling: SamplingParams, deadline_s: float | None
     ) -> Work:
         self._check_open("submit")
-        if not workflow:
-            raise ConfigError("rollout: workflow must not be empty, got ''")
+        if not workflow or not isinstance(workflow, str):
+            raise ConfigError(f"rollout: workflow must be text and not empty, got {workflow!r}")
         encoded = encode_value(f"workflow {workflow}: arguments", arguments)
         return Work(sampling=sampling, deadline_s=deadline_s, workflow=workflow, arguments=encoded)
 
@@ -351,8 +354,9 @@ class RolloutController:
             PeerTimeout: fewer groups were complete within `deadline_s`; none is taken.
             RolloutError: the journal can no longer be written.
         """
-        if num_groups < 1:
-            raise ConfigError(f"next_batch: num_groups must be >= 1, got {num_groups}")
+        if not is_count(num_groups):
+            raise ConfigError(f"next_batch: num_groups must be an integer >= 1, got {num_groups!r}")
+        check_deadline("next_batch", deadline_s)
         try:
             async with asyncio.timeout(deadline_s), self._batch_lock:
                 while len(self._table.ready) < num_groups:

@@ -45,6 +45,7 @@ from windlass.rollout.messages import (
     RolloutOutcome,
     SamplingParams,
     Work,
+    is_count,
 )
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.rollout.table import NOTHING, Deadlines, Group, Record, RolloutTable, State
@@ -52,6 +53,10 @@ from windlass.rollout.table import NOTHING, Deadlines, Group, Record, RolloutTab
 logger = logging.getLogger(__name__)
 MAX_BACKOFF_S = 2.0
 WARN_EVERY_S = 10.0
+WASTE_EVERY_S = 600.0
+WASTE_SHARE = 0.5
+"""Answers that are thrown away as too old, per delivered answer, above which a job wastes its engines. Fewer are
+normal where answers of several versions overlap."""
 DECLINABLE = 4096
 """Number of delivered results, the newest, that the owner may still decline."""
 
@@ -99,6 +104,7 @@ class Lifecycle:
         self._config = config
         self._handed_out: OrderedDict[str, tuple[str, ...]] = OrderedDict()
         self._silent_until = 0.0
+        self._waste_is_due = False
         self._failures = LineLimit(WARN_EVERY_S)
         self.newest_failure = ""
         self.failed_alike = 0
@@ -142,8 +148,8 @@ class Lifecycle:
 
     def submit_group(self, work: Work, n: int, *, metadata: object = None) -> GroupHandle:
         """Submit a group, as `RolloutController.submit_group`; the caller has checked prompt and arguments."""
-        if n < 1:
-            raise ConfigError(f"rollout: n must be >= 1, got {n}")
+        if not is_count(n):
+            raise ConfigError(f"rollout: n must be an integer >= 1, got {n!r}")
         group = self._submit(work, n, self._next_group, metadata)
         self._next_group += 1
         return self._group_handle(group)
@@ -439,14 +445,20 @@ class Lifecycle:
         self._work_changed()
 
     def _warn_of_waste(self) -> None:
-        """Schedule one warning for all answers discarded in this turn of the loop, and then none for a while."""
-        loop = asyncio.get_running_loop()
-        if loop.time() >= self._silent_until:
-            self._silent_until = loop.time() + WARN_EVERY_S
-            loop.call_soon(self._log_waste)
+        """Look once at all answers discarded in this turn of the loop."""
+        if not self._waste_is_due:
+            self._waste_is_due = True
+            asyncio.get_running_loop().call_soon(self._log_waste)
 
     def _log_waste(self) -> None:
-        policy, counts = self._policy, self.table.counts
+        """Warn, and then not for a while, if rollouts were dropped or much is thrown away; the counts say the rest."""
+        policy, counts, now = self._policy, self.table.counts, asyncio.get_running_loop().time()
+        self._waste_is_due = False
+        wasted = counts.too_old + counts.stopped_early
+        is_much = wasted >= max(policy.batch_size, WASTE_SHARE * counts.completed)
+        if now < self._silent_until or not (counts.dropped or is_much):
+            return
+        self._silent_until = now + WASTE_EVERY_S
         logger.warning(
             "rollouts are too old for version %d (max_staleness=%d, on_stale=%s, max_resubmits=%d): "
             "since the start %d answers were thrown away, %d attempts stopped early, %d rollouts "
@@ -649,6 +661,8 @@ def _retrieve(done: asyncio.Future[Any]) -> None:
 
 def _checked(sampling: SamplingParams) -> SamplingParams:
     """Return the same object if a worker can decode it."""
+    if not isinstance(sampling, SamplingParams):
+        raise ConfigError(f"rollout: sampling must be SamplingParams, got {sampling!r}")
     try:
         msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=SamplingParams)
     except (TypeError, OverflowError, *DECODE_ERRORS) as error:

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 import msgspec
 
+from windlass.config import check_numbers
 from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError
 from windlass.net.messages import MAX_NAME_NBYTES, Codec, Refused
 
@@ -95,6 +96,21 @@ class ErrorKind(StrEnum):
     RAISED = "raised"
 
 
+def is_count(value: object) -> bool:
+    """Return whether a value is an integer of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_deadline(where: str, deadline_s: object) -> None:
+    """Refuse a deadline that is not a number of seconds."""
+    if not _is_number(deadline_s):
+        raise ConfigError(f"{where}: deadline_s must be a number of seconds, got {deadline_s!r}")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """Sampling parameters of an engine, with SGLang's names.
 
@@ -118,14 +134,24 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     adapter: str = ""
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"sampling: max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        check_numbers(self, {"max_new_tokens": 1}, where="sampling: ")
+        for name in ("temperature", "top_p"):
+            if not _is_number(value := getattr(self, name)):
+                raise ConfigError(f"sampling: {name} must be a number of Python, got {value!r}")
         if not self.temperature >= 0:
             raise ConfigError(f"sampling: temperature must be >= 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"sampling: top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k < 1 and self.top_k != -1:
-            raise ConfigError(f"sampling: top_k must be >= 1, or -1 for all, got {self.top_k}")
+        if not is_count(self.top_k) and (isinstance(self.top_k, bool) or self.top_k != -1):
+            raise ConfigError(f"sampling: top_k must be >= 1, or -1 for all, got {self.top_k!r}")
+        stops: object = self.stop_token_ids
+        if not isinstance(stops, tuple | list) or not all(isinstance(s, int) for s in stops):
+            raise ConfigError(
+                f"sampling: stop_token_ids must be a tuple of integers, got {stops!r}"
+            )
+        for name, kind, words in (("ignore_eos", bool, "true or false"), ("adapter", str, "text")):
+            if not isinstance(value := getattr(self, name), kind):
+                raise ConfigError(f"sampling: {name} must be {words}, got {value!r}")
 
 
 class EngineTarget(msgspec.Struct, frozen=True, gc=False):
@@ -176,7 +202,10 @@ class Work(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     arguments: bytes = b""
 
     def __post_init__(self) -> None:
-        if self.deadline_s is not None and not self.deadline_s > 0:
+        if self.deadline_s is None:
+            return
+        check_deadline("rollout", self.deadline_s)
+        if not self.deadline_s > 0:
             raise ConfigError(f"rollout: deadline_s must be > 0, got {self.deadline_s}")
 
 
