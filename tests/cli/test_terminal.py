@@ -10,6 +10,7 @@ import json
 import os
 import pty
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -18,11 +19,13 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from http_answers import answering
 from rich.console import Console
 from trained import report, sample
 from windlass_command import command
 
 import windlass
+from windlass.cli import COMMANDS
 from windlass.cli.main import main
 from windlass.observability.progress import MAX_KEPT, Progress
 from windlass.observability.terminal import status_of
@@ -147,6 +150,60 @@ def on_terminal(*argv: str, **environment: str) -> str:
 
 def without_codes(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+@pytest.mark.parametrize("watch", [(), ("--watch",)])
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (404, b"no such page", "answered 404, is it a controller?"),
+        (200, b"<html>hello</html>", "JSON is malformed"),
+        (200, b'{"object": "list", "data": []}', "the answer must have engines, "),
+        (200, b"[1]", "Expected `object`, got `array`"),
+    ],
+)
+def test_an_address_that_is_no_controllers_says_what_to_give(
+    watch: tuple[str, ...],
+    status: int,
+    body: bytes,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
+    if watch:
+        body = b"data: " + body + b"\n\n"
+    with answering(lambda _path, _asked: (status, body)) as url:
+        for command in (("status", url, *watch), *([] if watch else [("report", url)])):
+            assert main(command) == 2
+            said = capsys.readouterr().err
+            assert f"ProtocolError: {url}: " in said
+            assert says in said
+            assert (
+                "next: give the address that `windlass serve` or `windlass launch` prints" in said
+            )
+
+
+def test_a_controller_that_does_not_answer_is_not_to_be_asked_for_its_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert main(["status", url, "--deadline-s", "0.2"]) == 2
+    said = capsys.readouterr().err
+    assert f"PeerTimeout: {url}: no answer within 0.2 s" in said
+    assert "next: see that a controller runs there, or give it more time" in said
+    assert "windlass status" not in said.partition(":")[2]
+
+
+def test_no_command_shows_all_commands_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    for name in COMMANDS.names():
+        assert re.search(rf"^    {name} +\w+|^    {name}$", shown.err, re.MULTILINE), name
+    assert "asynchronous GRPO on this machine" in shown.err
 
 
 def test_a_real_bash_completes_commands_and_options() -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from windlass.errors import ConfigError, ManifestError, UnsupportedLayout
-from windlass.layout.naming.patterns import NUMBER, renaming, said
+from windlass.layout.naming.patterns import NUMBER, as_argument, renaming, said
 from windlass.layout.naming.place import Coords, Geometry, Placed, place
 from windlass.layout.naming.rules import Cut, Rule
 from windlass.layout.naming.tables import FAMILIES
@@ -268,3 +268,16 @@ def test_wrappers_are_recognised_by_their_names(held: str, says: str) -> None:
 
 def test_nothing_is_said_of_a_side_that_has_nothing_more() -> None:
     assert renaming({"model.norm.weight": (4,)}, {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("num_names", "ends"),
+    [
+        (1, "('part_a.w',)"),
+        (6, "'part_f.w',)"),
+        (7, "'part_f.w',), and 1 more pattern"),
+        (9, "), and 3 more patterns"),
+    ],
+)
+def test_an_argument_of_patterns_says_how_many_it_leaves_out(num_names: int, ends: str) -> None:
+    assert as_argument([f"part_{letter}.w" for letter in "abcdefghi"[:num_names]]).endswith(ends)

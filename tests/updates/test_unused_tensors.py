@@ -85,7 +85,10 @@ async def published(
     ("extra", "says"),
     [
         ("model.layers.1.mlp.weight", "got 'model.layers.1.mlp.weight' that no engine takes"),
-        ("model.layers.0.mlp.bias", r"pass `allow_unused=\('model.layers.0.mlp.bias',\)`"),
+        (
+            "model.layers.0.mlp.bias",
+            r"pass this to the trainer: allow_unused=\('model.layers.0.mlp.bias',\)",
+        ),
         ("value_head.weight", "value_head"),
         ("model.visual.patch_embed.weight", "model.visual"),
         (

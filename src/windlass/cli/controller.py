@@ -17,6 +17,9 @@ from windlass.net.addresses import check_url
 from windlass.net.sockets import connection_error, open_http
 from windlass.observability.operations import HEARTBEAT_S
 
+_OF_AN_OVERVIEW = {"published_version", "engines", "links", "rounds", "rollouts", "staleness"}
+"""Keys that every controller's answer has."""
+
 
 def add_controller(parser: argparse.ArgumentParser) -> None:
     """Declare the controller; the token comes from WINDLASS_TOKEN, never from the command line."""
@@ -43,7 +46,7 @@ async def fetch_overview(url: str, token: str, deadline_s: float) -> dict[str, A
             session.get(f"{url}/v1/overview") as answer,
         ):
             await _check(url, answer)
-            return msgspec.json.decode(await answer.read(), type=dict[str, Any])
+            return _decode(url, await answer.read())
 
 
 async def follow_overview(
@@ -68,7 +71,7 @@ async def follow_overview(
                 *frames, frame = (frame + chunk).split(b"\n\n")
                 for whole in frames:
                     if whole.startswith(b"data: "):
-                        yield msgspec.json.decode(whole[6:], type=dict[str, Any])
+                        yield _decode(url, whole[6:])
     raise PeerUnreachable(f"{url}: the controller has ended the stream")
 
 
@@ -79,7 +82,29 @@ async def _check(url: str, answer: aiohttp.ClientResponse) -> None:
         said = (await answer.content.read(200)).decode(errors="replace")
         raise AuthenticationError(f"{url}: {said}")
     if answer.status != 200:
-        raise ProtocolError(f"{url}: answered {answer.status}, is it a controller?")
+        raise _no_controller(f"{url}: answered {answer.status}, is it a controller?")
+
+
+def _decode(url: str, answer: bytes) -> dict[str, Any]:
+    """Return what a controller knows, from its answer.
+
+    Raises:
+        MsgspecError: not JSON. ProtocolError: JSON of something else.
+    """
+    found = msgspec.json.decode(answer, type=dict[str, Any])
+    if lacking := sorted(_OF_AN_OVERVIEW - found.keys()):
+        raise _no_controller(
+            f"{url}: the answer must have {', '.join(lacking)}, is it a controller?"
+        )
+    return found
+
+
+def _no_controller(said: str) -> ProtocolError:
+    error = ProtocolError(said)
+    error.add_note(
+        "next: give the address that `windlass serve` or `windlass launch` prints, and not that of an engine"
+    )
+    return error
 
 
 @contextmanager
@@ -88,8 +113,12 @@ def _errors_of(url: str, deadline_s: float) -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise PeerTimeout(f"{url}: no answer within {deadline_s} s") from None
+        timeout = PeerTimeout(f"{url}: no answer within {deadline_s} s")
+        timeout.add_note(
+            "next: see that a controller runs there, or give it more time with --deadline-s"
+        )
+        raise timeout from None
     except aiohttp.ClientError as error:
         raise PeerUnreachable(f"{url}: {connection_error(error)}") from error
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"{url}: {error}") from error
+        raise _no_controller(f"{url}: {error}") from error

@@ -14,7 +14,6 @@ from windlass.errors import (
     AuthenticationError,
     ConfigError,
     EngineRefused,
-    PeerTimeout,
     PeerUnreachable,
     TransportUnavailable,
     WindlassError,
@@ -39,8 +38,6 @@ _NEXT: Mapping[type[WindlassError], str] = {
     "`windlass token` derives from it",
     PeerUnreachable: "see that a controller runs there and that this host reaches it; `windlass serve` "
     "and `windlass launch` print the address",
-    PeerTimeout: "`windlass status URL` shows who is connected and what a controller does; the logs of "
-    "who is missing say why",
     EngineRefused: "`windlass doctor --engine-python PATH` looks into the engine's environment",
     TransportUnavailable: "`windlass doctor` says what this machine lacks, and how to mend it",
 }
@@ -80,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str], chosen: str) -> int:
     parser, subparsers = _empty_parser()
-    wants_summaries = arguments[:1] in (["-h"], ["--help"])
+    wants_summaries = arguments[:1] in ([], ["-h"], ["--help"])
     command: Command | None = None
     for name in COMMANDS.names():
         summary = _summary(name) if wants_summaries or name == chosen else None
@@ -88,6 +85,9 @@ def _run(arguments: Sequence[str], chosen: str) -> int:
         if name == chosen:
             command = COMMANDS.find(name)
             command.add_arguments(subparser)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
     args = parser.parse_args(arguments)
     if command is None:  # pragma: no cover - argparse has refused anything else
         parser.error(f"unknown command {chosen!r}")

@@ -14,11 +14,10 @@ import numpy as np
 from windlass.errors import IncompleteCoverage, ManifestError
 from windlass.layout.columns import Int32Array, UInt8Array, column
 from windlass.layout.manifest import ShardManifest, ShardTable
-from windlass.layout.naming.patterns import patterns_of, renaming, said
+from windlass.layout.naming.patterns import as_argument, renaming, said
 from windlass.layout.quantization import require_supported
 from windlass.planning.plan import DTYPES, Transform
 
-_MOST_PATTERNS = 6
 _DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 
@@ -221,10 +220,9 @@ def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> N
     others = f" and {len(workers) - 1} more" if len(workers) > 1 else ""
     advice = renaming({name: shapes[name] for name in missing}, there, matched)
     if not there:
-        patterns = [of[0] if len(of) == 1 else p for p, of in patterns_of(sorted(missing)).items()]
-        shown = ", ".join(map(repr, patterns[:_MOST_PATTERNS]))
         advice = (
-            f"; if engines shall keep what they have of it, pass `keep=({shown},)` to the trainer"
+            "; if engines shall keep what they have of it, pass this to the trainer: "
+            f"keep={as_argument(sorted(missing))}"
         )
     raise IncompleteCoverage(
         f"{said(missing)} of {workers[0]}{others} {'has' if len(missing) == 1 else 'have'} no source at all"

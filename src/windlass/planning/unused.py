@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from windlass.errors import ManifestError
 from windlass.layout.manifest import ShardManifest
-from windlass.layout.naming.patterns import patterns_of, said
+from windlass.layout.naming.patterns import as_argument, said
 from windlass.planning.rows import resolve_names
 
 _HARMLESS = re.compile(
@@ -20,7 +20,6 @@ _MTP_MARK = ".eh_proj.weight"
 """Name of the projection that only an MTP layer has (DeepSeek, GLM):
 `model.layers.61.eh_proj.weight`."""
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
-_MOST_PATTERNS = 6
 
 
 def find_unused(
@@ -86,13 +85,11 @@ def refuse_unused(
     )
     if not refused:
         return
-    patterns = [of[0] if len(of) == 1 else p for p, of in patterns_of(refused).items()]
-    shown = ", ".join(map(repr, patterns[:_MOST_PATTERNS]))
     raise ManifestError(
         f"allow_unused: every tensor of the trainers must be one that an engine takes or match a pattern, got "
         f"{said(refused)} that no engine takes{''.join(_tie_hints(refused, sources))}; serve the model that is "
-        f"trained, or pass `allow_unused=({shown},)` to the trainer if engines shall never have "
-        f"{'it' if len(refused) == 1 else 'them'}"
+        f"trained, or, if engines shall never have {'it' if len(refused) == 1 else 'them'}, pass this to the "
+        f"trainer: allow_unused={as_argument(refused)}"
     )
 
 

@@ -83,6 +83,13 @@ class VllmServers:
         gives_up_at = time.monotonic() + listens_within_s
         try:
             answer = self._when_listening(url, deadline_s, gives_up_at)
+        except PeerUnreachable as error:
+            if not listens_within_s or not isinstance(error.__cause__, ConnectionRefusedError):
+                raise
+            raise PeerUnreachable(
+                f"{url}: must listen within {listens_within_s:g} s, and did not; see that the server runs and "
+                f"what its log says: {error}"
+            ) from error
         except NoSuchRoute as error:
             raise PeerUnreachable(
                 f"{url}: must be started with VLLM_SERVER_DEV_MODE=1 in its environment: {error}"

@@ -32,6 +32,14 @@ def said(names: Iterable[str]) -> str:
     return ", ".join(words[:_MOST]) + (f" and {rest} more" if rest else "")
 
 
+def as_argument(names: Sequence[str]) -> str:
+    """Return patterns that match the names as an argument of Python, and the number of further patterns."""
+    patterns = [of[0] if len(of) == 1 else p for p, of in patterns_of(names).items()]
+    rest = len(patterns) - _MOST
+    more = f", and {rest} more pattern{'s' * (rest > 1)}" if rest > 0 else ""
+    return f"({', '.join(map(repr, patterns[:_MOST]))},){more}"
+
+
 def renaming(
     missing: Mapping[str, _Shape], there: Mapping[str, _Shape], matched: Collection[str] = ()
 ) -> str:
