@@ -379,7 +379,8 @@ def test_who_does_not_come_in_time_is_named_with_where_its_log_is(tmp_path: Path
         " s of at most 1 s; not there yet: weights of trainers (0 of 2 ranks), engine-a\n"
         in printed
     )
-    assert f"\nthe logs are in {tmp_path}/out/logs\nnext: " in printed
+    assert f"\nthe logs are in {tmp_path}/out/logs\nnext: read the log of each" in printed
+    assert "windlass status" not in printed
     assert "Traceback" not in printed
 
 
@@ -402,7 +403,7 @@ def test_a_terminal_shows_what_a_start_waits_for_while_it_waits(tmp_path: Path) 
             shown += part
     assert job.wait(timeout=DEADLINE_S) == 2
     part = (
-        b"starting trainer ranks, engines beside them: %d s of at most 2 s; not there yet: trainers"
+        b"starting trainer ranks, engines beside them: %d s of at most 2 s; not there yet: weights"
     )
     before_its_end = shown.partition(b"gave up")[0]
     assert {n for n in range(3) if part % n in before_its_end} >= {0, 1}

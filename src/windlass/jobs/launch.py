@@ -188,6 +188,8 @@ async def _run_in(
         # Ray keeps its logs on the nodes.
         if any((output_dir / "logs").glob("*.log")):
             error.add_note(f"the logs are in {output_dir / 'logs'}")
+            if isinstance(error, PeerTimeout):
+                error.add_note("next: read the log of each process that did not come or answer")
         raise
     finally:
         for number in SIGNALS:
