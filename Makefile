@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# pytest; tests that fail run again, alone, before the target fails.
+RUN    := $(BIN)/python tools/run_tests.py --max-unsteady 6
 ARGS   ?=
 FULL   ?=
 
@@ -68,13 +70,13 @@ imports: setup
 # Tests that fail run again, alone: a busy machine can make a deadline of a test pass. More than six such tests fail it.
 # Two is the goal, once tests with short deadlines are steady beside four others.
 unit: setup
-	$(BIN)/python tools/run_tests.py --max-unsteady 6 -n 4 --dist loadfile --no-loadscope-reorder
+	$(RUN) -n 4 --dist loadfile --no-loadscope-reorder
 
 # Live servers of vLLM: with two tensor-parallel ranks, updated in both modes by FSDP2 ranks; and plain ones,
 # started by their users with one flag. Side by side, since each waits for much.
 engine: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
-	WINDLASS_ENGINES=one $(BIN)/pytest -n 2 --dist loadfile -m engines -k fresh_one \
+	WINDLASS_ENGINES=one $(RUN) -n 2 --dist loadfile -m engines -k fresh_one \
 	  tests/engines/test_live_servers.py tests/integrations/test_vllm_plugin.py
 
 test: lint types imports unit engine
@@ -82,13 +84,13 @@ test: lint types imports unit engine
 # Everything that takes long and needs nothing more than `make test` does: ten thousand simulated rounds and
 # every planted bug, every kind of process killed in every phase, relays, NIXL's TCP, whole jobs.
 test-long: setup
-	$(BIN)/pytest -m "long and not engines and not cluster" $(or $(ARGS),tests --ignore tests/trainers)
+	$(RUN) -m "long and not engines and not cluster" $(or $(ARGS),tests --ignore tests/trainers)
 
 # More Megatron-core layouts on four processes, trained steps of every family with transformers as the
 # oracle of their logits, and mbridge as an independent converter.
 test-megatron: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/converter mbridge==0.15.1 einops==0.8.2
-	PYTHONPATH=build/converter $(BIN)/pytest -m long tests/trainers $(ARGS)
+	PYTHONPATH=build/converter $(RUN) -m long tests/trainers $(ARGS)
 
 # Unmodified vLLM and SGLang for CPUs, each in an environment of its own; about 3 minutes each.
 # WINDLASS_VLLM_VENV and WINDLASS_SGLANG_VENV name environments that are there already.
@@ -100,7 +102,7 @@ engines: setup
 # or all of it with FULL=1. What was shown becomes docs/capabilities.md.
 test-engines: engines
 	WINDLASS_ENGINES=$(if $(FULL),all) WINDLASS_CAPABILITIES=docs/capabilities.json \
-	  $(BIN)/pytest -m engines tests/engines $(ARGS)
+	  $(RUN) -m engines tests/engines $(ARGS)
 	$(BIN)/python tools/render_capabilities.py
 
 # Engines and frameworks that the user starts in their own way, with Windlass installed beside them: about 31 minutes on
@@ -112,26 +114,26 @@ test-integrations: engines
 	test -n "$(WINDLASS_TRL_VENV)" || bash tools/integrations/install_trl.sh .venv-trl $(VENV) $(or $(WINDLASS_VLLM_VENV),.venv-vllm)
 	test -n "$(WINDLASS_AREAL_VENV)" || bash tools/integrations/install_areal.sh .venv-areal $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target build/routers sglang-router==0.3.2 vllm-router==0.1.17
-	WINDLASS_ROUTERS=build/routers $(BIN)/pytest -n 2 --dist loadfile -m "engines and not cluster" \
+	WINDLASS_ROUTERS=build/routers $(RUN) -n 2 --dist loadfile -m "engines and not cluster" \
 	  tests/integrations tests/rollout/test_routers.py $(ARGS)
 
 # The part of test-engines, and of test-megatron, that shows what an update promises with the settings that users run:
 # prefix caches on, overlapped gathers, model classes of a plugin that keep tensors apart from parameters. Answers of
 # updated servers, in every pause mode, are those of fresh servers in other processes. About 20 minutes on two cores; the closing line counts what was compared.
 test-truth: engines
-	$(BIN)/pytest -m "engines or not engines" tests/engines/test_vllm_encoders.py tests/engines/test_vllm_caches.py \
+	$(RUN) -m "engines or not engines" tests/engines/test_vllm_encoders.py tests/engines/test_vllm_caches.py \
 	  tests/engines/test_sglang_caches.py tests/engines/test_live_derived_state.py tests/trainers/test_whole.py $(ARGS)
 
 # Every test that SECURITY.md and docs/attacks.md name: strangers, tokens, TLS, forged and misfit members, other
 # runs, damaged journals, against real processes. About 2 minutes on two cores; most are in `make test` as well.
 test-security: setup
-	$(BIN)/pytest -m "not engines and not cluster" \
+	$(RUN) -m "not engines and not cluster" \
 	  $$(grep -ohE 'tests/[a-z_/]+\.py(::test_[a-z0-9_]+)?' SECURITY.md docs/attacks.md | sort -u) $(ARGS)
 
 # Every script in benchmarks/, rehearsed on a CPU at a small size; those of live engines with a vLLM for CPUs.
 test-scripts: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
-	$(BIN)/pytest -n 2 -m scripts tests/scripts $(ARGS)
+	$(RUN) -n 2 -m scripts tests/scripts $(ARGS)
 
 # Bytes for every decoder of what peers send, guided by coverage (atheris, which has wheels for Linux on
 # x86-64): ten minutes, or ARGS="--seconds 60 'agent frame'". What it finds is kept in build/fuzz.
@@ -142,13 +144,13 @@ fuzz: setup
 # Whole jobs, engines and gangs over nodes, and GPUs on a Slurm cluster (Debian's packages, root) and on a Ray cluster, of one and of two nodes.
 test-clusters: engines
 	bash tools/install_slurm.sh
-	$(BIN)/pytest -m cluster tests/jobs $(ARGS)
+	$(RUN) -m cluster tests/jobs $(ARGS)
 
 # Processes on hosts of their own: network namespaces, slow and lossy lines, partitions, a live vLLM over two (root).
 test-hosts: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
 	test -n "$(WINDLASS_SGLANG_VENV)" || bash tools/engines/install.sh sglang .venv-sglang $(VENV)
-	$(BIN)/pytest -m cluster tests/updates tests/integrations/test_vllm_hosts.py tests/integrations/test_sglang_hosts.py $(ARGS)
+	$(RUN) -m cluster tests/updates tests/integrations/test_vllm_hosts.py tests/integrations/test_sglang_hosts.py $(ARGS)
 
 # True verbs: a guest machine with two soft-RoCE devices. Emulated, so it takes many minutes.
 # RDMA_TESTS='-k Mooncake' for a part of it.
@@ -182,7 +184,7 @@ docs-version: setup
 test-browser: setup
 	command -v chromium >/dev/null || apt-get install -y --no-install-recommends chromium
 	bash tools/install_prometheus.sh build/prometheus
-	WINDLASS_SCREENSHOT=docs/figures $(BIN)/pytest tests/observability/test_page.py tests/observability/test_deploy.py $(ARGS)
+	WINDLASS_SCREENSHOT=docs/figures $(RUN) tests/observability/test_page.py tests/observability/test_deploy.py $(ARGS)
 
 # Wheel and sdist, container files, empty environments made by pip and uv with the wheel alone and with the demo's extra, one
 # version everywhere.

@@ -24,7 +24,9 @@ ALONE = ("-n", "0", "--last-failed", "--last-failed-no-failures", "none")
 
 def main(words: Sequence[str]) -> int:
     """Return the exit status of pytest, or 1 if too many tests passed only when they ran alone."""
-    parser = argparse.ArgumentParser(prog="run_tests.py", description=__doc__, add_help=False)
+    parser = argparse.ArgumentParser(
+        prog="run_tests.py", description=__doc__, add_help=False, allow_abbrev=False
+    )
     parser.add_argument("--max-unsteady", type=int, default=2)
     known, arguments = parser.parse_known_args(words)
     with tempfile.TemporaryDirectory(prefix="windlass-tests-") as folder:
