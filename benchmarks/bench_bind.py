@@ -257,7 +257,7 @@ async def measure(num_engines: int, repeats: int) -> list[Row]:
 async def bound(coordinator: Coordinator) -> float:
     """Seconds until everybody who is there is bound; whatever binds already is waited for."""
     began = time.perf_counter()
-    async with coordinator.lock:
+    async with coordinator.rounds.lock:
         await coordinator.connector.ensure_bound()
     return time.perf_counter() - began
 

@@ -79,8 +79,8 @@ class Controller:
         self.coordinator = Coordinator(config, journal_path=journal_path)
         self.batches = BatchQueue(lambda: self.coordinator.fleet.num_trainer_ranks)
         self.coordinator.on_update(self._note_update)
-        self.coordinator.stands_still_if(lambda: self.batches.all_wait)
-        self.batches.on_wait(self.coordinator.serve_again)
+        self.coordinator.catch_ups.stands_still_if(lambda: self.batches.all_wait)
+        self.batches.on_wait(self.coordinator.catch_ups.serve_again)
         policy = staleness or StalenessPolicy.unbounded(DEFAULT_CONCURRENCY)
         self.rollouts = RolloutController(
             self.coordinator, policy, token=token, config=rollout_config

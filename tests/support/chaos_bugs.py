@@ -166,7 +166,7 @@ BUGS = (
         "a lost write holds its engines for ever",
         CatchUps,
         "settle_soon",
-        "self._coordinator.spawn(self._coordinator.members.probe_held())",
+        "self._tasks.spawn(self._members.probe_held())",
         "pass",
         6,
     ),

@@ -442,7 +442,7 @@ class Intruder:
     def _calls_of_others(self) -> list[tuple[int, int, int]]:
         """(epoch, round, seq) of what the running round, and the binding that is being made, wait for."""
         coordinator = self.world.controller.coordinator
-        driver = coordinator._driver
+        driver = coordinator.rounds.driver
         calls = [] if driver is None else [(*driver.round_id, s) for s in driver.machine._pending]
         fresh = [call for call in calls if call not in self._forged]
         self._forged |= set(fresh)

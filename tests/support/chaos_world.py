@@ -298,7 +298,7 @@ class World:
         if not controller.host.alive:
             self._check_engines(None)
             return
-        in_round = coordinator._driver is not None
+        in_round = coordinator.rounds.driver is not None
         if in_round:
             self._last_round_s = now_s
         if not in_round:
@@ -707,7 +707,7 @@ class World:
             "refusals": (len(coordinator.members._refusals), KEPT_REFUSALS),
             "sessions": (len(coordinator.members.sessions), num_agents),
             # A misfit is brought up again and again.
-            "tasks": (len(coordinator._tasks), max(4, num_intruders + 1)),
+            "tasks": (len(coordinator.tasks), max(4, num_intruders + 1)),
             "holds": (len(coordinator.fleet._holds), 0),
             "waiting": (sum(not _brings_up(c) for s in ours for c, _ in s._calls.values()), 0),
             "records": (len(self.controller.rollouts._table.records), 0),

@@ -381,7 +381,7 @@ class SimulatedFleet:
                 and binding is not None
                 and len(binding.engines) == self.num_engines
                 and not binding.ended
-                and not self.coordinator.lock.locked()
+                and not self.coordinator.rounds.lock.locked()
                 and self.coordinator.fleet.published in self._serving()
             )
 

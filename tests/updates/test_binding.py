@@ -57,7 +57,7 @@ async def settled(fleet: FakeFleet, num_engines: int) -> None:
     """Once so many engines are bound and nobody binds."""
     async with asyncio.timeout(WITHIN_S):
         while True:
-            async with fleet.coordinator.lock:
+            async with fleet.coordinator.rounds.lock:
                 binding = fleet.coordinator.connector.binding
                 if binding is not None and len(binding.engines) == num_engines:
                     return

@@ -102,8 +102,11 @@ def test_a_rank_has_gone_on_before_a_pause_behind_it_is_late() -> None:
     with simulated(UpdateMode.STAGED) as rig:
         rig.loop.run_until_complete(scenario(rig))
     for short in (PhaseDeadlines(pause_s=5.0), PhaseDeadlines(publish_s=5.0)):
-        retries = ResumeRetries(rig.coordinator, short)
-        assert retries._deadline_s == reply_budget_s(5.0) < 5.0
+        coordinator = rig.coordinator
+        retries = ResumeRetries(
+            coordinator.run, coordinator.members, coordinator.tasks, coordinator.rounds.lock, short
+        )
+        assert retries.deadline_s == reply_budget_s(5.0) < 5.0
 
 
 def test_a_rank_that_goes_on_gets_traffic_at_once_and_is_not_told_again() -> None:
@@ -136,7 +139,7 @@ def test_a_rank_that_a_round_paused_or_that_left_is_not_told() -> None:
         await rig.leave(engine, ended=False)
         await asyncio.sleep(100.0)
         assert engine.told_s == []
-        assert rig.coordinator._resume_retries._retrying == {}
+        assert len(rig.coordinator.resume_retries) == 0
 
     with simulated(UpdateMode.STAGED) as rig:
         rig.loop.run_until_complete(scenario(rig))
@@ -209,10 +212,10 @@ def test_nothing_is_tried_after_the_end_of_a_closed_coordinator() -> None:
         other.say("away")
         await asyncio.sleep(0)
         await rig.leave(engine, ended=True)  # as every connection ends that a server closes
-        if left := set(rig.coordinator._tasks):
+        if left := set(rig.coordinator.tasks):
             await asyncio.wait(left)
         assert all(task.cancelled() for task in left)
-        assert rig.coordinator._tasks == set()
+        assert len(rig.coordinator.tasks) == 0
 
     with simulated(UpdateMode.STAGED) as rig:
         rig.loop.run_until_complete(scenario(rig))
@@ -342,7 +345,7 @@ async def test_an_update_whose_resume_fails_is_published_and_its_engine_goes_on_
         await until_routable(coordinator, {"a"})
         assert (hooks.paused, hooks.version, hooks.resumes) == (False, 2, 7)
         assert bytes(pair.served) == bytes(pair.trained)
-        assert coordinator._resume_retries._retrying == {}
+        assert len(coordinator.resume_retries) == 0
     finally:
         await asyncio.to_thread(pair.close)
         await coordinator.close()

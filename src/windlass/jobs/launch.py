@@ -323,7 +323,7 @@ class _Job:
             if config.replica != ReplicaPlace.OFF:
                 # The last update may still be on its way when all else has ended.
                 grace_s = max(grace_s, config.shutdown_s)
-            controller.coordinator.expect_departures()
+            controller.coordinator.members.expect_departures()
             ranks_end = asyncio.create_task(
                 self._trainers.close(grace_s=0.5 if in_call else grace_s), name="end of the ranks"
             )

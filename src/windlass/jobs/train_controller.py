@@ -186,7 +186,7 @@ class TrainController:
         self._under_way: CalledUpdate | None = None
         self._is_served = self._stands_still = False
         if coordinator is not None:
-            coordinator.stands_still_if(lambda: self._stands_still)
+            coordinator.catch_ups.stands_still_if(lambda: self._stands_still)
         specs = rank_specs(
             name, command, world_size, num_cpus=num_cpus, num_gpus=num_gpus, num_nodes=num_nodes
         )
@@ -296,7 +296,7 @@ class TrainController:
             await self._finish_update(deadline)
             self._is_served = True
         self._stands_still = True
-        self._coordinator.serve_again()
+        self._coordinator.catch_ups.serve_again()
 
     async def _finish_update(self, deadline: Deadline) -> None:
         """Wait for the one under way."""

@@ -1,10 +1,10 @@
-"""The first clock: what the fleet has bound, and bound anew as soon as it has changed."""
+"""Connect: keeps the fleet bound, and binds again whatever has changed."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from windlass.config import ControlConfig
 from windlass.errors import ConfigError, PeerUnreachable, PlanError, WindlassError
@@ -12,31 +12,45 @@ from windlass.layout.manifest import Role
 from windlass.layout.naming.patterns import said
 from windlass.transfer.bindings import Carried
 from windlass.updates.binding import Binding, EnginesUnbound, FleetBinder, Planner, signature_of
+from windlass.updates.changes import Changes
 from windlass.updates.fleet import Group, Identity
 from windlass.updates.links import Link
+from windlass.updates.members import Members
 from windlass.updates.report import BindCost
+from windlass.updates.run import Run
 from windlass.wording import counted
-
-if TYPE_CHECKING:
-    from windlass.updates.coordinator import Coordinator
 
 _log = logging.getLogger(__name__)
 MAX_LATE = 2
-"""Times that an engine may not answer when it is bound; one that is late again is refused."""
+"""Bindings in which an engine may fail to answer. An engine that is late once more is refused."""
 
 
 @final
 class Connector:
-    """Keeps one `Binding` of the fleet. In the coordinator's loop, while no round runs.
+    """Keeps one `Binding` of the fleet. In the controller's loop, while no round runs.
+
+    Args:
+        run: versions, journal and fleet.
+        members: connections of the agents.
+        changes: notified when a binding begins and when it ends.
+        config: backend, limits and deadlines.
+        planner: compiles plans.
 
     Attributes:
-        binding: what is bound now; None makes the next one begin anew.
-        binds: engines that are bound just now.
+        binding: the present binding; None has the next call bind the whole fleet.
+        binds: names of the engines that are being bound.
     """
 
-    def __init__(self, coordinator: Coordinator, config: ControlConfig, planner: Planner) -> None:
-        self._run, self._fleet = coordinator.run, coordinator.fleet
-        self._members, self._changes = coordinator.members, coordinator.changes
+    def __init__(
+        self,
+        run: Run,
+        members: Members,
+        changes: Changes,
+        config: ControlConfig,
+        planner: Planner,
+    ) -> None:
+        self._run, self._fleet = run, run.fleet
+        self._members, self._changes = members, changes
         self._config, self._planner = config, planner
         self.binding: Binding | None = None
         self.binds: tuple[str, ...] = ()
@@ -46,10 +60,10 @@ class Connector:
         self._unused: tuple[frozenset[Identity], frozenset[str] | None] = frozenset(), None
 
     async def until_enough(self) -> Binding:
-        """Wait until `min_engines` are there, and have them bound.
+        """Wait until `min_engines` engines are connected, and bind them.
 
         Raises:
-            PeerTimeout: they were not there by the deadline.
+            PeerTimeout: too few engines were connected by the deadline.
             WindlassError: see `FleetBinder.bind`.
         """
         needed = self._config.min_engines
@@ -57,7 +71,7 @@ class Connector:
             await self._wait_for_engines(needed)
             binding = await self.ensure_bound()
             if len(binding.engines) >= needed:
-                return binding  # else some were refused on the way: wait for others
+                return binding  # otherwise some engines were refused: wait for others
 
     async def _wait_for_engines(self, needed: int) -> None:
         deadline_s = self._config.deadlines.fleet_s
@@ -75,7 +89,7 @@ class Connector:
         )
 
     async def bind_ahead(self) -> None:
-        """Bind what has changed, so that the next round need not; that it fails is not final."""
+        """Bind what has changed, so that the next round need not. A failure is logged; the next round tries again."""
         trainers = self._fleet.trainers()
         if trainers is None or not trainers.complete or not self._fleet.writable_engines():
             return
@@ -83,15 +97,15 @@ class Connector:
             await self.ensure_bound()
         except WindlassError as error:
             _log.warning("binding failed, the next round tries again: %s", error)
-            if isinstance(error, PlanError | ConfigError):  # and will fail again
+            if isinstance(error, PlanError | ConfigError):  # the next round fails in the same way
                 self._members.unbindable = f"{type(error).__name__}: {error}"
                 self._changes.notify()
 
     async def ensure_bound(self) -> Binding:
-        """Return what is bound of the fleet as it is now.
+        """Return the binding of the fleet as it is now; bind what has changed.
 
         Raises:
-            PeerUnreachable: trainers or engines are not there.
+            PeerUnreachable: no complete trainer job or no complete engine is connected.
             WindlassError: see `FleetBinder.bind`.
         """
         trainers, engines = self._fleet.trainers(), self._fleet.writable_engines()
@@ -114,17 +128,17 @@ class Connector:
         return self.binding
 
     async def bind_copy(self, donor: Group, newcomer: Group, planner: Planner) -> Binding:
-        """Bind one engine as the source of another one's weights.
+        """Bind one engine as the source of another engine's weights.
 
         Raises:
-            WindlassError: somebody did not bind.
+            WindlassError: a rank did not bind.
         """
-        if self.binding is not None:  # the newcomer's memory is bound to another plan now
+        if self.binding is not None:  # the newcomer's memory leaves the fleet's plan for this one
             self.binding = self.binding.without((newcomer.name,))
         try:
             return await self._bind(donor, (newcomer,), planner)
         except EnginesUnbound as error:
-            # What it refuses of a peer it may take from the trainers.
+            # An engine that refuses a copy from a peer may still bind with the trainers, so only late ranks count.
             await self._part_with(EnginesUnbound({}, error.late))
             raise
 
@@ -166,7 +180,7 @@ class Connector:
         return binding
 
     async def _part_with(self, unbound: EnginesUnbound) -> None:
-        """Who was late takes part again once it answers, but not for ever; who said no is refused."""
+        """Set late ranks aside until they answer, and refuse engines that declined or that were late too often."""
         refused = unbound.refusals
         for worker, reason in unbound.late.items():
             session = self._members.sessions.get(worker)
@@ -180,19 +194,19 @@ class Connector:
         for name, reason in refused.items():
             await self._members.refuse(name, reason)
 
-    # --- what it cost, and what links carry ----------------------------------------------------
+    # --- costs of connecting, and figures of links ---------------------------------------------
 
     def pop_costs(self) -> dict[str, BindCost]:
-        """What it cost to connect those that were bound since this was asked last."""
+        """Return what connecting cost the ranks that were bound since the last call."""
         costs, self._costs = self._costs, {}
         return costs
 
     def note_carried(self, carried: Mapping[Link, Carried]) -> None:
-        """Note what links carried last, of those that there are."""
+        """Record what each present link carried in the last round."""
         known = {} if self.binding is None else self.binding.transports
         both = {**self._carried, **carried}
         self._carried = {link: found for link, found in both.items() if link in known}
 
     def describe_links(self) -> list[dict[str, str | float]]:
-        """Links as `/v1/status` shows them."""
+        """Return the links as `/v1/status` shows them."""
         return [] if self.binding is None else self.binding.describe_links(self._carried)

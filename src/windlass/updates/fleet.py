@@ -201,15 +201,16 @@ class Fleet:
 
     Attributes:
         published: the version that the fleet serves; -1 before the first.
-        lineage: of the run that it belongs to: what an engine has from another one is no version here,
-            whatever its number.
-        job: of the trainer ranks that are connected, or were last; None before the first.
+        published_by: processes of the trainers that published it.
+        lineage: the run that it belongs to. A version of another run does not count here, whatever its number.
+        job: the job of the trainer ranks that are connected, or were last; None before the first.
     """
 
     def __init__(
         self, quarantined: Iterable[Identity] = (), published: int = -1, lineage: str = ""
     ) -> None:
         self.published, self.lineage = published, lineage
+        self.published_by: frozenset[Identity] = frozenset()
         self._groups: dict[str, Group] = {}
         self._agents: dict[str, Agent] = {}
         self._endpoints: set[PeerEndpoint] = set()

@@ -1,11 +1,13 @@
-"""Who is let in, whose place is whose, and who is sent away: the agents' connections."""
+"""Connections of agents: admits them, assigns their places, and closes those that are refused or replaced."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import Protocol, final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -33,8 +35,9 @@ from windlass.net.messages import (
 )
 from windlass.net.rpc_server import host_of, serve
 from windlass.net.server import CALLER
+from windlass.updates.changes import Changes, Tasks
 from windlass.updates.connect_messages import CannotJoin, Hello, Welcome
-from windlass.updates.fleet import MAX_REASON_LENGTH, PROBE_SEQ, Group, Identity
+from windlass.updates.fleet import MAX_REASON_LENGTH, PROBE_SEQ, Agent, Group, Identity
 from windlass.updates.messages import (
     AGENT_FRAMES,
     MAX_COUNT,
@@ -46,36 +49,75 @@ from windlass.updates.messages import (
     Withdraw,
 )
 from windlass.updates.report import UpdateReport
+from windlass.updates.run import Run
 from windlass.updates.session import AgentSession
-
-if TYPE_CHECKING:
-    from windlass.updates.coordinator import Coordinator
 
 _log = logging.getLogger(__name__)
 KEPT_REFUSALS = 256
 """Refused ranks and engines whose reasons a controller shows; each reason has at most 2,000 characters."""
 
 
-@final
-class Members:
-    """The agents that are connected, and the engines that will not be. In the coordinator's loop.
+class AgentLostListener(Protocol):
+    """A function that is called when an agent's connection is lost."""
+
+    def __call__(self, agent: Agent, reason: str, *, ended: bool) -> None:
+        """Go on without `agent`. `ended`: its own side ended the connection."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberEvents:
+    """Functions that `Members` calls in the controller's loop.
 
     Attributes:
-        sessions: by worker.
-        published_by: the trainers' processes that published the newest version.
-        unbindable: why no engine is bound, where waiting does not help; else empty.
+        announced: takes a trainer rank's announcement; may raise ProtocolError.
+        withdrawn: takes the end of an announcement.
+        replied: takes an agent's answer to a command.
+        lost: takes an agent that is not connected any more.
+        settle: has engines bound and brought up as soon as no round runs.
+        in_round: returns whether a round runs.
     """
 
-    def __init__(self, coordinator: Coordinator, config: ControlConfig) -> None:
-        self._coordinator, self._config = coordinator, config
-        self._run, self._fleet = coordinator.run, coordinator.fleet
-        self._changes = coordinator.changes
+    announced: Callable[[AgentSession, Announce], None]
+    withdrawn: Callable[[AgentSession, Withdraw], None]
+    replied: Callable[[AgentSession, Reply[Result]], None]
+    lost: AgentLostListener
+    settle: Callable[[], None]
+    in_round: Callable[[], bool]
+
+
+@final
+class Members:
+    """The agents that are connected, and the engines that were refused. In the controller's loop.
+
+    Args:
+        run: versions, journal and fleet.
+        changes: notified when agents come, go or are refused.
+        tasks: run what need not be waited for.
+        config: limits and deadlines.
+        events: functions that are called.
+
+    Attributes:
+        sessions: worker -> connection.
+        unbindable: reason why no engine can be bound, if waiting does not help; else empty.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        changes: Changes,
+        tasks: Tasks,
+        config: ControlConfig,
+        events: MemberEvents,
+    ) -> None:
+        self._run, self._fleet = run, run.fleet
+        self._changes, self._tasks = changes, tasks
+        self._config, self._events = config, events
         self.sessions: dict[str, AgentSession] = {}
-        self.published_by: frozenset[Identity] = frozenset()
         self.unbindable = ""
         self._refusals: dict[str, tuple[str, str]] = {}
+        self._is_ending = False
 
-    # --- who waits for them ------------------------------------------------------------------
+    # --- callers that wait for agents --------------------------------------------------------
 
     async def wait_for_fleet(
         self, *, num_trainers: int, engines: Sequence[str], deadline_s: float
@@ -98,7 +140,7 @@ class Members:
     async def wait_for_version(
         self, version: int, *, engines: Sequence[str] = (), deadline_s: float
     ) -> None:
-        """See `Controller.wait_for_version`; an engine is refused here, too, where none can be bound."""
+        """See `Controller.wait_for_version`. Raises EngineRefused also if no engine can be bound."""
         fleet = self._fleet
 
         def behind() -> list[str]:
@@ -122,30 +164,30 @@ class Members:
         )
 
     def _check_none_refused(self, call: str, engines: Iterable[str]) -> None:
-        """Whoever waits for engines that are not there is told why one of them will not come."""
+        """Raise EngineRefused if one of the engines that the caller waits for was refused."""
         for engine, reason in self.refused():
             if engine in engines:
                 raise EngineRefused(f"{call}: engine {engine} was refused: {reason}")
 
     def refused(self) -> list[tuple[str, str]]:
-        """Engines that will not come unless they are started anew, and why."""
+        """Return the engines that were refused, each with the reason. Only a new start brings them back."""
         return sorted({*self._refusals.values()})
 
     def describe_refused(self) -> dict[str, str]:
-        """Ranks and engines that were refused, as `/v1/status` shows them: name -> why."""
+        """Return refused ranks and engines as `/v1/status` shows them: name -> reason."""
         return {who: printable(reason) for who, (_, reason) in self._refusals.items()}
 
     def _note_refusal(self, who: str, engine: str, reason: str) -> None:
-        """`who` is a rank or the engine; until it comes anew."""
+        """Record why a rank or an engine (`who`) was refused, until it connects again."""
         self._refusals[who] = engine, reason
         if len(self._refusals) > KEPT_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
         self._changes.notify()
 
-    # --- who comes ---------------------------------------------------------------------------
+    # --- agents that connect -----------------------------------------------------------------
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """`/v1/agents`."""
+        """Serve one agent's connection to `/v1/agents`."""
         return await serve(
             request,
             self,
@@ -157,6 +199,12 @@ class Members:
     async def admit(
         self, first: AgentFrame, socket: web.WebSocketResponse
     ) -> tuple[AgentSession, Welcome] | None:
+        """Admit an agent by its first frame; None for an engine that only says why it cannot join.
+
+        Raises:
+            MustWait: the agent may try again later.
+            ProtocolError, PlanError: the agent is refused.
+        """
         hello = check_first(first)
         if isinstance(hello, CannotJoin):
             self._failed_to_join(hello)
@@ -167,7 +215,7 @@ class Members:
             _log.warning("refused for now: %s", error)
             raise
         except (ProtocolError, PlanError) as error:
-            # A second process under the name of one that is there keeps nobody waiting.
+            # A second process with the name of a connected one does not stop those who wait for the first.
             if hello.role is Role.ENGINE and hello.worker not in self.sessions:
                 self._note_refusal(hello.worker, hello.group, f"{type(error).__name__}: {error}")
             raise
@@ -181,7 +229,9 @@ class Members:
         if self._refusals.get(frame.group) != (frame.group, reason):
             _log.error("engine %s cannot join: %s", frame.group, reason)
         group = self._fleet.group_of(frame.group)
-        if group is None or not group.complete:  # else another try to start it has failed
+        if (
+            group is None or not group.complete
+        ):  # a complete engine runs: only another start of it failed
             self._note_refusal(frame.group, frame.group, reason)
 
     async def _admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
@@ -189,11 +239,11 @@ class Members:
         check_published(hello, host_of(socket))
         old = self.sessions.get(hello.worker)
         if old is not None and old.agent.hello.incarnation == hello.incarnation:
-            # The process noticed before we did that its connection had broken.
+            # The agent noticed the broken connection before this controller did.
             await self.lost(old, "replaced by a newer connection of the same process")
-            self._coordinator.spawn(old.close())
+            self._tasks.spawn(old.close())
         if hello.role is Role.TRAINER:
-            self._fleet.check(hello)  # before anybody is sent away for it
+            self._fleet.check(hello)  # before other agents are sent away for it
             await self._free_name(hello)
             await self._make_room(hello)
         session = AgentSession(socket, self._fleet.admit(hello))
@@ -202,7 +252,7 @@ class Members:
         return session
 
     async def _free_name(self, hello: Hello) -> None:
-        """Engines that have come first, under the name of the trainers' group, do not keep it."""
+        """Send away engines that have the name of the trainers' group."""
         group = self._fleet.group_of(hello.group)
         if group is not None and group.role is Role.ENGINE:
             reason = f"{group.name!r} is the name of the trainers' group"
@@ -210,10 +260,10 @@ class Members:
             await self._send_away(group.workers, reason)
 
     async def _make_room(self, hello: Hello) -> None:
-        """A job that is started anew replaces what is left of the one before.
+        """Let a new trainer job replace the ranks that are left of an earlier one.
 
-        A whole job of this run keeps its place, and so does one whose bytes may be under way. Who
-        has been connected before, to any controller, is not new and replaces nobody.
+        An earlier job keeps its place if all its ranks are connected and belong to this run, or if its bytes may
+        still be on their way. A rank that was connected to a controller before is not new and replaces no job.
         """
         if hello.lineage or self._fleet.job in {None, hello.job}:
             return
@@ -227,13 +277,14 @@ class Members:
             await self._send_away(rivals.workers, reason)
 
     def _keeps_place(self, job: Group) -> bool:
-        of_this_run = job.identities <= self.published_by or all(
+        of_this_run = job.identities <= self._fleet.published_by or all(
             agent.hello.lineage in {"", self._run.lineage} for agent in job.agents.values()
         )
-        writing = self._coordinator.in_round or not job.identities.isdisjoint(self._fleet.held)
+        writing = self._events.in_round() or not job.identities.isdisjoint(self._fleet.held)
         return writing or (job.complete and of_this_run)
 
     async def admitted(self, session: AgentSession) -> None:
+        """Note that an agent was welcomed, and bring up what it makes possible."""
         hello = session.agent.hello
         if hello.registered.num_regions:
             _log.info(
@@ -244,68 +295,85 @@ class Members:
         self._changes.notify()
         group = self._fleet.group_of(hello.group)
         if self._fleet.held or (group is not None and group.complete):
-            self._coordinator.catch_ups.settle_soon()
+            self._events.settle()
 
-    # --- what they say -----------------------------------------------------------------------
+    # --- frames of agents --------------------------------------------------------------------
 
     async def received(self, session: AgentSession, frame: AgentFrame) -> None:
+        """Handle one frame of an agent.
+
+        Raises:
+            Garbled: the frame may be sent only first.
+            ProtocolError: this agent may not send the frame.
+        """
         match frame:
             case Reply():
                 self._on_reply(session, shortened(frame))
             case Announce():
-                self._coordinator.announced(session, frame)
+                self._events.announced(session, frame)
             case Withdraw():
-                self._coordinator.withdraw(session, frame)
+                self._events.withdrawn(session, frame)
             case Hello() | CannotJoin():
                 raise Garbled(f"{session.peer}: Hello may be sent only once")
 
     def _on_reply(self, session: AgentSession, reply: Reply[Result]) -> None:
         session.on_reply(reply.call_id, reply.result)
-        self._coordinator.replied(session, reply)
+        self._events.replied(session, reply)
         if reply.seq == PROBE_SEQ and session.agent.silent:
             session.agent.silent = ""
             self._changes.notify()
-            self._coordinator.catch_ups.settle_soon()
+            self._events.settle()
         if self._fleet.settle(session.agent.identity, reply.round_id, reply.seq, reply.result):
             self._run.record_quarantine()
             self._changes.notify()
-            self._coordinator.catch_ups.settle_soon()
+            self._events.settle()
 
     async def report_to(self, trainer: Identity, report: UpdateReport) -> None:
-        """Tell a trainer rank how its attempt ended, if that process is there."""
+        """Send a trainer rank the report of its attempt, if that process is connected."""
         session = self.sessions.get(trainer[0])
         if session is None or session.agent.identity != trainer:
-            return  # if that process comes back it announces again, and is answered then
+            return  # a process that connects again announces again, and gets its report then
         try:
             await session.send(report)
         except PeerUnreachable as error:
             _log.warning("report of version %s: %s", report.version, error)
 
     async def probe_held(self) -> None:
-        """Ask every trainer that owes the answer to a write whether it will come."""
+        """Send a probe to every source that has not answered a write; its answer ends the wait."""
         for identity, round_id in self._fleet.held.items():
             session = self.sessions.get(identity[0])
             if session is not None and session.agent.identity == identity:
                 await session.probe(round_id)
 
-    # --- who goes ----------------------------------------------------------------------------
+    # --- agents that go ----------------------------------------------------------------------
+
+    def expect_departures(self) -> None:
+        """Note that the job is over: from now on the loss of an agent is not logged."""
+        self._is_ending = True
 
     async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
+        """Forget a connection, and tell the parts that use it.
+
+        Args:
+            session: the connection; one that another has replaced is ignored.
+            reason: why the connection is lost.
+            ended: whether the agent's side ended the connection.
+        """
         if self.sessions.get(session.peer) is not session:
             return
         del self.sessions[session.peer]
         self._fleet.remove(session.agent)
         session.fail_calls(reason)
-        self._coordinator.lost(session.agent, reason, ended=ended)
-        level = logging.DEBUG if self._coordinator.is_ending else logging.INFO
+        self._events.lost(session.agent, reason, ended=ended)
+        level = logging.DEBUG if self._is_ending else logging.INFO
         _log.log(level, "agent %s lost: %s", session.peer, reason)
-        is_wanted = not self._coordinator.is_ending
-        if is_wanted and session.agent.hello.role is Role.ENGINE and self._fleet.unserved:
+        is_engine = session.agent.hello.role is Role.ENGINE
+        if is_engine and self._fleet.unserved and not self._is_ending:
             _log.warning("%s: %s is gone", self._fleet.unserved, session.peer)
         self._changes.notify()
 
     async def refuse(self, engine: str, reason: str) -> None:
-        """Send an engine away, and tell whoever waits for it, if it is there."""
+        """Send a connected engine away, and have callers that wait for it raise the reason."""
         group = self._fleet.group_of(engine)
         if group is not None:
             _log.error("engine %s refused: %s", engine, reason)
@@ -315,20 +383,20 @@ class Members:
     async def _send_away(self, workers: Sequence[str], reason: str) -> None:
         found = [self.sessions[worker] for worker in workers if worker in self.sessions]
         for session in found:
-            await self.lost(session, reason)  # all of them, before anything is waited for
+            await self.lost(session, reason)  # all of them before the first wait
         for session in found:
             try:
                 await session.send(Refused(reason))
             except PeerUnreachable:
                 _log.info("%s is gone before it was refused", session.peer)
-            self._coordinator.spawn(session.close())
+            self._tasks.spawn(session.close())
 
     def set_aside(self, session: AgentSession, reason: str) -> None:
-        """Nothing waits for this engine rank again before it has answered."""
+        """Leave an engine rank out of everything until it answers a probe."""
         _log.warning("%s", reason)
         session.agent.silent = reason
         self._changes.notify()
-        self._coordinator.spawn(session.probe(self._run.round_id))
+        self._tasks.spawn(session.probe(self._run.round_id))
 
     def set_silent_aside(
         self,
@@ -336,19 +404,25 @@ class Members:
         silent: Iterable[str],
         reasons: Mapping[str, str],
     ) -> None:
-        """Set engine ranks aside that did not answer in a round, unless another process has their name by now."""
+        """Set aside the engine ranks that did not answer in a round, unless another process has taken their name."""
         for worker in sorted(silent):
             session = sessions[worker]
             if self.sessions.get(worker) is session:
                 reason = reasons.get(session.agent.hello.group, f"{worker}: no answer")
                 self.set_aside(session, reason)
 
+    async def close(self) -> None:
+        """Close every connection. Idempotent."""
+        # All at once, because an agent that does not answer takes its whole deadline.
+        closing = (session.close() for session in list(self.sessions.values()))
+        await asyncio.gather(*closing, return_exceptions=True)
+
 
 def check_first(first: AgentFrame) -> Hello | CannotJoin:
-    """What the first frame of a connection must be, by itself and for the token that it came with.
+    """Check the first frame of a connection, and that the token of the connection allows it.
 
     Raises:
-        ProtocolError: it says nothing of who sends it, or what this token does not allow.
+        ProtocolError: the frame does not name its sender, has an invalid field, or needs another token.
     """
     match first:
         case CannotJoin():
@@ -387,17 +461,20 @@ def _check_role(who: str, role: Role) -> None:
 
 
 def check_published(hello: Hello, host: str) -> None:
-    """Others send requests, with a token, where an engine says that it serves.
+    """Check the URL of an engine, to which controllers and workers send requests with a token.
 
-    `host` is where it has connected from; empty for this one.
+    Args:
+        hello: the engine's first frame.
+        host: address of the host from which it has connected; empty for this one.
 
     Raises:
-        ProtocolError: its URL is no plain address of a server, or, on another host, of none there.
+        ProtocolError: the URL is no plain address of a server, or an engine on another host gives an address that
+            only its own host can reach.
     """
     if not hello.url:
         return
     try:
-        # An engine's server may be somebody else's, who decides whether it speaks TLS.
+        # The user decides whether the engine's own server speaks TLS.
         check_url(hello.url, f"{hello.worker}: url", may_be_plain=True)
     except ConfigError as error:
         raise ProtocolError(str(error)) from error
@@ -410,7 +487,7 @@ def check_published(hello: Hello, host: str) -> None:
 
 
 def shortened(reply: Reply[Result]) -> Reply[Result]:
-    """Return a reply that says no more for a person than one reads: it is kept, and shown to many."""
+    """Return a reply whose text for people has at most `MAX_REASON_LENGTH` characters: it is stored and shown."""
     match reply.result:
         case Failure(message=text) as said if len(text) > MAX_REASON_LENGTH:
             short: Result = msgspec.structs.replace(said, message=text[:MAX_REASON_LENGTH])

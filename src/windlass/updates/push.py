@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import TYPE_CHECKING, assert_never, final
+from typing import assert_never, final
 
 import msgspec
 from aiohttp import web
@@ -32,6 +32,7 @@ from windlass.errors import (
 )
 from windlass.net.messages import check_name
 from windlass.updates.binding import Binding, signature_of
+from windlass.updates.coordinator import Coordinator
 from windlass.updates.driver import RoundDriver
 from windlass.updates.messages import Done
 from windlass.updates.push_messages import (
@@ -48,9 +49,6 @@ from windlass.updates.push_messages import (
 from windlass.updates.report import Measure, RoundOutcome, UpdateReport, report_of
 from windlass.updates.rounds import GiveUp, Phase, RoundSpec, Sent, reply_budget_s
 from windlass.updates.session import RankCaller, describe, failures_of
-
-if TYPE_CHECKING:
-    from windlass.updates.coordinator import Coordinator
 
 REMEMBERED = 4096
 """Answers that are kept for calls that are asked again."""
@@ -263,7 +261,7 @@ class PushUpdates:
             raise web.HTTPBadRequest(text=f"callback: {error}") from error
         task = self._answers.get(asked.request_id)
         if task is None:
-            task = self._coordinator.spawn(self._answer(asked))
+            task = self._coordinator.tasks.spawn(self._answer(asked))
             self._answers[asked.request_id] = task
             while len(self._answers) > REMEMBERED:
                 oldest = next(iter(self._answers))
@@ -348,16 +346,16 @@ class PushUpdates:
             PeerUnreachable: there is no complete engine.
             RoundAborted: the round cannot be recorded.
         """
-        coordinator, began_s = self._coordinator, time.monotonic()
-        await coordinator.lock.acquire()
+        rounds, began_s = self._coordinator.rounds, time.monotonic()
+        await rounds.lock.acquire()
         try:
             left_s = pause_s - (time.monotonic() - began_s)
             spec, binding = self._spec(left_s, session_s)
-            driver = coordinator.start_round(spec, binding)
+            driver = rounds.start(spec, binding)
         except BaseException:
-            coordinator.lock.release()
+            rounds.lock.release()
             raise
-        return driver, coordinator.spawn(self._finish_round(driver))
+        return driver, self._coordinator.tasks.spawn(self._finish_round(driver))
 
     def _spec(self, pause_s: float, session_s: float) -> tuple[RoundSpec, Binding]:
         coordinator, config = self._coordinator, self._coordinator.config
@@ -386,10 +384,11 @@ class PushUpdates:
         return spec, Binding(signature=signature_of(groups), engines=engines)
 
     async def _finish_round(self, driver: RoundDriver) -> UpdateReport:
+        rounds = self._coordinator.rounds
         try:
-            report = await report_of(lambda: driver.version, self._coordinator.finish_round(driver))
+            report = await report_of(lambda: driver.version, rounds.finish(driver))
         finally:
-            self._coordinator.lock.release()
+            rounds.lock.release()
         self._coordinator.end_update(report)
         return report
 
@@ -405,7 +404,7 @@ class PushUpdates:
         if push.leave(leader) and not push.is_ending:
             # A task of its own: the round must not depend on how long a caller waits.
             push.is_ending = True
-            self._coordinator.spawn(self._end(push, version, deadline_s))
+            self._coordinator.tasks.spawn(self._end(push, version, deadline_s))
         report = await asyncio.shield(push.report)
         if report.outcome is not RoundOutcome.PUBLISHED:
             raise RoundAborted(f"version {version} was not published: {report.reason}")

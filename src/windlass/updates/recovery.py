@@ -1,17 +1,16 @@
-"""Engines that are behind, or that did not go on, are tried again until they serve.
+"""Recovery: brings up engines that are behind, and has engines generate again that could not resume.
 
-`CatchUps`: which engine gives a newcomer the published version. A trainer stands still only while it
-publishes; an engine that serves a version stands still until the next one. So a newcomer is brought
-up from a peer, by a round like any other whose sources are that engine's ranks: nobody else is
-paused, and no trainer is asked.
+`CatchUps` brings a newcomer up to the published version. The weights of a trainer stand still only while it publishes,
+but those of an engine stand still until the next version. So the newcomer gets them from an engine that serves the
+version, in an ordinary round whose sources are the ranks of that engine. No other engine is paused, and no trainer is
+asked.
 
-If no engine serves the version, the trainers are the sources, once more and with the same version: as long as
-they wait for answers, which only engines can give, their weights are still those that they published.
+If no engine serves the version, the trainers send it again. They can do so while they wait for rollouts: only engines
+can answer those, so the trainers' weights are still the published ones.
 
-`ResumeRetries`: engine ranks that were told to go on and could not. Their weights are whole and of one
-version: nothing is wrong with them but that the engine's own server was away, say, when its agent
-asked. Meanwhile they get no traffic. What ends this: the rank goes on, a round pauses it (and has it
-go on itself), it leaves, or `MAX_ATTEMPTS` are over.
+`ResumeRetries` repeats the command to resume for engine ranks that could not follow it, for example because the
+engine's own server did not answer. Their weights are whole and of one version. They get no traffic until one of these
+happens: the rank resumes, a round pauses and resumes it, it leaves, or `MAX_ATTEMPTS` commands were sent.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import numpy as np
 
@@ -32,38 +31,43 @@ from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.messages import Envelope, Reply
 from windlass.planning.plan import DTYPES, TransferPlan
 from windlass.updates.binding import Planner
+from windlass.updates.changes import Changes, Tasks
+from windlass.updates.connector import Connector
 from windlass.updates.engine_channel import WELCOME_SEQ
 from windlass.updates.fleet import PROBE_SEQ, Agent, Group, Identity
 from windlass.updates.journal import JournalKind
+from windlass.updates.members import Members
 from windlass.updates.messages import Abort, Done, Result
 from windlass.updates.report import RoundOutcome, UpdateReport
+from windlass.updates.round_runner import RoundRunner
 from windlass.updates.rounds import reply_budget_s
-
-if TYPE_CHECKING:
-    from windlass.updates.coordinator import Coordinator
+from windlass.updates.run import Run
 
 _log = logging.getLogger(__name__)
 KEPT_ATTEMPTS = 1024
-"""Of engines, most of which have left for good; one that is forgotten begins anew."""
+"""Engines whose attempts are remembered: the newest. Most of the others have left for good."""
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 MAX_ATTEMPTS = 8
-"""For one process and one cause: each attempt holds up rounds, which wait for it."""
+"""Attempts for one process and one cause. The number is limited because rounds wait for each attempt."""
 
 
 def _backoff_s(num_failed: int) -> float:
-    """Seconds to wait after so many failures: 1, 2, 4, ... `MAX_BACKOFF_S`."""
+    """Return the seconds to wait after so many failures: 1, 2, 4, ... `MAX_BACKOFF_S`."""
     return min(FIRST_BACKOFF_S * 2.0 ** (num_failed - 1), MAX_BACKOFF_S)
 
 
 @dataclass(slots=True)
 class _Attempts:
-    """To bring one process up to one version.
+    """Attempts to bring one engine up to one version.
 
     Attributes:
-        clean: its memory was whole before the first, so whoever wrote into it since is known.
-        unable: donors whose weights do not make it what trainers would.
-        failures: by donor. due_s: on the loop's clock, not before.
+        newcomer: processes of the engine.
+        version: the version.
+        clean: whether the engine's weights were whole before the first attempt. Then all later writers are known.
+        unable: donors whose weights cannot make the engine exactly what the trainers would.
+        failures: donor -> number of failed attempts.
+        due_s: earliest time of the next attempt, on the loop's clock.
     """
 
     newcomer: frozenset[Identity]
@@ -76,36 +80,84 @@ class _Attempts:
 
 @final
 class CatchUps:
-    """Newcomers, and the engines that bring them up. In the coordinator's loop.
+    """Brings engines up to the published version. In the controller's loop.
 
-    An attempt that failed is made again after `backoff_s`, from the donor that has failed least, at
-    most `MAX_ATTEMPTS` times for a version. A process that connects anew begins anew. The coordinator's
-    lock is held while engines are brought up.
+    A failed attempt is repeated after a pause, with the donor that has failed least, at most `MAX_ATTEMPTS` times for
+    a version. A process that connects again has all its attempts again. No other round runs during an attempt.
+
+    Args:
+        rounds: runs the rounds.
+        run: versions, journal and fleet.
+        members: connections of the agents.
+        connector: bindings of the fleet.
+        changes: notified when an engine was brought up.
+        tasks: run the attempts.
+        config: backend and deadlines.
+        planner: compiles plans between two engines.
     """
 
-    def __init__(self, coordinator: Coordinator, config: ControlConfig, planner: Planner) -> None:
-        self._coordinator, self._fleet = coordinator, coordinator.fleet
+    def __init__(
+        self,
+        rounds: RoundRunner,
+        run: Run,
+        members: Members,
+        connector: Connector,
+        changes: Changes,
+        tasks: Tasks,
+        config: ControlConfig,
+        planner: Planner,
+    ) -> None:
+        self._rounds, self._fleet = rounds, run.fleet
+        self._members, self._connector = members, connector
+        self._changes, self._tasks = changes, tasks
         self._config, self._planner = config, planner
         self._attempts: dict[str, _Attempts] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
-        self._settles = False
+        self._is_due = False
+        self._standing: list[Callable[[], bool]] = []
+
+    # --- trainers that wait with the published weights ---------------------------------------
+
+    def stands_still_if(self, holds: Callable[[], bool]) -> None:
+        """Add a condition under which all trainer ranks wait with the weights that they published last."""
+        self._standing.append(holds)
+
+    @property
+    def trainers_stand_still(self) -> bool:
+        """Whether all trainer ranks are known to wait with the weights of the published version."""
+        trainers = self._fleet.trainers()
+        return (
+            trainers is not None
+            and trainers.complete
+            and trainers.identities == self._fleet.published_by
+            and any(holds() for holds in self._standing)
+        )
+
+    def serve_again(self) -> None:
+        """Bring engines up from the trainers if no engine serves the published version any more."""
+        if self._fleet.unserved:
+            self.settle_soon()
+
+    # --- bringing engines up -----------------------------------------------------------------
 
     def settle_soon(self) -> None:
-        """Bind, bring newcomers up and have engines go on, as soon as no round runs."""
+        """Bring up engines that are behind, and bind the fleet, as soon as no round runs."""
         if self._fleet.held:
-            self._coordinator.spawn(self._coordinator.members.probe_held())
-        if not self._settles:  # one that waits for its turn does it for all who come meanwhile
-            self._settles = True
-            self._coordinator.spawn(self._settle())
+            self._tasks.spawn(self._members.probe_held())
+        if (
+            not self._is_due
+        ):  # a task that waits already does it for everything that changes until it runs
+            self._is_due = True
+            self._tasks.spawn(self._settle())
 
     async def _settle(self) -> None:
-        async with self._coordinator.lock:
-            self._settles = False  # what changes from here on is for the next one
+        async with self._rounds.lock:
+            self._is_due = False
             await self.bring_up()
-            await self._coordinator.connector.bind_ahead()
+            await self._connector.bind_ahead()
 
     async def bring_up(self) -> None:
-        """Bring up every engine that does not serve the published version, one after another."""
+        """Bring up every engine that does not serve the published version, one at a time."""
         if not any(map(self._fleet.serves, self._fleet.engines())):
             await self._bring_up_from_trainers()
         for engine in self._fleet.writable_engines():
@@ -113,11 +165,11 @@ class CatchUps:
 
     async def _bring_up_from_trainers(self) -> None:
         """Have trainers that stand still send the published version again, to all engines."""
-        coordinator, fleet = self._coordinator, self._fleet
+        fleet = self._fleet
         trainers, engines = fleet.trainers(), fleet.writable_engines()
         if fleet.published < 0 or trainers is None or not engines:
             return
-        if self._config.backend.traits.driven_by_trainer or not coordinator.trainers_stand_still:
+        if self._config.backend.traits.driven_by_trainer or not self.trainers_stand_still:
             return
         members = trainers.identities.union(*(engine.identities for engine in engines))
         attempts = self._attempts_of(trainers.name, members, clean=True)
@@ -130,32 +182,32 @@ class CatchUps:
         _log.info("%s: the trainers send it again to %s", fleet.unserved, names)
         try:
             # Replicas of the trainers were compared when the version was published.
-            binding = replace(await coordinator.connector.ensure_bound(), replicated=None)
-            report = await coordinator.run_round(fleet.published, fleet.lineage, binding)
+            binding = replace(await self._connector.ensure_bound(), replicated=None)
+            report = await self._rounds.run_round(fleet.published, fleet.lineage, binding)
         except WindlassError as error:
             self._failed(trainers.name, attempts, trainers.identities, str(error))
             return
-        coordinator.changes.notify()
+        self._changes.notify()
         if report.outcome is RoundOutcome.PUBLISHED:
             self._attempts.pop(trainers.name, None)
             return
         if self._config.backend.traits.collective:
-            coordinator.connector.binding = None
+            self._connector.binding = None
         self._failed(trainers.name, attempts, trainers.identities, report.reason)
 
     def lost(self, agent: Agent, *, ended: bool) -> None:
-        """An engine has lost a rank: what comes back begins anew.
+        """Give an engine that has lost a rank all its attempts again.
 
-        Nobody may write what the rank may still be writing. Where the connection was `ended` by its own
-        side, a process that lives comes back, or has come to the end of its write by the deadline of
-        that; if neither happened, it has ended.
+        While the lost rank may still be writing, nothing else is written to its destinations. If the rank's side
+        `ended` the connection, a living process connects again, or its write ends by the deadline of writes. If
+        neither happens, the process has ended, and its write with it.
         """
         attempts = self._attempts.get(agent.hello.group)
         if attempts is not None:
             attempts.failures.clear()
             attempts.due_s = 0.0
         if ended and agent.hello.role is Role.ENGINE:
-            self._coordinator.spawn(self._presume_ended(agent.identity))
+            self._tasks.spawn(self._presume_ended(agent.identity))
 
     async def _bring_up(self, newcomer: Group) -> None:
         version = self._fleet.published
@@ -165,7 +217,7 @@ class CatchUps:
         attempts = self._attempts_of(
             newcomer.name, newcomer.identities, clean=not newcomer.mixed_weights
         )
-        # Before the first version there are none, and nobody looks for them, for each of many engines.
+        # Before the first version no engine can be a donor. A search per engine would cost their number squared.
         donors = filter(self._fleet.serves, self._fleet.engines()) if version >= 0 else ()
         trainers = self._fleet.trainers()
         candidates = sorted(
@@ -181,7 +233,7 @@ class CatchUps:
             and not attempts.clean
             and (trainers is None or not trainers.complete)
         ):
-            return  # a trainer that is away may have been writing it
+            return  # an absent trainer may still be writing into this engine
         truth = trainers.manifests if trainers is not None else ()
         if not self._config.backend.traits.catches_up:
             return
@@ -190,7 +242,7 @@ class CatchUps:
             attempts.unable.update(donor.identities for donor in candidates)
             return
         donor, plan = found
-        donor_identities = donor.identities  # those that are there now
+        donor_identities = donor.identities  # the group may change during the copy
         try:
             report = await self._copy(donor, newcomer, plan)
         except WindlassError as error:
@@ -203,10 +255,10 @@ class CatchUps:
             self._failed(newcomer.name, attempts, donor_identities, report.reason)
 
     async def _copy(self, donor: Group, newcomer: Group, plan: TransferPlan) -> UpdateReport:
-        coordinator, fleet = self._coordinator, self._fleet
-        binding = await coordinator.connector.bind_copy(donor, newcomer, lambda *_: plan)
-        report = await coordinator.run_round(fleet.published, fleet.lineage, binding)
-        coordinator.changes.notify()
+        fleet = self._fleet
+        binding = await self._connector.bind_copy(donor, newcomer, lambda *_: plan)
+        report = await self._rounds.run_round(fleet.published, fleet.lineage, binding)
+        self._changes.notify()
         return report
 
     def _attempts_of(self, name: str, processes: frozenset[Identity], *, clean: bool) -> _Attempts:
@@ -230,8 +282,8 @@ class CatchUps:
             return
         _log.warning("%s did not catch up, again in %g s: %s", name, delay_s, reason)
         if (waiting := self._waiting.get(name)) is not None:
-            waiting.cancel()  # of a version before this one
-        self._waiting[name] = self._coordinator.spawn(self._try_again(name, delay_s))
+            waiting.cancel()  # it waits for an earlier version
+        self._waiting[name] = self._tasks.spawn(self._try_again(name, delay_s))
 
     async def _try_again(self, name: str, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
@@ -249,21 +301,40 @@ class CatchUps:
 
 @final
 class ResumeRetries:
-    """Engine ranks that did not go on. In the coordinator's loop.
+    """Repeats the command to resume for engine ranks that could not follow it. In the controller's loop.
 
-    One has gone on within both the deadline for going on and that for a pause, which would wait behind it.
+    Args:
+        run: versions, journal and fleet.
+        members: connections of the agents.
+        tasks: run the repetitions.
+        lock: held while a round runs.
+        deadlines: of phases.
+
+    Attributes:
+        deadline_s: seconds within which a rank must have resumed: less than the deadlines of PUBLISH and of PAUSE,
+            because a command to pause would have to wait for it.
     """
 
-    def __init__(self, coordinator: Coordinator, deadlines: PhaseDeadlines) -> None:
-        self._coordinator = coordinator
-        self._deadline_s = reply_budget_s(min(deadlines.publish_s, deadlines.pause_s))
+    def __init__(
+        self,
+        run: Run,
+        members: Members,
+        tasks: Tasks,
+        lock: asyncio.Lock,
+        deadlines: PhaseDeadlines,
+    ) -> None:
+        self._run, self._members, self._tasks, self._lock = run, members, tasks, lock
+        self.deadline_s = reply_budget_s(min(deadlines.publish_s, deadlines.pause_s))
         self._retrying: dict[Identity, asyncio.Task[None]] = {}
 
-    def heard(self, agent: Agent, reply: Reply[Result]) -> bool:
-        """Note a reply; returns whether the rank may be given traffic, or no more, because of it.
+    def __len__(self) -> int:
+        return len(self._retrying)
 
-        Every `Done` of an engine rank says how it is when the command is over, but for the answer
-        to a probe, which asks nothing of the engine, and for what it says again after a welcome.
+    def heard(self, agent: Agent, reply: Reply[Result]) -> bool:
+        """Take note of a reply; return whether it changes if the rank may get traffic.
+
+        Every `Done` of an engine rank says whether the engine generates after the command. Two kinds do not count:
+        the answer to a probe, which asks nothing of the engine, and an old answer that is repeated after a welcome.
         """
         result = reply.result
         if not isinstance(result, Done) or agent.hello.role is not Role.ENGINE:
@@ -276,11 +347,11 @@ class ResumeRetries:
             self.forget(agent.identity)
         elif agent.identity not in self._retrying:
             _log.warning("%s did not go on: %s", agent.hello.worker, agent.not_resumed)
-            self._retrying[agent.identity] = self._coordinator.spawn(self._retry(agent))
+            self._retrying[agent.identity] = self._tasks.spawn(self._retry(agent))
         return bool(before) is not bool(agent.not_resumed)
 
     def forget(self, identity: Identity) -> None:
-        """It goes on, or it has left. Idempotent."""
+        """End the repetitions for a process that has resumed or left. Idempotent."""
         if (task := self._retrying.pop(identity, None)) is not None:
             task.cancel()
 
@@ -288,20 +359,22 @@ class ResumeRetries:
         worker = agent.hello.worker
         for num_told in range(MAX_ATTEMPTS):
             await asyncio.sleep(_backoff_s(num_told + 1))
-            async with self._coordinator.lock:  # else a round might have paused it meanwhile
-                again = Abort(f"go on: {agent.not_resumed}", deadline_s=self._deadline_s)
+            async with self._lock:  # otherwise a round may have paused the rank on purpose
+                again = Abort(f"go on: {agent.not_resumed}", deadline_s=self.deadline_s)
                 try:
-                    session = self._coordinator.members.sessions[worker]
-                    await session.send(Envelope(*self._coordinator.run.new_epoch(), 1, again))
+                    session = self._members.sessions[worker]
+                    await session.send(Envelope(*self._run.new_epoch(), 1, again))
                 except PeerUnreachable as error:
-                    _log.info("%s", error)  # a process that comes back says how it is
+                    _log.info(
+                        "%s", error
+                    )  # a process that connects again says whether it generates
         await asyncio.sleep(_backoff_s(MAX_ATTEMPTS + 1))
         reason = agent.not_resumed
         _log.error(
             "%s stays paused until the next round: told %s times: %s", worker, MAX_ATTEMPTS, reason
         )
-        run, version = self._coordinator.run, self._coordinator.fleet.published
-        run.record_outcome(JournalKind.NOT_RESUMED, version, (worker,), reason)
+        version = self._run.fleet.published
+        self._run.record_outcome(JournalKind.NOT_RESUMED, version, (worker,), reason)
 
 
 def find_donor(
@@ -310,10 +383,15 @@ def find_donor(
     trainers: Sequence[ShardManifest],
     planner: Planner,
 ) -> tuple[Group, TransferPlan] | None:
-    """The first engine whose weights make the newcomer exactly what the trainers would, and its plan.
+    """Return the first engine whose weights make the newcomer exactly what the trainers would, with the plan.
 
-    `candidates` serve the published version; `trainers` is empty when none is connected. May take seconds
-    with a large model.
+    May take seconds with a large model.
+
+    Args:
+        newcomer: the engine to bring up.
+        candidates: engines that serve the published version.
+        trainers: manifests of the trainer ranks; empty if none is connected.
+        planner: compiles plans.
     """
     for donor in candidates:
         if not all(agent.hello.can_send for agent in donor.agents.values()):
@@ -321,17 +399,17 @@ def find_donor(
         try:
             plan = planner(donor.manifests, newcomer.manifests)
         except PlanError:
-            continue  # it holds something that this engine does not
+            continue  # the newcomer needs a tensor that this engine does not have
         if _is_exact(plan, trainers):
             return donor, plan
     return None
 
 
 def _is_exact(plan: TransferPlan, trainers: Sequence[ShardManifest]) -> bool:
-    """Whether no element is rounded on its way that was not rounded by the trainers' own plan.
+    """Return whether the plan rounds no element that the trainers' own plan would not round in the same way.
 
-    A cast of what has the trainers' dtype rounds once, as theirs does; any other cast would come
-    on top of the one that the donor's weights have been through.
+    A cast from the trainers' dtype rounds once, as the trainers' plan does. Any other cast would round weights that
+    were rounded before, when the donor got them.
     """
     casts = np.flatnonzero(plan.ops.src_dtype != plan.ops.dst_dtype)
     if not len(casts):

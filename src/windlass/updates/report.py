@@ -10,7 +10,7 @@ from typing import Self
 
 import msgspec
 
-from windlass.errors import WindlassError
+from windlass.errors import RoundAborted, WindlassError
 from windlass.transfer.bindings import Carried
 from windlass.updates.links import Link
 
@@ -235,4 +235,5 @@ async def report_of(
     except Exception as error:  # noqa: BLE001
         if not isinstance(error, WindlassError):
             _log.exception("version %s", version())
-        return failed_report(version(), f"{type(error).__name__}: {error}")
+        kind = "" if type(error) is RoundAborted else f"{type(error).__name__}: "
+        return failed_report(version(), f"{kind}{error}")
