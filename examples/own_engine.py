@@ -26,7 +26,8 @@ import transformers
 import windlass
 from windlass.engines import describe_module, parameter_addresses
 from windlass.layout import Role
-from windlass.transports import Arena, create_transport, parse_transport
+from windlass.transfer import Arena
+from windlass.transports import create_transport, parse_transport
 
 
 class Served:

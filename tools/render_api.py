@@ -22,6 +22,7 @@ PACKAGES = (
     "windlass.rollout",
     "windlass.engines",
     "windlass.transports",
+    "windlass.transfer",
     "windlass.jobs",
     "windlass.integrations.vllm",
     "windlass.integrations.trl",

@@ -21,6 +21,7 @@ from windlass.engines.launch import (
     launch,
     serve,
 )
+from windlass.engines.options import Rule, options_of, refuse_options
 from windlass.engines.rank_reports import Secrets, check_layouts
 from windlass.engines.spec import (
     ENGINES,
@@ -28,11 +29,8 @@ from windlass.engines.spec import (
     CapturedLayout,
     EngineSpec,
     RankStep,
-    Rule,
     ServerCommand,
-    options_of,
     refuse_expandable_segments,
-    refuse_options,
 )
 from windlass.engines.versions import EngineReleases
 from windlass.errors import ConfigError, PeerUnreachable

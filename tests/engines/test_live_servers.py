@@ -50,9 +50,10 @@ from trainers import (
 )
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.engines.http import EngineHttp
+from windlass.engines.options import refuse_options
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.sglang.orders import SglangApi
-from windlass.engines.spec import ENGINES, refuse_options
+from windlass.engines.spec import ENGINES
 from windlass.engines.vllm.extension import VllmApi
 from windlass.errors import ConfigError
 

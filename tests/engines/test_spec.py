@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from windlass.engines.spec import (
-    ENGINES,
-    EngineOptions,
-    Rule,
-    refuse_options,
-    refuse_settings,
-)
+from windlass.engines.options import Rule, refuse_options, refuse_settings
+from windlass.engines.spec import ENGINES, EngineOptions
 from windlass.errors import ConfigError
 
 RULES = (

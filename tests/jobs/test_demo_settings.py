@@ -16,7 +16,8 @@ from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.checker import TornReport
 from windlass.jobs.demo.recipe import RepeatOperand
 from windlass.jobs.demo.run import check_demo, find_problems, make_directory, what_next
-from windlass.jobs.launch import JobSummary, check_job
+from windlass.jobs.launch import check_job
+from windlass.jobs.results import JobSummary
 from windlass.updates.report import Measure, RoundOutcome, UpdateReport
 
 

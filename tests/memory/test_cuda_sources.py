@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy_gpu import numpy_gpu
 
+from windlass.memory.copy_sources import SourceMemory, covering_pages
 from windlass.memory.cuda.driver import MemoryKind
-from windlass.memory.cuda.sources import SourceMemory, covering_pages
 
 PAGE = mmap.PAGESIZE
 
@@ -29,7 +29,7 @@ def test_every_byte_is_covered_by_pages_that_do_not_touch(memory: list[tuple[int
 
 
 def test_a_parameter_without_bytes_here_may_lie_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = "windlass.memory.cuda.sources.memory_kind"  # asks a driver
+    kind = "windlass.memory.copy_sources.memory_kind"  # asks a driver
     monkeypatch.setattr(kind, lambda _: MemoryKind.PAGEABLE)
     held = np.arange(8, dtype=np.uint8)
     sources = SourceMemory(numpy_gpu().device)

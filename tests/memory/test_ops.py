@@ -19,7 +19,7 @@ from windlass.errors import PlanError, RegionError, TransferFailed
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
-from windlass.memory.cuda.ops import CudaMemory
+from windlass.memory.device import CudaMemory
 from windlass.memory.host import HostMemory
 from windlass.memory.ops import MemoryOps
 from windlass.memory.packing import ALIGNMENT, StridedCopy

@@ -19,7 +19,7 @@ from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.cuda.gpu import Gpu
-from windlass.memory.cuda.ops import CudaMemory
+from windlass.memory.device import CudaMemory
 from windlass.planning import replicated
 from windlass.planning.replicated import (
     HELD,

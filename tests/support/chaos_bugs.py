@@ -23,7 +23,7 @@ from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.pool import WorkerPool
 from windlass.transfer.destination import Destination
 from windlass.transfer.sender import Sender
-from windlass.updates import binding, members
+from windlass.updates import binder, binding, members
 from windlass.updates.connector import Connector
 from windlass.updates.driver import RoundDriver
 from windlass.updates.engine_agent import EngineAgent
@@ -385,7 +385,7 @@ INTRUDER_BUGS = (
     ),
     Bug(
         "an engine may bind the memory of another",
-        binding._LinkTransports,
+        binder._LinkTransports,
         "owns",
         "return binding.worker == worker and owners <= own",
         "return True",
@@ -393,7 +393,7 @@ INTRUDER_BUGS = (
     ),
     Bug(
         "what one engine binds ends the binding for all",
-        binding.FleetBinder,
+        binder.FleetBinder,
         "_bind_sources",
         "case NotBound() if result.reasons.keys() <= self._engine_of.keys():",
         "case NotBound() if False:",

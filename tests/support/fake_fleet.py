@@ -21,7 +21,7 @@ from windlass.errors import RoundError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.server import ControlServer
 from windlass.planning.planner import plan_transfer
-from windlass.updates.binding import Planner
+from windlass.updates.binder import Planner
 from windlass.updates.client import AgentChannel, CommandHandler, TrainerChannel
 from windlass.updates.connect_messages import Hello
 from windlass.updates.coordinator import Coordinator

@@ -27,8 +27,8 @@ from sglang_fresh import LoadAfresh
 from windlass.engines.http import EngineHttp
 from windlass.engines.private_routes import KEY_HEADER, saved_key
 from windlass.engines.rank_reports import RankReports, Secrets, join_fleet
-from windlass.engines.sglang.orders import Digests, send_order, session
-from windlass.engines.sglang.spec import HOOK, SglangServer
+from windlass.engines.sglang.orders import HOOK, Digests, send_order, session
+from windlass.engines.sglang.spec import SglangServer
 from windlass.engines.spec import AgentSettings
 from windlass.engines.vllm.spec import VllmServer
 from windlass.errors import PeerUnreachable

@@ -29,8 +29,8 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.cuda import kernels
 from windlass.memory.cuda import pieces as blocks
-from windlass.memory.cuda.ops import CudaMemory
 from windlass.memory.cuda.pieces import cut_ops, payload_parts, store_packed
+from windlass.memory.device import CudaMemory
 from windlass.net.messages import RoundId
 from windlass.planning.plan import CopyMode, TransferPlan, Transform
 from windlass.planning.planner import plan_transfer

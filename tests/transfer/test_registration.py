@@ -19,7 +19,7 @@ from windlass.engines.client import EngineClient, EngineWeights
 from windlass.engines.engine_rank import allocation_of
 from windlass.errors import RegionError
 from windlass.layout.manifest import Role
-from windlass.memory.cuda.ops import CudaMemory
+from windlass.memory.device import CudaMemory
 from windlass.memory.host import HostMemory
 from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport

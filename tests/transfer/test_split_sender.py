@@ -30,10 +30,10 @@ from windlass.transfer.bindings import LinkStatus, Written
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.auto import TransportSet
-from windlass.transports.base import WriteBatch
+from windlass.transports.base import PeerMapper, WriteBatch
 from windlass.transports.processes import own_endpoint
 from windlass.transports.region_transport import RegionTransport
-from windlass.transports.traits import PeerMapper, WireReport
+from windlass.transports.traits import WireReport
 
 SHAPE = (48, 40)
 FULL = Box((0, 0), SHAPE)

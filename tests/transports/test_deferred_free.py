@@ -19,7 +19,7 @@ from memory_transport import MemoryFabric, MemoryTransport
 from numpy_gpu import numpy_gpu
 
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
-from windlass.memory.cuda.ops import CudaMemory
+from windlass.memory.device import CudaMemory
 from windlass.net.clock import Deadline
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.arena import Arena

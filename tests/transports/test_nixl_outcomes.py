@@ -97,7 +97,7 @@ class Ends:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         agents: list[Agent] = []
 
-        def start(_: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, str]:
+        def start(name: str, *_: object) -> tuple[NativeAgent, WireLog, str]:
             agents.append(Agent(name))
             return cast("NativeAgent", agents[-1]), cast("WireLog", Log()), ""
 

@@ -12,15 +12,15 @@ import pytest
 
 from windlass.transports.liveness import listen_on
 from windlass.transports.mooncake import native as mooncake_native
-from windlass.transports.mooncake.transport import MooncakeConfig
+from windlass.transports.mooncake.native import MooncakeProtocol
 from windlass.transports.nixl import native as nixl_native
-from windlass.transports.nixl.transport import NixlConfig
+from windlass.transports.nixl.native import NixlWire
 
 HOST = "127.0.0.1"
 STARTS_S = 0.5
 
 
-def agent_listens(_config: NixlConfig, _name: str) -> socket.socket:
+def agent_listens(_name: str, _wire: NixlWire, _device: str) -> socket.socket:
     """In the place of NIXL's agent, whose library listens."""
     return socket.create_server((HOST, 0))
 
@@ -29,7 +29,7 @@ def agent_listens(_config: NixlConfig, _name: str) -> socket.socket:
     "start",
     [
         lambda: listen_on(HOST, "another"),
-        lambda: nixl_native.start_agent(NixlConfig(), "agent")[0],
+        lambda: nixl_native.start_agent("agent", NixlWire.AUTO, "", -1)[0],
     ],
     ids=["liveness", "nixl"],
 )
@@ -51,7 +51,7 @@ def test_what_another_transport_listens_on_is_not_the_engines(
     monkeypatch.setattr(mooncake_native, "_installed_version", lambda: "a fake")
     monkeypatch.setattr(nixl_native, "version", lambda _name: "a fake")
     monkeypatch.setattr(nixl_native, "_native_agent", agent_listens)
-    started = mooncake_native.start_engine(MooncakeConfig(host=HOST))
+    started = mooncake_native.start_engine(HOST, "", MooncakeProtocol.AUTO)
     other.join()
     assert started.ports == {own[0].getsockname()[1]}
     for each in (*own, *others):

@@ -26,9 +26,9 @@ from windlass.net.server import ControlServer
 from windlass.net.sockets import PART_NBYTES, PartJoiner, close_socket, send_frame
 from windlass.updates import messages
 from windlass.updates.client import AgentChannel
-from windlass.updates.connect_messages import Welcome
+from windlass.updates.connect_messages import Identity, Welcome
 from windlass.updates.coordinator import Coordinator
-from windlass.updates.fleet import Agent, Identity
+from windlass.updates.fleet import Agent
 from windlass.updates.messages import (
     AGENT_FRAMES,
     Abort,

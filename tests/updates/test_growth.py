@@ -41,7 +41,7 @@ from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
 from windlass.updates import fleet, journal, recovery
 from windlass.updates import members as connections
-from windlass.updates.binding import EnginesUnbound
+from windlass.updates.binder import EnginesUnbound
 from windlass.updates.connect_messages import ConnectEngine
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.report import RoundOutcome

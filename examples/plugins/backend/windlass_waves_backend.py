@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 
 from windlass import ConfigError
 from windlass.planning import TransferPlan
-from windlass.transports import (
+from windlass.transfer import (
     Backend,
     BackendTraits,
-    Deadline,
     DestinationBinding,
     ReceiverBackend,
     SenderBackend,
     Written,
 )
+from windlass.transports import Deadline
 
 
 class WavesSender:

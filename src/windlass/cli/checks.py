@@ -15,9 +15,10 @@ from itertools import permutations
 from pathlib import Path
 
 import windlass
+from windlass.engines.options import refuse_options
 from windlass.engines.quantised import require_followed
 from windlass.engines.sglang.spec import ORIGINAL
-from windlass.engines.spec import ENGINES, expandable_segments, refuse_options
+from windlass.engines.spec import ENGINES, expandable_segments
 from windlass.engines.versions import EngineReleases, device_of, installed_version, warnings_of
 from windlass.envs import environment_value
 from windlass.errors import ConfigError, WindlassError

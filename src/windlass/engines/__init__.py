@@ -9,12 +9,12 @@ from windlass.lazy import public
 if TYPE_CHECKING:
     from windlass.engines.client import EngineClient as EngineClient
     from windlass.engines.client import EngineWeights as EngineWeights
+    from windlass.engines.options import Rule as Rule
     from windlass.engines.spec import AgentSettings as AgentSettings
     from windlass.engines.spec import CapturedLayout as CapturedLayout
     from windlass.engines.spec import EngineOptions as EngineOptions
     from windlass.engines.spec import EngineServer as EngineServer
     from windlass.engines.spec import EngineSpec as EngineSpec
-    from windlass.engines.spec import Rule as Rule
     from windlass.engines.spec import ServerCommand as ServerCommand
     from windlass.transfer.dtensor import describe_module as describe_module
     from windlass.transfer.dtensor import parameter_addresses as parameter_addresses

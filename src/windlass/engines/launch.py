@@ -22,15 +22,14 @@ from types import FrameType
 import msgspec
 
 from windlass.engines.adapters import adapter_of
+from windlass.engines.options import options_of, refuse_options
 from windlass.engines.private_routes import environment_of, new_key, saved_key
 from windlass.engines.rank_reports import OTHER_NODES_VARIABLE, Secrets, join_fleet
 from windlass.engines.spec import (
     AgentSettings,
     EngineSpec,
     ServerCommand,
-    options_of,
     refuse_expandable_segments,
-    refuse_options,
 )
 from windlass.engines.versions import check_installed
 from windlass.envs import (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from windlass.engines.spec import options_of
+from windlass.engines.options import options_of
 from windlass.errors import ConfigError
 from windlass.layout.quantization import BLOCK, CAPABILITIES, Scheme
 

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from windlass.jobs.fsdp_engine import LossMean as LossMean
     from windlass.jobs.fsdp_engine import ParallelSizes as ParallelSizes
     from windlass.jobs.fsdp_engine import Samples as Samples
-    from windlass.jobs.launch import JobSummary as JobSummary
     from windlass.jobs.launch import run_job as run_job
     from windlass.jobs.megatron_engine import MegatronEngine as MegatronEngine
     from windlass.jobs.recipe import Recipe as Recipe
     from windlass.jobs.recipe import Task as Task
+    from windlass.jobs.results import JobSummary as JobSummary
+    from windlass.jobs.results import StepResult as StepResult
     from windlass.jobs.schedulers.base import ProcessSpec as ProcessSpec
     from windlass.jobs.schedulers.base import ProcessStatus as ProcessStatus
     from windlass.jobs.schedulers.base import Scheduler as Scheduler
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from windlass.jobs.schedulers.local import LocalSchedulerConfig as LocalSchedulerConfig
     from windlass.jobs.schedulers.ray import RaySchedulerConfig as RaySchedulerConfig
     from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig as SlurmSchedulerConfig
-    from windlass.jobs.train_controller import StepResult as StepResult
     from windlass.jobs.train_controller import TrainController as TrainController
     from windlass.jobs.train_worker import TrainContext as TrainContext
     from windlass.jobs.train_worker import TrainEngine as TrainEngine

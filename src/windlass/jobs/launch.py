@@ -21,7 +21,8 @@ import msgspec
 from windlass.config import ReplicaPlace
 from windlass.controller import Controller
 from windlass.engines.launch import checked_arguments
-from windlass.engines.spec import ENGINES, EngineOptions, EngineSpec, options_of
+from windlass.engines.options import options_of
+from windlass.engines.spec import ENGINES, EngineOptions, EngineSpec
 from windlass.envs import (
     TLS_VARIABLES,
     TOKEN_FILE_VARIABLE,
@@ -50,13 +51,14 @@ from windlass.jobs.recipe import (
     recipe_code,
     tasks_of,
 )
+from windlass.jobs.results import JobSummary, StepResult
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.schedulers.configs import create_scheduler
 from windlass.jobs.schedulers.local import LocalSchedulerConfig, visible_gpus
 from windlass.jobs.schedulers.ray import RaySchedulerConfig
 from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
 from windlass.jobs.scoring import Scoring
-from windlass.jobs.train_controller import StepResult, TrainController, rank_specs
+from windlass.jobs.train_controller import TrainController, rank_specs
 from windlass.jobs.train_worker import LARGEST_DIFFERENCE, LOGPROB_DIFFERENCE
 from windlass.net.access import Access, role_environment
 from windlass.net.addresses import is_loopback
@@ -68,7 +70,6 @@ from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.transports.registry import parse_transport
 from windlass.updates.connect_messages import ALLOW_UNUSED_VARIABLE
-from windlass.updates.report import RoundOutcome
 from windlass.wording import counted, shortest_path
 
 _log = logging.getLogger(__name__)
@@ -82,27 +83,6 @@ LOG_LINES = 20
 """Lines of a log that the job prints when the process has ended."""
 RANKS_END_S = 10.0
 """For ranks to hear that the job is over; those that have not connected never do."""
-
-
-class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job ended; `summary.json`.
-
-    Attributes:
-        steps: that the weights were trained, those before `resume_from` among them; not those that a
-            restart of the ranks has lost.
-        version: the last published, -1 for none.
-        trainer_restarts: how often the ranks were started again.
-        stopped_by: number of the signal, 0 for none.
-        outcomes: of the newest 1024 rounds, oldest first.
-        rollouts: counts at the end, before outstanding ones were cancelled.
-    """
-
-    steps: int
-    version: int
-    trainer_restarts: int
-    stopped_by: int
-    outcomes: tuple[RoundOutcome, ...]
-    rollouts: dict[str, int]
 
 
 async def run_job(

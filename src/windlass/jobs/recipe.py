@@ -33,8 +33,7 @@ from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import Workflow, encode_value
 
 if TYPE_CHECKING:
-    from windlass.jobs.launch import JobSummary
-    from windlass.jobs.train_controller import StepResult
+    from windlass.jobs.results import JobSummary, StepResult
 
 _log = logging.getLogger(__name__)
 

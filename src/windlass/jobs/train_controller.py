@@ -8,13 +8,13 @@ import logging
 import re
 import secrets
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import msgspec
 from aiohttp import web
 
 from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError, TrainerError
+from windlass.jobs.results import StepResult
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.train_worker import (
     MAX_MESSAGE_NBYTES,
@@ -55,15 +55,6 @@ LOG_LINES = 20
 DEATH_GRACE_S = 1.0
 BROKEN_GRACE_S = 1.0
 """Ranks that may stand in a half-entered collective do not end by themselves."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One step: metrics of every rank, in rank order, and their sample-weighted mean."""
-
-    step: int
-    ranks: tuple[Mapping[str, float], ...]
-    metrics: Mapping[str, float]
 
 
 class _RankEnded(Exception):

@@ -35,6 +35,6 @@ def memory_on(ordinal: int) -> MemoryOps:
     if ordinal < 0:
         return HostMemory()
     from windlass.memory.cuda.gpu import shared_gpu
-    from windlass.memory.cuda.ops import CudaMemory
+    from windlass.memory.device import CudaMemory
 
     return CudaMemory(shared_gpu(ordinal))

@@ -8,10 +8,11 @@ from windlass.transports.base import (
     MemoryRegion,
     OneSidedTransport,
     PeerEndpoint,
+    PeerMapper,
     TransportOffer,
     WriteBatch,
 )
-from windlass.transports.traits import MemoryAllocator, PeerMapper, TransportTraits, WireReport
+from windlass.transports.traits import MemoryAllocator, TransportTraits, WireReport
 
 
 class WrappedTransport(OneSidedTransport):

@@ -42,7 +42,7 @@ def memory_of(transport: OneSidedTransport) -> MemoryOps:
     """
     if transport.mapper is None:
         return memory_on(transport.traits.gpu)
-    from windlass.memory.cuda.ops import CudaMemory
+    from windlass.memory.device import CudaMemory
 
     return CudaMemory(transport.mapper.gpu)
 

@@ -23,11 +23,11 @@ from windlass.config import ReplicaPlace, take_name
 from windlass.errors import ConfigError, RoundAborted
 from windlass.layout.columns import UInt64Array
 from windlass.layout.manifest import ShardManifest
+from windlass.memory.copy_sources import PinnedArena
 from windlass.memory.cuda.driver import Event
 from windlass.memory.cuda.gpu import Gpu, shared_gpu
-from windlass.memory.cuda.ops import CudaMemory
 from windlass.memory.cuda.range_copy import COPY_ENGINE_NBYTES, RangeCopy
-from windlass.memory.cuda.sources import PinnedArena
+from windlass.memory.device import CudaMemory
 from windlass.memory.ops import OWN_WORK_S, Buffer
 from windlass.transfer.arena import Arena, ArenaSlot, aligned_offsets
 from windlass.transfer.base import LINKS_AT_ONCE

@@ -17,11 +17,11 @@ import numpy as np
 
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
 from windlass.layout.columns import UInt64Array
+from windlass.memory.copy_sources import SourceMemory
 from windlass.memory.cuda.driver import Event
 from windlass.memory.cuda.gpu import end_queued
 from windlass.memory.cuda.links import WORDS_NBYTES, DeviceLink, read_sent
 from windlass.memory.cuda.pieces import block_tables
-from windlass.memory.cuda.sources import SourceMemory
 from windlass.net.clock import Deadline
 from windlass.planning.program import LinkProgram
 from windlass.transfer.base import ParameterMemory, failed_link, failed_links
@@ -29,8 +29,8 @@ from windlass.transfer.bind import check_destinations
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
 from windlass.transfer.replica import Replica
 from windlass.transfer.write_progress import PartWritten, notify
+from windlass.transports.base import PeerMapper
 from windlass.transports.processes import check_alive
-from windlass.transports.traits import PeerMapper
 
 
 @final

@@ -1,4 +1,4 @@
-"""Transports (one-sided writes behind one protocol) and the interface of update backends."""
+"""Transports: one-sided writes behind one protocol."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from typing import TYPE_CHECKING
 from windlass.lazy import public
 
 if TYPE_CHECKING:
-    from windlass.config import BackendTraits as BackendTraits
     from windlass.net.clock import Deadline as Deadline
-    from windlass.transfer.arena import Arena as Arena
-    from windlass.transfer.backends import Backend as Backend
-    from windlass.transfer.base import ReceiverBackend as ReceiverBackend
-    from windlass.transfer.base import SenderBackend as SenderBackend
-    from windlass.transfer.bindings import DestinationBinding as DestinationBinding
-    from windlass.transfer.bindings import Written as Written
     from windlass.transports.auto import AutoConfig as AutoConfig
+    from windlass.transports.base import MappedRegion as MappedRegion
     from windlass.transports.base import MemoryRegion as MemoryRegion
     from windlass.transports.base import OneSidedTransport as OneSidedTransport
     from windlass.transports.base import PeerEndpoint as PeerEndpoint
+    from windlass.transports.base import PeerMapper as PeerMapper
     from windlass.transports.base import RemoteRegion as RemoteRegion
     from windlass.transports.base import TransportOffer as TransportOffer
     from windlass.transports.base import WriteBatch as WriteBatch
@@ -35,10 +30,8 @@ if TYPE_CHECKING:
     from windlass.transports.registry import parse_transport as parse_transport
     from windlass.transports.registry import transport_names as transport_names
     from windlass.transports.shm import ShmConfig as ShmConfig
-    from windlass.transports.traits import MappedRegion as MappedRegion
     from windlass.transports.traits import MemoryAllocator as MemoryAllocator
     from windlass.transports.traits import MemoryType as MemoryType
-    from windlass.transports.traits import PeerMapper as PeerMapper
     from windlass.transports.traits import TransportTraits as TransportTraits
     from windlass.transports.traits import WireReport as WireReport
 

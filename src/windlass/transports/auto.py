@@ -21,6 +21,7 @@ from windlass.transports.base import (
     MemoryRegion,
     OneSidedTransport,
     PeerEndpoint,
+    PeerMapper,
     TransportOffer,
     WriteBatch,
 )
@@ -30,13 +31,7 @@ from windlass.transports.registry import (
     parse_transport,
     transport_names,
 )
-from windlass.transports.traits import (
-    MemoryAllocator,
-    MemoryType,
-    PeerMapper,
-    TransportTraits,
-    WireReport,
-)
+from windlass.transports.traits import MemoryAllocator, MemoryType, TransportTraits, WireReport
 
 _log = logging.getLogger(__name__)
 

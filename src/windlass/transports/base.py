@@ -11,19 +11,21 @@ different types, as in perplexityai/pplx-garden `fabric_lib.pyi`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from windlass.layout.columns import UInt64Array
 from windlass.transports.traits import (
     MemoryAllocator,
-    PeerMapper,
     TransportTraits,
     WireReport,
 )
+
+if TYPE_CHECKING:
+    from windlass.memory.cuda.gpu import Gpu
 
 
 class PeerEndpoint(msgspec.Struct, frozen=True):
@@ -117,6 +119,42 @@ class TransportOffer(msgspec.Struct, frozen=True):
     def transport(self) -> str:
         """Registry name."""
         return self.endpoint.transport
+
+
+@dataclass(frozen=True, slots=True)
+class MappedRegion:
+    """Published region mapped here: local address = address at the owner + `shift`."""
+
+    start: int
+    stop: int
+    shift: int
+
+
+class PeerMapper(Protocol):
+    """Mapper of peers' memory into the address space of a GPU, for kernels that store there."""
+
+    @property
+    def gpu(self) -> Gpu:
+        """GPU whose kernels store."""
+        ...
+
+    def map_region(self, region: RemoteRegion) -> MappedRegion:
+        """Map a peer's region. Its allocation is opened once and stays mapped until `keep_mapped` drops it.
+
+        Raises:
+            PeerUnreachable: the owner's process has ended.
+            RegionError: the key is malformed, or the region exceeds its allocation.
+            TransferFailed: the driver cannot open the allocation.
+        """
+        ...
+
+    def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
+        """Unmap every allocation of a peer that contains none of `regions`.
+
+        Memory that its owner frees stays allocated on the owner's GPU while it is mapped here.
+        After a write with an unknown outcome nothing is unmapped, because kernels may still store.
+        """
+        ...
 
 
 class OneSidedTransport(Protocol):

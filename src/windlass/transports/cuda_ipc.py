@@ -17,23 +17,18 @@ from windlass.memory.cuda.gpu import Gpu, end_queued
 from windlass.memory.cuda.range_copy import RangeCopy
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
+    MappedRegion,
     MemoryRegion,
     OneSidedTransport,
     PeerEndpoint,
+    PeerMapper,
     RemoteRegion,
     WriteBatch,
 )
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive, is_own_process
 from windlass.transports.region_transport import RegionTransport
 from windlass.transports.registry import TransportConfig
-from windlass.transports.traits import (
-    CEILING_BYTES_PER_S,
-    MappedRegion,
-    MemoryType,
-    PeerMapper,
-    TransportTraits,
-    WireReport,
-)
+from windlass.transports.traits import CEILING_BYTES_PER_S, MemoryType, TransportTraits, WireReport
 
 
 class CudaIpcConfig(TransportConfig, frozen=True, tag="cuda_ipc"):

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
-
-if TYPE_CHECKING:
-    from windlass.memory.cuda.gpu import Gpu
-    from windlass.transports.base import RemoteRegion
 
 CEILING_BYTES_PER_S: Mapping[str, float] = {
     # Copy engine between two H200s, benchmarks/gpu/bench_nvlink.py.
@@ -100,41 +95,5 @@ class MemoryAllocator(Protocol):
 
         Raises:
             RegionError: `address` is not from `allocate`, or the memory is still registered.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class MappedRegion:
-    """Published region mapped here: local address = address at the owner + `shift`."""
-
-    start: int
-    stop: int
-    shift: int
-
-
-class PeerMapper(Protocol):
-    """Mapper of peers' memory into the address space of a GPU, for kernels that store there."""
-
-    @property
-    def gpu(self) -> Gpu:
-        """GPU whose kernels store."""
-        ...
-
-    def map_region(self, region: RemoteRegion) -> MappedRegion:
-        """Map a peer's region. Its allocation is opened once and stays mapped until `keep_mapped` drops it.
-
-        Raises:
-            PeerUnreachable: the owner's process has ended.
-            RegionError: the key is malformed, or the region exceeds its allocation.
-            TransferFailed: the driver cannot open the allocation.
-        """
-        ...
-
-    def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
-        """Unmap every allocation of a peer that contains none of `regions`.
-
-        Memory that its owner frees stays allocated on the owner's GPU while it is mapped here.
-        After a write with an unknown outcome nothing is unmapped, because kernels may still store.
         """
         ...

@@ -17,6 +17,8 @@ from windlass.planning.relay import RelayGroup
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, RelayAddress
 from windlass.transports.base import TransportOffer
 
+Identity = tuple[str, str]
+"""One process: worker name and incarnation."""
 JOB_VARIABLE = "WINDLASS_JOB"
 ALLOW_UNUSED_VARIABLE = "WINDLASS_ALLOW_UNUSED"
 

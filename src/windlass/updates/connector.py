@@ -11,9 +11,11 @@ from windlass.errors import ConfigError, PeerUnreachable, PlanError, WindlassErr
 from windlass.layout.manifest import Role
 from windlass.layout.naming.patterns import said
 from windlass.transfer.bindings import Carried
-from windlass.updates.binding import Binding, EnginesUnbound, FleetBinder, Planner, signature_of
+from windlass.updates.binder import EnginesUnbound, FleetBinder, Planner
+from windlass.updates.binding import Binding
 from windlass.updates.changes import Changes
-from windlass.updates.fleet import Group, Identity
+from windlass.updates.connect_messages import Identity
+from windlass.updates.fleet import Group, signature_of
 from windlass.updates.links import Link
 from windlass.updates.members import Members
 from windlass.updates.report import BindCost

@@ -28,7 +28,8 @@ from windlass.errors import PeerTimeout, ProtocolError, RoundAborted
 from windlass.net.logs import log_fields
 from windlass.net.messages import Reply
 from windlass.planning.planner import plan_transfer
-from windlass.updates.binding import Binding, Planner
+from windlass.updates.binder import Planner
+from windlass.updates.binding import Binding
 from windlass.updates.changes import Changes, Tasks, tell
 from windlass.updates.connector import Connector
 from windlass.updates.fleet import Agent, EngineInfo

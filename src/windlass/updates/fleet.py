@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,13 +16,11 @@ from windlass.net.logs import printable
 from windlass.net.messages import MustWait, RoundId, check_version
 from windlass.transfer.bindings import LinkStatus, Relayed, Written
 from windlass.transports.base import PeerEndpoint
-from windlass.updates.connect_messages import Hello
+from windlass.updates.binding import Binding
+from windlass.updates.connect_messages import Hello, Identity
 from windlass.updates.journal import MAX_QUARANTINED
 from windlass.updates.messages import Failure, FailureKind, Result
 from windlass.updates.rounds import EngineOutcome, Finish, Replied
-
-if TYPE_CHECKING:
-    from windlass.updates.binding import Binding
 
 MAX_REASON_LENGTH = 2000
 """Characters of what an engine says for a person that are kept."""
@@ -33,8 +31,6 @@ QUARANTINE_REASON = (
 PROBE_SEQ = 1 << 30
 """Of probes: above the number of any command of a round."""
 
-Identity = tuple[str, str]
-"""(worker, incarnation): one process."""
 KEPT_JOBS = 1024
 """Trainer jobs that were replaced and are remembered: the newest."""
 
@@ -619,6 +615,11 @@ class Fleet:
             if reply.worker in finish.unsettled:
                 identity = (reply.worker, incarnations[reply.worker])
                 self.settle(identity, round_id, reply.seq, reply.result)
+
+
+def signature_of(groups: Iterable[Group]) -> frozenset[Identity]:
+    """Return the processes behind these groups. A binding holds only for the processes that it was made for."""
+    return frozenset[Identity]().union(*(group.identities for group in groups))
 
 
 def _unknown_of(result: Result) -> set[str] | None:

@@ -36,8 +36,8 @@ from windlass.net.messages import (
 from windlass.net.rpc_server import host_of, serve
 from windlass.net.server import CALLER
 from windlass.updates.changes import Changes, Tasks
-from windlass.updates.connect_messages import CannotJoin, Hello, Welcome
-from windlass.updates.fleet import MAX_REASON_LENGTH, PROBE_SEQ, Agent, Group, Identity
+from windlass.updates.connect_messages import CannotJoin, Hello, Identity, Welcome
+from windlass.updates.fleet import MAX_REASON_LENGTH, PROBE_SEQ, Agent, Group
 from windlass.updates.messages import (
     AGENT_FRAMES,
     MAX_COUNT,

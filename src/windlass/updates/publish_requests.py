@@ -15,7 +15,7 @@ from typing import final
 
 import msgspec
 
-from windlass.updates.fleet import Identity
+from windlass.updates.connect_messages import Identity
 from windlass.updates.report import UpdateReport
 
 KEPT_REPORTS = 1024

@@ -31,9 +31,10 @@ from windlass.errors import (
     WindlassError,
 )
 from windlass.net.messages import check_name
-from windlass.updates.binding import Binding, signature_of
+from windlass.updates.binding import Binding
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.driver import RoundDriver
+from windlass.updates.fleet import signature_of
 from windlass.updates.messages import Done
 from windlass.updates.push_messages import (
     CallbackAnswer,

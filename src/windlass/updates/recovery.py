@@ -30,11 +30,12 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.messages import Envelope, Reply
 from windlass.planning.plan import DTYPES, TransferPlan
-from windlass.updates.binding import Planner
+from windlass.updates.binder import Planner
 from windlass.updates.changes import Changes, Tasks
+from windlass.updates.connect_messages import Identity
 from windlass.updates.connector import Connector
 from windlass.updates.engine_channel import WELCOME_SEQ
-from windlass.updates.fleet import PROBE_SEQ, Agent, Group, Identity
+from windlass.updates.fleet import PROBE_SEQ, Agent, Group
 from windlass.updates.journal import JournalKind
 from windlass.updates.members import Members
 from windlass.updates.messages import Abort, Done, Result

@@ -23,6 +23,7 @@ import torch
 
 from windlass.engines.capture.kernels import NAMES, kernels_on
 from windlass.engines.quantised import is_declared
+from windlass.engines.spec import AgentSettings
 from windlass.errors import ConfigError, UnsupportedLayout
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import QuantizedTensor, scale_shape
@@ -237,6 +238,11 @@ class StoredCheckpoint:
                 row, column = divmod(place, math.prod(shape[1:]))
                 rows = entry[row : row + 1] if shape else stored[name].get_tensor(name)
                 yield rows.reshape(-1)[column : column + 1]
+
+
+def started_with(settings: AgentSettings) -> StoredCheckpoint | None:
+    """Return the checkpoint that an engine loaded at its start; None if it loaded none."""
+    return StoredCheckpoint(Path(settings.checkpoint)) if settings.loaded else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from windlass.engines.capture.capture import all_ranks, capture, capture_on_every_rank
-from windlass.engines.capture.codes import checkpoint_specs
+from windlass.engines.capture.codes import checkpoint_specs, started_with
 from windlass.engines.capture.description import Captured
 from windlass.engines.capture.memory import fingerprints, held_by, prints_of
 from windlass.engines.capture.snapshot import Snapshot
@@ -155,7 +155,7 @@ def _layout_of(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured
         checkpoint_specs(Path(settings.checkpoint)),
         partial(load_again, model),
         worker=f"{settings.name}/{rank}",
-        reference=settings.reference(),
+        reference=started_with(settings),
         made_up=settings.made_up,
     )
     untouched = _orders_change_nothing(model)

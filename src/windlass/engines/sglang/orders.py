@@ -20,10 +20,11 @@ from torch.multiprocessing.reductions import rebuild_tensor
 from windlass.config import PauseMode
 from windlass.engines.http import EngineHttp, NoSuchRoute
 from windlass.engines.quiesce_gate import QuiesceGate
-from windlass.engines.sglang.spec import HOOK
 from windlass.engines.spec import AgentSettings, RankStep
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 
+HOOK = "windlass.engines.sglang.hook.run"
+"""Function that SGLang calls in every rank as a custom weight loader."""
 DRAIN_S = 30.0
 """Seconds for pipeline stages to notice that no request is left, which takes each stage a turn of every micro-batch."""
 

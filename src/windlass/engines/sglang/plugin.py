@@ -34,18 +34,19 @@ from types import ModuleType
 from typing import Any, final
 
 from windlass.engines.join_route import JoinOrder, JoinRoute
+from windlass.engines.options import refuse_settings
 from windlass.engines.private_routes import App, PrivateRoutes, is_launched, new_key
 from windlass.engines.quantised import require_followed
 from windlass.engines.rank_reports import OTHER_NODES_VARIABLE, Secrets, join_fleet
 from windlass.engines.report_route import ReportRoute
+from windlass.engines.sglang.orders import HOOK
 from windlass.engines.sglang.spec import (
-    HOOK,
     ORIGINAL,
     RELEASES,
     RULES,
     SglangServer,
 )
-from windlass.engines.spec import AgentSettings, refuse_expandable_segments, refuse_settings
+from windlass.engines.spec import AgentSettings, refuse_expandable_segments
 from windlass.engines.versions import check_installed
 from windlass.envs import (
     CONTROLLER_VARIABLE,

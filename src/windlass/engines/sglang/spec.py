@@ -12,20 +12,13 @@ from typing import final
 import msgspec
 
 from windlass.engines.http import EngineHttp, NoSuchRoute
+from windlass.engines.options import Rule, refuse_settings
 from windlass.engines.quantised import require_followed
-from windlass.engines.spec import (
-    AgentSettings,
-    EngineSpec,
-    RankStep,
-    Rule,
-    ServerCommand,
-    refuse_settings,
-)
+from windlass.engines.spec import AgentSettings, EngineSpec, RankStep, ServerCommand
 from windlass.engines.versions import EngineReleases, Feature, has, installed_version
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerUnreachable
 from windlass.net.addresses import free_port
 
-HOOK = "windlass.engines.sglang.hook.run"
 ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """Environment variable that makes SGLang return log-probabilities of the model's own distribution at any
 temperature."""

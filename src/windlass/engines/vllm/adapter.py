@@ -15,7 +15,7 @@ import torch
 
 from windlass.engines.adapters import adapter_of, saved
 from windlass.engines.capture.capture import capture
-from windlass.engines.capture.codes import checkpoint_specs
+from windlass.engines.capture.codes import checkpoint_specs, started_with
 from windlass.engines.capture.description import Captured
 from windlass.engines.capture.snapshot import Snapshot
 from windlass.engines.spec import AgentSettings
@@ -74,7 +74,7 @@ def capture_adapter(
             checkpoint_specs(folder),
             load,
             worker=f"{settings.name}/{rank}",
-            reference=settings.reference(),
+            reference=started_with(settings),
             factors=() if adapter is None else adapter.scalings,
             # vLLM loads an adapter only as a whole, from a folder.
             recompute=False,

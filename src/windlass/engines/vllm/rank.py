@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from windlass.engines.capture.capture import all_ranks, capture, capture_on_every_rank
-from windlass.engines.capture.codes import CheckpointSpec, checkpoint_specs
+from windlass.engines.capture.codes import CheckpointSpec, checkpoint_specs, started_with
 from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import EngineApi, EngineRank
 from windlass.engines.spec import AgentSettings, CapturedLayout
@@ -77,7 +77,7 @@ def capture_rank(
             _specs_of(worker, Path(settings.checkpoint)),
             load,
             worker=f"{settings.name}/{rank}",
-            reference=settings.reference(),
+            reference=started_with(settings),
             ignored=cache_storages(worker),
             made_up=settings.made_up,
         )

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from windlass.engines.spec import options_of
+from windlass.engines.options import options_of
 
 PROCESSED = "processed_logprobs"
 _SEED, _LOGPROBS_MODE = "--seed", "--logprobs-mode"

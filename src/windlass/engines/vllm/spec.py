@@ -14,16 +14,9 @@ import msgspec
 
 from windlass.engines.adapters import Adapter, adapter_of
 from windlass.engines.http import EngineHttp
+from windlass.engines.options import Rule, options_of, refuse_settings
 from windlass.engines.quantised import require_followed
-from windlass.engines.spec import (
-    AgentSettings,
-    EngineSpec,
-    RankStep,
-    Rule,
-    ServerCommand,
-    options_of,
-    refuse_settings,
-)
+from windlass.engines.spec import AgentSettings, EngineSpec, RankStep, ServerCommand
 from windlass.engines.versions import EngineReleases, Feature
 from windlass.engines.vllm.engine_core import OUTSIDE, OWN_VERSIONS, SCHEDULER
 from windlass.engines.vllm.sampling import PROCESSED, sampling_options

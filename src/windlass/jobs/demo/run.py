@@ -24,8 +24,9 @@ from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.checker import TornReport, check_served
 from windlass.jobs.demo.recipe import RepeatOperand
 from windlass.jobs.demo.trainer import build_model
-from windlass.jobs.launch import JobSummary, check_options, run_job
+from windlass.jobs.launch import check_options, run_job
 from windlass.jobs.output import OutputFolder
+from windlass.jobs.results import JobSummary
 from windlass.jobs.schedulers.local import visible_gpus
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.observability.live import LiveView

@@ -19,16 +19,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 from windlass.envs import environment_value, set_defaults
 from windlass.errors import ConfigError, TransportUnavailable
 from windlass.transports.inbound import OPENING, listening_ports
 from windlass.transports.liveness import listen_on
 from windlass.wording import install_command
-
-if TYPE_CHECKING:
-    from windlass.transports.mooncake.transport import MooncakeConfig
 
 MAX_PIECES = 1024
 """Pieces per call. With more than 2048 pieces waiting at one peer, every later call to it fails
@@ -107,25 +104,30 @@ class Started:
     num_nics: int
 
 
-def start_engine(config: MooncakeConfig) -> Started:
+def start_engine(host: str, device: str, protocol: MooncakeProtocol) -> Started:
     """Start a TransferEngine on a port that it chooses.
+
+    Args:
+        host: address to listen on.
+        device: names of the NICs to use, separated by commas; empty for all.
+        protocol: required wire.
 
     Raises:
         TransportUnavailable: Mooncake is not installed or too old, a system library is missing, the
             engine does not start, or it uses another wire than the configured one.
-        ConfigError: `config.protocol` is rdma but the environment forces tcp.
+        ConfigError: `protocol` is rdma but the environment forces tcp.
     """
     # The engine starts and returns 0 even for a host name that does not exist, so check it first.
-    listen_on(config.host, "mooncake").close()
-    forced = config.protocol is MooncakeProtocol.TCP
+    listen_on(host, "mooncake").close()
+    forced = protocol is MooncakeProtocol.TCP
     detail = _installed_version()
     chosen = {"MC_FORCE_TCP": "1"} if forced else {}
-    if ":" in config.host:
+    if ":" in host:
         # Without it the engine listens and connects over IPv4 only.
         chosen["MC_USE_IPV6"] = "1"
     values = set_defaults(_DEFAULTS | chosen)
     force_tcp = environment_value("MC_FORCE_TCP")
-    if config.protocol is MooncakeProtocol.RDMA and force_tcp:
+    if protocol is MooncakeProtocol.RDMA and force_tcp:
         raise ConfigError(f"mooncake: MC_FORCE_TCP must be unset for rdma, got {force_tcp!r}")
     try:
         from mooncake.engine import TransferEngine
@@ -135,21 +137,21 @@ def start_engine(config: MooncakeConfig) -> Started:
             "libibverbs1"
         ) from error
     engine = cast("NativeEngine", TransferEngine())
-    asked = "tcp" if config.protocol is MooncakeProtocol.AUTO else config.protocol.value
+    asked = "tcp" if protocol is MooncakeProtocol.AUTO else protocol.value
     # Start one engine at a time, so that devices opened during its start are its own.
     with OPENING:
         _open_devices(mark=True)
         listened = listening_ports()
-        code = engine.initialize(config.host, "P2PHANDSHAKE", asked, config.device)
+        code = engine.initialize(host, "P2PHANDSHAKE", asked, device)
         nics = sorted(_open_devices(mark=False))
         ports = listening_ports() - listened
     if code != 0:
         raise TransportUnavailable(
-            f"mooncake: TransferEngine does not start on {config.host} (code {code}): is the host "
+            f"mooncake: TransferEngine does not start on {host} (code {code}): is the host "
             "an address of this machine, and is a port between 15000 and 17000 free?"
         )
     wire = "rdma" if nics else "tcp"
-    _check_chosen(config, wire, nics)
+    _check_chosen(device, protocol, wire, nics)
     ordered = wire == "tcp" and values["MC_TCP_LANES_PER_PEER"] == "1"
     limit = _registration_limit(nics) if wire == "rdma" else 0
     return Started(
@@ -163,17 +165,17 @@ def start_engine(config: MooncakeConfig) -> Started:
     )
 
 
-def _check_chosen(config: MooncakeConfig, wire: str, nics: list[str]) -> None:
+def _check_chosen(device: str, protocol: MooncakeProtocol, wire: str, nics: list[str]) -> None:
     """Raise if the engine chose another wire or other NICs than the configured ones."""
-    if config.protocol is not MooncakeProtocol.AUTO and wire != config.protocol.value:
+    if protocol is not MooncakeProtocol.AUTO and wire != protocol.value:
         raise TransportUnavailable(
-            f"mooncake: protocol must be {config.protocol.value}, the engine chose {wire} "
+            f"mooncake: protocol must be {protocol.value}, the engine chose {wire} "
             f"(NICs it opened: {', '.join(nics) or 'none'})"
         )
-    wanted = {name.strip() for name in config.device.split(",") if name.strip()}
+    wanted = {name.strip() for name in device.split(",") if name.strip()}
     if wire == "rdma" and wanted and wanted != set(nics):
         raise TransportUnavailable(
-            f"mooncake: device must be {config.device}, the engine opened {', '.join(nics)}"
+            f"mooncake: device must be {device}, the engine opened {', '.join(nics)}"
         )
 
 

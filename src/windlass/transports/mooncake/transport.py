@@ -370,7 +370,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
 
     def __init__(self, config: MooncakeConfig) -> None:
         self._config = config
-        self._started = started = start_engine(config)
+        self._started = started = start_engine(config.host, config.device, config.protocol)
         self._engines = [_Engine(started)]
         token = secrets.token_bytes(TOKEN_NBYTES)
         try:
@@ -463,7 +463,8 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         for engine in self._engines:
             if engine.contacted.get(endpoint.address, endpoint) == endpoint:
                 return engine
-        engine = _Engine(start_engine(self._config))
+        config = self._config
+        engine = _Engine(start_engine(config.host, config.device, config.protocol))
         steps = self._steps(self._table.spans())
         if steps and (code := engine.pin(steps)) != 0:
             raise RegionError(f"mooncake: memory cannot be registered again (code {code})")

@@ -23,7 +23,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast, final
+from typing import Any, Protocol, cast, final
 
 import numpy as np
 
@@ -39,9 +39,6 @@ from windlass.transports.inbound import (
     listening_ports,
     new_mark,
 )
-
-if TYPE_CHECKING:
-    from windlass.transports.nixl.transport import NixlConfig
 
 
 class NixlWire(StrEnum):
@@ -206,8 +203,16 @@ def native_errors() -> tuple[type[Exception], ...]:
     return (*classes, RuntimeError)
 
 
-def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, str]:
+def start_agent(
+    name: str, wire: NixlWire, device: str, gpu: int
+) -> tuple[NativeAgent, WireLog, str]:
     """Start an agent with a UCX backend; return the agent, its log, and its version for people.
+
+    Args:
+        name: name of the agent.
+        wire: required wire.
+        device: UCX's names of the network devices to use, separated by commas; empty for all.
+        gpu: ordinal of the GPU whose memory the agent registers; -1 for host memory.
 
     Raises:
         TransportUnavailable: NIXL is not installed, or UCX does not start with the configured wire.
@@ -224,25 +229,25 @@ def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, st
         settings["UCX_MODULES"] = "^ib"
     set_defaults(settings)
     # NIXL's own parameter for UCX settings cuts values at the first comma, so set the environment.
-    wires = _TLS[config.wire]
-    if config.gpu >= 0:
+    wires = _TLS[wire]
+    if gpu >= 0:
         # Without it UCX does not support GPU memory.
         wires += f",{_STAGING}"
     settings = {"UCX_TLS": wires, "UCX_TCP_SYN_CNT": str(TCP_MARK)}
-    if config.device:
-        settings["UCX_NET_DEVICES"] = config.device
-        settings["UCX_MAX_RMA_RAILS"] = str(config.device.count(",") + 1)
-    if config.wire is NixlWire.AUTO:
+    if device:
+        settings["UCX_NET_DEVICES"] = device
+        settings["UCX_MAX_RMA_RAILS"] = str(device.count(",") + 1)
+    if wire is NixlWire.AUTO:
         del settings["UCX_TLS"]
     # Start one agent at a time: UCX opens its log when the first one starts.
     with OPENING:
         path = settings["UCX_LOG_FILE"] = _log_file()
         with temporary_values(settings):
-            agent = _native_agent(config, name)
+            agent = _native_agent(name, wire, device)
     return agent, WireLog(name, Path(path.replace("%p", str(os.getpid())))), detail
 
 
-def _native_agent(config: NixlConfig, name: str) -> NativeAgent:
+def _native_agent(name: str, wire: NixlWire, device: str) -> NativeAgent:
     try:
         api = _module("_api")
     except ImportError as error:
@@ -256,8 +261,8 @@ def _native_agent(config: NixlConfig, name: str) -> NativeAgent:
             agent.create_backend("UCX", {})
     except native_errors() as error:
         raise TransportUnavailable(
-            f"nixl: UCX does not start with wire {config.wire.value} and device "
-            f"{config.device or 'any'!r}: {error}"
+            f"nixl: UCX does not start with wire {wire.value} and device "
+            f"{device or 'any'!r}: {error}"
         ) from error
     return agent
 

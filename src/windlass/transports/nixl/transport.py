@@ -368,7 +368,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         self._fence = TcpFence(TCP_MARK)
         # UCX looks for GPUs in the thread that starts it.
         with self._current():
-            native, log, self._detail = start_agent(config, name)
+            native, log, self._detail = start_agent(name, config.wire, config.device, config.gpu)
         self._page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         self._scratch = int(self._page.ctypes.data)
         self._agent = NixlAgent(

@@ -1,0 +1,78 @@
+"""Options of an engine's command line, and the rules that they must follow while the engine gets updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from windlass.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Allowed values of an engine's setting while the engine gets updates.
+
+    Attributes:
+        option: option of the command line; empty if the setting exists only in the live configuration.
+        allowed: values that work with updates, the usual one first; if empty, the option must not be given.
+        why: reason why other values are refused.
+        settings: names of the setting in the engine's live configuration.
+        aliases: other spellings of the option.
+    """
+
+    option: str
+    allowed: tuple[object, ...]
+    why: str
+    settings: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+
+    def refusal_of(self, text: str) -> str:
+        """Return why the option must not have the value `text`; empty if the value is allowed."""
+        texts = [str(v) for v in self.allowed if v not in (None, "") and not isinstance(v, bool)]
+        if text in texts:
+            return ""
+        if not texts:
+            return f"must not be given: {self.why}"
+        return f"must be {texts[0]}, got {text!r}: {self.why}"
+
+
+def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each option of a command line, spelt with dashes, and the word after it (its value if it has one)."""
+    for word, following in pairwise([*words, ""]):
+        option, equals, value = word.partition("=")
+        if option.startswith("-"):
+            yield option.replace("_", "-"), value if equals else following
+
+
+def refuse_options(words: Sequence[str], rules: Iterable[Rule]) -> None:
+    """Check the words of an engine's command line.
+
+    Raises:
+        ConfigError: an option would make updates wrong; the message names the option and the reason.
+    """
+    by_option = {option: rule for rule in rules for option in (rule.option, *rule.aliases)}
+    for option, value in options_of(words):
+        rule = by_option.get(option)
+        if rule and (refusal := rule.refusal_of(value)):
+            raise ConfigError(f"{option} {refusal}")
+
+
+def refuse_settings(engine: str, rules: Iterable[Rule], setting: Callable[[str], object]) -> None:
+    """Check the effective settings of a running engine, from options, files or defaults.
+
+    `setting` returns the value of a name in the configuration. It raises LookupError if this release lacks the name.
+
+    Raises:
+        ConfigError: a setting would make updates wrong; the message names the setting and the reason.
+    """
+    for rule in rules:
+        for place in rule.settings:
+            try:
+                found = setting(place)
+            except LookupError:
+                continue
+            if found not in rule.allowed:
+                raise ConfigError(
+                    f"{engine}: {place} must be {rule.allowed[0]}, got {found}: {rule.why}"
+                )

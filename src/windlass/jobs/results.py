@@ -1,0 +1,46 @@
+"""Results that a job hands to its recipe and writes to its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from windlass.updates.report import RoundOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Result of one training step.
+
+    Attributes:
+        step: number of the step.
+        ranks: metrics of every rank, in rank order.
+        metrics: means over the ranks, weighted by their numbers of samples.
+    """
+
+    step: int
+    ranks: tuple[Mapping[str, float], ...]
+    metrics: Mapping[str, float]
+
+
+class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a job, as it is written to `summary.json`.
+
+    Attributes:
+        steps: number of steps that the weights were trained, including those before `resume_from`, without those
+            that a restart of the ranks has lost.
+        version: version that was published last; -1 for none.
+        trainer_restarts: number of times that the ranks were started again.
+        stopped_by: number of the signal that ended the job; 0 for none.
+        outcomes: outcomes of the newest 1024 rounds, oldest first.
+        rollouts: counts of rollouts at the end, before outstanding ones were cancelled.
+    """
+
+    steps: int
+    version: int
+    trainer_restarts: int
+    stopped_by: int
+    outcomes: tuple[RoundOutcome, ...]
+    rollouts: dict[str, int]
