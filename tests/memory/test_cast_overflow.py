@@ -18,8 +18,8 @@ from windlass.errors import TransferFailed
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.memory import copy_sources as sources
 from windlass.memory.cuda import pieces as blocks
-from windlass.memory.cuda import sources
 from windlass.memory.cuda.driver import MemoryKind
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.base import ParameterMemory

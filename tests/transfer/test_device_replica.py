@@ -28,7 +28,8 @@ from windlass.errors import (
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.memory.cuda import driver, range_copy, sources
+from windlass.memory import copy_sources as sources
+from windlass.memory.cuda import driver, range_copy
 from windlass.memory.cuda.driver import MemoryKind
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.links import DeviceLink

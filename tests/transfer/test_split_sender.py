@@ -21,7 +21,8 @@ from windlass.errors import ConfigError, TransferFailed, TransferOutcomeUnknown
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.memory.cuda import driver, sources
+from windlass.memory import copy_sources as sources
+from windlass.memory.cuda import driver
 from windlass.net.clock import Deadline
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.backends import receiver_for, sender_for

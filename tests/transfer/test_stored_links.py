@@ -16,7 +16,8 @@ from windlass.errors import RoundAborted, TransferFailed, TransferOutcomeUnknown
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.memory.cuda import driver, sources
+from windlass.memory import copy_sources as sources
+from windlass.memory.cuda import driver
 from windlass.memory.cuda.driver import Device, Event, MemoryKind
 from windlass.memory.cuda.gpu import Gpu
 from windlass.planning.planner import plan_transfer
