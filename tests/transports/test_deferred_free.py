@@ -221,7 +221,7 @@ class Ends:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engines: list[SlowEngine] = []
 
-        def start(_: MooncakeConfig) -> Started:
+        def start(*_: object) -> Started:
             self.engines.append(SlowEngine())
             return Started(
                 engine=cast("NativeEngine", self.engines[-1]),
