@@ -23,7 +23,7 @@ async def test_ranks_get_the_time_of_an_update_where_one_may_be_under_way(
     config = msgspec.structs.replace(load_config(JOB), replica=replica, shutdown_s=45.0)
     recipe = load_recipe(Path(config.recipe.file), config.recipe.name)
     scheduler = IdleScheduler()
-    job = launch._Job(config, tmp_path, recipe, scheduler, lambda _: None, Progress())
+    job = launch._Job(config, tmp_path, recipe, scheduler, "token", lambda _: None, Progress())
     graces: list[float] = []
 
     async def close(*, grace_s: float) -> None:
