@@ -219,7 +219,7 @@ async def test_a_prompt_is_plain_integers_or_refused() -> None:
         for empty in ((), np.array([], np.int64)):
             with pytest.raises(ConfigError, match="prompt_ids must not be empty"):
                 rollouts.submit(empty, SAMPLING)  # type: ignore[arg-type]
-        odd = windlass.SamplingParams(max_new_tokens=1 << 63)
+        odd = windlass.SamplingParams(max_new_tokens=1 << 64)
         with pytest.raises(ConfigError, match="sampling must be SamplingParams"):
             rollouts.submit([1], odd)
         with pytest.raises(ConfigError, match="deadline_s must be > 0, got nan"):

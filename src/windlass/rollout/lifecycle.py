@@ -155,7 +155,7 @@ class Lifecycle:
         return self._group_handle(group)
 
     def _submit(self, work: Work, n: int, group_id: int, metadata: object) -> Group:
-        if work.sampling is not self._sampling:
+        if self._sampling is None or work.sampling is not self._sampling:
             self._sampling = _checked(work.sampling)
         first = self._next_task + 1
         task_ids = [f"{self._prefix}-{number}" for number in range(first, first + n)]

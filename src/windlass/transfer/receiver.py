@@ -20,6 +20,7 @@ from windlass.planning.plan import TransferPlan
 from windlass.transfer.arena import memory_of
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.destination import Destination
+from windlass.transfer.shared_bytes import refuse_shared_bytes
 from windlass.transfer.write_progress import ProgressDigests
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 
@@ -54,6 +55,7 @@ class Receiver:
                 f"{manifest.worker}: {len(addresses)} addresses for "
                 f"{len(manifest.parameters)} parameters"
             )
+        refuse_shared_bytes(manifest, addresses)
         self.transport, self.manifest = transport, manifest
         self.live_addresses, self.regions = tuple(addresses), tuple(regions)
         self.late_nbytes = 0

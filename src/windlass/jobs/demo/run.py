@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sys
 import time
@@ -260,28 +259,20 @@ def check_answers(config: LaunchConfig, recipe: RepeatOperand, view: DemoView) -
     num_answers = len(recipe.served)
     what = f"checking {num_answers} answers against the trainer's own weights"
     progress = Progress(is_shown=view.shown.is_drawn)
-    # The processes of the job have ended and left their cores.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    try:
-        with (
-            LiveView(view.console, progress.text, is_transient=True, is_wanted=view.shown.is_drawn),
-            progress.part(what),
-        ):
-            return check_served(
-                recipe.served,
-                [r.version for r in recipe.updates if r.outcome is RoundOutcome.PUBLISHED],
-                model_config=Path(config.trainer.arguments[0]),
-                versions_dir=Path(config.output_dir) / "versions",
-                dtypes={
-                    e.name: e.arguments[e.arguments.index("--dtype") + 1] for e in config.engines
-                },
-                context_is_kept=config.update.pause_mode is PauseMode.IN_PLACE,
-                device=config.trainer.arguments[3],
-                progress=lambda num: progress.detail(f"{num} of {num_answers} done"),
-            )
-    finally:
-        torch.set_num_threads(threads)
+    with (
+        LiveView(view.console, progress.text, is_transient=True, is_wanted=view.shown.is_drawn),
+        progress.part(what),
+    ):
+        return check_served(
+            recipe.served,
+            [r.version for r in recipe.updates if r.outcome is RoundOutcome.PUBLISHED],
+            model_config=Path(config.trainer.arguments[0]),
+            versions_dir=Path(config.output_dir) / "versions",
+            dtypes={e.name: e.arguments[e.arguments.index("--dtype") + 1] for e in config.engines},
+            context_is_kept=config.update.pause_mode is PauseMode.IN_PLACE,
+            device=config.trainer.arguments[3],
+            progress=lambda num: progress.detail(f"{num} of {num_answers} done"),
+        )
 
 
 def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:

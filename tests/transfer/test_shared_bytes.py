@@ -1,0 +1,84 @@
+"""Parameters of an engine that share memory: views pass, and bytes of two different elements are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from windlass.errors import ManifestError
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role
+from windlass.transfer.receiver import Receiver
+from windlass.transports.cma import CmaTransport
+
+SHAPE, ITEM = (6, 4), 4
+ROW = SHAPE[1] * ITEM
+Part = tuple[str, str, Box, int, tuple[int, int] | None]
+"""Parameter, tensor, box, first byte in the memory, strides."""
+WHOLE = Box((0, 0), SHAPE)
+
+
+def received(*parts: Part, dtypes: tuple[DType, ...] = ()) -> None:
+    memory = np.zeros(64, np.float64)
+    start = int(memory.ctypes.data)
+    builder = ManifestBuilder("engine/0", Role.ENGINE)
+    addresses = []
+    for number, (parameter, tensor, box, first, strides) in enumerate(parts):
+        dtype = dtypes[number] if dtypes else DType.FLOAT32
+        numel = box.sizes[0] * box.sizes[1]
+        nbytes = numel * dtype.itemsize if strides is None else memory.nbytes - first
+        builder.add_parameter(
+            parameter, nbytes=nbytes, dtype=dtype, padding_nbytes=nbytes - numel * dtype.itemsize
+        )
+        builder.add_shard(tensor, SHAPE, box, parameter, strides_bytes=strides)
+        addresses.append(start + first)
+    transport = CmaTransport()
+    try:
+        Receiver(transport, builder.build(), addresses, [])
+    finally:
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        # Memory of its own, next to each other.
+        (("p", "a", WHOLE, 0, None), ("q", "b", WHOLE, 6 * ROW, None)),
+        # The same tensor twice, as tied weights under one name or under two.
+        (("p", "a", WHOLE, 0, None), ("q", "a", WHOLE, 0, None)),
+        (("p", "embed", WHOLE, 0, None), ("q", "head", WHOLE, 0, None)),
+        # A view of some rows, and one of some columns.
+        (("p", "a", WHOLE, 0, None), ("q", "a", Box((2, 0), (3, 4)), 2 * ROW, None)),
+        (("p", "a", WHOLE, 0, None), ("q", "a", Box((0, 1), (6, 2)), ITEM, (ROW, ITEM))),
+        # A view of one row, whose stride does not matter.
+        (("p", "a", WHOLE, 0, None), ("q", "a", Box((5, 0), (1, 4)), 5 * ROW, (3, ITEM))),
+        # Two tensors in turns: no byte is shared.
+        (("p", "a", WHOLE, 0, (2 * ROW, ITEM)), ("q", "b", WHOLE, ROW, (2 * ROW, ITEM))),
+    ],
+)
+def test_views_and_neighbours_pass(parts: tuple[Part, ...]) -> None:
+    received(*parts)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (("p", "a", WHOLE, 0, None), ("q", "b", WHOLE, 3 * ROW, None)),
+        (("p", "a", WHOLE, 0, None), ("q", "a", WHOLE, ROW, None)),
+        (("p", "a", WHOLE, 0, None), ("q", "a", WHOLE, 0, (ITEM, 6 * ITEM))),
+        (("p", "a", WHOLE, 0, None), ("q", "a", Box((2, 0), (3, 4)), 0, None)),
+        (("p", "a", Box((0, 0), (1, 4)), 0, None), ("q", "a", Box((1, 0), (1, 4)), 0, None)),
+        (("p", "a", WHOLE, 0, (2 * ROW, ITEM)), ("q", "b", WHOLE, 2 * ROW, (2 * ROW, ITEM))),
+        (("p", "a", WHOLE, 2, None), ("q", "a", WHOLE, 0, None)),
+    ],
+)
+def test_bytes_of_two_elements_are_refused_with_both_names(parts: tuple[Part, ...]) -> None:
+    with pytest.raises(ManifestError, match=r"parameters '[pq]' and '[pq]' must not share bytes"):
+        received(*parts)
+
+
+def test_one_element_in_two_types_is_refused() -> None:
+    parts: tuple[Part, ...] = (("p", "a", WHOLE, 0, None), ("q", "a", WHOLE, 0, None))
+    with pytest.raises(ManifestError, match="must not share bytes"):
+        received(*parts, dtypes=(DType.FLOAT32, DType.BFLOAT16))
