@@ -1,14 +1,13 @@
-"""Did any answer carry weights of no published version?
+"""Check of a demo's answers: every answer must carry weights of the versions that it names.
 
-Every served logprob is compared with the trainer's own model at the version that the token
-says it came from. An answer is torn when the mean distance over its tokens exceeds what the
-engine's dtype explains. The check is worth only what it can find, so the same distance is
-also taken against the version before: `control_detected` is the share of answers for which
-the wrong version would have been noticed.
+The check computes the logprob of every served token with the trainer's own model, at the version that the token
+names. An answer is torn if the mean distance over its tokens is larger than the rounding of the engine's dtype
+explains. To show that the check can find something, it computes the same distance for the version before:
+`control_detected` is the share of answers for which the check would have found that wrong version.
 
-An answer that ran across an update has tokens of several versions. Where the engine kept what ran
-(`PauseMode.IN_PLACE`, vLLM's `keep`), a token attends to keys and values that older weights computed; where
-it was asked for anew, the last version computed the whole context.
+An answer that ran across an update has tokens of several versions. If the engine kept running requests
+(`PauseMode.IN_PLACE`, vLLM's `keep`), a token attends to keys and values that older weights computed. If the
+request was sent again, the last version computed the whole context.
 """
 
 from __future__ import annotations
@@ -87,14 +86,14 @@ def check_served(
     """Compare every sample with the trainer's weights at each of its versions.
 
     Args:
-        samples: answers that were trained on.
+        samples: answers that the trainers trained on.
         published: versions that engines may have served.
-        model_config: the model's transformers configuration.
-        versions_dir: has VERSION.safetensors for every version that a sample names.
-        dtypes: of the engines' parameters, by the engine's name.
-        context_is_kept: engines may have kept keys and values across an update; an answer may fit either way,
-            since one whose engine died is asked for anew.
-        device: computes the check.
+        model_config: transformers configuration of the model.
+        versions_dir: folder with VERSION.safetensors for every version that a sample names.
+        dtypes: name of an engine -> dtype of its parameters.
+        context_is_kept: whether engines may have kept keys and values across an update. An answer may then fit
+            either way, because a request whose engine died is sent again.
+        device: torch device that computes the check.
         progress: gets the number of samples that have been compared so far.
     """
     by_dtype: dict[str, list[int]] = defaultdict(list)
@@ -220,7 +219,7 @@ def _kept_distances(
 
 
 def _add_to(progress: Callable[[int], object], num_before: int, num: int) -> None:
-    """Report `num` samples of a part whose predecessors had `num_before`."""
+    """Report `num` samples of a part, plus the samples of the parts before it."""
     progress(num_before + num)
 
 
