@@ -42,7 +42,7 @@ from windlass.engines.spec import ENGINES, EngineOptions
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.checker import check_served
 from windlass.jobs.demo.recipe import PaceClock, RepeatOperand
-from windlass.jobs.demo.run import make_directory, prepare_server
+from windlass.jobs.demo.run import check_demo, make_directory, prepare_server
 from windlass.jobs.recipe import in_thread, score
 from windlass.jobs.schedulers.base import ProcessSpec
 from windlass.jobs.schedulers.local import LocalScheduler, visible_gpus
@@ -134,6 +134,7 @@ async def theirs(way: str, options: argparse.Namespace, folder: Path) -> dict[st
     made = argparse.ArgumentParser()
     demo.add_arguments(made)
     job = demo.demo_config(made.parse_args(job_words(options, folder)))
+    await asyncio.to_thread(check_demo, job)
     make_directory(job)
     await asyncio.to_thread(prepare_server, job)
     token, rollout = secrets.token_hex(8), job.rollout
