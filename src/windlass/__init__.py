@@ -61,11 +61,11 @@ if TYPE_CHECKING:
     from windlass.errors import WindlassError as WindlassError
     from windlass.rollout.batches import BatchClient as BatchClient
     from windlass.rollout.handles import RolloutConfig as RolloutConfig
-    from windlass.rollout.messages import SamplingParams as SamplingParams
     from windlass.rollout.messages import TrainingBatch as TrainingBatch
     from windlass.rollout.messages import TrainingSample as TrainingSample
     from windlass.rollout.staleness import OnStale as OnStale
     from windlass.rollout.staleness import StalenessPolicy as StalenessPolicy
+    from windlass.sampling import SamplingParams as SamplingParams
     from windlass.trainers.callback import RolloutCallback as RolloutCallback
     from windlass.trainers.callback import WeightGroup as WeightGroup
     from windlass.trainers.client import PendingUpdate as PendingUpdate

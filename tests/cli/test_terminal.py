@@ -27,8 +27,8 @@ from windlass_command import command
 import windlass
 from windlass.cli import COMMANDS
 from windlass.cli.main import main
-from windlass.observability.progress import MAX_KEPT, Progress
 from windlass.observability.terminal import status_of
+from windlass.progress import Progress
 from windlass.updates.report import Measure
 
 REPOSITORY = Path(__file__).parents[2]
@@ -239,18 +239,12 @@ def test_a_missing_package_names_the_extra_of_the_command(
     )
 
 
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "windlass/took.json"
-
-
 def test_a_slow_part_says_what_it_is_since_when_and_who_is_missing(
-    caplog: pytest.LogCaptureFixture, cache: Path
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     progress = Progress()
     assert progress.text() == ""
-    with caplog.at_level("INFO", "windlass.observability.progress"):
+    with caplog.at_level("INFO", "windlass.progress"):
         progress.begin("engines load", 300)
         progress.detail("not there yet: engine-a, engine-b")
         assert progress.text() == (
@@ -266,43 +260,27 @@ def test_a_slow_part_says_what_it_is_since_when_and_who_is_missing(
         "binding (at most 60 s)",
         "binding took 0.0 s",
     ]
-    assert not cache.exists(), "nobody knows what this would be the time of"
 
 
-def test_a_log_says_now_and_then_what_goes_on_and_how_long_it_took_the_last_time(
-    monkeypatch: pytest.MonkeyPatch, cache: Path
+def test_a_log_shows_a_slow_part_while_it_runs_and_a_terminal_shows_it_instead(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("windlass.observability.progress.SAID_EVERY_S", 0.02)
+    monkeypatch.setattr("windlass.progress.SAID_EVERY_S", 0.02)
     said: SimpleQueue[str] = SimpleQueue()
-    with Progress("job.toml", said.put).part("engines load", 300):
+    with Progress(said.put).part("engines load", 300):
         assert [said.get(timeout=10) for _ in range(3)] == [
             "engines load (at most 300 s)",
             *["engines load: 0 s of at most 300 s"] * 2,
         ]
-    cache.write_text(json.dumps({"job.toml: engines load": 62.4}))
-    on_terminal = Progress("job.toml", said.put, is_shown=True)
+    on_terminal = Progress(said.put, is_shown=True)
     while not said.get(timeout=10).startswith("engines load took"):
         pass
     on_terminal.begin("engines load", 300)
-    assert on_terminal.text() == "engines load: 0 s of at most 300 s, 62 s the last time"
+    assert on_terminal.text() == "engines load: 0 s of at most 300 s"
     time.sleep(0.1)
     on_terminal.end(done=False)
     assert [said.get(timeout=10), said.get(timeout=10), said.empty()] == [
-        "engines load (at most 300 s, 62 s the last time)",
-        "gave up: engines load: 0 s of at most 300 s, 62 s the last time",
+        "engines load (at most 300 s)",
+        "gave up: engines load: 0 s of at most 300 s",
         True,
     ]
-    assert json.loads(cache.read_bytes()) == {"job.toml: engines load": 62.4}
-
-
-def test_the_newest_times_are_kept_whatever_lay_in_their_file(cache: Path) -> None:
-    cache.parent.mkdir()
-    for content in ("", "[1]", '{"a": "b"}', json.dumps({f"{n}": n for n in range(MAX_KEPT)})):
-        cache.write_text(content)
-        with Progress("job.toml", str).part("engines load", 300):
-            pass
-        kept = json.loads(cache.read_bytes())
-        assert 0.0 <= kept.pop("job.toml: engines load") < 10.0
-        assert len(kept) in (0, MAX_KEPT - 1)
-        assert "0" not in kept
-    assert os.listdir(cache.parent) == ["took.json"]

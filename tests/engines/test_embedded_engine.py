@@ -27,7 +27,7 @@ from windlass.engines.embedded.scheduler import Request, Scheduler
 from windlass.engines.embedded.server import EngineServer
 from windlass.engines.embedded.spec import EngineSettings
 from windlass.net.access import Access, role_token
-from windlass.rollout.messages import SamplingParams
+from windlass.sampling import SamplingParams
 
 TOKEN = "secret of the test"
 CONFIG = {

@@ -11,7 +11,8 @@ from aiohttp import web
 
 from windlass.engines.vllm.generate_route import CompletionsRoute, GenerateRoute
 from windlass.rollout.generate import AttemptError, generate
-from windlass.rollout.messages import EngineTarget, RolloutTask, SamplingParams
+from windlass.rollout.messages import EngineTarget, RolloutTask
+from windlass.sampling import SamplingParams
 
 CHOICE = {
     "index": 0,

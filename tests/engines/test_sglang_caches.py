@@ -42,7 +42,8 @@ from servers import TOKEN, VENVS, Layout, Server, build, environment, save, serv
 import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.rollout.generate import generate
-from windlass.rollout.messages import EngineTarget, RolloutTask, SamplingParams
+from windlass.rollout.messages import EngineTarget, RolloutTask
+from windlass.sampling import SamplingParams
 from windlass.trainers.client import TrainerClient
 
 pytestmark = [

@@ -36,7 +36,8 @@ from servers import CONFIGS, HTTP_S, TOKEN, Layout, Server, build, save, serving
 import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.rollout.generate import generate
-from windlass.rollout.messages import EngineTarget, OnAbort, Partial, RolloutTask, SamplingParams
+from windlass.rollout.messages import EngineTarget, OnAbort, Partial, RolloutTask
+from windlass.sampling import SamplingParams
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 

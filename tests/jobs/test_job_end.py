@@ -11,7 +11,7 @@ from idle_scheduler import IdleScheduler
 from windlass.jobs import launch
 from windlass.jobs.config import load_config
 from windlass.jobs.recipe import load_recipe
-from windlass.observability.progress import Progress
+from windlass.progress import Progress
 
 JOB = Path(__file__).resolve().parents[2] / "examples" / "launch" / "job.toml"
 

@@ -18,7 +18,7 @@ from windlass.jobs import LaunchConfig, load_config
 from windlass.jobs.launch import _Job, _processes, check_host, check_job
 from windlass.jobs.recipe import load_recipe
 from windlass.jobs.schedulers.slurm import SlurmSchedulerConfig
-from windlass.observability.progress import Progress
+from windlass.progress import Progress
 from windlass.rollout import RolloutConfig, RolloutGroup, SamplingParams
 from windlass.rollout.messages import OnAbort
 

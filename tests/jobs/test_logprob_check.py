@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from windlass.jobs.logprob_check import LogprobCheck
 from windlass.jobs.train_worker import LOGPROB_DIFFERENCE
-from windlass.rollout.messages import SamplingParams, TrainingSample
+from windlass.rollout.messages import TrainingSample
+from windlass.sampling import SamplingParams
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "launch"
 CONFIG = {

@@ -12,15 +12,10 @@ from hypothesis import strategies as st
 from windlass.errors import ConfigError, ProtocolError, RolloutError
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.lifecycle import Lifecycle
-from windlass.rollout.messages import (
-    OutcomeStatus,
-    Partial,
-    RolloutOutcome,
-    SamplingParams,
-    Work,
-)
+from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome, Work
 from windlass.rollout.staleness import OnStale, StalenessPolicy
 from windlass.rollout.table import Group, Record, State
+from windlass.sampling import SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=1)
 EVENTS = st.lists(

@@ -15,8 +15,9 @@ from windlass.rollout import mount_rollout_routes
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.handles import Rollout, RolloutConfig, RolloutGroup
-from windlass.rollout.messages import OnAbort, SamplingParams
+from windlass.rollout.messages import OnAbort
 from windlass.rollout.staleness import StalenessPolicy
+from windlass.sampling import SamplingParams
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.routes import mount_updates
 

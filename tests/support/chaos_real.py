@@ -33,8 +33,8 @@ from windlass.rollout import mount_rollout_routes
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.handles import Rollout, RolloutConfig
-from windlass.rollout.messages import SamplingParams
 from windlass.rollout.staleness import StalenessPolicy
+from windlass.sampling import SamplingParams
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.journal import JournalEntry, JournalKind
 from windlass.updates.report import UpdateReport

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from windlass.net.addresses import listen
 from windlass.net.listener import stop_accepting
-from windlass.rollout.messages import SamplingParams
+from windlass.sampling import SamplingParams
 
 __all__ = ["FakeEngine", "expected_tokens"]
 

@@ -51,7 +51,7 @@ from windlass.net.addresses import (
     split_host_port,
     url_of,
 )
-from windlass.observability.progress import Progress
+from windlass.progress import Progress
 from windlass.updates.engine_channel import report_cannot_join
 
 REACH_DEADLINE_S = 30.0
@@ -408,10 +408,7 @@ def serve(
     log = threading.Thread(target=watch_log, name="log", daemon=True)
     log.start()
     threading.Thread(target=watch_server, name="end", daemon=True).start()
-    progress = Progress(
-        " ".join((args.model, str(args.tp * args.pp * args.dp), ready_line)),
-        lambda line: sys.stderr.write(f"engine {args.name}: {line}\n"),
-    )
+    progress = Progress(lambda line: sys.stderr.write(f"engine {args.name}: {line}\n"))
     if not args.node_rank:
         progress.begin("its server starts and loads its model", args.start_deadline_s)
     try:

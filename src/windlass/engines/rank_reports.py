@@ -40,7 +40,7 @@ from windlass.errors import (
     WindlassError,
 )
 from windlass.layout.naming.patterns import said
-from windlass.observability.progress import Progress
+from windlass.progress import Progress
 
 _log = logging.getLogger(__name__)
 _SOCKET = "sent"
@@ -273,10 +273,7 @@ def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) 
         ConfigError: a checkpoint tensor is in the memory of no rank; and see `EngineServer.order`.
         PeerUnreachable: a rank refused, and says why; and see `EngineServer.order`. PeerTimeout.
     """
-    progress = Progress(
-        f"{server.ready_line} {settings.checkpoint} {settings.world_size}",
-        lambda line: sys.stderr.write(f"engine {settings.name}: {line}\n"),
-    )
+    progress = Progress(lambda line: sys.stderr.write(f"engine {settings.name}: {line}\n"))
     with progress.part("its ranks capture their layout", settings.join_deadline_s):
         captured = _order(server, RankStep.CAPTURE, settings, secrets)
     ranks = [msgspec.json.decode(each, type=CapturedLayout) for each in captured]

@@ -22,8 +22,8 @@ from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.jobs.schedulers.configs import SchedulerConfig
 from windlass.jobs.schedulers.local import LocalSchedulerConfig
 from windlass.rollout.handles import RolloutConfig
-from windlass.rollout.messages import SamplingParams
 from windlass.rollout.staleness import OnStale
+from windlass.sampling import SamplingParams
 from windlass.transports.registry import parse_transport
 
 HERE = "{here}"

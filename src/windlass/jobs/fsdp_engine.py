@@ -22,7 +22,8 @@ from windlass.config import ReplicaPlace, check_numbers, take_name
 from windlass.errors import ConfigError
 from windlass.jobs.logprob_check import LogprobCheck
 from windlass.jobs.train_worker import TrainContext, TrainEngine
-from windlass.rollout.messages import SamplingParams, TrainingSample
+from windlass.rollout.messages import TrainingSample
+from windlass.sampling import SamplingParams
 from windlass.trainers.client import TrainerClient
 from windlass.trainers.fsdp import connect_trainer
 from windlass.transports.registry import TransportConfig

@@ -64,7 +64,7 @@ from windlass.net.access import Access, role_environment
 from windlass.net.addresses import is_loopback
 from windlass.net.logs import LOG_VARIABLES
 from windlass.observability.page import saved_page
-from windlass.observability.progress import SAID_EVERY_S, Progress
+from windlass.progress import SAID_EVERY_S, Progress
 from windlass.rollout.handles import GroupHandle, RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from windlass.engines.embedded.sampling import sampled_logprobs
 from windlass.jobs.train_worker import LOGPROB_DIFFERENCE
-from windlass.rollout.messages import SamplingParams, TrainingSample
+from windlass.rollout.messages import TrainingSample
+from windlass.sampling import SamplingParams
 
 MAX_SAMPLES = 8
 _MAX_DISTANCE = 1.0

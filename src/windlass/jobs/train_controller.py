@@ -41,8 +41,9 @@ from windlass.net.rpc import Session
 from windlass.net.rpc_server import serve
 from windlass.net.server import ControlServer
 from windlass.rollout.batches import check_groups
-from windlass.rollout.messages import SamplingParams, TrainingSample
+from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import encode_value
+from windlass.sampling import SamplingParams
 from windlass.updates.connect_messages import JOB_VARIABLE
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.publish_requests import CalledUpdate

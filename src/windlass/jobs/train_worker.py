@@ -24,13 +24,9 @@ from windlass.net.addresses import own_address
 from windlass.net.logs import configure_logging, log_fields
 from windlass.net.messages import PROTOCOL_VERSION, Codec, Envelope, Refused, Reply
 from windlass.net.rpc_client import Client
-from windlass.rollout.messages import (
-    SamplingParams,
-    TrainingSample,
-    as_number,
-    plain_integers,
-)
+from windlass.rollout.messages import TrainingSample, as_number, plain_integers
 from windlass.rollout.workflows import encode_value
+from windlass.sampling import SamplingParams
 from windlass.transfer.collective_group import Rendezvous
 from windlass.updates.connect_messages import JOB_VARIABLE
 

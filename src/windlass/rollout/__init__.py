@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from windlass.rollout.handles import RolloutHandle as RolloutHandle
     from windlass.rollout.handles import RolloutStats as RolloutStats
     from windlass.rollout.messages import OnAbort as OnAbort
-    from windlass.rollout.messages import SamplingParams as SamplingParams
     from windlass.rollout.messages import TrainingBatch as TrainingBatch
     from windlass.rollout.messages import TrainingSample as TrainingSample
     from windlass.rollout.messages import Turn as Turn
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from windlass.rollout.workflows import Reject as Reject
     from windlass.rollout.workflows import Workflow as Workflow
     from windlass.rollout.workflows import WorkflowContext as WorkflowContext
+    from windlass.sampling import SamplingParams as SamplingParams
 
 # A type checker must still refuse unknown names.
 if not TYPE_CHECKING:

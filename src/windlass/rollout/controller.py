@@ -44,16 +44,15 @@ from windlass.rollout.messages import (
     Partial,
     RolloutOutcome,
     RolloutTask,
-    SamplingParams,
     Work,
     WorkerHello,
     check_deadline,
-    is_count,
 )
 from windlass.rollout.pool import LocalWorker, WorkerPool
 from windlass.rollout.staleness import OnStale, StalenessPolicy
 from windlass.rollout.table import Record, State
 from windlass.rollout.workflows import Workflow, check_workflows, encode_value
+from windlass.sampling import SamplingParams, is_count
 from windlass.updates.changes import Changes
 
 logger = logging.getLogger(__name__)

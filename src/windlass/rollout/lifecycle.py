@@ -43,12 +43,11 @@ from windlass.rollout.messages import (
     OutcomeStatus,
     Partial,
     RolloutOutcome,
-    SamplingParams,
     Work,
-    is_count,
 )
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.rollout.table import NOTHING, Deadlines, Group, Record, RolloutTable, State
+from windlass.sampling import SamplingParams, is_count
 
 logger = logging.getLogger(__name__)
 MAX_BACKOFF_S = 2.0

@@ -28,12 +28,12 @@ from windlass.rollout.messages import (
     Partial,
     RolloutOutcome,
     RolloutTask,
-    SamplingParams,
     Turn,
     WorkerHello,
     check_value,
     plain_integers,
 )
+from windlass.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 TRACEBACK_EVERY_S = 10.0

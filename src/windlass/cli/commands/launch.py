@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from windlass.jobs.launch import check_host, check_job, run_job
     from windlass.jobs.recipe import find_recipe
     from windlass.observability.live import LiveView, can_draw
-    from windlass.observability.progress import Progress
+    from windlass.progress import Progress
 
     configure_logging("controller")
     with mend_line(args.config):
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     # The view is empty while nothing slow is under way. Where none is drawn, the log says it.
-    progress = Progress(str(args.config.resolve()), is_shown=can_draw(console))
+    progress = Progress(is_shown=can_draw(console))
     with LiveView(console, progress.text, is_transient=True):
         summary = asyncio.run(run_job(config, notify=_print, progress=progress))
     return 128 + summary.stopped_by if summary.stopped_by else 0

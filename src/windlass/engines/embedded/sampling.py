@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from windlass.rollout.messages import SamplingParams
+from windlass.sampling import SamplingParams
 
 GREEDY = 1e-5
 """Temperatures below it take the most probable token."""

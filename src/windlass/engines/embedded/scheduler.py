@@ -18,7 +18,7 @@ import torch
 from windlass.config import PauseMode
 from windlass.engines.embedded.sampling import GREEDY, sampled_logprobs
 from windlass.errors import ConfigError, PeerTimeout
-from windlass.rollout.messages import SamplingParams
+from windlass.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from windlass.engines.embedded.spec import EngineSettings
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout
 from windlass.net.access import Access
 from windlass.net.server import ControlServer
-from windlass.rollout.messages import SamplingParams
+from windlass.sampling import SamplingParams
 
 PAUSE_DEADLINE_S = 30.0
 START_DEADLINE_S = 60.0

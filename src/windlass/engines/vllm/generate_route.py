@@ -24,7 +24,7 @@ from windlass.engines.private_routes import (
     route_path,
 )
 from windlass.errors import DECODE_ERRORS, ConfigError
-from windlass.rollout.messages import SamplingParams
+from windlass.sampling import SamplingParams
 
 PATH = "/generate"
 MAX_BODY_NBYTES = 1 << 26

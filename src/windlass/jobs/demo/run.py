@@ -29,8 +29,8 @@ from windlass.jobs.results import JobSummary
 from windlass.jobs.schedulers.local import visible_gpus
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.observability.live import LiveView
-from windlass.observability.progress import Progress
 from windlass.observability.terminal import status_within
+from windlass.progress import Progress
 from windlass.updates.report import RoundOutcome
 from windlass.wording import shortest_path
 
@@ -141,8 +141,7 @@ class DemoView:
         self._config, self._recipe = config, recipe
         self._frame: RenderableType = ""
         self.shown = LiveView(self.console, self._draw, is_wanted=not plain)
-        what = f"demo {config.engines[0].kind} {config.engines[0].model}"
-        self.progress = Progress(what, is_shown=self.shown.is_drawn)
+        self.progress = Progress(is_shown=self.shown.is_drawn)
         self._num_events = self._num_updates = 0
 
     def show(self, controller: Controller) -> None:
