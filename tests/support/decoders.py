@@ -29,6 +29,7 @@ from windlass.rollout import generate
 from windlass.rollout import messages as rollout
 from windlass.rollout.journal import Entry as RolloutEntry
 from windlass.rollout.journal import PersistedState, Started
+from windlass.sampling import SamplingParams
 from windlass.transfer.bindings import Written
 from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_index
 from windlass.transfer.relay import FRAMES, ChunkLanded, End, Open
@@ -66,7 +67,7 @@ TASK = rollout.RolloutTask(
     task_id="t",
     attempt=1,
     prompt_ids=(1, 2),
-    sampling=rollout.SamplingParams(max_new_tokens=4),
+    sampling=SamplingParams(max_new_tokens=4),
     engine=rollout.EngineTarget("a", "http://a"),
     deadline_s=1.0,
     arguments=msgspec.msgpack.encode([1]),
