@@ -1,14 +1,20 @@
-"""Which of a server's ranks this process is, as far as the release of SGLang says it."""
+"""A rank of an SGLang server knows its number, and no error of a pause ends its loop."""
 
 from __future__ import annotations
 
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
+import torch
 import torch.distributed as dist
 
+from windlass.engines.engine_rank import RankHooks
 from windlass.engines.sglang import hook
+from windlass.engines.sglang.orders import Quiesce
+from windlass.errors import UnsupportedLayout, WindlassError
 
 RANK, WORLD_SIZE = 1, 2
 
@@ -34,3 +40,29 @@ def test_a_rank_knows_its_number_among_all_of_the_server(
         vars(context)["get_parallel"] = lambda: says
         monkeypatch.setitem(sys.modules, context.__name__, context)
     assert hook.own_rank() == rank, release
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (UnsupportedLayout("by_name['gain']: must be made again"), r"^by_name\['gain'\]: must"),
+        (RuntimeError("dictionary changed size"), "could not pause: .*dictionary changed size"),
+    ],
+)
+@pytest.mark.parametrize("blocked_s", [None, 5.0])
+def test_error_before_an_update_refuses_the_pause_and_does_not_end_the_loop(
+    error: Exception, raised: str, blocked_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look() -> None:
+        raise error
+
+    rank = hook._Rank()
+    settings: Any = SimpleNamespace()
+    captured: Any = SimpleNamespace(look=look)
+    rank.engine_rank._first = settings, captured, RankHooks(None, rank.engine_rank.gate, None)
+    monkeypatch.setattr(hook, "_rank", rank)
+    monkeypatch.setattr(hook, "own_rank", lambda: 0)
+    order = msgspec.json.encode(Quiesce("1.1", "namespace", blocked_s)).decode()
+    hook.run(torch.nn.Module(), [(order, torch.empty(0))])
+    with pytest.raises(WindlassError, match=raised):
+        rank.engine_rank.gate.wait("1.1", 5.0)

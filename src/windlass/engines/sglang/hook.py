@@ -8,6 +8,7 @@ during a pause, report that the loop is quiesced, or report fingerprints of the 
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +26,14 @@ from windlass.engines.capture.description import Captured
 from windlass.engines.capture.memory import fingerprints, held_by, prints_of
 from windlass.engines.capture.snapshot import Snapshot
 from windlass.engines.engine_rank import EngineRank
-from windlass.engines.rank_reports import Secrets, carry_out
+from windlass.engines.rank_reports import Secrets, carry_out, reason_of
 from windlass.engines.sglang.orders import Digests, Order, Quiesce, SglangApi, Step
 from windlass.engines.sglang.sampling import return_sampled_logprobs, seed_replica
 from windlass.engines.spec import RankStep
 from windlass.envs import environment_value
-from windlass.errors import UnsupportedLayout
+from windlass.errors import UnsupportedLayout, WindlassError
 
+_log = logging.getLogger(__name__)
 LONGEST_BLOCK_S = 20.0
 """Most seconds that a paused loop is blocked; after that it polls for requests as usual. A blocked loop receives no
 orders, so an order may wait this long, or twice as long if the agent has not requested the pause yet."""
@@ -68,16 +70,34 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
                 server_url=order.settings.url,
             )
         case Quiesce():
-            _quiesce(order.namespace)
-            if order.blocked_s is None:
-                _rank.engine_rank.gate.quiesced(order.pause_id)
+            try:
+                _quiesce(order.namespace)
+            # An exception would end SGLang's loop, and the server with it.
+            except Exception as error:  # noqa: BLE001
+                _log.exception("rank %s: pause %s", rank, order.pause_id)
+                _rank.engine_rank.gate.fail(order.pause_id, _as_refusal(error))
             else:
-                _rank.engine_rank.gate.block(order.pause_id, order.blocked_s, LONGEST_BLOCK_S)
+                _rest(order)
         case Digests():
             held = held_by(model)
             carry_out(order.folder, rank, lambda _: msgspec.json.encode(fingerprints(held)))
         case _:
             assert_never(order)
+
+
+def _rest(order: Quiesce) -> None:
+    """Let the agent write weights: block the loop as long as the order says, or let the paused loop continue."""
+    if order.blocked_s is None:
+        _rank.engine_rank.gate.quiesced(order.pause_id)
+    else:
+        _rank.engine_rank.gate.block(order.pause_id, order.blocked_s, LONGEST_BLOCK_S)
+
+
+def _as_refusal(error: Exception) -> WindlassError:
+    """Return an error that the agent reports; errors of the engine's own code become one."""
+    if isinstance(error, WindlassError):
+        return error
+    return UnsupportedLayout(f"the rank could not pause: {reason_of(error)}")
 
 
 def own_rank() -> int:
