@@ -8,17 +8,20 @@ runs without Windlass: see `fresh_servers`.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from derived_state import KINDS
-from fresh_servers import SUPPORT, Fresh, serving_fresh
-from servers import TOKEN, Layout, Server, build, serving
+from fresh_servers import (
+    checksums,
+    require_equal_answers,
+    require_equal_parameters,
+    serving_fresh,
+)
+from servers import TOKEN, Layout, Sample, Server, build, serving
 
 import windlass
 from windlass.errors import WindlassError
@@ -27,10 +30,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 PROMPT = [5, 9, 33, 101]
 NUM_TOKENS = 12
-PATHS = {"holder": "aside", "lazy": "by_name", "cold": "float32_gain"}
+PATHS = {"holder": "aside", "lazy": "by_name", "late": "by_name", "cold": "float32_gain"}
 """Attributes that a refusal names."""
-EMPTY = hashlib.sha256().hexdigest()
-CHECKSUMS = {"vllm": "/weight_checker", "sglang": "/weights_checker"}
 
 
 def save(kind: str, seed: int, folder: Path) -> Any:
@@ -59,33 +60,33 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
 EXTERNAL = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "derived_sglang"}
 
 
-def checksums(server: Server | Fresh) -> dict[str, str]:
-    """Return the engine's own checksums of its parameters, by name.
+async def update(server: Server, models: Sequence[Any], served: list[Sample]) -> None:
+    """Update a server with the weights of each model in turn, and add its answers after each update to `served`.
 
-    A plain vLLM for CPUs packs some weights for its kernels and frees the originals. Those parameters are left out.
+    The first request after an update may make the tensor, and the second one use it.
     """
-    said = server.post(CHECKSUMS[server.engine], {"action": "checksum"})
-    found = said["checksums"] if server.engine == "vllm" else said["ranks"][0]["checksums"]
-    return {name: checksum for name, checksum in found.items() if checksum != EMPTY}
-
-
-async def update(server: Server, model: Any) -> None:
+    trained = models[0]
     async with windlass.Controller(token=TOKEN) as controller:
         await asyncio.to_thread(server.join, controller.url, "cma")
         client = await asyncio.to_thread(
-            windlass.connect_trainer, model, controller=controller.url, token=TOKEN
+            windlass.connect_trainer, trained, controller=controller.url, token=TOKEN
         )
         try:
-            report = await asyncio.to_thread(client.publish, 1)
-            assert report.digest_ok
+            for version, model in enumerate(models, 1):
+                trained.load_state_dict(model.state_dict())
+                report = await asyncio.to_thread(client.publish, version)
+                assert report.digest_ok
+                served += [
+                    await asyncio.to_thread(server.sample, PROMPT, NUM_TOKENS) for _ in range(2)
+                ]
         finally:
             await asyncio.to_thread(client.close)
 
 
-def refused(server: Server, model: Any) -> str:
-    """Return why an update was refused; empty if it was not."""
+def refused(server: Server, models: Sequence[Any], served: list[Sample]) -> str:
+    """Return why an update was refused; empty if none was."""
     try:
-        asyncio.run(update(server, model))
+        asyncio.run(update(server, models, served))
     except WindlassError as error:
         return str(error)
     return ""
@@ -97,29 +98,24 @@ def test_derived_state_is_fresh_or_refused(
     kind: str, engine: str, plugin: str, tmp_path: Path, compared: Callable[[str, int], None]
 ) -> None:
     save(kind, 1, tmp_path / "old")
-    model = save(kind, 2, tmp_path / "new")
+    models = [save(kind, seed, tmp_path / str(seed)) for seed in (2, 3)]
     with serving(
         engine, tmp_path / "old", tmp_path / "live.log", layout=Layout(),
         flags=("--dtype", "float32"), path=plugin, variables=EXTERNAL,
     ) as server:  # fmt: skip
-        before = server.sample(PROMPT, NUM_TOKENS)
-        if refusal := refused(server, model):
+        served = [server.sample(PROMPT, NUM_TOKENS)]
+        if refusal := refused(server, models, served):
             assert PATHS[kind] in refusal
-            assert server.sample(PROMPT, NUM_TOKENS).tokens == before.tokens
+            assert server.sample(PROMPT, NUM_TOKENS).tokens == served[-1].tokens
             compared(f"refusals of derived state ({engine} {kind})", 1)
             return
-        # The first request after an update may make the tensor, and the second one use it.
-        answers = [server.sample(PROMPT, NUM_TOKENS) for _ in range(2)]
-        held = checksums(server)
-    variables = {"PYTHONPATH": f"{plugin}:{SUPPORT}", **EXTERNAL}
-    with serving_fresh(engine, tmp_path / "new", tmp_path / "fresh.log", variables) as fresh:
-        tokens, logprobs = fresh.answer(PROMPT, NUM_TOKENS)
-        kept = checksums(fresh)
-        assert len(kept) > len(held) / 2
-        assert kept.items() <= held.items()
-    assert tokens != before.tokens
-    for answer in answers:
-        assert answer.tokens == tokens
-        assert torch.allclose(torch.tensor(answer.logprobs), torch.tensor(logprobs), atol=1e-3)
-    compared("greedy tokens with a fresh process's", len(tokens))
-    compared("logprobs with a fresh process's", len(tokens))
+        held = checksums(engine, server.post)
+    with serving_fresh(
+        engine, tmp_path / "3", tmp_path / "fresh.log", path=plugin, variables=EXTERNAL
+    ) as fresh:
+        answer = fresh.answer(PROMPT, NUM_TOKENS)
+        require_equal_parameters(held, checksums(engine, fresh.post))
+    assert answer[0] not in [earlier.tokens for earlier in served[:-2]]
+    require_equal_answers([(each.tokens, each.logprobs) for each in served[-2:]], [answer] * 2)
+    compared("greedy tokens with a fresh process's", NUM_TOKENS)
+    compared("logprobs with a fresh process's", NUM_TOKENS)

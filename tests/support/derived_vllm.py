@@ -6,5 +6,5 @@ from __future__ import annotations
 def register() -> None:
     from vllm import ModelRegistry
 
-    for name in ("Holder", "Lazy", "Cold"):
+    for name in ("Holder", "Lazy", "Late", "Cold"):
         ModelRegistry.register_model(f"{name}Qwen3", f"derived_vllm_models:{name}Qwen3")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from derived_state import AfterLoading, Cold, Holder, Lazy
+from derived_state import AfterLoading, Cold, Holder, Late, Lazy
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
@@ -30,6 +30,9 @@ class HolderQwen3(Holder, _Derived):
 
 
 class LazyQwen3(Lazy, _Derived): ...
+
+
+class LateQwen3(Late, _Derived): ...
 
 
 class ColdQwen3(Cold, _Derived): ...

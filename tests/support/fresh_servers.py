@@ -1,24 +1,26 @@
 """Plain engine servers without Windlass, as an oracle for updated servers.
 
-This module shares no setting with the updated server: it has its own command lines, and Windlass is not on the path.
+This module has its own command lines, and Windlass is not on the path. It shares only the layout and the dtype with
+the updated server, because both change how an engine rounds.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import VENVS
+from servers import VENVS, Layout
 
 from windlass.net.addresses import free_port
 
@@ -27,22 +29,37 @@ HTTP_S = 120.0
 SUPPORT = Path(__file__).parent
 COMMANDS: Mapping[str, Sequence[str]] = {
     "vllm": (
-        *(
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--enable-scale-out",
-            "--skip-tokenizer-init",
-        ),
-        *("--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8", "--enforce-eager"),
-        "--model",
+        *("-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out"),
+        *("--skip-tokenizer-init", "--max-num-seqs", "8", "--enforce-eager", "--model"),
     ),
     "sglang": (
         *("-m", "sglang.launch_server", "--skip-tokenizer-init", "--device", "cpu"),
         *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
         *("--disable-cuda-graph", "--max-total-tokens", "2048", "--mem-fraction-static", "0.4"),
-        *("--dtype", "float32", "--model-path"),
+        "--model-path",
     ),
 }
+SIZES: Mapping[str, Mapping[str, str]] = {
+    "vllm": {
+        "tp": "--tensor-parallel-size",
+        "pp": "--pipeline-parallel-size",
+        "dp": "--data-parallel-size",
+    },
+    "sglang": {"tp": "--tp-size", "pp": "--pp-size", "dp": "--dp-size"},
+}
+GAPS = """[vllm.general_plugins]
+cpu_experts = vllm_cpu_experts:install
+[sglang.srt.plugins]
+cpu_gaps = sglang_cpu_gaps:install
+"""
+"""Entry points of a plugin that supplies the parts that the engines lack on CPUs."""
+CHECKSUMS = {"vllm": "/weight_checker", "sglang": "/weights_checker"}
+EMPTY = hashlib.sha256().hexdigest()
+PACKS = "avx512f" in Path("/proc/cpuinfo").read_text()
+"""Whether a plain vLLM multiplies by packed weights. Servers with Windlass do not pack them, and round differently."""
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.05 if PACKS else 0.0}
+"""Largest difference of a log-probability between an updated and a fresh server, by dtype."""
+Answer = tuple[list[int], list[float]]
 ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
     "vllm": {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -69,7 +86,7 @@ class Fresh:
         with urllib.request.urlopen(request, timeout=HTTP_S) as response:
             return json.loads(response.read())
 
-    def answer(self, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+    def answer(self, prompt: Sequence[int], count: int) -> Answer:
         """Return greedy tokens and their log-probabilities, by the engine's own route."""
         if self.engine == "sglang":
             sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
@@ -83,20 +100,84 @@ class Fresh:
         return choice["token_ids"], [each["logprob"] for each in choice["logprobs"]["content"]]
 
 
+def checksums(engine: str, post: Callable[[str, object], Any]) -> dict[str, str]:
+    """Return the engine's own checksums of the parameters of all its ranks, by rank and name.
+
+    A plain vLLM for CPUs packs some weights for its kernels and frees the originals. Those parameters are left out.
+    """
+    said = post(CHECKSUMS[engine], {"action": "checksum"})
+    found: dict[str, str] = {}
+    if engine == "vllm":
+        found = said["checksums"]
+    else:
+        for rank, own in enumerate(said["ranks"]):
+            found |= {f"{rank}: {name}": checksum for name, checksum in own["checksums"].items()}
+    return {name: checksum for name, checksum in found.items() if checksum != EMPTY}
+
+
+def require_equal_answers(
+    updated: Sequence[Answer], fresh: Sequence[Answer], *, dtype: str = "float32"
+) -> None:
+    """Require equal greedy tokens and log-probabilities, within the rounding of `dtype`.
+
+    Where the log-probabilities of two tokens differ by less than that, either token may be the greedy one. The answers
+    then continue differently, so this function compares no further token of them.
+    """
+    within, num_compared = ROUNDING[dtype], 0
+    for (tokens, logprobs), (fresh_tokens, fresh_logprobs) in zip(updated, fresh, strict=True):
+        assert len(tokens) == len(fresh_tokens)
+        for place, (one, other) in enumerate(zip(logprobs, fresh_logprobs, strict=True)):
+            assert abs(one - other) <= within, (place, tokens, fresh_tokens)
+            if tokens[place] != fresh_tokens[place]:
+                assert within > 0, (place, tokens, fresh_tokens)
+                break
+            num_compared += 1
+    assert num_compared > sum(len(tokens) for tokens, _ in fresh) / 2
+
+
+def require_equal_parameters(updated: Mapping[str, str], fresh: Mapping[str, str]) -> None:
+    """Require that every parameter of a fresh server is in the updated one, with the same checksum."""
+    assert len(fresh) > len(updated) / 2
+    assert [name for name, checksum in fresh.items() if updated.get(name) != checksum] == []
+
+
 @contextmanager
 def serving_fresh(
-    engine: str, model: Path, log: Path, environment: Mapping[str, str] | None = None
+    engine: str,
+    model: Path,
+    log: Path,
+    *,
+    layout: Layout | None = None,
+    dtype: str = "float32",
+    path: str = "",
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[Fresh]:
-    """A server of one rank, in float32; `environment` is added, for model classes of a plugin."""
+    """A server that has loaded a checkpoint as its user starts it.
+
+    path: of a plugin's distribution. variables: of the server's environment besides.
+    """
     if not (python := VENVS[engine] / "bin/python").exists():
         pytest.skip(f"no {python}: make engines installs {engine}")
+    layout = layout or Layout()
     url = f"http://127.0.0.1:{(port := free_port())}"
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WINDLASS_", "PYTHONPATH"))}
     own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **ENVIRONMENT[engine]}
+    if layout.world_size == 2:
+        own["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
+    gaps = log.with_suffix(".gaps")
+    info = gaps / "cpu_gaps-1.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-gaps\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(GAPS)
     with log.open("w") as stream:
         process = subprocess.Popen(
-            (str(python), *COMMANDS[engine], str(model), "--port", str(port)),
-            env={**kept, **own, **(environment or {})},
+            (
+                *(str(python), *COMMANDS[engine], str(model), "--port", str(port)),
+                *("--dtype", dtype, *_parallel(engine, layout)),
+            ),
+            env={
+                **kept, **own, "PYTHONPATH": f"{gaps}:{SUPPORT}:{path}", **(variables or {}),
+            },
             stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
@@ -105,7 +186,11 @@ def serving_fresh(
             assert process.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < end_s, log.read_text()[-4000:]
             threading.Event().wait(HEALTH_S)
-        yield Fresh(engine, url)
+        server = Fresh(engine, url)
+        if layout.pp > 1 and engine == "vllm":
+            # Without it vLLM 0.32 for CPUs ends at the first request of a server with stages that does not compile.
+            server.post("/collective_rpc", {"method": "execute_dummy_batch"})
+        yield server
     finally:
         process.terminate()
         try:
@@ -113,6 +198,17 @@ def serving_fresh(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(30)
+
+
+def _parallel(engine: str, layout: Layout) -> list[str]:
+    flags = []
+    for name, flag in SIZES[engine].items():
+        if (size := getattr(layout, name)) > 1:
+            flags += [flag, str(size)]
+    if layout.ep:
+        own = ["--enable-expert-parallel"] if engine == "vllm" else ["--ep-size", str(layout.tp)]
+        flags += own
+    return flags
 
 
 def _is_healthy(url: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from derived_state import AfterLoading, Cold, Holder, Lazy
+from derived_state import AfterLoading, Cold, Holder, Late, Lazy
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 
@@ -30,7 +30,10 @@ class HolderQwen3(Holder, _Derived):
 class LazyQwen3(Lazy, _Derived): ...
 
 
+class LateQwen3(Late, _Derived): ...
+
+
 class ColdQwen3(Cold, _Derived): ...
 
 
-EntryClass = [HolderQwen3, LazyQwen3, ColdQwen3]
+EntryClass = [HolderQwen3, LazyQwen3, LateQwen3, ColdQwen3]
