@@ -168,8 +168,10 @@ def _checking_model(config: Path, dtype: str, device: str) -> torch.nn.Module:
 
 
 def _float32_linear(module: torch.nn.Linear, values: torch.Tensor) -> torch.Tensor:
-    bias = None if module.bias is None else module.bias.float()
-    product = torch.nn.functional.linear(values.float(), module.weight.float(), bias)
+    bias: torch.Tensor | None = module.bias
+    product = torch.nn.functional.linear(
+        values.float(), module.weight.float(), None if bias is None else bias.float()
+    )
     return product.to(values.dtype)
 
 
