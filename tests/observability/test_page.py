@@ -21,7 +21,7 @@ import windlass
 from windlass.observability.history import FleetEvents
 from windlass.observability.page import saved_page
 from windlass.testing.resting_engine import RestingEngine
-from windlass.updates.fleet import EngineState, EngineStatus
+from windlass.updates.engine_state import EngineState, EngineStatus
 from windlass.updates.report import RoundOutcome, UpdateReport
 
 pytestmark = pytest.mark.skipif(

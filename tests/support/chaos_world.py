@@ -32,6 +32,7 @@ from chaos_schedule import (
     WireFault,
 )
 from chaos_weights import engine_bytes
+from fleet_rules import FleetRules
 from memory_transport import MemoryFabric
 from simulated_loop import SimulatedLoop
 from simulated_network import MessageFault, SimulatedNetwork
@@ -115,6 +116,7 @@ class World:
         self._durable: set[int] = set()
         self.journal_changed = False
         self._steps = 0
+        self._rules = FleetRules()
         self._entries: list[JournalEntry] = []
         self._target = -1
         self._standing = False
@@ -319,6 +321,8 @@ class World:
         if coordinator.run.round_id.epoch > MAX_EPOCH:
             self.violate(f"epoch {coordinator.run.round_id.epoch}")
         self._check_engines(None if in_round else published)
+        for rule in self._rules.broken(coordinator.fleet):
+            self.violate(rule)
         self._steps += 1
         # What is lost stays lost: an audit in every 16th step finds it as well.
         if self._steps % 16 == 0 and (lost := controller.rollouts.stats().lost) != 0:

@@ -23,7 +23,7 @@ from windlass.errors import PeerUnreachable, ProtocolError
 from windlass.net.addresses import check_url
 from windlass.net.sockets import connection_error, open_http
 from windlass.updates.coordinator import Coordinator
-from windlass.updates.fleet import EngineState, EngineStatus
+from windlass.updates.engine_state import EngineState, EngineStatus
 
 logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +17,7 @@ from windlass.transfer.bindings import LinkStatus, Relayed, Written
 from windlass.transports.base import PeerEndpoint
 from windlass.updates.binding import Binding
 from windlass.updates.connect_messages import Hello, Identity
+from windlass.updates.engine_state import EngineState, EngineStatus
 from windlass.updates.journal import MAX_QUARANTINED
 from windlass.updates.messages import Failure, FailureKind, Result
 from windlass.updates.rounds import EngineOutcome, Finish, Replied
@@ -41,53 +41,6 @@ class EngineInfo(NamedTuple):
     name: str
     url: str
     version: int
-
-
-class EngineStatus(StrEnum):
-    """State of an engine as the page, the terminal, routers and events show it.
-
-    Attributes:
-        SERVING: serves the published version and generates: it may get traffic.
-        WAITING: connected and in order, and does not serve the published version yet.
-        INCOMPLETE: some of its ranks are not connected.
-        NOT_RESUMED: did not generate again after an update.
-        LEFT_OUT: the last round that included it left it out.
-        MIXED_WEIGHTS: its weights may be of two versions.
-        QUARANTINED: bytes of a write with an unknown outcome may still arrive in its memory.
-        SILENT: a rank has not answered by a deadline.
-        GONE: no rank is connected any more.
-    """
-
-    SERVING = "serving"
-    WAITING = "waiting"
-    INCOMPLETE = "incomplete"
-    NOT_RESUMED = "not resumed"
-    LEFT_OUT = "left out"
-    MIXED_WEIGHTS = "mixed weights"
-    QUARANTINED = "quarantined"
-    SILENT = "silent"
-    GONE = "gone"
-
-
-class EngineState(msgspec.Struct, frozen=True):
-    """An engine with its state.
-
-    Attributes:
-        version: the version that the engine serves; -1 for none of this run.
-        status: its state; only `SERVING` gets traffic.
-        reason: cause of the state; empty while nothing is known to be wrong.
-    """
-
-    name: str
-    url: str
-    version: int
-    status: EngineStatus
-    reason: str
-
-    @property
-    def routable(self) -> bool:
-        """Whether the engine may get traffic."""
-        return self.status is EngineStatus.SERVING
 
 
 @dataclass(slots=True)
@@ -512,16 +465,17 @@ class Fleet:
 
     def routable(self) -> tuple[EngineInfo, ...]:
         """Return engines that may get traffic: they serve the published version and generate."""
-        engines = filter(self._is_routable, self.engines())
-        return tuple(EngineInfo(g.name, g.url, g.version) for g in engines)
+        states = filter(lambda state: state.routable, self.states())
+        return tuple(EngineInfo(state.name, state.url, state.version) for state in states)
 
     def states(self) -> tuple[EngineState, ...]:
         """Return the state of every engine with a connected rank, in the order of `engines`."""
         return tuple(self._state_of(group) for group in self.engines())
 
     def _state_of(self, group: Group) -> EngineState:
+        """Return the state of an engine. Nothing else decides whether it gets traffic."""
         status, reason = EngineStatus.WAITING, ""
-        if self._is_routable(group):
+        if self.serves(group) and not group.not_resumed:
             status = EngineStatus.SERVING
         elif group.silent:
             status, reason = EngineStatus.SILENT, group.silent
@@ -541,16 +495,13 @@ class Fleet:
 
     @property
     def unserved(self) -> str:
-        """Why there is nobody to ask although a version is published; empty if an engine serves it."""
-        if self.published < 0 or any(map(self._is_routable, self.engines())):
+        """Reason why no engine can answer although a version is published; empty if an engine serves it."""
+        if self.published < 0 or any(state.routable for state in self.states()):
             return ""
         return f"no engine serves version {self.published}"
 
     def _version_of(self, engine: Group) -> int:
         return engine.version if engine.lineage == self.lineage else -1
-
-    def _is_routable(self, engine: Group) -> bool:
-        return self.serves(engine) and not engine.not_resumed
 
     def missing(self, num_trainers: int, engines: Iterable[str]) -> dict[str, str]:
         """Return the trainers and engines that lack ranks: by name, each with its connected ranks for a person.
@@ -571,7 +522,7 @@ class Fleet:
         return found
 
     def serves(self, engine: Group) -> bool:
-        """Whether an engine serves exactly the published version, and answers; none does before the first."""
+        """Return whether an engine holds exactly the published version, and answers; none does before the first."""
         return (
             (engine.complete and not engine.mixed_weights and engine.version == self.published >= 0)
             and engine.lineage == self.lineage
