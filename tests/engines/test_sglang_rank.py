@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from windlass.engines.engine_rank import RankHooks
+from windlass.engines.rank_reports import RankReports
 from windlass.engines.sglang import hook
-from windlass.engines.sglang.orders import Quiesce
+from windlass.engines.sglang.orders import Digests, Quiesce
 from windlass.errors import UnsupportedLayout, WindlassError
 
 RANK, WORLD_SIZE = 1, 2
@@ -66,3 +67,18 @@ def test_error_before_an_update_refuses_the_pause_and_does_not_end_the_loop(
     hook.run(torch.nn.Module(), [(order, torch.empty(0))])
     with pytest.raises(WindlassError, match=raised):
         rank.engine_rank.gate.wait("1.1", 5.0)
+
+
+def test_error_while_digests_are_taken_does_not_end_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def held_by(_model: torch.nn.Module) -> None:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr(hook, "held_by", held_by)
+    monkeypatch.setattr(hook, "own_rank", lambda: 0)
+    with RankReports(1) as reports:
+        order = msgspec.json.encode(Digests(reports.folder)).decode()
+        hook.run(torch.nn.Module(), [(order, torch.empty(0))])
+        with pytest.raises(WindlassError, match="dictionary changed size"):
+            list(reports.gather(5.0))

@@ -79,8 +79,11 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
             else:
                 _rest(order)
         case Digests():
-            held = held_by(model)
-            carry_out(order.folder, rank, lambda _: msgspec.json.encode(fingerprints(held)))
+            carry_out(
+                order.folder,
+                rank,
+                lambda _: msgspec.json.encode(fingerprints(held_by(model))),
+            )
         case _:
             assert_never(order)
 
