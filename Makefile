@@ -21,7 +21,7 @@ help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
 	@echo "make test                                                   lint, types, import contracts, tests, a live vLLM"
 	@echo "make test-all                                               that and everything below"
-	@echo "make test-long [ARGS=tests/updates/test_chaos.py]           generated faults, kills, relays, whole jobs"
+	@echo "make test-long [ARGS=tests/control/test_chaos.py]           generated faults, kills, relays, whole jobs"
 	@echo "make test-megatron | test-engines | test-truth              Megatron-core, live vLLM and SGLang: installed first"
 	@echo "make test-integrations [ARGS='-k trl']                      engines and frameworks that the user starts in their own way"
 	@echo "make test-scripts                                           every script in benchmarks/, rehearsed on a CPU at a small size"
@@ -150,7 +150,7 @@ test-clusters: engines
 test-hosts: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
 	test -n "$(WINDLASS_SGLANG_VENV)" || bash tools/engines/install.sh sglang .venv-sglang $(VENV)
-	$(RUN) -m cluster tests/updates tests/integrations/test_vllm_hosts.py tests/integrations/test_sglang_hosts.py $(ARGS)
+	$(RUN) -m cluster tests/control tests/integrations/test_vllm_hosts.py tests/integrations/test_sglang_hosts.py $(ARGS)
 
 # True verbs: a guest machine with two soft-RoCE devices. Emulated, so it takes many minutes.
 # RDMA_TESTS='-k Mooncake' for a part of it.

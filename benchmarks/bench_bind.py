@@ -31,6 +31,10 @@ from memory_transport import MemoryTransport
 
 from harness import Row, median_p95, parser, report
 from windlass.config import ControlConfig, PhaseDeadlines
+from windlass.control.coordinator import Coordinator
+from windlass.control.messages import Command
+from windlass.control.routes import mount_updates
+from windlass.control.session import AgentSession
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -40,10 +44,6 @@ from windlass.net.server import ControlServer
 from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
-from windlass.updates.coordinator import Coordinator
-from windlass.updates.messages import Command
-from windlass.updates.routes import mount_updates
-from windlass.updates.session import AgentSession
 
 TOKEN = "benchmark"
 DEADLINE_S = 300.0

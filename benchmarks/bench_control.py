@@ -33,14 +33,9 @@ from fake_agents import (
 
 from harness import Row, median_p95, parser, report
 from windlass.config import ControlConfig, PauseMode, UpdateMode
-from windlass.envs import temporary_values
-from windlass.net.messages import Envelope, Reply, encode
-from windlass.net.server import ControlServer
-from windlass.net.sockets import open_http
-from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
-from windlass.updates.connect_messages import Bound, ConnectEngine, Welcome
-from windlass.updates.coordinator import Coordinator
-from windlass.updates.messages import (
+from windlass.control.connect_messages import Bound, ConnectEngine, Welcome
+from windlass.control.coordinator import Coordinator
+from windlass.control.messages import (
     AGENT_FRAMES,
     CONTROLLER_FRAMES,
     Announce,
@@ -56,8 +51,13 @@ from windlass.updates.messages import (
     Verify,
     Write,
 )
-from windlass.updates.report import RoundOutcome, UpdateReport
-from windlass.updates.routes import mount_updates
+from windlass.control.report import RoundOutcome, UpdateReport
+from windlass.control.routes import mount_updates
+from windlass.envs import temporary_values
+from windlass.net.messages import Envelope, Reply, encode
+from windlass.net.server import ControlServer
+from windlass.net.sockets import open_http
+from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
 
 TOKEN = "benchmark"
 GOAL_MS = 20.0

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM
 import windlass
 from harness import Row, median_p95, parser, report
 from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
-from windlass.updates.report import UpdateReport
+from windlass.control.report import UpdateReport
 
 METHODS = {"sglang": ["tensor", "distributed"], "vllm": ["reload"]}
 OWN_API = Path(__file__).with_name("engines") / "own_api.py"

@@ -32,9 +32,9 @@ from tools.plan.simulate_relay import simulate_relay
 from tools.plan.synthesis import engine_manifests, trainer_manifests
 from tools.plan.topology import parse_topology
 from windlass.config import ControlConfig, P2pBackend, PhaseDeadlines, RelayShape, UpdateMode
+from windlass.control.rounds import Phase
 from windlass.planning.planner import plan_transfer
 from windlass.planning.relay import RelayGroup, stripes_of
-from windlass.updates.rounds import Phase
 
 ROOT = Path(__file__).parents[1]
 TOKEN = "secret of the benchmark"

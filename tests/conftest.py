@@ -57,7 +57,7 @@ LONGEST = (
     "engines/test_derived_state.py",
     "transfer/test_gpu_over_network.py",
     "rollout/test_rollout_loop.py",
-    "updates/test_fleet_growth.py",
+    "control/test_fleet_growth.py",
     "cli/test_live_view.py",
     "cli/test_doctor.py",
     "observability/test_page.py",

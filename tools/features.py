@@ -32,8 +32,8 @@ PYTEST = (
 )
 ON_GPU = "tests/transfer/test_backends_on_gpu.py"
 BACKENDS = "tests/transfer/test_backends.py::test_every_backend_delivers_every_byte"
-LIVE = "tests/updates/test_live_update.py"
-LINKS = "tests/updates/test_link_transports.py"
+LIVE = "tests/control/test_live_update.py"
+LINKS = "tests/control/test_link_transports.py"
 MIXED = f"{LINKS}::test_links_within_a_host_and_between_hosts_take_what_is_fastest_for_each"
 BROADCASTS = f"{ON_GPU}::test_broadcasts_deliver_every_byte_from_gpu_to_gpu"
 DRIVEN = f"{ON_GPU}::test_a_trainer_that_drives_its_updates_fills_gpu_memory"

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from windlass.config import RouterKind as RouterKind
     from windlass.config import UpdateMode as UpdateMode
     from windlass.config import XcclBackend as XcclBackend
+    from windlass.control.engine_agent import EngineHooks as EngineHooks
+    from windlass.control.report import RoundOutcome as RoundOutcome
+    from windlass.control.report import UpdateReport as UpdateReport
     from windlass.controller import Controller as Controller
     from windlass.engines.client import EngineClient as EngineClient
     from windlass.engines.client import EngineWeights as EngineWeights
@@ -72,9 +75,6 @@ if TYPE_CHECKING:
     from windlass.trainers.client import TrainerClient as TrainerClient
     from windlass.trainers.client import TrainerWeights as TrainerWeights
     from windlass.trainers.fsdp import connect_trainer as connect_trainer
-    from windlass.updates.engine_agent import EngineHooks as EngineHooks
-    from windlass.updates.report import RoundOutcome as RoundOutcome
-    from windlass.updates.report import UpdateReport as UpdateReport
 
 __version__ = "0.1.0"
 

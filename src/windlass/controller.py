@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any, final
 
 from windlass.config import ControlConfig
+from windlass.control.coordinator import Coordinator
+from windlass.control.report import RoundOutcome, UpdateReport
+from windlass.control.routes import mount_updates
 from windlass.errors import ConfigError
 from windlass.net.server import ControlServer
 from windlass.observability.operations import Operations
@@ -24,9 +27,6 @@ from windlass.rollout.messages import TrainingSample
 from windlass.rollout.routers import RouterUpdates
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.rollout.workflows import Workflow
-from windlass.updates.coordinator import Coordinator
-from windlass.updates.report import RoundOutcome, UpdateReport
-from windlass.updates.routes import mount_updates
 
 DEFAULT_CONCURRENCY = 256
 

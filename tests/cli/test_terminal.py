@@ -27,9 +27,9 @@ from windlass_command import command
 import windlass
 from windlass.cli import COMMANDS
 from windlass.cli.main import main
+from windlass.control.report import Measure
 from windlass.observability.terminal import status_of
 from windlass.progress import Progress
-from windlass.updates.report import Measure
 
 REPOSITORY = Path(__file__).parents[2]
 DEMO = REPOSITORY / "tests/observability/demo-overview.json"

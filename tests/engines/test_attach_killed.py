@@ -24,13 +24,13 @@ from safetensors.torch import save_file
 from vllm_modules import stand_in
 
 import windlass
+from windlass.control.routes import status_of
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.sglang import hook
 from windlass.engines.vllm import extension
 from windlass.engines.vllm.engine_core import QUIESCES
 from windlass.engines.vllm.extension import WindlassExtension
 from windlass.errors import PeerTimeout, WindlassError
-from windlass.updates.routes import status_of
 
 TOKEN = "secret of the test"
 WITHIN_S = 60.0

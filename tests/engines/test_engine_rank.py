@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, UpdateMode
+from windlass.control.report import UpdateReport
 from windlass.engines import engine_rank
 from windlass.engines.capture.capture import capture
 from windlass.engines.capture.codes import checkpoint_specs
@@ -22,7 +23,6 @@ from windlass.engines.engine_rank import EngineRank
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings
 from windlass.errors import ConfigError, ProtocolError, UnsupportedLayout
-from windlass.updates.report import UpdateReport
 
 TOKEN = "secret of the test"
 

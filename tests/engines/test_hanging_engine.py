@@ -14,6 +14,10 @@ import pytest
 from small_pair import connect_small_pair
 
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
+from windlass.control import recovery
+from windlass.control.coordinator import Coordinator
+from windlass.control.report import RoundOutcome
+from windlass.control.routes import mount_updates
 from windlass.engines.engine_rank import EngineApi
 from windlass.engines.http import EngineHttp
 from windlass.engines.quiesce_gate import QuiesceGate
@@ -21,10 +25,6 @@ from windlass.engines.sglang.orders import SglangApi
 from windlass.engines.vllm.extension import VllmApi
 from windlass.errors import PeerTimeout
 from windlass.net.server import ControlServer
-from windlass.updates import recovery
-from windlass.updates.coordinator import Coordinator
-from windlass.updates.report import RoundOutcome
-from windlass.updates.routes import mount_updates
 
 TOKEN = "a-token"
 WITHIN_S = 30.0

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from windlass.config import PauseMode
+from windlass.control.engine_agent import EngineAgent
+from windlass.control.messages import Abort, Pause
 from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import RankHooks
 from windlass.engines.quiesce_gate import QuiesceGate
@@ -18,8 +20,6 @@ from windlass.layout.manifest import Role
 from windlass.transfer.dtensor import describe_module, parameter_addresses
 from windlass.transfer.receiver import Receiver
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.engine_agent import EngineAgent
-from windlass.updates.messages import Abort, Pause
 
 SECONDS = 10.0
 

@@ -3,7 +3,7 @@
 `fuzz_decoders.py [--seconds 600] [--corpus build/fuzz] [NAME ...]` runs one decoder after another, each in
 a process of its own, from the messages of `decoders.DECODERS` and from what earlier runs have kept. What
 raises anything but a named error is printed and kept as a file; run that again with `--input FILE NAME`,
-and add it to `FOUND` in `tests/updates/test_decoders.py` with the mend.
+and add it to `FOUND` in `tests/control/test_decoders.py` with the mend.
 
 atheris has wheels for Linux on x86-64 only, so it is an extra (`pip install '.[fuzz]'`) and no part of `make test`:
 there Hypothesis looks for bytes that reach more lines (`target`).

@@ -35,10 +35,10 @@ from trainer_rank import Order
 import windlass
 from trainers import FSDP, Ranks, training
 from windlass.config import ControlConfig, PauseMode, UpdateMode
+from windlass.control.rounds import Phase
 from windlass.engines.sglang.orders import HOOK
 from windlass.net.access import Access, role_token
 from windlass.net.addresses import free_port
-from windlass.updates.rounds import Phase
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 
 from windlass.cli.commands.demo import add_arguments, demo_config
+from windlass.control.report import Measure, RoundOutcome, UpdateReport
 from windlass.errors import ConfigError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.demo.checker import TornReport
@@ -18,7 +19,6 @@ from windlass.jobs.demo.recipe import RepeatOperand
 from windlass.jobs.demo.run import check_demo, find_problems, make_directory, what_next
 from windlass.jobs.launch import check_job
 from windlass.jobs.results import JobSummary
-from windlass.updates.report import Measure, RoundOutcome, UpdateReport
 
 
 def config(*options: str) -> LaunchConfig:

@@ -17,12 +17,12 @@ from fake_fleet import TOKEN, FakeFleet
 
 import windlass
 from windlass.cli.main import main
+from windlass.control.connect_messages import Hello, Welcome
+from windlass.control.messages import CONTROLLER_FRAMES
 from windlass.errors import AuthenticationError
 from windlass.net.access import ROUTES, Access, AccessGate, role_environment, role_token
 from windlass.net.messages import Refused, encode
 from windlass.rollout import BatchClient
-from windlass.updates.connect_messages import Hello, Welcome
-from windlass.updates.messages import CONTROLLER_FRAMES
 
 SECRET = "the owner's"
 METHODS = {"/v1/callback": "POST"}

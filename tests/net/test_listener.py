@@ -28,12 +28,12 @@ from fake_agents import (
 )
 from fake_fleet import TOKEN
 
+from windlass.control.client import AgentChannel, CommandHandler, TrainerChannel
+from windlass.control.connect_messages import Hello
 from windlass.errors import PeerTimeout
 from windlass.net import listener
 from windlass.net.listener import RateLimit
 from windlass.net.server import ControlServer
-from windlass.updates.client import AgentChannel, CommandHandler, TrainerChannel
-from windlass.updates.connect_messages import Hello
 
 NUM_FILES = 256
 NUM_STRANGERS = 300

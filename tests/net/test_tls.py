@@ -22,6 +22,7 @@ from fake_fleet import TOKEN, FakeFleet
 import windlass
 from windlass.cli.controller import fetch_overview
 from windlass.config import ControlConfig
+from windlass.control.client import AgentChannel
 from windlass.envs import temporary_values
 from windlass.errors import (
     AuthenticationError,
@@ -43,7 +44,6 @@ from windlass.rollout import (
     mount_rollout_routes,
 )
 from windlass.rollout.batches import BatchQueue
-from windlass.updates.client import AgentChannel
 
 NO_FILES = {"WINDLASS_TLS_CA": "", "WINDLASS_TLS_CERT": "", "WINDLASS_TLS_KEY": ""}
 METHODS = {"/v1/callback": "POST", "/v1/workers": "POST", "/v1/completions": "POST"}

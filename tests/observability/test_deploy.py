@@ -19,8 +19,8 @@ from small_pair import connect_small_pair
 from trained import sample
 
 import windlass
+from windlass.control.report import RoundOutcome
 from windlass.testing.resting_engine import RestingEngine
-from windlass.updates.report import RoundOutcome
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy/prometheus/alerts.yml"

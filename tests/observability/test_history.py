@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from windlass.control.engine_state import EngineState, EngineStatus
 from windlass.observability.history import MAX_EVENTS, FleetEvents, History, Point
-from windlass.updates.engine_state import EngineState, EngineStatus
 
 
 def test_a_run_of_any_length_is_kept_from_its_start_to_now_in_few_points() -> None:

@@ -16,13 +16,13 @@ from trained import report, sample
 from windlass_command import command
 
 import windlass
+from windlass.control.coordinator import Coordinator
 from windlass.errors import RolloutError
 from windlass.net.server import ControlServer
 from windlass.observability import operations
 from windlass.observability.metrics import ControllerMetrics
 from windlass.observability.operations import Operations
 from windlass.rollout import BatchQueue, RolloutController, StaticEngines
-from windlass.updates.coordinator import Coordinator
 
 TOKEN = "a-token"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}

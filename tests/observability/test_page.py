@@ -18,11 +18,11 @@ from trained import report, sample
 from windlass_command import command
 
 import windlass
+from windlass.control.engine_state import EngineState, EngineStatus
+from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.observability.history import FleetEvents
 from windlass.observability.page import saved_page
 from windlass.testing.resting_engine import RestingEngine
-from windlass.updates.engine_state import EngineState, EngineStatus
-from windlass.updates.report import RoundOutcome, UpdateReport
 
 pytestmark = pytest.mark.skipif(
     not CHROMIUM, reason="no chromium on PATH: apt-get install chromium"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.observability.spans import find_tracer, record_round
-from windlass.updates.report import RoundOutcome, UpdateReport
 
 trace = pytest.importorskip("opentelemetry.sdk.trace")
 export = pytest.importorskip("opentelemetry.sdk.trace.export")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.errors import ConfigError
 from windlass.observability.speed_of_light import SpeedOfLight
-from windlass.updates.report import RoundOutcome, UpdateReport
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,12 +18,12 @@ from fake_fleet import FakeFleet
 from windlass import Controller
 from windlass.cli.main import main
 from windlass.config import ControlConfig, PhaseDeadlines, RouterConfig, RouterKind
+from windlass.control.messages import Command, Pause
+from windlass.control.report import RoundOutcome
 from windlass.envs import temporary_values
 from windlass.errors import ConfigError
 from windlass.net.addresses import free_port
 from windlass.rollout.routers import RouterUpdates
-from windlass.updates.messages import Command, Pause
-from windlass.updates.report import RoundOutcome
 
 WITHIN_S = 40.0
 ROUTERS_VARIABLE = "WINDLASS_ROUTERS"

@@ -14,6 +14,16 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+from windlass.control import binder, binding, members
+from windlass.control.connector import Connector
+from windlass.control.driver import RoundDriver
+from windlass.control.engine_agent import EngineAgent
+from windlass.control.fleet import Fleet
+from windlass.control.links import LinkLedger
+from windlass.control.members import Members
+from windlass.control.recovery import CatchUps
+from windlass.control.rounds import RoundMachine
+from windlass.control.run import Run
 from windlass.net import rpc_server, server
 from windlass.net.access import AccessGate
 from windlass.net.listener import Listener
@@ -23,16 +33,6 @@ from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.pool import WorkerPool
 from windlass.transfer.destination import Destination
 from windlass.transfer.sender import Sender
-from windlass.updates import binder, binding, members
-from windlass.updates.connector import Connector
-from windlass.updates.driver import RoundDriver
-from windlass.updates.engine_agent import EngineAgent
-from windlass.updates.fleet import Fleet
-from windlass.updates.links import LinkLedger
-from windlass.updates.members import Members
-from windlass.updates.recovery import CatchUps
-from windlass.updates.rounds import RoundMachine
-from windlass.updates.run import Run
 
 
 @dataclass(frozen=True, slots=True)

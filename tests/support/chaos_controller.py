@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from chaos_processes import TOKEN, Process
 
 from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
+from windlass.control.coordinator import Coordinator
+from windlass.control.routes import mount_updates
 from windlass.errors import PeerTimeout, RolloutError
 from windlass.net.server import ControlServer
 from windlass.planning.planner import plan_transfer
@@ -18,8 +20,6 @@ from windlass.rollout.handles import Rollout, RolloutConfig, RolloutGroup
 from windlass.rollout.messages import OnAbort
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.sampling import SamplingParams
-from windlass.updates.coordinator import Coordinator
-from windlass.updates.routes import mount_updates
 
 if TYPE_CHECKING:
     from chaos_world import World

@@ -23,19 +23,9 @@ from memory_transport import MemoryTransport
 from simulated_network import SimulatedHost
 
 from windlass.config import PauseMode
-from windlass.errors import WindlassError
-from windlass.layout.manifest import ShardManifest
-from windlass.net.access import Access, role_token
-from windlass.net.listener import MAX_STRANGERS, STRANGER_S
-from windlass.net.messages import PROTOCOL_VERSION, Envelope, Refused, Reply, encode
-from windlass.planning.program import DigestKind
-from windlass.rollout import messages as rollout
-from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Relayed, Written
-from windlass.transports.base import MemoryRegion, RemoteRegion
-from windlass.transports.processes import host_identity
-from windlass.updates.connect_messages import Bound, CannotJoin, ConnectEngine, Hello, Welcome
-from windlass.updates.fleet import PROBE_SEQ
-from windlass.updates.messages import (
+from windlass.control.connect_messages import Bound, CannotJoin, ConnectEngine, Hello, Welcome
+from windlass.control.fleet import PROBE_SEQ
+from windlass.control.messages import (
     CONTROLLER_FRAMES,
     MAX_COUNT,
     Announce,
@@ -51,6 +41,16 @@ from windlass.updates.messages import (
     Verify,
     Withdraw,
 )
+from windlass.errors import WindlassError
+from windlass.layout.manifest import ShardManifest
+from windlass.net.access import Access, role_token
+from windlass.net.listener import MAX_STRANGERS, STRANGER_S
+from windlass.net.messages import PROTOCOL_VERSION, Envelope, Refused, Reply, encode
+from windlass.planning.program import DigestKind
+from windlass.rollout import messages as rollout
+from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Relayed, Written
+from windlass.transports.base import MemoryRegion, RemoteRegion
+from windlass.transports.processes import host_identity
 
 if TYPE_CHECKING:
     from chaos_processes import EngineProcess

@@ -27,6 +27,12 @@ from memory_transport import MemoryTransport
 from simulated_loop import run_in_loop
 from simulated_network import SimulatedHost
 
+from windlass.control.client import TrainerChannel
+from windlass.control.connect_messages import Hello
+from windlass.control.engine_agent import EngineAgent
+from windlass.control.engine_channel import EngineChannel
+from windlass.control.messages import Command, Result
+from windlass.control.trainer_agent import TrainerAgent
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.clock import Deadline
@@ -37,12 +43,6 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
-from windlass.updates.client import TrainerChannel
-from windlass.updates.connect_messages import Hello
-from windlass.updates.engine_agent import EngineAgent
-from windlass.updates.engine_channel import EngineChannel
-from windlass.updates.messages import Command, Result
-from windlass.updates.trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
     from chaos_world import World

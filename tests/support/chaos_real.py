@@ -27,6 +27,11 @@ import msgspec
 from chaos_agent import ANNOUNCE_S
 
 from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
+from windlass.control.coordinator import Coordinator
+from windlass.control.journal import JournalEntry, JournalKind
+from windlass.control.report import UpdateReport
+from windlass.control.rounds import Phase
+from windlass.control.routes import mount_updates, status_of
 from windlass.errors import PeerTimeout, RolloutError
 from windlass.net.server import ControlServer
 from windlass.rollout import mount_rollout_routes
@@ -35,11 +40,6 @@ from windlass.rollout.controller import RolloutController
 from windlass.rollout.handles import Rollout, RolloutConfig
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.sampling import SamplingParams
-from windlass.updates.coordinator import Coordinator
-from windlass.updates.journal import JournalEntry, JournalKind
-from windlass.updates.report import UpdateReport
-from windlass.updates.rounds import Phase
-from windlass.updates.routes import mount_updates, status_of
 
 TOKEN = "a shared secret"
 ENGINES = ("a", "b", "c")

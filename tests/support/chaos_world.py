@@ -37,6 +37,12 @@ from memory_transport import MemoryFabric
 from simulated_loop import SimulatedLoop
 from simulated_network import MessageFault, SimulatedNetwork
 
+from windlass.control import journal
+from windlass.control import members as members_module
+from windlass.control.connect_messages import ConnectTrainer
+from windlass.control.journal import JournalEntry, JournalKind
+from windlass.control.report import RoundOutcome, UpdateReport
+from windlass.control.routes import status_of
 from windlass.errors import ConfigError, WindlassError
 from windlass.layout.manifest import ShardManifest
 from windlass.net import line_file as lines
@@ -44,12 +50,6 @@ from windlass.net.addresses import free_port
 from windlass.net.listener import STRANGER_S
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
-from windlass.updates import journal
-from windlass.updates import members as members_module
-from windlass.updates.connect_messages import ConnectTrainer
-from windlass.updates.journal import JournalEntry, JournalKind
-from windlass.updates.report import RoundOutcome, UpdateReport
-from windlass.updates.routes import status_of
 
 ANNOUNCE_S = 90.0
 """How long a trainer waits for the end of a round; longer than any round takes."""

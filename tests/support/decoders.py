@@ -16,6 +16,20 @@ import msgspec
 import numpy as np
 from fake_agents import engine_manifest, fake_hello, trainer_manifest
 
+from windlass.control.connect_messages import Welcome
+from windlass.control.journal import Journal, JournalEntry, JournalKind
+from windlass.control.messages import (
+    AGENT_FRAMES,
+    CONTROLLER_FRAMES,
+    Abort,
+    Announce,
+    Done,
+    Failure,
+    FailureKind,
+    Verified,
+    Verify,
+)
+from windlass.control.push_messages import CallbackRequest, PauseCall
 from windlass.errors import DECODE_ERRORS, WindlassError
 from windlass.jobs import train_worker as train
 from windlass.layout.manifest import ShardManifest
@@ -35,20 +49,6 @@ from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_index
 from windlass.transfer.relay import FRAMES, ChunkLanded, End, Open
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.nixl.transport import NixlKey, decode_keys, encode_keys
-from windlass.updates.connect_messages import Welcome
-from windlass.updates.journal import Journal, JournalEntry, JournalKind
-from windlass.updates.messages import (
-    AGENT_FRAMES,
-    CONTROLLER_FRAMES,
-    Abort,
-    Announce,
-    Done,
-    Failure,
-    FailureKind,
-    Verified,
-    Verify,
-)
-from windlass.updates.push_messages import CallbackRequest, PauseCall
 
 TRAINERS = tuple(trainer_manifest(f"trainer/{i}", i, 2) for i in range(2))
 ENGINE = engine_manifest("a/0", 2)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from fake_agents import FakeEngineRank, engine_manifest, fake_endpoint, fake_hello
 
-from windlass.updates.client import AgentChannel
-from windlass.updates.messages import Command
+from windlass.control.client import AgentChannel
+from windlass.control.messages import Command
 
 
 def main() -> None:

@@ -18,15 +18,7 @@ import xxhash
 from offers import offer_of
 
 from windlass.config import UpdateMode
-from windlass.errors import PeerUnreachable, ProtocolError
-from windlass.layout.box import Box
-from windlass.layout.dtypes import DType
-from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.net.messages import PROTOCOL_VERSION
-from windlass.planning.plan import TransferPlan
-from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
-from windlass.transports.base import PeerEndpoint
-from windlass.updates.connect_messages import (
+from windlass.control.connect_messages import (
     Bound,
     ChangeLinks,
     ConnectEngine,
@@ -34,7 +26,7 @@ from windlass.updates.connect_messages import (
     Hello,
     JoinGroups,
 )
-from windlass.updates.messages import (
+from windlass.control.messages import (
     Abort,
     Apply,
     Command,
@@ -48,7 +40,15 @@ from windlass.updates.messages import (
     Verify,
     Write,
 )
-from windlass.updates.push_messages import BeginPush, JoinPushGroup, ReadFiles, ReceiveTensors
+from windlass.control.push_messages import BeginPush, JoinPushGroup, ReadFiles, ReceiveTensors
+from windlass.errors import PeerUnreachable, ProtocolError
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.net.messages import PROTOCOL_VERSION
+from windlass.planning.plan import TransferPlan
+from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus, Written
+from windlass.transports.base import PeerEndpoint
 
 __all__ = [
     "CORRUPT",

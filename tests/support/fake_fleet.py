@@ -17,18 +17,18 @@ from fake_agents import (
 )
 
 from windlass.config import ControlConfig
+from windlass.control.binder import Planner
+from windlass.control.client import AgentChannel, CommandHandler, TrainerChannel
+from windlass.control.connect_messages import Hello
+from windlass.control.coordinator import Coordinator
+from windlass.control.engine_channel import EngineChannel
+from windlass.control.messages import Command
+from windlass.control.report import UpdateReport
+from windlass.control.routes import mount_updates
 from windlass.errors import RoundError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.server import ControlServer
 from windlass.planning.planner import plan_transfer
-from windlass.updates.binder import Planner
-from windlass.updates.client import AgentChannel, CommandHandler, TrainerChannel
-from windlass.updates.connect_messages import Hello
-from windlass.updates.coordinator import Coordinator
-from windlass.updates.engine_channel import EngineChannel
-from windlass.updates.messages import Command
-from windlass.updates.report import UpdateReport
-from windlass.updates.routes import mount_updates
 
 __all__ = ["TOKEN", "FakeFleet"]
 

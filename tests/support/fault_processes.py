@@ -24,6 +24,8 @@ from weight_rank import part_of
 
 import windlass
 from windlass.config import ControlConfig, PauseMode
+from windlass.control.engine_agent import EngineAgent
+from windlass.control.trainer_agent import TrainerAgent
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import RoundAborted
 from windlass.layout.manifest import Role
@@ -32,8 +34,6 @@ from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
-from windlass.updates.engine_agent import EngineAgent
-from windlass.updates.trainer_agent import TrainerAgent
 
 TOKEN = "secret of the test"
 NUM_TRAINERS = 2

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from windlass.updates.connect_messages import Identity
-from windlass.updates.engine_state import TRANSITIONS, EngineStatus
-from windlass.updates.fleet import Fleet
+from windlass.control.connect_messages import Identity
+from windlass.control.engine_state import TRANSITIONS, EngineStatus
+from windlass.control.fleet import Fleet
 
 
 class FleetRules:

@@ -22,6 +22,11 @@ import numpy.typing as npt
 
 import windlass
 from windlass.config import ControlConfig, PauseMode
+from windlass.control.client import CommandHandler
+from windlass.control.engine_agent import EngineAgent
+from windlass.control.messages import Command, Result
+from windlass.control.routes import status_of
+from windlass.control.trainer_agent import TrainerAgent
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -29,11 +34,6 @@ from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.client import CommandHandler
-from windlass.updates.engine_agent import EngineAgent
-from windlass.updates.messages import Command, Result
-from windlass.updates.routes import status_of
-from windlass.updates.trainer_agent import TrainerAgent
 
 TOKEN = "secret of the test"
 COLUMNS = 512

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from windlass.control.connect_messages import JOB_VARIABLE
 from windlass.jobs.schedulers.base import ProcessSpec, ProcessStatus, Scheduler
-from windlass.updates.connect_messages import JOB_VARIABLE
 
 __all__ = ["IdleScheduler"]
 

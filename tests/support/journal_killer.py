@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from windlass.updates import journal
-from windlass.updates.journal import Journal, JournalEntry, JournalKind
+from windlass.control import journal
+from windlass.control.journal import Journal, JournalEntry, JournalKind
 
 CALLS = ("open", "write", "fdatasync", "fsync", "ftruncate", "close", "replace", "unlink")
 NUM_ENTRIES = 40

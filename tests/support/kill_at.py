@@ -12,9 +12,9 @@ import signal
 import threading
 from typing import final
 
+from windlass.control.client import CommandHandler
+from windlass.control.messages import Command, Result
 from windlass.errors import PeerTimeout
-from windlass.updates.client import CommandHandler
-from windlass.updates.messages import Command, Result
 
 __all__ = ["KillAt", "kill_and_wait"]
 

@@ -35,6 +35,14 @@ from tools.plan.families import ModelSpec
 from tools.plan.synthesis import engine_manifests, trainer_manifests
 from tools.plan.topology import EngineSpec, Fabric, Topology, TrainerSpec
 from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
+from windlass.control.client import Announcement, TrainerChannel
+from windlass.control.connect_messages import Hello
+from windlass.control.coordinator import Coordinator
+from windlass.control.engine_agent import EngineAgent
+from windlass.control.engine_channel import EngineChannel
+from windlass.control.report import RoundOutcome, UpdateReport
+from windlass.control.routes import mount_updates
+from windlass.control.trainer_agent import TrainerAgent
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.addresses import free_port
 from windlass.net.messages import PROTOCOL_VERSION
@@ -43,14 +51,6 @@ from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.updates.client import Announcement, TrainerChannel
-from windlass.updates.connect_messages import Hello
-from windlass.updates.coordinator import Coordinator
-from windlass.updates.engine_agent import EngineAgent
-from windlass.updates.engine_channel import EngineChannel
-from windlass.updates.report import RoundOutcome, UpdateReport
-from windlass.updates.routes import mount_updates
-from windlass.updates.trainer_agent import TrainerAgent
 
 __all__ = ["CONTROLLER", "ENGINE_RANKS", "SimulatedFleet", "held_by", "topology_of"]
 

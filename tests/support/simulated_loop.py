@@ -18,8 +18,8 @@ from typing import Any, TypeVar, TypeVarTuple, final
 
 from simulated_network import SimulatedNetwork, SimulatedServer
 
+from windlass.control.client import AgentChannel
 from windlass.errors import ConfigError
-from windlass.updates.client import AgentChannel
 
 __all__ = ["OneThread", "SimulatedLoop", "run_in_loop"]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from windlass.control.engine_agent import EngineHooks
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -14,7 +15,6 @@ from windlass.net.access import Access, role_token
 from windlass.trainers.client import TrainerClient, TrainerWeights
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.engine_agent import EngineHooks
 
 __all__ = ["SmallPair", "connect_small_pair", "small_manifest"]
 

@@ -18,7 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from windlass.updates.routes import status_of
+from windlass.control.routes import status_of
 
 if TYPE_CHECKING:
     from windlass.integrations.vllm import WeightSync

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from windlass.control.report import LinkWire, RoundOutcome, TransportWire, UpdateReport
 from windlass.rollout.messages import TrainingSample
-from windlass.updates.report import LinkWire, RoundOutcome, TransportWire, UpdateReport
 
 __all__ = ["report", "sample"]
 

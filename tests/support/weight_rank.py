@@ -21,6 +21,8 @@ import numpy.typing as npt
 import torch
 
 import windlass
+from windlass.control.engine_agent import EngineAgent
+from windlass.control.messages import Command, Receive, Result, Verify
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.box import Box, chunk
 from windlass.layout.dtypes import DType
@@ -30,8 +32,6 @@ from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.base import OneSidedTransport, WriteBatch
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.engine_agent import EngineAgent
-from windlass.updates.messages import Command, Receive, Result, Verify
 
 PER_RUN = 20
 ROW_PARALLEL = {"down"}

@@ -20,10 +20,10 @@ from weight_rank import shapes, truth
 
 import windlass
 from windlass.config import ControlConfig, P2pBackend, UpdateMode
+from windlass.control.push_messages import CallbackAnswer, CallbackRequest, ContinueCall, PauseCall
 from windlass.errors import AuthenticationError, RoundAborted, TransferFailed
 from windlass.layout.dtypes import DType
 from windlass.transfer.bindings import WireTensor
-from windlass.updates.push_messages import CallbackAnswer, CallbackRequest, ContinueCall, PauseCall
 
 DEADLINE_S = 8.0
 

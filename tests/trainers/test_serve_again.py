@@ -99,9 +99,9 @@ async def test_weights_that_have_changed_are_not_sent_as_the_published_version(
             if "have changed since this rank published it" in record.getMessage():
                 loop.call_soon_threadsafe(refused.set)
 
-    logging.getLogger("windlass.updates.recovery").addHandler(handler := Heard())
+    logging.getLogger("windlass.control.recovery").addHandler(handler := Heard())
     with ExitStack() as stack:
-        stack.callback(logging.getLogger("windlass.updates.recovery").removeHandler, handler)
+        stack.callback(logging.getLogger("windlass.control.recovery").removeHandler, handler)
         async with windlass.Controller(token=TOKEN) as controller:
             first = stack.enter_context(ExitStack())
             start_engine(first, "a", tmp_path, controller.url)

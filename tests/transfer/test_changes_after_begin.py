@@ -23,13 +23,13 @@ from test_layout_changes import (
 
 import windlass
 from windlass.config import ControlConfig, ReplicaPlace
+from windlass.control.messages import Command, Prepare, Result
+from windlass.control.trainer_agent import TrainerAgent
 from windlass.errors import RoundAborted
 from windlass.trainers.client import TrainerClient
 from windlass.trainers.fsdp import describe_trainer
 from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
-from windlass.updates.messages import Command, Prepare, Result
-from windlass.updates.trainer_agent import TrainerAgent
 
 WAIT_S = 20.0
 

@@ -17,6 +17,9 @@ from offers import GPU_TRAITS
 
 import windlass
 from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
+from windlass.control.client import CommandHandler
+from windlass.control.messages import Command, Result, Write
+from windlass.control.trainer_agent import TrainerAgent
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import (
     ConfigError,
@@ -42,9 +45,6 @@ from windlass.transfer.bindings import LinkOutcome, LinkStatus
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.processes import own_endpoint
-from windlass.updates.client import CommandHandler
-from windlass.updates.messages import Command, Result, Write
-from windlass.updates.trainer_agent import TrainerAgent
 
 TOKEN = "secret of the test"
 SECONDS = 20.0

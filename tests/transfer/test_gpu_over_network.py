@@ -1,7 +1,7 @@
 """Weights on GPUs over a transport that writes runs: packed, landed, unpacked and hashed by kernels.
 
 The kernels are numpy's here, one row at a time (`numpy_gpu`); with real ones and a real wire see
-tests/updates/test_live_update.py.
+tests/control/test_live_update.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from offers import GPU_TRAITS
 from strategies import Fleet, fleets
 
 from windlass.config import P2pBackend, UpdateMode
+from windlass.control.connect_messages import ConnectEngine
+from windlass.control.engine_agent import EngineAgent
 from windlass.errors import PlanError, TransferFailed, TransferOutcomeUnknown
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -44,8 +46,6 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay import RelayNode
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, WriteBatch
-from windlass.updates.connect_messages import ConnectEngine
-from windlass.updates.engine_agent import EngineAgent
 
 Buffers = list[np.ndarray]
 NOTHING = np.zeros(0, np.int64)

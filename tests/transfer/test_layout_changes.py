@@ -21,6 +21,8 @@ from windlass.config import (
     UpdateMode,
     XcclBackend,
 )
+from windlass.control.messages import Command, Result, Write
+from windlass.control.trainer_agent import TrainerAgent
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import RoundAborted
 from windlass.layout.manifest import Role
@@ -30,8 +32,6 @@ from windlass.trainers.fsdp import describe_trainer
 from windlass.transfer.dtensor import describe_module, parameter_addresses
 from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
-from windlass.updates.messages import Command, Result, Write
-from windlass.updates.trainer_agent import TrainerAgent
 
 TOKEN = "t" * 32
 

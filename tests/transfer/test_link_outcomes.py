@@ -16,6 +16,8 @@ from numpy_gpu import numpy_gpu
 from offers import GPU_TRAITS
 
 from windlass.config import UpdateMode
+from windlass.control.engine_agent import EngineAgent
+from windlass.control.messages import Relay, Verify
 from windlass.errors import (
     PeerUnreachable,
     PlanError,
@@ -38,8 +40,6 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay import RelayNode, RelaySender
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
-from windlass.updates.engine_agent import EngineAgent
-from windlass.updates.messages import Relay, Verify
 
 COUNT = 600
 SECONDS = 20.0

@@ -20,14 +20,14 @@ from windlass.config import (
     XcclBackend,
     find_backend,
 )
+from windlass.control.connect_messages import ConnectEngine
+from windlass.control.messages import CONTROLLER_FRAMES
 from windlass.errors import ConfigError
 from windlass.net.messages import Envelope, encode
 from windlass.transfer.backends import Backend, receiver_for, sender_for
 from windlass.transfer.base import ReceiverBackend, SenderBackend
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.updates.connect_messages import ConnectEngine
-from windlass.updates.messages import CONTROLLER_FRAMES
 
 TRAITS = BackendTraits(collective=True, lands_live=False)
 HALF = object()

@@ -15,6 +15,7 @@ from numpy_gpu import numpy_gpu
 from offers import GPU_TRAITS
 
 import windlass
+from windlass.control.report import Measure
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.engines.engine_rank import allocation_of
 from windlass.errors import RegionError
@@ -31,7 +32,6 @@ from windlass.transfer.registration import RegisteredMemory, stretches
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
-from windlass.updates.report import Measure
 
 TOKEN = "secret of the test"
 NUM_PARAMETERS = 24

@@ -15,6 +15,9 @@ import torch
 
 import windlass
 from windlass.config import ControlConfig, ReplicaPlace, UpdateMode, XcclBackend
+from windlass.control.client import CommandHandler
+from windlass.control.messages import Command, Result, Write
+from windlass.control.trainer_agent import TrainerAgent
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import ConfigError, PeerTimeout, PlanError, RegionError, RoundAborted
 from windlass.layout.box import Box
@@ -34,9 +37,6 @@ from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion
 from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
-from windlass.updates.client import CommandHandler
-from windlass.updates.messages import Command, Result, Write
-from windlass.updates.trainer_agent import TrainerAgent
 
 TOKEN = "secret of the test"
 SHAPES = {"same": (40, 24), "cast": (40, 24), "columns": (24, 48), "norm": (24,)}

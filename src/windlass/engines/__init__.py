@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from windlass.lazy import public
 
 if TYPE_CHECKING:
+    from windlass.control.engine_agent import EngineHooks as EngineHooks
     from windlass.engines.client import EngineClient as EngineClient
     from windlass.engines.client import EngineWeights as EngineWeights
     from windlass.engines.options import Rule as Rule
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from windlass.engines.spec import ServerCommand as ServerCommand
     from windlass.transfer.dtensor import describe_module as describe_module
     from windlass.transfer.dtensor import parameter_addresses as parameter_addresses
-    from windlass.updates.engine_agent import EngineHooks as EngineHooks
 
 # Hide the lazy names from type checkers, so that they still report unknown names.
 if not TYPE_CHECKING:

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from typing import final
 
 from windlass.closing import Closing
+from windlass.control.client import CommandHandler
+from windlass.control.connect_messages import Hello, Registered, group_and_rank
+from windlass.control.engine_agent import EngineAgent, EngineHooks
+from windlass.control.engine_channel import EngineChannel
 from windlass.errors import ConfigError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.addresses import check_url, own_address
@@ -17,10 +21,6 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportOffer
-from windlass.updates.client import CommandHandler
-from windlass.updates.connect_messages import Hello, Registered, group_and_rank
-from windlass.updates.engine_agent import EngineAgent, EngineHooks
-from windlass.updates.engine_channel import EngineChannel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

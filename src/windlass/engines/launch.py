@@ -21,6 +21,7 @@ from types import FrameType
 
 import msgspec
 
+from windlass.control.engine_channel import report_cannot_join
 from windlass.engines.adapters import adapter_of
 from windlass.engines.options import options_of, refuse_options
 from windlass.engines.private_routes import environment_of, new_key, saved_key
@@ -52,7 +53,6 @@ from windlass.net.addresses import (
     url_of,
 )
 from windlass.progress import Progress
-from windlass.updates.engine_channel import report_cannot_join
 
 REACH_DEADLINE_S = 30.0
 JOIN_S, JOIN_BYTES_PER_S = 600.0, 100_000_000

@@ -28,6 +28,7 @@ from windlass.config import (
     check_numbers,
     take_name,
 )
+from windlass.control.report import UpdateReport
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, RoundAborted
 from windlass.integrations.buckets import (
@@ -48,7 +49,6 @@ from windlass.transfer.arena import Arena, memory_of
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import TransportConfig, parse_transport
-from windlass.updates.report import UpdateReport
 
 if TYPE_CHECKING:
     import torch

@@ -19,6 +19,7 @@ from typing import final
 import msgspec
 
 from windlass.config import ReplicaPlace
+from windlass.control.connect_messages import ALLOW_UNUSED_VARIABLE
 from windlass.controller import Controller
 from windlass.engines.launch import checked_arguments
 from windlass.engines.options import options_of
@@ -69,7 +70,6 @@ from windlass.rollout.handles import GroupHandle, RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.transports.registry import parse_transport
-from windlass.updates.connect_messages import ALLOW_UNUSED_VARIABLE
 from windlass.wording import counted, shortest_path
 
 _log = logging.getLogger(__name__)

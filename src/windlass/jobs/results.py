@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from windlass.updates.report import RoundOutcome
+from windlass.control.report import RoundOutcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,10 @@ from typing import Any, final
 import msgspec
 from aiohttp import web
 
+from windlass.control.connect_messages import JOB_VARIABLE
+from windlass.control.coordinator import Coordinator
+from windlass.control.publish_requests import CalledUpdate
+from windlass.control.report import RoundOutcome
 from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError, TrainerError
 from windlass.jobs.results import StepResult
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
@@ -44,10 +48,6 @@ from windlass.rollout.batches import check_groups
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import encode_value
 from windlass.sampling import SamplingParams
-from windlass.updates.connect_messages import JOB_VARIABLE
-from windlass.updates.coordinator import Coordinator
-from windlass.updates.publish_requests import CalledUpdate
-from windlass.updates.report import RoundOutcome
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields, replace
 from typing import final
 
-from windlass.updates.engine_state import EngineState, EngineStatus
+from windlass.control.engine_state import EngineState, EngineStatus
 
 GONE = "its connections are gone"
 MAX_POINTS = 240

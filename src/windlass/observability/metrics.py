@@ -7,7 +7,7 @@ from typing import final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from windlass.updates.report import Measure, RoundOutcome, UpdateReport
+from windlass.control.report import Measure, RoundOutcome, UpdateReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)

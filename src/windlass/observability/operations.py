@@ -11,6 +11,10 @@ from typing import Any, final
 import msgspec
 from aiohttp import web
 
+from windlass.control.coordinator import Coordinator
+from windlass.control.report import Measure, RoundOutcome, UpdateReport
+from windlass.control.rounds import Phase
+from windlass.control.routes import status_of
 from windlass.net.server import ControlServer
 from windlass.observability.history import FleetEvents, History, Point
 from windlass.observability.metrics import CONTENT_TYPE, ControllerMetrics
@@ -20,10 +24,6 @@ from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.handles import RolloutStats
 from windlass.rollout.messages import TrainingSample
-from windlass.updates.coordinator import Coordinator
-from windlass.updates.report import Measure, RoundOutcome, UpdateReport
-from windlass.updates.rounds import Phase
-from windlass.updates.routes import status_of
 
 HEARTBEAT_S = 15.0
 SEND_DEADLINE_S = 10.0

@@ -10,7 +10,7 @@ import importlib.util
 import time
 from typing import TYPE_CHECKING
 
-from windlass.updates.report import UpdateReport
+from windlass.control.report import UpdateReport
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer

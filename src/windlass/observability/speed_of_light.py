@@ -9,9 +9,9 @@ from typing import Any, final
 
 from msgspec import to_builtins
 
+from windlass.control.report import Measure, UpdateReport
 from windlass.errors import ConfigError
 from windlass.files import replacing
-from windlass.updates.report import Measure, UpdateReport
 
 
 @final

@@ -9,8 +9,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from windlass.control.report import Measure
 from windlass.net.logs import printable
-from windlass.updates.report import Measure
 from windlass.wording import counted
 
 MAX_LINKS = 20

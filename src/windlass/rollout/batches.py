@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from windlass.closing import Closing
+from windlass.control.changes import Changes, tell
 from windlass.envs import check_token
 from windlass.errors import (
     AuthenticationError,
@@ -38,7 +39,6 @@ from windlass.rollout.messages import (
     plain_integers,
     plain_number,
 )
-from windlass.updates.changes import Changes, tell
 
 MAX_WAIT_S = 3600.0
 KEPT_STEPS = 2

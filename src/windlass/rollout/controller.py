@@ -19,6 +19,7 @@ from typing import Self, final
 import msgspec
 from aiohttp import web
 
+from windlass.control.changes import Changes
 from windlass.errors import ConfigError, PeerTimeout, RolloutError
 from windlass.net.messages import PROTOCOL_VERSION
 from windlass.net.server import ControlServer
@@ -53,7 +54,6 @@ from windlass.rollout.staleness import OnStale, StalenessPolicy
 from windlass.rollout.table import Record, State
 from windlass.rollout.workflows import Workflow, check_workflows, encode_value
 from windlass.sampling import SamplingParams, is_count
-from windlass.updates.changes import Changes
 
 logger = logging.getLogger(__name__)
 MAX_DISPATCHES_PER_TURN = 256

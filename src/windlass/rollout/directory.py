@@ -6,9 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
+from windlass.control.changes import Changes
+from windlass.control.fleet import EngineInfo
 from windlass.rollout.messages import EngineTarget
-from windlass.updates.changes import Changes
-from windlass.updates.fleet import EngineInfo
 
 REMEMBERED_PREFIXES = 1 << 16
 

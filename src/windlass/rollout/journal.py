@@ -23,13 +23,13 @@ from typing import Any, assert_never, final
 
 import msgspec
 
+from windlass.control.changes import Changes
 from windlass.errors import ConfigError, RolloutError
 from windlass.net.line_file import LineFile
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import RolloutOutcome, Work
 from windlass.rollout.table import Record
 from windlass.rollout.workflows import encode_value
-from windlass.updates.changes import Changes
 
 logger = logging.getLogger(__name__)
 CHECK_PATH_EVERY_S = 0.05

@@ -20,6 +20,7 @@ from typing import Never, final
 
 from aiohttp import web
 
+from windlass.control.changes import Changes
 from windlass.errors import PeerTimeout, PeerUnreachable, ProtocolError, RolloutError
 from windlass.net.access import Access, role_token
 from windlass.net.messages import Garbled, OwnerClosed, check_name, check_version
@@ -44,7 +45,6 @@ from windlass.rollout.messages import (
     decode_outcomes,
 )
 from windlass.rollout.workflows import Attempts, Workflow
-from windlass.updates.changes import Changes
 
 logger = logging.getLogger(__name__)
 MAX_REPLACED = 4096

@@ -18,12 +18,12 @@ import aiohttp
 import msgspec
 
 from windlass.config import RouterConfig, RouterKind
+from windlass.control.coordinator import Coordinator
+from windlass.control.engine_state import EngineState, EngineStatus
 from windlass.envs import ROUTER_TOKEN_VARIABLE, check_token, secret_value
 from windlass.errors import PeerUnreachable, ProtocolError
 from windlass.net.addresses import check_url
 from windlass.net.sockets import connection_error, open_http
-from windlass.updates.coordinator import Coordinator
-from windlass.updates.engine_state import EngineState, EngineStatus
 
 logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.1

@@ -26,6 +26,18 @@ import msgspec
 
 from windlass.closing import Closing
 from windlass.config import CollectiveFabric, take_name
+from windlass.control.push_messages import (
+    CallbackAnswer,
+    CallbackCall,
+    CallbackRequest,
+    ContinueCall,
+    JoinPushGroup,
+    MembersCall,
+    PauseCall,
+    ReadFiles,
+    ReceiveTensors,
+)
+from windlass.control.report import UpdateReport
 from windlass.envs import check_token
 from windlass.errors import (
     AuthenticationError,
@@ -43,18 +55,6 @@ from windlass.trainers.client import TrainerClient, version_number
 from windlass.transfer.bindings import GroupOffer, WireTensor
 from windlass.transfer.collective_group import Rendezvous, join_group
 from windlass.transfer.push import signature_of_group, wire_offsets
-from windlass.updates.push_messages import (
-    CallbackAnswer,
-    CallbackCall,
-    CallbackRequest,
-    ContinueCall,
-    JoinPushGroup,
-    MembersCall,
-    PauseCall,
-    ReadFiles,
-    ReceiveTensors,
-)
-from windlass.updates.report import UpdateReport
 
 if TYPE_CHECKING:
     import torch

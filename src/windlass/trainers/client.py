@@ -20,6 +20,11 @@ from typing import final
 
 from windlass.closing import Closing
 from windlass.config import ReplicaPlace
+from windlass.control.client import CommandHandler, TrainerChannel
+from windlass.control.connect_messages import Hello, group_and_rank, job_of
+from windlass.control.messages import MAX_COUNT
+from windlass.control.report import RoundOutcome, UpdateReport
+from windlass.control.trainer_agent import TrainerAgent
 from windlass.errors import ConfigError, PeerTimeout, RoundAborted, WindlassError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.addresses import check_url, own_address
@@ -28,11 +33,6 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.replica import CopyTimes
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport
-from windlass.updates.client import CommandHandler, TrainerChannel
-from windlass.updates.connect_messages import Hello, group_and_rank, job_of
-from windlass.updates.messages import MAX_COUNT
-from windlass.updates.report import RoundOutcome, UpdateReport
-from windlass.updates.trainer_agent import TrainerAgent
 
 _log = logging.getLogger(__name__)
 MARGIN_S = 5.0

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from windlass.config import ReplicaPlace
+from windlass.control.connect_messages import ALLOW_UNUSED_VARIABLE, JOB_VARIABLE
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 from windlass.layout.manifest import Role, ShardManifest
@@ -26,7 +27,6 @@ from windlass.transfer.dtensor import (
     own_tensors,
 )
 from windlass.transports.registry import TransportConfig, create_transport, parse_transport
-from windlass.updates.connect_messages import ALLOW_UNUSED_VARIABLE, JOB_VARIABLE
 
 
 def connect_described(

@@ -10,12 +10,12 @@ import msgspec
 
 from windlass.cli import Command
 from windlass.cli.controller import add_controller, overview
+from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.errors import ConfigError, ProtocolError
 from windlass.files import write_file
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.observability.page import saved_page
 from windlass.observability.speed_of_light import SpeedOfLight, save_plot
-from windlass.updates.report import RoundOutcome, UpdateReport
 
 
 class _Shown(msgspec.Struct):

@@ -11,6 +11,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from windlass.control.engine_agent import EngineHooks
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.engines.embedded.model import ForwardRunner, ModelShard, load_model
 from windlass.engines.embedded.scheduler import Scheduler, Step
@@ -21,7 +22,6 @@ from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.envs import ENGINE_TOKEN_VARIABLE, secret_value
 from windlass.errors import ConfigError
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.engine_agent import EngineHooks
 
 
 def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:

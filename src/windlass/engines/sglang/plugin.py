@@ -33,6 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, final
 
+from windlass.control.engine_channel import report_cannot_join
 from windlass.engines.join_route import JoinOrder, JoinRoute
 from windlass.engines.options import refuse_settings
 from windlass.engines.private_routes import App, PrivateRoutes, is_launched, new_key
@@ -65,7 +66,6 @@ from windlass.net.addresses import (
     own_address,
     url_of,
 )
-from windlass.updates.engine_channel import report_cannot_join
 
 WAIT = "wait"
 _HTTP = "sglang.srt.entrypoints.http_server"

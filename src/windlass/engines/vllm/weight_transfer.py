@@ -31,6 +31,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from windlass.config import PauseMode
+from windlass.control.engine_channel import report_cannot_join
 from windlass.engines.capture.codes import checkpoint_folder
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.quantised import require_followed
@@ -40,7 +41,6 @@ from windlass.engines.vllm.engine_core import CoreCalls, core_calls
 from windlass.engines.vllm.rank import Worker, capture_rank, number_of
 from windlass.engines.vllm.sampling import PROCESSED
 from windlass.errors import ConfigError, WindlassError
-from windlass.updates.engine_channel import report_cannot_join
 
 logger = logging.getLogger(__name__)
 LEAVE_S = 1.0

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Self, final
 import msgspec
 
 from windlass.config import ControlConfig, PauseMode, UpdateMode
+from windlass.control.report import UpdateReport
+from windlass.control.rounds import Phase
 from windlass.controller import Controller
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 from windlass.integrations.hosted import HostAddress, HostedController, TrainerRanks
@@ -21,8 +23,6 @@ from windlass.integrations.vllm.servers import PAUSE_MODES, VllmServers
 from windlass.layout.naming.stacked import StackedRule
 from windlass.net.access import Access
 from windlass.net.addresses import check_url
-from windlass.updates.report import UpdateReport
-from windlass.updates.rounds import Phase
 
 if TYPE_CHECKING:
     import torch

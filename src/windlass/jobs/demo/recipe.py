@@ -17,6 +17,8 @@ from typing import final
 
 import msgspec
 
+from windlass.control.report import UpdateReport
+from windlass.control.rounds import Phase
 from windlass.controller import Controller
 from windlass.engines.spec import ENGINES
 from windlass.errors import WindlassError
@@ -25,8 +27,6 @@ from windlass.jobs.recipe import Recipe, Task
 from windlass.jobs.schedulers.base import Scheduler
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
-from windlass.updates.report import UpdateReport
-from windlass.updates.rounds import Phase
 
 NUM_SYMBOLS = 10
 FIRST, SECOND, GO = NUM_SYMBOLS, NUM_SYMBOLS + 1, NUM_SYMBOLS + 2

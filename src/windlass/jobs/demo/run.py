@@ -16,6 +16,7 @@ from rich.text import Text
 
 import windlass
 from windlass.config import PauseMode
+from windlass.control.report import RoundOutcome
 from windlass.controller import Controller
 from windlass.engines.spec import ENGINES
 from windlass.errors import ConfigError
@@ -31,7 +32,6 @@ from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.observability.live import LiveView
 from windlass.observability.terminal import status_within
 from windlass.progress import Progress
-from windlass.updates.report import RoundOutcome
 from windlass.wording import shortest_path
 
 BARS = " ▁▂▃▄▅▆▇█"

@@ -1,0 +1,615 @@
+"""The first clock: manifests in, plan compiled, memory registered, addresses exchanged.
+
+Nothing is paused here. Runs when the fleet has changed, before the next round needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import final
+
+import msgspec
+
+from windlass.config import ControlConfig, P2pBackend, RelayShape, UpdateBackend
+from windlass.control.binding import Binding
+from windlass.control.connect_messages import (
+    Bound,
+    ChangeLinks,
+    ConnectEngine,
+    ConnectRelay,
+    ConnectTrainer,
+    JoinGroups,
+    NotBound,
+    Offered,
+)
+from windlass.control.fleet import Group, signature_of
+from windlass.control.links import Link
+from windlass.control.messages import Done, Failure, FailureKind, Result
+from windlass.control.report import BindCost
+from windlass.control.session import AgentSession, RankCaller, describe, failures_of
+from windlass.errors import ConfigError, PeerTimeout, PlanError, RoundAborted, WindlassError
+from windlass.layout.manifest import Role, ShardManifest
+from windlass.net.messages import RoundId
+from windlass.planning.plan import TransferPlan
+from windlass.planning.relay import RelayGroup, children_of, find_replicas, stripes_of
+from windlass.planning.replicated import Replicated, find_replicated
+from windlass.planning.unused import find_kept, find_unused, refuse_unused
+from windlass.transfer.bindings import DestinationBinding, GroupOffer
+from windlass.transports.base import TransportOffer
+from windlass.transports.choice import LinkChoice, choose_transport, unreachable_reason
+
+NEWCOMERS_SPREAD = 4
+"""Newcomers read from so many times their share of trainer ranks that hold the same: with 1 their bytes would
+lie unevenly, and with all each of a thousand engines would be linked to each of a thousand ranks."""
+JOIN_SHARE = 0.8
+"""Of the time for binding: members give up before the coordinator does, and can say why."""
+
+Planner = Callable[[Sequence[ShardManifest], Sequence[ShardManifest]], TransferPlan]
+
+
+class EnginesUnbound(RoundAborted):
+    """Some engines did not bind the plan.
+
+    Attributes:
+        refusals: engine -> why it cannot be part of the fleet.
+        late: rank that did not answer in time -> what is to be said of that.
+        kept: what holds all the same; None where all must be bound anew.
+    """
+
+    def __init__(
+        self,
+        refusals: Mapping[str, str],
+        late: Mapping[str, str] | None = None,
+        gone: str = "",
+        kept: Binding | None = None,
+    ) -> None:
+        super().__init__("; ".join([*refusals.values(), *(late or {}).values()]) or gone)
+        self.refusals, self.late = dict(refusals), dict(late or {})
+        self.kept = kept
+
+
+@final
+class _LinkTransports:
+    """Which transport every link takes, and the memory of its destination by that transport.
+
+    Args:
+        sessions: of the ranks that were connected when the binding began; a rank that is not among
+            them was lost, and its links have no transport.
+    """
+
+    def __init__(self, sessions: Mapping[str, AgentSession]) -> None:
+        self._sessions = sessions
+        self.choices: dict[Link, LinkChoice] = {}
+        self.strided: set[Link] = set()
+        """Links whose source stores with strides."""
+
+    def choose(self, links: Iterable[Link]) -> dict[str, str]:
+        """Give each link the fastest transport that both ends have.
+
+        One host: connections that come from one address, of processes that say the same of it.
+
+        Returns:
+            Destination -> why some source cannot write it.
+        """
+        wrong = {}
+        for source, destination in sorted(links):
+            here, there = self._sessions.get(source), self._sessions.get(destination)
+            if here is None or there is None:
+                continue  # lost meanwhile
+            same_address = here.host == there.host
+            offers = here.agent.hello.offers
+            try:
+                choice = choose_transport(
+                    offers,
+                    there.agent.hello.offers,
+                    same_host=same_address and here.agent.hello.host == there.agent.hello.host,
+                    same_address=same_address,
+                )
+            except ConfigError as error:
+                wrong[destination] = f"{source} cannot write {destination}: {error}"
+                continue
+            self.choices[source, destination] = choice
+            if any(o.traits.strided_stores for o in offers if o.transport == choice.transport):
+                self.strided.add((source, destination))
+        return wrong
+
+    def owns(self, worker: str, binding: DestinationBinding) -> bool:
+        """Whether a rank has bound memory of its own endpoints and no other rank's."""
+        owners = {binding.endpoint, *(region.endpoint for region in binding.regions)}
+        own = {offer.endpoint for offer in self._offers(worker)}
+        return binding.worker == worker and owners <= own
+
+    def narrow(
+        self, source: str, bindings: Iterable[DestinationBinding]
+    ) -> tuple[DestinationBinding, ...]:
+        """Return what `source` needs to write each destination by the transport of their link.
+
+        Destinations without a link from `source` are passed on as they are.
+        """
+        return tuple(self._narrow(source, binding) for binding in bindings)
+
+    def _narrow(self, source: str, binding: DestinationBinding) -> DestinationBinding:
+        choice = self.choices.get((source, binding.worker))
+        for offer in self._offers(binding.worker):
+            if choice is not None and offer.transport == choice.transport:
+                regions = tuple(r for r in binding.regions if r.endpoint == offer.endpoint)
+                return msgspec.structs.replace(binding, endpoint=offer.endpoint, regions=regions)
+        return binding
+
+    def _offers(self, worker: str) -> tuple[TransportOffer, ...]:
+        session = self._sessions.get(worker)
+        return () if session is None else session.agent.hello.offers
+
+
+# --- relays --------------------------------------------------------------------------------
+
+
+def find_relay_groups(
+    trainers: Group, engines: Sequence[Group], backend: UpdateBackend
+) -> tuple[RelayGroup, ...]:
+    """Which engines pass on to which others: disjoint groups of at least two ranks, one per engine.
+
+    Only engines that can send, and whose ranks hold the same boxes at the same places, box for box; on
+    GPUs those that a network writes. Kernels that store into peers relay nothing.
+    """
+    if not isinstance(backend, P2pBackend) or backend.relay is RelayShape.OFF:
+        return ()
+    if _stores_by_kernels(trainers):
+        return ()
+    able = {
+        engine.name: engine
+        for engine in engines
+        if not _stores_by_kernels(engine)
+        and all(agent.hello.can_send for agent in engine.agents.values())
+    }
+    return tuple(
+        RelayGroup(members, stripes_of(backend.relay, len(names)), backend.relay_chunk_nbytes)
+        for names in find_replicas({name: engine.manifests for name, engine in able.items()})
+        for members in zip(*(able[name].workers for name in names), strict=True)
+    )
+
+
+def _stores_by_kernels(group: Group) -> bool:
+    offers = (offer for agent in group.agents.values() for offer in agent.hello.offers)
+    return any(offer.traits.strided_stores for offer in offers)
+
+
+def _below(group: RelayGroup, member: str) -> tuple[str, ...]:
+    """Those that a member passes on to, in any stripe."""
+    return tuple(dict.fromkeys(c for stripe in children_of(group, member) for c in stripe))
+
+
+# --- the binding ---------------------------------------------------------------------------
+
+
+def _least_loaded(
+    sources: Sequence[ShardManifest], kept: Binding, num_engines: int
+) -> tuple[ShardManifest, ...]:
+    """The sources that `num_engines` newcomers read from: of those that hold the same, who sends least."""
+    sent, share = kept.sent_by, NEWCOMERS_SPREAD * num_engines / (num_engines + len(kept.engines))
+    alike: dict[str, list[ShardManifest]] = {}
+    for manifest in sources:
+        alike.setdefault(manifest.layout_digest, []).append(manifest)
+    chosen = {
+        manifest.worker
+        for found in alike.values()
+        for manifest in sorted(found, key=lambda manifest: sent[manifest.worker])[
+            : math.ceil(share * len(found))
+        ]
+    }
+    return tuple(manifest for manifest in sources if manifest.worker in chosen)
+
+
+@final
+class FleetBinder:
+    """Compiles a plan and has every rank bind it, once.
+
+    Where `held` is bound already, engines of it whose processes are the same are asked nothing, and
+    trainers keep their links to them: only what has changed is planned and bound.
+
+    Args:
+        sessions: of the ranks that are connected now; whoever joins meanwhile is no part of the binding.
+        config: mode, backend, and the deadline for every rank to bind.
+        round_id: of the commands.
+        held: what the fleet has bound before.
+        unused: tensors of these trainers that no engine has taken so far; None where no engine was bound yet.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainers: Group,
+        engines: Sequence[Group],
+        sessions: Mapping[str, AgentSession],
+        planner: Planner,
+        config: ControlConfig,
+        round_id: RoundId,
+        held: Binding | None = None,
+        unused: frozenset[str] | None = None,
+    ) -> None:
+        self._all, self._of_trainers, self._unused = tuple(engines), trainers, unused
+        kept, backend = None, config.backend
+        if held is not None and not find_relay_groups(trainers, engines, backend):
+            processes = {engine.name: engine.identities for engine in engines}
+            kept = (
+                held.part_for(trainers.identities, processes) if backend.traits.one_sided else None
+            )
+        if kept is not None:
+            engines = [engine for engine in engines if engine.name not in kept.engines]
+        self._signature = signature_of([trainers, *engines])
+        self._trainers, self._sources = trainers.workers, trainers.manifests
+        if kept is not None and engines:
+            self._sources = _least_loaded(self._sources, kept, len(engines))
+        self._engines = {engine.name: engine.workers for engine in engines}
+        self._engine_of = {w: name for name, workers in self._engines.items() for w in workers}
+        self._manifests = {engine.name: engine.manifests for engine in engines}
+        self._sessions = {
+            name: sessions[name] for name in (*self._trainers, *self._engine_of) if name in sessions
+        }
+        self._planner, self._mode, self._backend = planner, config.mode, backend
+        self._deadline_s = config.deadlines.connect_s
+        self._transports = _LinkTransports(self._sessions if backend.traits.one_sided else {})
+        self._relays = find_relay_groups(trainers, engines, backend)
+        self._group_of = {name: group for group in self._relays for name in group.members}
+        # The plan leaves them out: they get what the first member of their group gets.
+        self._copies = {w: g.members[0] for w, g in self._group_of.items() if w != g.members[0]}
+        self._caller = RankCaller(self._sessions, round_id)
+        self._epoch, self._kept = round_id.epoch, kept
+
+    async def bind(self) -> Binding:
+        """Plan and bind.
+
+        Raises:
+            PlanError: the manifests cannot be served.
+            ConfigError: no engine has a transport in common with the trainers that reaches it.
+            EnginesUnbound: some engines did not bind; the others would.
+            RoundAborted: a trainer did not bind the plan, or did not answer within `deadline_s`.
+        """
+        began = time.perf_counter()
+        try:
+            binding, to_engines, to_trainers = await asyncio.to_thread(self._compile)
+            plan_s = time.perf_counter() - began
+            bound = await self._bind_engines(to_engines)
+        except EnginesUnbound as unbound:
+            unbound.kept = self._kept  # no trainer was asked
+            raise
+        offers = await self._bind_sources(
+            self._addressed(to_trainers, bound, binding.links), binding
+        )
+        costs = {
+            w: BindCost(self._sessions[w].agent.hello.registered.seconds, plan_s, bind_s)
+            for w, bind_s in self._caller.took_s.items()
+        }
+        await self._form_groups(offers)
+        await self._bind_relay(bound)
+        bound_in = dict.fromkeys(to_trainers, self._epoch)
+        binding = replace(binding, bound_in=bound_in, costs=costs)
+        return binding if self._kept is None else self._kept.joined(binding)
+
+    def _compile(
+        self,
+    ) -> tuple[Binding, dict[str, ConnectEngine], Mapping[str, ConnectTrainer | ChangeLinks]]:
+        """Everything that takes long with a large model; runs outside the loop.
+
+        Returns:
+            What is bound now, and the commands of engines and of trainers, these without addresses.
+        """
+        if self._kept is not None and not self._engines:
+            binding = Binding(signature=self._signature, engines={}, unused=self._kept.unused)
+            return binding, {}, self._change_trainers(self._kept, (), {})
+        destinations = [m for manifests in self._manifests.values() for m in manifests]
+        planned = [m for m in destinations if m.worker not in self._copies]
+        stays = self._find_kept()
+        plan = self._plan(planned, stays)
+        unused = self._find_unused()
+        links = {
+            (plan.sources[link.src], plan.destinations[link.dst]): int(
+                plan.ops.nbytes[link.start : link.stop].sum()
+            )
+            for link in plan.links()
+        }
+        links |= {(s, copy): 0 for copy, of in self._copies.items() for s, to in links if to == of}
+        below = {name: _below(group, name) for name, group in self._group_of.items()}
+        passed_on = {(member, child) for member, children in below.items() for child in children}
+        unreached = self._transports.choose(links.keys() | passed_on)
+        self._refuse({self._engine_of[w]: why for w, why in unreached.items()}, self._kept)
+        plan = plan.without_staging(frozenset(self._transports.strided))
+        # Members of a group compare the tables of their parts.
+        all_names = self._backend.traits.collective
+        parts = plan.parts(sending=False, all_names=all_names)
+        for manifest in destinations:
+            if (of := self._copies.get(manifest.worker)) is not None:
+                parts[manifest.worker] = parts[of].for_replica(of, manifest)
+        digest = plan.digest()
+        binding = Binding(
+            signature=self._signature,
+            engines=self._engines,
+            trainers=self._trainers,
+            links=links,
+            transports=self._transports.choices,
+            relay=below,
+            replicated=None if self._kept else self._find_replicated(unused),
+            unused=unused,
+            stays=frozenset[str]().union(*stays.values()),
+        )
+        to_engines = {
+            w: ConnectEngine(
+                part.encode(),
+                digest,
+                self._mode,
+                self._backend,
+                w in self._group_of,
+                tuple(sorted(stays[self._engine_of[w]])),
+            )
+            for w, part in parts.items()
+        }
+        own = plan.parts(sending=True, all_names=all_names)
+        if self._kept is not None:
+            return binding, to_engines, self._change_trainers(self._kept, links, own)
+        held = {} if binding.replicated is None else binding.replicated.parts
+        to_trainers = {
+            w: ConnectTrainer(
+                own[w].encode(),
+                digest,
+                (),
+                self._backend,
+                held[w].tobytes() if w in held else b"",
+            )
+            for w in self._trainers
+        }
+        return binding, to_engines, to_trainers
+
+    def _find_unused(self) -> frozenset[str]:
+        """Return the trainer tensors that no engine takes; raise ManifestError if one of them must not stay unused.
+
+        A tensor that an engine took before counts as used: the death of that engine must not stop the others.
+        """
+        if self._of_trainers.role is not Role.TRAINER:
+            return frozenset()
+        manifests = self._of_trainers.manifests
+        unused = find_unused(manifests, (m for engine in self._all for m in engine.manifests))
+        if self._unused is not None:
+            unused &= self._unused
+        refuse_unused(unused, self._of_trainers.allow_unused, manifests)
+        return unused
+
+    def _find_replicated(self, unused: frozenset[str]) -> Replicated | None:
+        """Return what trainer ranks hold in common; None for engines.
+
+        Engines verify what they serve: they may hold copies of a tensor that they use differently.
+        """
+        of_trainers = all(manifest.role is Role.TRAINER for manifest in self._sources)
+        return find_replicated(self._sources, unused) if of_trainers else None
+
+    def _change_trainers(
+        self, kept: Binding, links: Iterable[Link], parts: Mapping[str, TransferPlan]
+    ) -> dict[str, ChangeLinks]:
+        """Of trainers that get links or lose them; the others are asked nothing."""
+        gone: dict[str, list[str]] = {}
+        for source, destination in sorted(kept.ended):
+            gone.setdefault(source, []).append(destination)
+        sources = {source for source, _ in links}
+        return {
+            w: ChangeLinks(
+                kept.bound_in[w],
+                tuple(gone.get(w, ())),
+                parts[w].encode() if w in sources else b"",
+                (),
+            )
+            for w in self._trainers
+            if w in gone or w in sources
+        }
+
+    def _addressed(
+        self,
+        commands: Mapping[str, ConnectTrainer | ChangeLinks],
+        bound: Mapping[str, Bound],
+        links: Iterable[Link],
+    ) -> dict[str, ConnectTrainer | ChangeLinks]:
+        """The commands of sources, now that it is known where the engines are written that they send to."""
+        direct: dict[str, list[DestinationBinding]] = {}
+        for source, destination in links:
+            if destination not in self._copies and destination in bound:
+                direct.setdefault(source, []).append(bound[destination].binding)
+        found: dict[str, ConnectTrainer | ChangeLinks] = {}
+        for worker, command in commands.items():
+            if not command.plan:
+                found[worker] = command
+                continue
+            own = direct.get(worker, [])
+            found[worker] = msgspec.structs.replace(
+                command, bindings=self._transports.narrow(worker, own)
+            )
+            sent_to = {binding.worker for binding in own}
+            groups = tuple(group for group in self._relays if group.members[0] in sent_to)
+            members = (name for group in groups for name in group.members)
+            roots = dict.fromkeys(root for group in groups for root in group.roots())
+            relay = self._relay_of(worker, groups, members, roots, bound)
+            if relay is not None:
+                found[worker] = msgspec.structs.replace(found[worker], relay=relay)
+        return found
+
+    def _find_kept(self) -> dict[str, frozenset[str]]:
+        """Return the tensors that each engine keeps: no trainer has them, and a pattern of the trainers names them."""
+        kept = dict.fromkeys(self._manifests, frozenset[str]())
+        patterns = self._of_trainers.keep
+        for engine, manifests in self._manifests.items() if patterns else ():
+            with suppress(PlanError):  # the planner refuses this engine with the same reason
+                kept[engine] = find_kept(self._sources, manifests, patterns)
+        return kept
+
+    def _plan(
+        self, destinations: Sequence[ShardManifest], stays: Mapping[str, frozenset[str]]
+    ) -> TransferPlan:
+        def written(manifest: ShardManifest) -> ShardManifest:
+            return manifest.without(stays[self._engine_of[manifest.worker]])
+
+        try:
+            plan = self._planner(self._sources, [*map(written, destinations)])
+            # Engines know themselves by the digests of their whole manifests.
+            return replace(plan, destination_digests=tuple(m.digest() for m in destinations))
+        except PlanError:
+            refused: dict[str, str] = {}
+            for engine, manifests in self._manifests.items():
+                try:
+                    self._planner(self._sources, [*map(written, manifests)])
+                except PlanError as error:
+                    refused[engine] = f"{type(error).__name__}: {error}"
+            if not refused or (len(refused) == len(self._engines) and self._kept is None):
+                raise  # trainers that fit nobody are told so; the engines wait for others
+            raise EnginesUnbound(refused) from None
+
+    async def _bind_engines(self, commands: Mapping[str, ConnectEngine]) -> dict[str, Bound]:
+        """Have engines register memory; returns where to write, and where relays listen."""
+        bound: dict[str, Bound] = {}
+        failed: dict[str, Result | WindlassError] = {}
+        for worker, result in (await self._caller.call(commands, self._deadline_s)).items():
+            command = commands[worker]
+            if (
+                isinstance(result, Bound)
+                and result.plan_digest == command.plan_digest
+                and (result.relay is not None or not command.relays)
+            ):
+                bound[worker] = result
+            else:
+                failed[worker] = result
+        if failed:
+            raise self._unbound(failed, "did not bind the plan")
+        if self._backend.traits.one_sided:
+            refused = {
+                w: f"{w}: must bind memory of its own endpoints and no other rank's"
+                for w, result in bound.items()
+                if not self._transports.owns(w, result.binding)
+            }
+        else:
+            refused = self._find_misaddressed(result.binding for result in bound.values())
+        if refused:
+            raise EnginesUnbound({self._engine_of[w]: why for w, why in refused.items()})
+        return bound
+
+    def _find_misaddressed(self, bindings: Iterable[DestinationBinding]) -> dict[str, str]:
+        """Engine ranks whose address would lead a source on another host to itself: worker -> why."""
+        sessions = self._sessions
+        hosts = {sessions[worker].host for worker in self._trainers if worker in sessions}
+        found = {}
+        for binding in bindings:
+            session = sessions.get(binding.worker)
+            reason = unreachable_reason(binding.endpoint)
+            if reason and session is not None and hosts - {session.host}:
+                found[binding.worker] = f"{binding.worker}: {reason}"
+        return found
+
+    async def _bind_sources(
+        self, commands: Mapping[str, ConnectTrainer | ChangeLinks], binding: Binding
+    ) -> list[GroupOffer]:
+        """Tell the sources where to write; returns the groups that they offer.
+
+        Raises:
+            EnginesUnbound: what some engines offer cannot be written.
+            ConfigError: what all of them offer cannot be.
+            RoundAborted: a source did not bind the plan.
+        """
+        offers = []
+        wrong: dict[str, str] = {}
+        bound_in = dict.fromkeys(commands, self._epoch)
+        for worker, result in (await self._caller.call(commands, self._deadline_s)).items():
+            match result:
+                case Offered():
+                    offers.append(result.offer)
+                case NotBound() if result.reasons.keys() <= self._engine_of.keys():
+                    del bound_in[worker]
+                    wrong |= {
+                        self._engine_of[name]: f"{worker} cannot write to {name}: {why}"
+                        for name, why in result.reasons.items()
+                    }
+                case Done():
+                    pass
+                case _:
+                    raise RoundAborted(f"{worker} did not bind the plan: {describe(result)}")
+        kept = self._kept
+        if (
+            kept is not None
+        ):  # whoever said no has changed nothing, and whoever did not has links now
+            bound_in = {**kept.bound_in, **bound_in}
+            kept = replace(kept, bound_in=bound_in, ended=kept.ended | binding.links.keys())
+        self._refuse(wrong, kept)
+        return offers
+
+    async def _form_groups(self, offers: Sequence[GroupOffer]) -> None:
+        """All members at once, each in the order of the sources' names, so that none waits in a ring.
+
+        Raises:
+            EnginesUnbound: one engine is not in, and nobody else is to blame.
+            RoundAborted: others are not.
+        """
+        ordered = sorted(offers, key=lambda offer: offer.source)
+        commands = {
+            worker: JoinGroups(
+                tuple(offer for offer in ordered if worker in offer.members),
+                self._deadline_s * JOIN_SHARE,
+            )
+            for worker in dict.fromkeys(worker for offer in ordered for worker in offer.members)
+        }
+        failed = failures_of(await self._caller.call(commands, self._deadline_s), Done)
+        to_blame = {
+            worker: result
+            for worker, result in failed.items()
+            if not (isinstance(result, Failure) and result.kind is FailureKind.TIMED_OUT)
+        }
+        engines = {self._engine_of.get(worker) for worker in to_blame}
+        if len(engines) == 1 and None not in engines:
+            raise self._unbound(to_blame, "did not join")
+        if failed:
+            reasons = (f"{w} did not join: {describe(r)}" for w, r in failed.items())
+            raise RoundAborted("; ".join(reasons))
+
+    async def _bind_relay(self, bound: Mapping[str, Bound]) -> None:
+        """Tell every member whom it passes on to."""
+        commands = {}
+        for member, group in self._group_of.items():
+            below = _below(group, member)
+            command = self._relay_of(member, (group,), below, below, bound)
+            if command is not None:
+                commands[member] = command
+        failed = failures_of(await self._caller.call(commands, self._deadline_s), Done)
+        if failed:
+            raise self._unbound(failed, "did not bind the relay")
+
+    def _relay_of(
+        self,
+        worker: str,
+        groups: tuple[RelayGroup, ...],
+        to: Iterable[str],
+        through: Iterable[str],
+        bound: Mapping[str, Bound],
+    ) -> ConnectRelay | None:
+        """What a rank needs to write to the memory of `to`, and to tell the relays of `through`."""
+        if not groups:
+            return None
+        bindings = self._transports.narrow(worker, (bound[name].binding for name in to))
+        addresses = (bound[name].relay for name in through)
+        return ConnectRelay(groups, bindings, tuple(a for a in addresses if a is not None))
+
+    def _refuse(self, wrong: Mapping[str, str], kept: Binding | None) -> None:
+        if wrong and len(wrong) == len(self._engines) and self._kept is None:
+            raise ConfigError("; ".join(wrong.values()))
+        if wrong:
+            raise EnginesUnbound(wrong, kept=kept)
+
+    def _unbound(self, failed: Mapping[str, Result | WindlassError], what: str) -> EnginesUnbound:
+        refusals, late, gone = {}, {}, ""
+        for worker, result in failed.items():
+            reason = f"{worker} {what}: {describe(result)}"
+            match result:
+                case PeerTimeout():
+                    late[worker] = reason
+                case WindlassError():
+                    gone = reason  # whoever has lost its connection is not in the fleet any more
+                case _:
+                    refusals[self._engine_of[worker]] = reason
+        return EnginesUnbound(refusals, late, gone)

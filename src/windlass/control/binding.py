@@ -1,0 +1,148 @@
+"""A plan that is bound to the memory of every rank: who takes part, and which links there are. No I/O."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from windlass.control.connect_messages import Identity
+from windlass.control.links import Link
+from windlass.control.report import BindCost
+from windlass.planning.replicated import Replicated
+from windlass.transfer.bindings import Carried
+from windlass.transports.choice import LinkChoice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """A plan that every rank has bound to memory; none where the trainer drives the update.
+
+    Attributes:
+        signature: the incarnations it holds for; another fleet needs another binding.
+        engines: engine -> workers. trainers: workers.
+        links: (source, destination) -> bytes that the plan has the source send.
+        transports: (source, destination) -> what that link takes, and why; empty where bytes do not
+            travel by one-sided writes.
+        relay: member of a relay group -> those that it passes on to.
+        replicated: what several of the trainers hold; None where engines are the source.
+        bound_in: trainer -> epoch of the command that it was bound by last.
+        ended: links that trainers still have and that are no part of it any more.
+        unused: trainer tensors that no engine has taken since these trainers are connected.
+        stays: engine tensors that no trainer has and that engines keep.
+        costs: rank -> what it cost, of those that were asked when it was made.
+    """
+
+    signature: frozenset[Identity]
+    engines: Mapping[str, tuple[str, ...]]
+    trainers: tuple[str, ...] = ()
+    links: Mapping[Link, int] = field(default_factory=dict)
+    transports: Mapping[Link, LinkChoice] = field(default_factory=dict)
+    relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    replicated: Replicated | None = None
+    bound_in: Mapping[str, int] = field(default_factory=dict)
+    ended: frozenset[Link] = frozenset()
+    unused: frozenset[str] = frozenset()
+    stays: frozenset[str] = frozenset()
+    costs: Mapping[str, BindCost] = field(default_factory=dict)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that the trainer sends which sends most."""
+        return max(self.sent_by.values(), default=0)
+
+    @cached_property
+    def sent_by(self) -> Counter[str]:
+        """Trainer -> bytes that it sends."""
+        sent = Counter[str]()
+        for (source, _), nbytes in self.links.items():
+            sent[source] += nbytes
+        return sent
+
+    @cached_property
+    def transport_of(self) -> dict[Link, str]:
+        """Of each link."""
+        return {link: choice.transport for link, choice in self.transports.items()}
+
+    def describe_links(self, carried: Mapping[Link, Carried]) -> list[dict[str, str | float]]:
+        """Links as `/v1/status` shows them, the slowest first; `carried`: what those did that were used."""
+        unused = Carried(0, 0.0)
+        found = [
+            (carried.get(link, unused), link, choice) for link, choice in self.transports.items()
+        ]
+        return [
+            {
+                "source": link[0],
+                "destination": link[1],
+                "transport": choice.transport,
+                "nbytes": sent.nbytes or self.links.get(link, 0),
+                "wire_s": sent.wire_s,
+                "gbps": sent.gbps,
+                "ceiling_gbps": choice.ceiling_bytes_per_s / 1e9,
+                "reason": choice.reason,
+            }
+            for sent, link, choice in sorted(found, key=lambda each: -each[0].wire_s)
+        ]
+
+    def identities_of(self, workers: Iterable[str]) -> frozenset[Identity]:
+        """The processes behind these ranks."""
+        known = self._incarnations
+        return frozenset((name, known[name]) for name in workers if name in known)
+
+    @cached_property
+    def _incarnations(self) -> dict[str, str]:
+        return dict(self.signature)
+
+    def without(self, engines: Collection[str]) -> Binding:
+        """What is left where these engines are no part of it: their sources are to end the links to them."""
+        if not engines:
+            return self
+        workers = {w for name in engines for w in self.engines.get(name, ())}
+        ended = frozenset(link for link in self.links if link[1] in workers)
+        return replace(
+            self,
+            signature=frozenset(who for who in self.signature if who[0] not in workers),
+            engines={name: own for name, own in self.engines.items() if name not in engines},
+            links={link: n for link, n in self.links.items() if link not in ended},
+            transports={link: c for link, c in self.transports.items() if link not in ended},
+            ended=self.ended | ended,
+        )
+
+    def part_for(
+        self, trainers: frozenset[Identity], engines: Mapping[str, frozenset[Identity]]
+    ) -> Binding | None:
+        """Return the part of the binding that still holds: its engines whose processes are the same.
+
+        Args:
+            trainers: processes of the trainers.
+            engines: engine -> its processes.
+
+        Returns:
+            The part; None if it is empty, if the trainers are other processes, or if relays are bound, because a
+            relay group spans several engines.
+        """
+        if self.relay or self.identities_of(self.trainers) != trainers:
+            return None
+        same = {
+            name
+            for name, own in self.engines.items()
+            if self.identities_of(own) == engines.get(name)
+        }
+        kept = self.without(self.engines.keys() - same)
+        return kept if kept.engines else None
+
+    def joined(self, new: Binding) -> Binding:
+        """This one and what was bound on top of it."""
+        return replace(
+            self,
+            signature=self.signature | new.signature,
+            engines={**self.engines, **new.engines},
+            links={**self.links, **new.links},
+            transports={**self.transports, **new.transports},
+            bound_in={**self.bound_in, **new.bound_in},
+            ended=frozenset(),
+            unused=new.unused,
+            stays=self.stays | new.stays,
+            costs=new.costs,
+        )

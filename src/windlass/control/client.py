@@ -1,0 +1,273 @@
+"""A rank's end of its session with the controller: commands carried out, versions announced."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import msgspec
+
+from windlass.control.connect_messages import Hello, JoinGroups, Welcome
+from windlass.control.messages import (
+    CONTROLLER_FRAMES,
+    Announce,
+    Command,
+    Done,
+    Failure,
+    FailureKind,
+    Probe,
+    Relay,
+    RelayWrite,
+    Result,
+    Withdraw,
+    Write,
+)
+from windlass.control.report import RoundOutcome, UpdateReport
+from windlass.errors import (
+    PeerTimeout,
+    PeerUnreachable,
+    StaleMessage,
+    TransferOutcomeUnknown,
+    WindlassError,
+)
+from windlass.net.logs import log_fields
+from windlass.net.messages import Envelope
+from windlass.net.rpc_client import Client
+from windlass.transfer.base import is_unknown
+from windlass.transports.processes import host_identity
+
+_log = logging.getLogger(__name__)
+
+AGENTS_PATH = "/v1/agents"
+WITHDRAW_S = 1.0
+
+
+class CommandHandler(Protocol):
+    """What an agent does with commands. Called from one thread, in order; may block."""
+
+    def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
+        """Carry out a command.
+
+        Raises:
+            WindlassError: becomes a `Failure` whose kind follows from the type.
+        """
+        ...
+
+
+class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
+    """A rank's session with the controller.
+
+    Args:
+        url: the controller's address. token: of the agent's role.
+        hello: builds the first frame of every connection; called in the channel's thread.
+        handler: carries out commands.
+
+    Raises:
+        ConfigError: `url` is no URL, or no header can carry `token`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        hello: Callable[[], Hello],
+        handler: CommandHandler,
+    ) -> None:
+        super().__init__(url, AGENTS_PATH, token, CONTROLLER_FRAMES)
+        self._hello, self._handler = hello, handler
+
+    def hello(self) -> Hello:
+        """The owner's, with what this session knows and its owner does not."""
+        epoch, round_number = self._store.newest
+        return msgspec.structs.replace(
+            self._hello(), epoch=epoch, round=round_number, host=host_identity()
+        )
+
+    def on_frame(self, frame: Welcome | UpdateReport) -> None:
+        """Only a trainer is told more than what to do."""
+
+    def execute(self, call: Envelope[Command | Probe]) -> Result:
+        if isinstance(call.command, Probe):
+            return Done()
+        name = type(call.command).__name__
+        with log_fields(round_number=call.round):
+            _log.debug("%s", name)
+            try:
+                return self._handler.handle(call.command, epoch=call.epoch, round_number=call.round)
+            except Exception as error:
+                # A WindlassError is foreseen, and says what to do.
+                trace = not isinstance(error, WindlassError)
+                _log.error("%s failed: %s: %s", name, type(error).__name__, error, exc_info=trace)
+                raise
+
+    def failed(self, error: Exception, command: Command | Probe | None) -> Failure:
+        name = "unreadable command" if command is None else type(command).__name__
+        message = f"{name}: {type(error).__name__}: {error}"
+        return Failure(_kind_of(error, command), message)
+
+
+def _kind_of(error: Exception, command: Command | Probe | None) -> FailureKind:
+    """Of a command that writes, what nobody foresaw is UNKNOWN, as it is of one of its links."""
+    match error:
+        case TransferOutcomeUnknown():
+            return FailureKind.UNKNOWN
+        case StaleMessage():
+            return FailureKind.STALE
+        case PeerTimeout() if isinstance(command, JoinGroups):
+            return FailureKind.TIMED_OUT
+        case _ if isinstance(command, Write | RelayWrite | Relay) and is_unknown(error):
+            return FailureKind.UNKNOWN
+        case _:
+            return FailureKind.FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A version that this rank waits to be published, and who waits for the end of it."""
+
+    frame: Announce
+    report: concurrent.futures.Future[UpdateReport]
+
+
+@final
+class TrainerChannel(AgentChannel):
+    """A trainer rank's session: it also announces versions, one at a time. See `AgentChannel`."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        hello: Callable[[], Hello],
+        handler: CommandHandler,
+    ) -> None:
+        super().__init__(url, token, hello, handler)
+        self._lock = threading.Lock()
+        self._announced: Announcement | None = None
+        # Not sent again; its report may still come.
+        self._withdrawn: Announcement | None = None
+        self._attempts = 0
+        self._published, self._lineage, self._welcomed_by = -1, "", ""
+        self.ended.add_done_callback(self._end_announcement)
+
+    def announce(self, version: int, deadline_s: float) -> UpdateReport:
+        """Announce that this rank's weights stand still with `version`; wait for the round's end.
+
+        Raises:
+            PeerTimeout: no report within `deadline_s`. An announcement that still waited for other
+                ranks is taken back; if a round had begun it goes on, and the weights must not change
+                before the next report.
+            ProtocolError: the controller refused this agent.
+            PeerUnreachable: the channel was closed.
+        """
+        announced = self.begin_announcement(version)
+        try:
+            return announced.report.result(deadline_s)
+        # Also of a caller that is interrupted: nobody waits any more.
+        except BaseException as error:
+            sent = self.withdraw(announced)
+            if not isinstance(error, concurrent.futures.TimeoutError):
+                raise
+            reason = ""
+            if sent is not None:
+                # The controller answers with the ranks that it waited for, unless a round has begun.
+                concurrent.futures.wait([announced.report], WITHDRAW_S)
+                if announced.report.done():
+                    report = announced.report.result()
+                    if report.outcome is not RoundOutcome.FAILED:
+                        return report
+                    reason = report.reason
+            if self.disconnected.is_set():
+                reason = f"the controller is away: {self.last_error}"
+            raise PeerTimeout(
+                f"publish: no report of version {version} within {deadline_s} s"
+                + (f": {reason}" if reason else "")
+            ) from None
+
+    def begin_announcement(self, version: int) -> Announcement:
+        """As `announce`; the report is done at the round's end.
+
+        Raises:
+            ProtocolError, PeerUnreachable: there is no session any more.
+        """
+        self._attempts += 1
+        return self._await_report(Announce(version, self._attempts))
+
+    def expect(self, version: int) -> concurrent.futures.Future[UpdateReport]:
+        """As `begin_announcement`, of a round that the controller begins by itself: nothing is sent."""
+        return self._await_report(Announce(version, 0)).report
+
+    def _await_report(self, frame: Announce) -> Announcement:
+        with self._lock:
+            if self.ended.done():
+                self.ended.result()
+            self._announced = announced = Announcement(frame, concurrent.futures.Future())
+            if frame.attempt:
+                self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self.on_connected()))
+        return announced
+
+    def give_up_expected(self) -> None:
+        """The end of a round that was expected is not told any more. Idempotent."""
+        with self._lock:
+            expected = self._announced
+            if expected is None or expected.frame.attempt or expected.report.done():
+                return
+            version = expected.frame.version
+            error = PeerUnreachable(f"version {version}: the controller did not say how it ended")
+            expected.report.set_exception(error)
+
+    def withdraw(self, announced: Announcement) -> concurrent.futures.Future[bool] | None:
+        """Take an announcement back, so that it begins no round that nobody waits for.
+
+        Returns:
+            Done when that was sent, or the connection is lost, which withdraws it as well; None
+            when there is no session any more.
+        """
+        with self._lock:
+            if self._announced is announced:
+                self._announced, self._withdrawn = None, announced
+            if self.ended.done():
+                return None
+            sending = self.send(Withdraw(announced.frame.attempt))
+            return asyncio.run_coroutine_threadsafe(sending, self._loop)
+
+    def _end_announcement(self, ended: concurrent.futures.Future[None]) -> None:
+        with self._lock:
+            if self._announced is not None and not self._announced.report.done():
+                self._announced.report.set_exception(ended.exception())
+
+    # --- in the loop ---------------------------------------------------------------------------
+
+    def hello(self) -> Hello:
+        # A controller that is started anew without a journal has nobody else whom it may believe.
+        return msgspec.structs.replace(
+            super().hello(),
+            served_version=self._published,
+            lineage=self._lineage or self._welcomed_by,
+        )
+
+    def on_frame(self, frame: Welcome | UpdateReport) -> None:
+        if isinstance(frame, Welcome):
+            self._welcomed_by = frame.lineage
+            return
+        if frame.outcome is RoundOutcome.PUBLISHED:
+            self._published, self._lineage = frame.version, self._welcomed_by
+        with self._lock:
+            for announced in (self._announced, self._withdrawn):
+                if (
+                    announced is not None
+                    and not announced.report.done()
+                    and frame.attempt == announced.frame.attempt
+                    and (frame.attempt or frame.version == announced.frame.version)
+                ):
+                    announced.report.set_result(frame)
+
+    async def on_connected(self) -> None:
+        """Send it again after a lost connection, which took it back."""
+        announced = self._announced
+        if announced is not None and announced.frame.attempt and not announced.report.done():
+            await self.send(announced.frame)

@@ -1,0 +1,214 @@
+"""Connect: keeps the fleet bound, and binds again whatever has changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from windlass.config import ControlConfig
+from windlass.control.binder import EnginesUnbound, FleetBinder, Planner
+from windlass.control.binding import Binding
+from windlass.control.changes import Changes
+from windlass.control.connect_messages import Identity
+from windlass.control.fleet import Group, signature_of
+from windlass.control.links import Link
+from windlass.control.members import Members
+from windlass.control.report import BindCost
+from windlass.control.run import Run
+from windlass.errors import ConfigError, PeerUnreachable, PlanError, WindlassError
+from windlass.layout.manifest import Role
+from windlass.layout.naming.patterns import said
+from windlass.transfer.bindings import Carried
+from windlass.wording import counted
+
+_log = logging.getLogger(__name__)
+MAX_LATE = 2
+"""Bindings in which an engine may fail to answer. An engine that is late once more is refused."""
+
+
+@final
+class Connector:
+    """Keeps one `Binding` of the fleet. In the controller's loop, while no round runs.
+
+    Args:
+        run: versions, journal and fleet.
+        members: connections of the agents.
+        changes: notified when a binding begins and when it ends.
+        config: backend, limits and deadlines.
+        planner: compiles plans.
+
+    Attributes:
+        binding: the present binding; None has the next call bind the whole fleet.
+        binds: names of the engines that are being bound.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        members: Members,
+        changes: Changes,
+        config: ControlConfig,
+        planner: Planner,
+    ) -> None:
+        self._run, self._fleet = run, run.fleet
+        self._members, self._changes = members, changes
+        self._config, self._planner = config, planner
+        self.binding: Binding | None = None
+        self.binds: tuple[str, ...] = ()
+        self._costs: dict[str, BindCost] = {}
+        self._carried: dict[Link, Carried] = {}
+        self._stays: frozenset[str] = frozenset()
+        self._unused: tuple[frozenset[Identity], frozenset[str] | None] = frozenset(), None
+
+    async def until_enough(self) -> Binding:
+        """Wait until `min_engines` engines are connected, and bind them.
+
+        Raises:
+            PeerTimeout: too few engines were connected by the deadline.
+            WindlassError: see `FleetBinder.bind`.
+        """
+        needed = self._config.min_engines
+        while True:
+            await self._wait_for_engines(needed)
+            binding = await self.ensure_bound()
+            if len(binding.engines) >= needed:
+                return binding  # otherwise some engines were refused: wait for others
+
+    async def _wait_for_engines(self, needed: int) -> None:
+        deadline_s = self._config.deadlines.fleet_s
+
+        def there() -> int:
+            return len(self._fleet.writable_engines())
+
+        await self._changes.until(
+            lambda: there() >= needed,
+            deadline_s,
+            lambda: (
+                f"publish: needs {counted(needed, 'engine')}, {there()} were there after {deadline_s} s"
+                + "".join(f"; {name} was refused: {why}" for name, why in self._members.refused())
+            ),
+        )
+
+    async def bind_ahead(self) -> None:
+        """Bind what has changed, so that the next round need not. A failure is logged; the next round tries again."""
+        trainers = self._fleet.trainers()
+        if trainers is None or not trainers.complete or not self._fleet.writable_engines():
+            return
+        try:
+            await self.ensure_bound()
+        except WindlassError as error:
+            _log.warning("binding failed, the next round tries again: %s", error)
+            if isinstance(error, PlanError | ConfigError):  # the next round fails in the same way
+                self._members.unbindable = f"{type(error).__name__}: {error}"
+                self._changes.notify()
+
+    async def ensure_bound(self) -> Binding:
+        """Return the binding of the fleet as it is now; bind what has changed.
+
+        Raises:
+            PeerUnreachable: no complete trainer job or no complete engine is connected.
+            WindlassError: see `FleetBinder.bind`.
+        """
+        trainers, engines = self._fleet.trainers(), self._fleet.writable_engines()
+        if trainers is None or not trainers.complete:
+            raise PeerUnreachable("connect: no complete group of trainers is connected")
+        if not engines:
+            raise PeerUnreachable("connect: no complete engine is connected")
+        held = self.binding
+        wanted = signature_of([trainers, *engines])
+        if held is not None and held.signature == wanted and not held.ended:
+            return held
+        self.binding = None
+        try:
+            self.binding = await self._bind(trainers, engines, self._planner, held)
+        except EnginesUnbound as error:
+            self.binding = error.kept
+            await self._part_with(error)
+            return await self.ensure_bound()
+        self._costs |= self.binding.costs
+        return self.binding
+
+    async def bind_copy(self, donor: Group, newcomer: Group, planner: Planner) -> Binding:
+        """Bind one engine as the source of another engine's weights.
+
+        Raises:
+            WindlassError: a rank did not bind.
+        """
+        if self.binding is not None:  # the newcomer's memory leaves the fleet's plan for this one
+            self.binding = self.binding.without((newcomer.name,))
+        try:
+            return await self._bind(donor, (newcomer,), planner)
+        except EnginesUnbound as error:
+            # An engine that refuses a copy from a peer may still bind with the trainers, so only late ranks count.
+            await self._part_with(EnginesUnbound({}, error.late))
+            raise
+
+    async def _bind(
+        self,
+        sources: Group,
+        engines: Sequence[Group],
+        planner: Planner,
+        held: Binding | None = None,
+    ) -> Binding:
+        known, unused = self._unused
+        round_id = self._run.new_epoch()
+        self._run.has_bound, self._members.unbindable = True, ""
+        self._fleet.bound_since(round_id.epoch)
+        binder = FleetBinder(
+            trainers=sources,
+            engines=engines,
+            sessions=self._members.sessions,
+            planner=planner,
+            config=self._config,
+            round_id=round_id,
+            held=held,
+            unused=unused if known == sources.identities else None,
+        )
+        self.binds = tuple(engine.name for engine in engines)
+        self._changes.notify()
+        try:
+            binding = await binder.bind()
+        finally:
+            self.binds = ()
+            self._changes.notify()
+        if binding.stays and binding.stays != self._stays:
+            _log.warning("engines keep %s as they are", said(binding.stays))
+        if sources.role is Role.TRAINER:
+            self._stays = binding.stays
+            if binding.unused and (known, unused) != (sources.identities, binding.unused):
+                _log.warning("no engine takes %s of the trainers", said(binding.unused))
+            self._unused = sources.identities, binding.unused
+        return binding
+
+    async def _part_with(self, unbound: EnginesUnbound) -> None:
+        """Set late ranks aside until they answer, and refuse engines that declined or that were late too often."""
+        refused = unbound.refusals
+        for worker, reason in unbound.late.items():
+            session = self._members.sessions.get(worker)
+            if session is None:
+                continue
+            session.agent.num_late += 1
+            if session.agent.num_late > MAX_LATE:
+                refused.setdefault(session.agent.hello.group, reason)
+            else:
+                self._members.set_aside(session, reason)
+        for name, reason in refused.items():
+            await self._members.refuse(name, reason)
+
+    # --- costs of connecting, and figures of links ---------------------------------------------
+
+    def pop_costs(self) -> dict[str, BindCost]:
+        """Return what connecting cost the ranks that were bound since the last call."""
+        costs, self._costs = self._costs, {}
+        return costs
+
+    def note_carried(self, carried: Mapping[Link, Carried]) -> None:
+        """Record what each present link carried in the last round."""
+        known = {} if self.binding is None else self.binding.transports
+        both = {**self._carried, **carried}
+        self._carried = {link: found for link, found in both.items() if link in known}
+
+    def describe_links(self) -> list[dict[str, str | float]]:
+        """Return the links as `/v1/status` shows them."""
+        return [] if self.binding is None else self.binding.describe_links(self._carried)

@@ -1,0 +1,410 @@
+"""The control plane: trainers announce a version, and the coordinator publishes it.
+
+Start reading at `Coordinator._publish`, which names the steps of a publish in their order. Each step belongs to one of
+these parts. A part knows only the parts above it in this list, and gets functions for the rest:
+
+- `run.Run`: versions, the journal, and the fleet (`fleet.Fleet`): who is connected and what they hold.
+- `members.Members`: the agents' connections.
+- `connector.Connector`: binds the fleet: plans, memory, links.
+- `round_runner.RoundRunner`: runs rounds (`driver.RoundDriver`, `rounds.RoundMachine`).
+- `recovery.CatchUps` and `recovery.ResumeRetries`: engines that are behind, and engines that do not generate.
+
+All of it runs in one event loop and shares nothing with rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import final
+
+import msgspec
+
+from windlass.config import ControlConfig
+from windlass.control.binder import Planner
+from windlass.control.binding import Binding
+from windlass.control.changes import Changes, Tasks, tell
+from windlass.control.connector import Connector
+from windlass.control.fleet import Agent, EngineInfo
+from windlass.control.members import MemberEvents, Members
+from windlass.control.messages import Announce, Result, Withdraw
+from windlass.control.publish_requests import (
+    KEPT_REPORTS,
+    CalledUpdate,
+    PendingPublish,
+    PublishRequests,
+)
+from windlass.control.recovery import CatchUps, ResumeRetries
+from windlass.control.report import (
+    RoundOutcome,
+    UpdateReport,
+    failed_report,
+    report_of,
+    told_to_trainers,
+)
+from windlass.control.round_runner import RoundRunner, num_by_pattern
+from windlass.control.rounds import Phase
+from windlass.control.run import Run
+from windlass.control.session import AgentSession
+from windlass.errors import PeerTimeout, ProtocolError, RoundAborted
+from windlass.net.logs import log_fields
+from windlass.net.messages import Reply
+from windlass.planning.planner import plan_transfer
+from windlass.wording import listed
+
+_log = logging.getLogger(__name__)
+MAX_ATTEMPTS_WITHOUT_ENGINES = 3
+"""Further attempts to publish a version after all engines have ended in its round."""
+NAME_MISSING_S = 15.0
+"""Seconds between the log lines that name the trainer ranks that a publish waits for."""
+
+
+@final
+class Coordinator:
+    """Publishes the versions that trainers announce, one at a time.
+
+    Args:
+        config: mode, deadlines, retries.
+        journal_path: file in which rounds are recorded; None keeps them in memory.
+        planner: compiles plans; a parameter so that tests can make it fail.
+
+    Attributes:
+        config: as given.
+        run: versions and the journal.
+        fleet: agents that are connected, and what they hold.
+        changes: wakes coroutines that wait for the fleet or for a version.
+        tasks: tasks that end with `close`.
+        members: connections of the agents.
+        connector: bindings of the fleet.
+        rounds: runs rounds.
+        catch_ups: brings up engines that are behind.
+        resume_retries: has engines generate again that could not resume.
+        reports: reports of the newest `KEPT_REPORTS` updates.
+        num_updates: number of all updates.
+
+    Raises:
+        ConfigError: the journal cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: ControlConfig,
+        *,
+        journal_path: Path | None = None,
+        planner: Planner = plan_transfer,
+    ) -> None:
+        self.config = config
+        self.run = Run(journal_path)
+        self.fleet = self.run.fleet
+        self.changes, self.tasks = Changes(), Tasks()
+        events = MemberEvents(
+            announced=self._announced,
+            withdrawn=self._withdrawn,
+            replied=self._replied,
+            lost=self._lost,
+            settle=self._settle,
+            in_round=lambda: self.in_round,
+        )
+        self.members = Members(self.run, self.changes, self.tasks, config, events)
+        self.connector = Connector(self.run, self.members, self.changes, config, planner)
+        self.rounds = RoundRunner(self.run, self.members, self.connector, config)
+        self.catch_ups = CatchUps(
+            self.rounds,
+            self.run,
+            self.members,
+            self.connector,
+            self.changes,
+            self.tasks,
+            config,
+            planner,
+        )
+        self.resume_retries = ResumeRetries(
+            self.run, self.members, self.tasks, self.rounds.lock, config.deadlines
+        )
+        self._requests = PublishRequests()
+        # Logs the trainer ranks that a publish waits for.
+        self._naming: asyncio.TimerHandle | None = None
+        self._update_listeners: list[Callable[[UpdateReport], None]] = []
+        self.num_updates = 0
+        self.reports: deque[UpdateReport] = deque(maxlen=KEPT_REPORTS)
+
+    # --- questions and listeners -------------------------------------------------------------
+
+    @property
+    def in_round(self) -> bool:
+        """Whether a round runs now. Its engines get no traffic until it ends."""
+        return self.rounds.driver is not None
+
+    def routable(self) -> tuple[EngineInfo, ...]:
+        """Return the engines that may get traffic."""
+        return self.fleet.routable()
+
+    def on_update(self, listener: Callable[[UpdateReport], None]) -> None:
+        """Call `listener` in the loop after every update."""
+        self._update_listeners.append(listener)
+
+    def on_phase(self, listener: Callable[[int, Phase], None]) -> None:
+        """Call `listener(version, phase)` in the loop when a round enters a phase."""
+        self.rounds.on_phase(listener)
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """Call `callback` in the loop when engines come, go, or change version."""
+        self.changes.subscribe(callback)
+
+    # --- a publish: who asks for it ----------------------------------------------------------
+
+    def _announced(self, session: AgentSession, frame: Announce) -> None:
+        """Note that a trainer rank waits with a version. The last of the ranks begins the publish.
+
+        Raises:
+            ProtocolError: the sender is no trainer rank.
+        """
+        trainers, hello = self.fleet.trainers(), session.agent.hello
+        if trainers is None or (hello.group, hello.role) != (trainers.name, trainers.role):
+            raise ProtocolError(f"{session.peer}: only a trainer may announce a version")
+        pending = PendingPublish(
+            trainer=session.agent.identity, version=frame.version, attempt=frame.attempt
+        )
+        report = self._requests.receive(pending)
+        if report is not None:
+            self.tasks.spawn(self.members.report_to(session.agent.identity, report))
+        elif (
+            trainers.complete
+            and self._requests.num_waiting >= trainers.world_size  # saves a look at every rank
+            and (announced := self._requests.pop_all(trainers.workers))
+        ):
+            self._stop_naming()
+            with log_fields(version=frame.version):  # the new task inherits the field
+                self.tasks.spawn(self._publish(announced))
+        elif self._naming is None:
+            self._naming = self._name_missing_later()
+
+    def _withdrawn(self, session: AgentSession, frame: Withdraw) -> None:
+        """End the announcement of a trainer rank whose caller waits no longer, and send it the missing ranks."""
+        missing = self._missing_ranks()
+        given_up = self._requests.give_up(session.peer, frame.attempt)
+        if given_up is not None:
+            report = failed_report(given_up.version, f"it waited for {missing}" if missing else "")
+            report = msgspec.structs.replace(report, attempt=frame.attempt)
+            self.tasks.spawn(self.members.report_to(session.agent.identity, report))
+
+    def begin_publish(self, version: int, *, deadline_s: float) -> CalledUpdate:
+        """Publish a version with which all trainer ranks wait, on behalf of the controller's own process.
+
+        Args:
+            version: the version that all ranks are prepared for (`TrainerClient.prepare_publish`).
+            deadline_s: seconds within which a rank that has lost its connection must be back.
+        """
+        copied = asyncio.Event()
+        with log_fields(version=version):  # the new task inherits the field
+            report = self.tasks.spawn(self._publish_connected(version, deadline_s, copied))
+        return CalledUpdate(copied, report)
+
+    async def _publish_connected(
+        self, version: int, deadline_s: float, copied: asyncio.Event
+    ) -> UpdateReport:
+        """Publish as soon as all trainer ranks are connected."""
+
+        def ranks() -> tuple[PendingPublish, ...]:
+            trainers = self.fleet.trainers()
+            if trainers is None or not trainers.complete:
+                return ()
+            agents = trainers.agents.values()
+            return tuple(PendingPublish(trainer=a.identity, version=version) for a in agents)
+
+        try:
+            await self.changes.until(
+                lambda: bool(ranks()),
+                deadline_s,
+                lambda: (
+                    f"publish: all trainer ranks must be connected within {deadline_s} s, missing: "
+                    f"{listed(self.fleet.away()) or 'all'}"
+                ),
+            )
+        except PeerTimeout as error:
+            return failed_report(version, str(error))
+        return await self._publish(ranks(), copied)
+
+    # --- a publish: its steps, in their order ------------------------------------------------
+
+    async def _publish(
+        self, announced: tuple[PendingPublish, ...], copied: asyncio.Event | None = None
+    ) -> UpdateReport:
+        """Publish a version that all trainer ranks wait with, and tell everybody how that ended.
+
+        Args:
+            announced: the announcement of each rank.
+            copied: set once no trainer rank reads its weights any more, where all send from replicas.
+        """
+        version = max(rank.version for rank in announced)
+        async with self.rounds.lock:  # one round at a time, and none while the fleet is bound
+            attempts = self._attempt_until_whole(announced, version, copied)
+            report = await report_of(lambda: version, attempts)
+        told = told_to_trainers(report)
+        answers = [(rank.trainer, self._requests.answer(rank, told)) for rank in announced]
+        self.end_update(report)
+        for trainer, answer in answers:
+            await self.members.report_to(trainer, answer)
+        return report
+
+    async def _attempt_until_whole(
+        self, announced: tuple[PendingPublish, ...], version: int, copied: asyncio.Event | None
+    ) -> UpdateReport:
+        """Repeat an attempt in which all engines ended, or in which the group of a collective broke.
+
+        Trainers wait all that time. One-sided writes and files need no second attempt for one engine: an engine that
+        fails there does not break the others.
+        """
+        report = await self._attempt(announced, version, copied)
+        for _ in range(MAX_ATTEMPTS_WITHOUT_ENGINES):
+            if report.outcome is RoundOutcome.PUBLISHED or not self._have_ended(report.left_out):
+                break
+            _log.warning("version %s: waiting for an engine: %s", version, report.reason)
+            # The version may be reserved already, because engines may have been told to serve it.
+            report = await self._attempt(announced, version, copied, is_again=True)
+        if not self.config.backend.traits.collective:
+            return report
+        for _ in range(self.config.max_rewrites):
+            if report.outcome is RoundOutcome.PUBLISHED or Phase.PUBLISH in report.phase_s:
+                break
+            if report.unchanged:  # another attempt would send the same bytes
+                break
+            _log.warning("version %s: the group is formed again: %s", version, report.reason)
+            self.connector.binding = None
+            report = await self._attempt(announced, version, copied)
+        if report.outcome is not RoundOutcome.PUBLISHED or report.left_out:
+            self.connector.binding = None
+        return report
+
+    async def _attempt(
+        self,
+        announced: tuple[PendingPublish, ...],
+        version: int,
+        copied: asyncio.Event | None,
+        *,
+        is_again: bool = False,
+    ) -> UpdateReport:
+        """Try once to publish a version.
+
+        Raises:
+            RoundAborted: ranks do not agree about the version, the version is stale, ranks have changed since they
+                announced it, or the journal cannot be written.
+            WindlassError: there are not enough engines, or the fleet cannot be bound.
+        """
+        self._check_version(announced, version, is_again=is_again)
+        binding = await self.connector.until_enough()
+        self._check_ranks(announced, binding)
+        costs = self.connector.pop_costs()
+        spec = self.rounds.spec_of(version, self.run.lineage, binding, is_new=True)
+        driver = self.rounds.start(spec, binding, copied)
+        report = await self.rounds.finish(driver)  # PREPARE, PAUSE, WRITE, VERIFY, APPLY, PUBLISH
+        return msgspec.structs.replace(
+            report,
+            bound=costs,
+            unused=num_by_pattern(binding.unused),
+            kept=num_by_pattern(binding.stays),
+        )
+
+    def _check_version(
+        self, announced: Collection[PendingPublish], version: int, *, is_again: bool
+    ) -> None:
+        versions = {rank.trainer[0]: rank.version for rank in announced}
+        if len(set(versions.values())) > 1:
+            raise RoundAborted(f"trainer ranks announced different versions: {versions}")
+        if not is_again and (refusal := self.run.refusal(version)):
+            raise RoundAborted(refusal)
+
+    def _check_ranks(self, announced: Collection[PendingPublish], binding: Binding) -> None:
+        moved = {rank.trainer for rank in announced} - binding.signature
+        if moved:
+            changed = f"new are {sorted(name for name, _ in moved)}"
+        elif len(announced) != len(binding.trainers):
+            changed = f"{len(announced)} announced, {len(binding.trainers)} are connected"
+        else:
+            return
+        raise RoundAborted(f"trainer ranks came or went since they announced: {changed}")
+
+    def _have_ended(self, left_out: Collection[str]) -> bool:
+        """Return whether every engine of a round that left these out has ended since."""
+        bound = self.connector.binding
+        return (
+            bool(left_out)
+            and bound is not None
+            and all(self._has_ended(bound, name) for name in bound.engines)
+        )
+
+    def _has_ended(self, bound: Binding, name: str) -> bool:
+        engine = self.fleet.group_of(name)
+        return engine is None or engine.identities.isdisjoint(
+            bound.identities_of(bound.engines[name])
+        )
+
+    def end_update(self, report: UpdateReport) -> None:
+        """Record the report of an update, tell the listeners, and bring up engines that were left out."""
+        self.reports.append(report)
+        self.num_updates += 1
+        self.changes.notify()
+        tell(self._update_listeners, report)
+        if report.left_out:
+            self.catch_ups.settle_soon()
+
+    # --- trainer ranks that a publish waits for ----------------------------------------------
+
+    def _name_missing_later(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(NAME_MISSING_S, self._name_missing_ranks)
+
+    def _name_missing_ranks(self) -> None:
+        """Log the ranks that a publish waits for, and again later while a rank waits."""
+        self._naming = None
+        if self._requests.num_waiting:
+            if missing := self._missing_ranks():
+                _log.warning("publish waits for %s", missing)
+            self._naming = self._name_missing_later()
+
+    def _stop_naming(self) -> None:
+        if self._naming is not None:
+            self._naming.cancel()
+            self._naming = None
+
+    def _missing_ranks(self) -> str:
+        """Return the trainer ranks that have not announced a version, each with the reason; empty if all have."""
+        trainers = self.fleet.trainers()
+        workers = () if trainers is None else trainers.workers
+        idle = [worker for worker in workers if not self._requests.is_waiting(worker)]
+        reasons = ((self.fleet.away(), "not connected"), (idle, "has not called publish"))
+        return "; ".join(f"{listed(names)} ({reason})" for names, reason in reasons if names)
+
+    # --- agents that answer and agents that go -----------------------------------------------
+
+    def _replied(self, session: AgentSession, reply: Reply[Result]) -> None:
+        """Pass an agent's answer to a command on to the parts that wait for it."""
+        if self.resume_retries.heard(session.agent, reply):
+            self.changes.notify()
+        self.rounds.replied(session, reply)
+
+    def _lost(self, agent: Agent, reason: str, *, ended: bool) -> None:
+        """Have all parts go on without an agent that is not connected any more.
+
+        Args:
+            agent: the agent.
+            reason: the reason, for people.
+            ended: whether the agent's side ended the connection.
+        """
+        self._requests.withdraw(agent.hello.worker)
+        self.resume_retries.forget(agent.identity)
+        self.catch_ups.lost(agent, ended=ended)
+        self.rounds.lost(agent, reason)
+
+    def _settle(self) -> None:
+        self.catch_ups.settle_soon()
+
+    async def close(self) -> None:
+        """Stop rounds and close every connection. Idempotent."""
+        self.members.expect_departures()
+        await self.tasks.close()
+        await self.members.close()
+        self._stop_naming()
+        self.run.journal.close()

@@ -1,0 +1,190 @@
+"""Carries out one round: the machine's instructions out, replies and deadlines in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import assert_never, final
+
+import msgspec
+
+from windlass.config import PhaseDeadlines
+from windlass.control.binding import Binding
+from windlass.control.messages import Pause, Publish, Result
+from windlass.control.report import Measure, wire_by_transport
+from windlass.control.rounds import (
+    AgentLost,
+    DeadlinePassed,
+    EnterPhase,
+    Event,
+    Finish,
+    GiveUp,
+    Instruction,
+    Phase,
+    Replied,
+    RoundMachine,
+    RoundSpec,
+    Send,
+)
+from windlass.control.session import AgentSession
+from windlass.errors import PeerUnreachable
+from windlass.net.logs import log_fields
+from windlass.net.messages import Envelope, Reply, RoundId
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class RoundDriver:
+    """One round. `run` once; `post` and `on_reply` from the same loop at any time.
+
+    Attributes:
+        machine: decides what is done.
+        version: that is published; named later where the trainer drives the round.
+        deadlines: of the phases that have not begun.
+        late: replies that arrived while the round was ending, which the machine has not seen.
+        measured: figures that nobody of the round reports, for whoever knows them.
+    """
+
+    def __init__(
+        self,
+        spec: RoundSpec,
+        binding: Binding,
+        *,
+        round_id: RoundId,
+        sessions: Mapping[str, AgentSession],
+        clock: Callable[[], float],
+        on_phase: Callable[[Phase], None],
+    ) -> None:
+        """`on_phase` may raise OSError: the phase does not begin then. `DONE` ends every round."""
+        self.machine = RoundMachine(spec)
+        self.spec, self.binding = spec, binding
+        self.version, self.round_id = spec.version, round_id
+        self.deadlines = spec.config.deadlines
+        # Pinned: a process that takes over a name during the round is no part of it.
+        self.sessions = dict(sessions)
+        self._clock = clock
+        self._on_phase = on_phase
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._timer: asyncio.TimerHandle | None = None
+        self._phase_began = 0.0
+        self._phase: Phase | None = None
+        self._phase_s: dict[str, float] = {}
+        self._pause_began: dict[str, float] = {}
+        self._publishing: set[tuple[str, int]] = set()
+        self._pause_s = 0.0
+        self.late: tuple[Replied, ...] = ()
+        self.measured: defaultdict[Measure, float] = defaultdict(float)
+
+    def post(self, event: Event) -> None:
+        """Queue an event."""
+        self._events.put_nowait(event)
+
+    def on_reply(self, session: AgentSession, reply: Reply[Result]) -> None:
+        """Queue a reply if it belongs to this round, and its sender does."""
+        worker = session.peer
+        if reply.round_id == self.round_id and self.sessions.get(worker) is session:
+            if (worker, reply.seq) in self._publishing and worker in self._pause_began:
+                paused_s = self._clock() - self._pause_began[worker]
+                self._pause_s = max(self._pause_s, paused_s)
+            self.post(Replied(worker, reply.seq, reply.result))
+
+    async def run(self) -> Finish:
+        """Drive the machine until it finishes. Every phase has a deadline, so this ends.
+
+        Returns:
+            What the machine says, with the times that only the driver can see.
+        """
+        with log_fields(round_number=self.round_id.round, version=self.version):
+            try:
+                finish = await self._run()
+            finally:
+                self._on_phase(Phase.DONE)
+            report = finish.report
+            _log.info("round %s in %.3f s %s", report.outcome.value, report.update_s, report.reason)
+        return finish
+
+    async def _run(self) -> Finish:
+        began = self._clock()
+        finish = await self._carry_out(self.machine.start())
+        while finish is None:
+            finish = await self._carry_out(self.machine.handle(await self._events.get()))
+        self._leave_phase()
+        late = [self._events.get_nowait() for _ in range(self._events.qsize())]
+        self.late = tuple(event for event in late if isinstance(event, Replied))
+        times = {Measure.UPDATE_S: self._clock() - began, Measure.PAUSE_S: self._pause_s}
+        seen = {measure.value: value for measure, value in (self.measured | times).items()}
+        report = msgspec.structs.replace(
+            finish.report,
+            measures=finish.report.measures | seen,
+            phase_s=dict(self._phase_s),
+            transports=dict(Counter(self.binding.transport_of.values())),
+            wire=wire_by_transport(finish.carried, self.binding.transport_of),
+        )
+        return replace(finish, report=report)
+
+    async def _carry_out(self, instructions: list[Instruction]) -> Finish | None:
+        finish: Finish | None = None
+        for instruction in instructions:
+            match instruction:
+                case EnterPhase():
+                    try:
+                        self._enter(instruction.phase, instruction.entry)
+                    except OSError as error:
+                        # What follows in `instructions` belongs to the phase: none of it is sent.
+                        reason = f"phase {instruction.phase} cannot be recorded: {error}"
+                        blocked = GiveUp(reason, is_blocked=True)
+                        return await self._carry_out(self.machine.handle(blocked))
+                case Send():
+                    await self._send(instruction)
+                case Finish():
+                    finish = instruction
+                case _:
+                    assert_never(instruction)
+        return finish
+
+    async def _send(self, send: Send) -> None:
+        session = self.sessions.get(send.worker)
+        if isinstance(send.command, Pause):
+            self._pause_began.setdefault(send.worker, self._clock())
+        elif isinstance(send.command, Publish):
+            self._publishing.add((send.worker, send.seq))
+        try:
+            if session is None:
+                raise PeerUnreachable(f"{send.worker}: not connected")  # noqa: TRY301
+            await session.send(Envelope(*self.round_id, send.seq, send.command))
+        except PeerUnreachable as error:
+            if send.expects_reply:
+                self.post(AgentLost(send.worker, str(error)))
+
+    def _enter(self, phase: Phase, entry: int) -> None:
+        self._leave_phase()
+        _log.debug("phase %s", phase.value)
+        self._on_phase(phase)
+        self._phase, self._phase_began = phase, self._clock()
+        self._timer = asyncio.get_running_loop().call_later(
+            _deadline_of(phase, self.deadlines), self.post, DeadlinePassed(entry)
+        )
+
+    def _leave_phase(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._phase is not None:
+            passed_s = self._clock() - self._phase_began
+            self._phase_s[self._phase] = self._phase_s.get(self._phase, 0.0) + passed_s
+            self._phase = None
+
+
+def _deadline_of(phase: Phase, deadlines: PhaseDeadlines) -> float:
+    return {
+        Phase.PREPARE: max(deadlines.prepare_s, deadlines.pause_s),
+        Phase.WRITE: deadlines.write_s,
+        Phase.VERIFY: deadlines.verify_s,
+        Phase.PAUSE: deadlines.pause_s,
+        Phase.APPLY: deadlines.apply_s,
+        Phase.PUBLISH: deadlines.publish_s,
+    }[phase]

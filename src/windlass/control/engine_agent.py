@@ -1,0 +1,366 @@
+"""An agent of an engine rank: commands of the coordinator become calls of its receiver and its engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Protocol, assert_never, final
+
+from windlass.config import P2pBackend, PauseMode, UpdateBackend, UpdateMode
+from windlass.control.connect_messages import (
+    Bound,
+    ConnectEngine,
+    ConnectRelay,
+    ConnectTrainer,
+    JoinGroups,
+)
+from windlass.control.messages import (
+    Abort,
+    Apply,
+    Command,
+    Done,
+    EngineCommand,
+    Pause,
+    Prepare,
+    Publish,
+    Receive,
+    Relay,
+    RelayCommand,
+    Result,
+    SkipUpstream,
+    SourceCommand,
+    Verified,
+    Verify,
+    Write,
+)
+from windlass.control.push_messages import (
+    BeginPush,
+    JoinPushGroup,
+    PushCommand,
+    ReadFiles,
+    ReceiveTensors,
+)
+from windlass.control.trainer_agent import TrainerAgent
+from windlass.errors import PeerUnreachable, ProtocolError, RoundAborted
+from windlass.net.messages import RoundId
+from windlass.planning.plan import TransferPlan
+from windlass.transfer.backends import receiver_for
+from windlass.transfer.base import GroupReceiver, ReceiverBackend
+from windlass.transfer.kept import KeptTensors
+from windlass.transfer.push import PushReceiver
+from windlass.transfer.receiver import Receiver
+from windlass.transfer.relay import RelayNode
+from windlass.transfer.sender import Sender
+
+_log = logging.getLogger(__name__)
+FENCE_S = 5.0
+GO_ON_S = 20.0
+"""For an engine to go on where no controller is there to say."""
+MIN_RESUME_S = 0.1
+
+
+class EngineHooks(Protocol):
+    """One rank of a live engine, seen by the agent thread that lives in the same process.
+
+    Every method is called from the agent's thread while the engine's own loop runs in another.
+    """
+
+    def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
+        """Stop this rank; return once no kernel of it reads weights or writes caches.
+
+        Every rank of an engine gets the same `pause_id`, so that a rank cannot take an older pause
+        for this one.
+
+        Rank 0 also stops admission and applies `mode` to running requests. Idempotent.
+
+        Raises:
+            PeerTimeout: the rank did not come to rest within `deadline_s`.
+        """
+        ...
+
+    def resume(self, deadline_s: float) -> None:
+        """Go on generating. Idempotent.
+
+        Raises:
+            WindlassError: it does not now, or has not said that it does within `deadline_s`. It gets
+                no traffic then, and is asked again.
+        """
+        ...
+
+    def finalise(self) -> None:
+        """Recompute state that is derived from weights and drop caches of old weights."""
+        ...
+
+    def set_version(self, version: int, deadline_s: float) -> None:
+        """Stamp the version that tokens generated from now on carry. Idempotent; before `resume`.
+
+        Raises:
+            WindlassError: as `resume`.
+        """
+        ...
+
+
+@final
+class EngineAgent:
+    """`CommandHandler` of an engine rank; knows whether its live weights can be trusted.
+
+    Args:
+        receiver: of one-sided writes; other backends fill the same parameters.
+        hooks: the engine.
+        sender: reads the live weights, for engines that join later; None keeps them here.
+        host: own address, that other ranks can reach, for backends with groups.
+        serves_own_weights: whether the engine answers before the first version, with weights that it
+            came with: it goes on with them where that version is not published.
+
+    Attributes:
+        served_version: that this rank serves; -1 for none.
+        lineage: of the run that `served_version` belongs to; empty for none.
+    """
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        hooks: EngineHooks,
+        sender: Sender | None = None,
+        *,
+        host: str = "127.0.0.1",
+        serves_own_weights: bool = False,
+    ) -> None:
+        self._serves_own_weights = serves_own_weights
+        self._one_sided, self._host = receiver, host
+        self._source = None if sender is None else TrainerAgent(sender, host=host)
+        self._backend: UpdateBackend = P2pBackend()
+        self._receiver: ReceiverBackend = receiver_for(self._backend, receiver, host)
+        self._relay = RelayNode(receiver, host)
+        self._kept = KeptTensors(receiver.manifest, receiver.live_addresses)
+        self._push = PushReceiver(receiver.manifest, receiver.live_addresses, host)
+        self._delivery: ReceiverBackend | PushReceiver = self._receiver
+        self._hooks = hooks
+        self._lock = threading.Lock()
+        self._mode = UpdateMode.IN_PLACE
+        self.served_version, self.lineage = -1, ""
+        self._is_stamped = True
+        self._mixed_weights = False
+        self._open_to_writes = False
+        self._may_be_written = self._fence_is_due = False
+        self._round_id = RoundId(0, 0)
+        self._not_resumed = ""
+
+    @property
+    def mixed_weights(self) -> bool:
+        """Whether live weights may be mixed.
+
+        True inside a round as well, from the moment from which one-sided writes or `apply` may
+        have touched them: an agent whose controller is gone cannot know how far it came.
+        """
+        return self._mixed_weights or self._open_to_writes
+
+    def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
+        """Carry out a command; see `CommandHandler.handle`.
+
+        Raises:
+            ProtocolError: it is none of an engine's.
+        """
+        if not isinstance(command, EngineCommand):
+            raise ProtocolError(f"an engine cannot carry out {type(command).__name__}")
+        with self._lock:
+            round_id = RoundId(epoch, round_number)
+            # How the last one ended was not told, and this one's end says nothing about it.
+            self._mixed_weights |= self._open_to_writes and round_id > self._round_id
+            self._round_id = round_id
+            return self._carry_out(command)
+
+    def _carry_out(self, command: EngineCommand) -> Result:
+        match command:
+            case ConnectEngine():
+                return self._connect(command)
+            case Pause():
+                self._not_resumed = ""  # it is this round that has it go on now
+                pause_id = f"{self._round_id.epoch}.{self._round_id.round}"
+                self._hooks.pause(pause_id, command.mode, command.deadline_s)
+                self._open_to_writes |= self._mode is UpdateMode.IN_PLACE
+            case JoinGroups():
+                self._grouped().join(command.offers, command.deadline_s)
+            case Receive():
+                self._grouped().receive(command.groups, command.deadline_s)
+            case Verify():
+                return self._verify(command)
+            case Apply():
+                self._open_to_writes = True
+                self._delivery.apply()
+                self._hooks.finalise()
+            case Publish():
+                self.lineage = command.lineage
+                self._publish(command.version, command.deadline_s)
+            case Abort():
+                self._abort(command.deadline_s, mixed_weights=command.mixed_weights)
+            case BeginPush() | JoinPushGroup() | ReceiveTensors() | ReadFiles():
+                self._receive_push(command)
+            case ConnectRelay() | Relay() | SkipUpstream():
+                return self._relay_part(command)
+            case ConnectTrainer() | Prepare() | Write():
+                return self._send_own(command)
+            case _:
+                assert_never(command)
+        return Done(not_resumed=self._not_resumed)
+
+    def _connect(self, command: ConnectEngine) -> Bound:
+        self._mode = command.mode
+        self._fence()
+        self._kept.bind(command.kept)
+        self._choose(command.backend)
+        binding = self._receiver.connect(TransferPlan.decode(command.plan), command.mode)
+        if not command.relays:
+            return Bound(command.plan_digest, binding)
+        self._check_relays()
+        return Bound(command.plan_digest, binding, self._relay.open())
+
+    def on_command(self, command: Command, epoch: int, round_number: int) -> None:
+        """For `AgentChannel`: what must not wait until a running `Relay` is over."""
+        if isinstance(command, SkipUpstream):
+            self._relay.refuse(RoundId(epoch, round_number), command.upstream)
+        elif isinstance(command, Abort):
+            self._relay.interrupt(RoundId(epoch, round_number))
+
+    def _verify(self, command: Verify) -> Result:
+        """What a relay that died may have left in its kernel lands before this or never."""
+        if self._fence_is_due:
+            self._fence()
+        self._kept.verify()
+        return Verified(self._delivery.verify(command.version, command.expected))
+
+    def _check_relays(self) -> None:
+        if not isinstance(self._receiver, Receiver):
+            raise ProtocolError(f"{type(self._receiver).__name__} cannot take part in a relay")
+
+    def _relay_part(self, command: RelayCommand) -> Result:
+        self._check_relays()
+        match command:
+            case ConnectRelay():
+                self._relay.connect(command.groups[0], command.bindings, command.addresses)
+            case Relay():
+                relayed, disconnected = self._relay.run(self._round_id, command.deadline_s)
+                self._fence_is_due |= bool(disconnected)
+                self._may_be_written |= self._fence_is_due
+                return relayed
+            case SkipUpstream():
+                pass  # carried out when it came in
+            case _:
+                assert_never(command)
+        return Done(not_resumed=self._not_resumed)
+
+    def close(self) -> None:
+        """Stop listening for relays; free what was allocated on a GPU. Idempotent."""
+        self._relay.close()
+        self._push.close()
+        self._receiver.close()
+        if self._source is not None:
+            self._source.close()
+
+    def _send_own(self, command: SourceCommand) -> Result:
+        """This rank is the source: its weights stand still for as long as the lock is held."""
+        if self._source is None:
+            raise ProtocolError(f"this engine cannot carry out {type(command).__name__}")
+        if not isinstance(command, ConnectTrainer):
+            self._check_serves(command.version)
+        result = self._source.handle(
+            command, epoch=self._round_id.epoch, round_number=self._round_id.round
+        )
+        return Done(self._not_resumed) if isinstance(result, Done) else result
+
+    def _check_serves(self, version: int) -> None:
+        if self.mixed_weights or self.served_version != version:
+            raise RoundAborted(
+                f"version must be {self.served_version}, which this engine serves "
+                f"(mixed weights: {self.mixed_weights}), got {version}"
+            )
+
+    def on_disconnect(self) -> None:
+        """The controller is gone: go on with the old weights if they are whole.
+
+        Raises:
+            PeerUnreachable: the engine cannot go on now; to be called again.
+        """
+        self._relay.interrupt()
+        with self._lock:
+            self._may_be_written = True
+            # The end of this round will not be told, and a later one's says nothing about it.
+            self._mixed_weights = self.mixed_weights
+            self._go_on_if_whole(GO_ON_S)
+            if self._not_resumed:
+                raise PeerUnreachable(f"the engine did not go on: {self._not_resumed}")
+
+    def _choose(self, backend: UpdateBackend) -> None:
+        if backend != self._backend:
+            self._receiver.close()
+            self._receiver = receiver_for(backend, self._one_sided, self._host)
+            self._backend = backend
+        self._delivery = self._receiver
+
+    def _begin_push(self) -> None:
+        """The next update that comes by a plan binds it anew."""
+        if self._receiver is not self._one_sided:  # into its memory late writes may still come
+            self._receiver.close()
+            self._receiver = receiver_for(self._backend, self._one_sided, self._host)
+        self._delivery = self._push
+        self._mode = UpdateMode.STAGED  # nothing touches live memory before `Apply`
+        self._push.begin()
+
+    def _receive_push(self, command: BeginPush | PushCommand) -> None:
+        match command:
+            case BeginPush():
+                self._begin_push()
+            case JoinPushGroup():
+                self._push.join_named(command.offer, command.fabric, command.deadline_s)
+            case ReceiveTensors():
+                self._push.receive_bucket(command.group, command.tensors, command.deadline_s)
+            case ReadFiles():
+                self._push.read_files(command.folder)
+            case _:
+                assert_never(command)
+
+    def _grouped(self) -> GroupReceiver:
+        if not isinstance(self._receiver, GroupReceiver):
+            raise ProtocolError(f"{type(self._receiver).__name__} joins no groups")
+        return self._receiver
+
+    def _publish(self, version: int, deadline_s: float) -> None:
+        self.served_version, self._is_stamped = version, False
+        self._mixed_weights = self._open_to_writes = False
+        self._go_on_if_whole(deadline_s)
+
+    def _fence(self) -> None:
+        """Bytes of a source that ended in mid-write must not land in what is bound now.
+
+        A source that lives has answered for its writes before anything is bound anew.
+        """
+        if self._may_be_written:
+            self._one_sided.transport.fence(deadline_s=FENCE_S)
+        self._may_be_written = self._fence_is_due = False
+
+    def _abort(self, deadline_s: float, *, mixed_weights: bool) -> None:
+        self._may_be_written = True
+        self._mixed_weights |= mixed_weights
+        self._open_to_writes = False
+        self._go_on_if_whole(deadline_s)
+
+    def _go_on_if_whole(self, deadline_s: float) -> None:
+        """Have the engine generate; that it cannot now says nothing about its weights.
+
+        Whoever hears of it (`Done.not_resumed`, or the next welcome) tells it again.
+        """
+        self._not_resumed = ""
+        has_weights = self.served_version >= 0 or self._serves_own_weights
+        if self.mixed_weights or not has_weights:
+            return
+        end = time.monotonic() + deadline_s
+        try:
+            if not self._is_stamped:
+                self._hooks.set_version(self.served_version, deadline_s)
+                self._is_stamped = True
+            self._hooks.resume(max(end - time.monotonic(), MIN_RESUME_S))
+        # The boundary of the engine: whatever its own code raises.
+        except Exception as error:  # noqa: BLE001
+            _log.exception("going on")
+            self._not_resumed = f"{type(error).__name__}: {error}"

@@ -1,0 +1,498 @@
+"""Connections of agents: admits them, assigns their places, and closes those that are refused or replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, final
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+
+from windlass.config import ControlConfig
+from windlass.control.changes import Changes, Tasks
+from windlass.control.connect_messages import CannotJoin, Hello, Identity, Welcome
+from windlass.control.fleet import MAX_REASON_LENGTH, PROBE_SEQ, Agent, Group
+from windlass.control.messages import (
+    AGENT_FRAMES,
+    MAX_COUNT,
+    AgentFrame,
+    Announce,
+    Done,
+    Failure,
+    Result,
+    Withdraw,
+)
+from windlass.control.report import UpdateReport
+from windlass.control.run import Run
+from windlass.control.session import AgentSession
+from windlass.errors import (
+    ConfigError,
+    EngineRefused,
+    PeerUnreachable,
+    PlanError,
+    ProtocolError,
+)
+from windlass.layout.manifest import Role
+from windlass.net.access import Access
+from windlass.net.addresses import HOST_VARIABLE, check_url, is_loopback, is_wildcard
+from windlass.net.logs import printable
+from windlass.net.messages import (
+    Garbled,
+    MustWait,
+    Refused,
+    Reply,
+    check_name,
+    check_version,
+)
+from windlass.net.rpc_server import host_of, serve
+from windlass.net.server import CALLER
+
+_log = logging.getLogger(__name__)
+KEPT_REFUSALS = 256
+"""Refused ranks and engines whose reasons a controller shows; each reason has at most 2,000 characters."""
+
+
+class AgentLostListener(Protocol):
+    """A function that is called when an agent's connection is lost."""
+
+    def __call__(self, agent: Agent, reason: str, *, ended: bool) -> None:
+        """Go on without `agent`. `ended`: its own side ended the connection."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberEvents:
+    """Functions that `Members` calls in the controller's loop.
+
+    Attributes:
+        announced: takes a trainer rank's announcement; may raise ProtocolError.
+        withdrawn: takes the end of an announcement.
+        replied: takes an agent's answer to a command.
+        lost: takes an agent that is not connected any more.
+        settle: has engines bound and brought up as soon as no round runs.
+        in_round: returns whether a round runs.
+    """
+
+    announced: Callable[[AgentSession, Announce], None]
+    withdrawn: Callable[[AgentSession, Withdraw], None]
+    replied: Callable[[AgentSession, Reply[Result]], None]
+    lost: AgentLostListener
+    settle: Callable[[], None]
+    in_round: Callable[[], bool]
+
+
+@final
+class Members:
+    """The agents that are connected, and the engines that were refused. In the controller's loop.
+
+    Args:
+        run: versions, journal and fleet.
+        changes: notified when agents come, go or are refused.
+        tasks: run what need not be waited for.
+        config: limits and deadlines.
+        events: functions that are called.
+
+    Attributes:
+        sessions: worker -> connection.
+        unbindable: reason why no engine can be bound, if waiting does not help; else empty.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        changes: Changes,
+        tasks: Tasks,
+        config: ControlConfig,
+        events: MemberEvents,
+    ) -> None:
+        self._run, self._fleet = run, run.fleet
+        self._changes, self._tasks = changes, tasks
+        self._config, self._events = config, events
+        self.sessions: dict[str, AgentSession] = {}
+        self.unbindable = ""
+        self._refusals: dict[str, tuple[str, str]] = {}
+        self._is_ending = False
+
+    # --- callers that wait for agents --------------------------------------------------------
+
+    async def wait_for_fleet(
+        self, *, num_trainers: int, engines: Sequence[str], deadline_s: float
+    ) -> None:
+        """See `Controller.wait_for_fleet`."""
+        missing = partial(self._fleet.missing, num_trainers, engines)
+
+        def there() -> bool:
+            self._check_none_refused("wait_for_fleet", {*missing()} & {*engines})
+            return not missing()
+
+        await self._changes.until(
+            there,
+            deadline_s,
+            lambda: (
+                f"wait_for_fleet: missing after {deadline_s} s: {', '.join(missing().values())}"
+            ),
+        )
+
+    async def wait_for_version(
+        self, version: int, *, engines: Sequence[str] = (), deadline_s: float
+    ) -> None:
+        """See `Controller.wait_for_version`. Raises EngineRefused also if no engine can be bound."""
+        fleet = self._fleet
+
+        def behind() -> list[str]:
+            return sorted(set(engines) - {engine.name for engine in fleet.routable()})
+
+        def served() -> bool:
+            if fleet.published >= version and not behind():
+                return True
+            self._check_none_refused("wait_for_version", behind())
+            if self.unbindable:
+                raise EngineRefused(f"wait_for_version: no engine is bound: {self.unbindable}")
+            return False
+
+        await self._changes.until(
+            served,
+            deadline_s,
+            lambda: (
+                f"wait_for_version: {version} was not published and served within {deadline_s} s; "
+                f"published is {fleet.published}, behind it {', '.join(behind()) or 'nobody'}"
+            ),
+        )
+
+    def _check_none_refused(self, call: str, engines: Iterable[str]) -> None:
+        """Raise EngineRefused if one of the engines that the caller waits for was refused."""
+        for engine, reason in self.refused():
+            if engine in engines:
+                raise EngineRefused(f"{call}: engine {engine} was refused: {reason}")
+
+    def refused(self) -> list[tuple[str, str]]:
+        """Return the engines that were refused, each with the reason. Only a new start brings them back."""
+        return sorted({*self._refusals.values()})
+
+    def describe_refused(self) -> dict[str, str]:
+        """Return refused ranks and engines as `/v1/status` shows them: name -> reason."""
+        return {who: printable(reason) for who, (_, reason) in self._refusals.items()}
+
+    def _note_refusal(self, who: str, engine: str, reason: str) -> None:
+        """Record why a rank or an engine (`who`) was refused, until it connects again."""
+        self._refusals[who] = engine, reason
+        if len(self._refusals) > KEPT_REFUSALS:
+            del self._refusals[next(iter(self._refusals))]
+        self._changes.notify()
+
+    # --- agents that connect -----------------------------------------------------------------
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """Serve one agent's connection to `/v1/agents`."""
+        return await serve(
+            request,
+            self,
+            AGENT_FRAMES,
+            heartbeat_s=self._config.heartbeat_s,
+            max_nbytes=self._config.max_message_nbytes,
+        )
+
+    async def admit(
+        self, first: AgentFrame, socket: web.WebSocketResponse
+    ) -> tuple[AgentSession, Welcome] | None:
+        """Admit an agent by its first frame; None for an engine that only says why it cannot join.
+
+        Raises:
+            MustWait: the agent may try again later.
+            ProtocolError, PlanError: the agent is refused.
+        """
+        hello = check_first(first)
+        if isinstance(hello, CannotJoin):
+            self._failed_to_join(hello)
+            return None
+        try:
+            session = await self._admit(hello, socket)
+        except MustWait as error:
+            _log.warning("refused for now: %s", error)
+            raise
+        except (ProtocolError, PlanError) as error:
+            # A second process with the name of a connected one does not stop those who wait for the first.
+            if hello.role is Role.ENGINE and hello.worker not in self.sessions:
+                self._note_refusal(hello.worker, hello.group, f"{type(error).__name__}: {error}")
+            raise
+        for who in (hello.worker, hello.group):
+            self._refusals.pop(who, None)
+        self.unbindable = ""
+        return session, Welcome(self._run.round_id.epoch, self._run.lineage)
+
+    def _failed_to_join(self, frame: CannotJoin) -> None:
+        reason = frame.message[:MAX_REASON_LENGTH]
+        if self._refusals.get(frame.group) != (frame.group, reason):
+            _log.error("engine %s cannot join: %s", frame.group, reason)
+        group = self._fleet.group_of(frame.group)
+        if (
+            group is None or not group.complete
+        ):  # a complete engine runs: only another start of it failed
+            self._note_refusal(frame.group, frame.group, reason)
+
+    async def _admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
+        self._run.check_past(hello)
+        check_published(hello, host_of(socket))
+        old = self.sessions.get(hello.worker)
+        if old is not None and old.agent.hello.incarnation == hello.incarnation:
+            # The agent noticed the broken connection before this controller did.
+            await self.lost(old, "replaced by a newer connection of the same process")
+            self._tasks.spawn(old.close())
+        if hello.role is Role.TRAINER:
+            self._fleet.check(hello)  # before other agents are sent away for it
+            await self._free_name(hello)
+            await self._make_room(hello)
+        session = AgentSession(socket, self._fleet.admit(hello))
+        self.sessions[hello.worker] = session
+        self._run.note_joined(hello)
+        return session
+
+    async def _free_name(self, hello: Hello) -> None:
+        """Send away engines that have the name of the trainers' group."""
+        group = self._fleet.group_of(hello.group)
+        if group is not None and group.role is Role.ENGINE:
+            reason = f"{group.name!r} is the name of the trainers' group"
+            _log.warning("%s: %s", ", ".join(group.workers), reason)
+            await self._send_away(group.workers, reason)
+
+    async def _make_room(self, hello: Hello) -> None:
+        """Let a new trainer job replace the ranks that are left of an earlier one.
+
+        An earlier job keeps its place if all its ranks are connected and belong to this run, or if its bytes may
+        still be on their way. A rank that was connected to a controller before is not new and replaces no job.
+        """
+        if hello.lineage or self._fleet.job in {None, hello.job}:
+            return
+        rivals = self._fleet.trainers()
+        if rivals is not None and self._keeps_place(rivals):
+            return
+        self._run.forget_past()
+        if rivals is not None:
+            reason = self._fleet.replace_job(hello.job)
+            _log.warning("%s: %s", ", ".join(rivals.workers), reason)
+            await self._send_away(rivals.workers, reason)
+
+    def _keeps_place(self, job: Group) -> bool:
+        of_this_run = job.identities <= self._fleet.published_by or all(
+            agent.hello.lineage in {"", self._run.lineage} for agent in job.agents.values()
+        )
+        writing = self._events.in_round() or not job.identities.isdisjoint(self._fleet.held)
+        return writing or (job.complete and of_this_run)
+
+    async def admitted(self, session: AgentSession) -> None:
+        """Note that an agent was welcomed, and bring up what it makes possible."""
+        hello = session.agent.hello
+        if hello.registered.num_regions:
+            _log.info(
+                "%s joins with %d bytes in %d regions, registered in %.3f s",
+                *(hello.worker, hello.registered.nbytes),
+                *(hello.registered.num_regions, hello.registered.seconds),
+            )
+        self._changes.notify()
+        group = self._fleet.group_of(hello.group)
+        if self._fleet.held or (group is not None and group.complete):
+            self._events.settle()
+
+    # --- frames of agents --------------------------------------------------------------------
+
+    async def received(self, session: AgentSession, frame: AgentFrame) -> None:
+        """Handle one frame of an agent.
+
+        Raises:
+            Garbled: the frame may be sent only first.
+            ProtocolError: this agent may not send the frame.
+        """
+        match frame:
+            case Reply():
+                self._on_reply(session, shortened(frame))
+            case Announce():
+                self._events.announced(session, frame)
+            case Withdraw():
+                self._events.withdrawn(session, frame)
+            case Hello() | CannotJoin():
+                raise Garbled(f"{session.peer}: Hello may be sent only once")
+
+    def _on_reply(self, session: AgentSession, reply: Reply[Result]) -> None:
+        session.on_reply(reply.call_id, reply.result)
+        self._events.replied(session, reply)
+        if reply.seq == PROBE_SEQ and session.agent.silent:
+            session.agent.silent = ""
+            self._changes.notify()
+            self._events.settle()
+        if self._fleet.settle(session.agent.identity, reply.round_id, reply.seq, reply.result):
+            self._run.record_quarantine()
+            self._changes.notify()
+            self._events.settle()
+
+    async def report_to(self, trainer: Identity, report: UpdateReport) -> None:
+        """Send a trainer rank the report of its attempt, if that process is connected."""
+        session = self.sessions.get(trainer[0])
+        if session is None or session.agent.identity != trainer:
+            return  # a process that connects again announces again, and gets its report then
+        try:
+            await session.send(report)
+        except PeerUnreachable as error:
+            _log.warning("report of version %s: %s", report.version, error)
+
+    async def probe_held(self) -> None:
+        """Send a probe to every source that has not answered a write; its answer ends the wait."""
+        for identity, round_id in self._fleet.held.items():
+            session = self.sessions.get(identity[0])
+            if session is not None and session.agent.identity == identity:
+                await session.probe(round_id)
+
+    # --- agents that go ----------------------------------------------------------------------
+
+    def expect_departures(self) -> None:
+        """Note that the job is over: from now on the loss of an agent is not logged."""
+        self._is_ending = True
+
+    async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
+        """Forget a connection, and tell the parts that use it.
+
+        Args:
+            session: the connection; one that another has replaced is ignored.
+            reason: why the connection is lost.
+            ended: whether the agent's side ended the connection.
+        """
+        if self.sessions.get(session.peer) is not session:
+            return
+        del self.sessions[session.peer]
+        self._fleet.remove(session.agent)
+        session.fail_calls(reason)
+        self._events.lost(session.agent, reason, ended=ended)
+        level = logging.DEBUG if self._is_ending else logging.INFO
+        _log.log(level, "agent %s lost: %s", session.peer, reason)
+        is_engine = session.agent.hello.role is Role.ENGINE
+        if is_engine and self._fleet.unserved and not self._is_ending:
+            _log.warning("%s: %s is gone", self._fleet.unserved, session.peer)
+        self._changes.notify()
+
+    async def refuse(self, engine: str, reason: str) -> None:
+        """Send a connected engine away, and have callers that wait for it raise the reason."""
+        group = self._fleet.group_of(engine)
+        if group is not None:
+            _log.error("engine %s refused: %s", engine, reason)
+            await self._send_away(group.workers, reason)
+            self._note_refusal(engine, engine, reason)
+
+    async def _send_away(self, workers: Sequence[str], reason: str) -> None:
+        found = [self.sessions[worker] for worker in workers if worker in self.sessions]
+        for session in found:
+            await self.lost(session, reason)  # all of them before the first wait
+        for session in found:
+            try:
+                await session.send(Refused(reason))
+            except PeerUnreachable:
+                _log.info("%s is gone before it was refused", session.peer)
+            self._tasks.spawn(session.close())
+
+    def set_aside(self, session: AgentSession, reason: str) -> None:
+        """Leave an engine rank out of everything until it answers a probe."""
+        _log.warning("%s", reason)
+        session.agent.silent = reason
+        self._changes.notify()
+        self._tasks.spawn(session.probe(self._run.round_id))
+
+    def set_silent_aside(
+        self,
+        sessions: Mapping[str, AgentSession],
+        silent: Iterable[str],
+        reasons: Mapping[str, str],
+    ) -> None:
+        """Set aside the engine ranks that did not answer in a round, unless another process has taken their name."""
+        for worker in sorted(silent):
+            session = sessions[worker]
+            if self.sessions.get(worker) is session:
+                reason = reasons.get(session.agent.hello.group, f"{worker}: no answer")
+                self.set_aside(session, reason)
+
+    async def close(self) -> None:
+        """Close every connection. Idempotent."""
+        # All at once, because an agent that does not answer takes its whole deadline.
+        closing = (session.close() for session in list(self.sessions.values()))
+        await asyncio.gather(*closing, return_exceptions=True)
+
+
+def check_first(first: AgentFrame) -> Hello | CannotJoin:
+    """Check the first frame of a connection, and that the token of the connection allows it.
+
+    Raises:
+        ProtocolError: the frame does not name its sender, has an invalid field, or needs another token.
+    """
+    match first:
+        case CannotJoin():
+            check_name(first.group, "group")
+            check_version(first.protocol_version, first.group)
+            _check_role(first.group, Role.ENGINE)
+        case Hello():
+            check_name(first.group, "group")
+            check_name(first.worker, "worker")
+            if first.worker != f"{first.group}/{first.rank}":
+                raise ProtocolError(
+                    f"{first.worker}: worker must be group/rank, '{first.group}/{first.rank}'"
+                )
+            check_name(first.incarnation, f"{first.worker}: incarnation")
+            for what, name in (
+                ("host", first.host),
+                ("lineage", first.lineage),
+                ("job", first.job),
+            ):
+                if name:
+                    check_name(name, f"{first.worker}: {what}")
+            if not all(0 <= n <= MAX_COUNT for n in msgspec.structs.astuple(first.registered)):
+                raise ProtocolError(
+                    f"{first.worker}: registered must be numbers in [0, 2^53), got {first.registered}"
+                )
+            _check_role(first.worker, first.role)
+        case _:
+            raise ProtocolError(f"the first frame must be Hello, got {type(first).__name__}")
+    return first
+
+
+def _check_role(who: str, role: Role) -> None:
+    access = CALLER.get()
+    if access is not Access.OWNER and access.value != role.value:
+        raise ProtocolError(f"{who}: /v1/agents: a token of role {access} may not join as {role}")
+
+
+def check_published(hello: Hello, host: str) -> None:
+    """Check the URL of an engine, to which controllers and workers send requests with a token.
+
+    Args:
+        hello: the engine's first frame.
+        host: address of the host from which it has connected; empty for this one.
+
+    Raises:
+        ProtocolError: the URL is no plain address of a server, or an engine on another host gives an address that
+            only its own host can reach.
+    """
+    if not hello.url:
+        return
+    try:
+        # The user decides whether the engine's own server speaks TLS.
+        check_url(hello.url, f"{hello.worker}: url", may_be_plain=True)
+    except ConfigError as error:
+        raise ProtocolError(str(error)) from error
+    named = urlsplit(hello.url).hostname or ""
+    if host and (is_loopback(named) or is_wildcard(named)):
+        raise ProtocolError(
+            f"{hello.worker} on host {host}: url must be reachable from other hosts, got "
+            f"{hello.url!r}; --host, --advertise-host or {HOST_VARIABLE} sets it"
+        )
+
+
+def shortened(reply: Reply[Result]) -> Reply[Result]:
+    """Return a reply whose text for people has at most `MAX_REASON_LENGTH` characters: it is stored and shown."""
+    match reply.result:
+        case Failure(message=text) as said if len(text) > MAX_REASON_LENGTH:
+            short: Result = msgspec.structs.replace(said, message=text[:MAX_REASON_LENGTH])
+        case Done(not_resumed=text) as said if len(text) > MAX_REASON_LENGTH:
+            short = Done(not_resumed=text[:MAX_REASON_LENGTH])
+        case _:
+            return reply
+    return msgspec.structs.replace(reply, result=short)

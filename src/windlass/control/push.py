@@ -1,0 +1,441 @@
+"""Updates that leaders of the trainer drive themselves, call by call, as rounds like any other.
+
+    pause_generation      of the first leader: the round begins; engines pause (PREPARE)
+    init group, update    one at a time, to all engines at once (WRITE)
+    continue_generation   of the last leader: VERIFY that all came, APPLY, PUBLISH
+
+Engines gather what comes in a shadow copy, so that a call that fails leaves the old version whole:
+the last `continue_generation` then ends the round, and says which call failed. Collectives go one
+at a time, in one order for all engines: the order that the leaders declare (`PushOrder`), or, if
+they declare none, that in which the controller receives them. Two leaders that arrive in opposite
+order at two engines cannot happen, and no ring of waiting forms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import assert_never, final
+
+import msgspec
+from aiohttp import web
+
+from windlass.config import PUSH_TRAITS, UpdateMode
+from windlass.control.binding import Binding
+from windlass.control.coordinator import Coordinator
+from windlass.control.driver import RoundDriver
+from windlass.control.fleet import signature_of
+from windlass.control.messages import Done
+from windlass.control.push_messages import (
+    CallbackAnswer,
+    CallbackRequest,
+    ContinueCall,
+    JoinPushGroup,
+    MembersCall,
+    PauseCall,
+    PushCommand,
+    ReadFiles,
+    ReceiveTensors,
+)
+from windlass.control.report import Measure, RoundOutcome, UpdateReport, report_of
+from windlass.control.rounds import GiveUp, Phase, RoundSpec, Sent, reply_budget_s
+from windlass.control.session import RankCaller, describe, failures_of
+from windlass.errors import (
+    DECODE_ERRORS,
+    PeerUnreachable,
+    ProtocolError,
+    RoundAborted,
+    WindlassError,
+)
+from windlass.net.messages import check_name
+
+REMEMBERED = 4096
+"""Answers that are kept for calls that are asked again."""
+MAX_CALL_S = 86400
+FIRST_CALL_SEQ = 1 << 20
+"""Of the trainer's own commands: above the number of any command of the round machine."""
+
+
+@final
+class PushOrder:
+    """Grants one turn at a time; all in one event loop.
+
+    Args:
+        num_leaders: that take part; the turn of one that has not come yet is waited for.
+    """
+
+    def __init__(self, num_leaders: int) -> None:
+        self.num_leaders = num_leaders
+        self._next = (0, 0)
+        self._ended: set[int] = set()
+        self._waiting: dict[tuple[int, int], asyncio.Future[None]] = {}
+        self._failure = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether every leader has ended."""
+        return len(self._ended) == self.num_leaders
+
+    @asynccontextmanager
+    async def turn(self, leader: int, number: int) -> AsyncIterator[None]:
+        """Wait for the turn of call `number` of `leader`; the next one comes when the block ends.
+
+        Raises:
+            RoundAborted: the turn has passed or is asked for twice, or `fail` was called.
+        """
+        call = (number, leader)
+        if call < self._next or call in self._waiting:
+            raise RoundAborted(
+                f"callback: call {number} of stage {leader} comes twice or too late, "
+                f"call {self._next[0]} of stage {self._next[1]} is next"
+            )
+        if call > self._next and not self._failure:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting[call] = turn
+            try:
+                await turn
+            finally:
+                self._waiting.pop(call, None)
+        if self._failure:
+            raise RoundAborted(f"callback: the update has failed already: {self._failure}")
+        try:
+            yield
+        finally:
+            self._advance()
+
+    def end(self, leader: int) -> None:
+        """`leader` makes no more calls. Idempotent.
+
+        Raises:
+            RoundAborted: a call of it still waits for its turn, which it gives up with this.
+        """
+        early = [number for number, other in self._waiting if other == leader]
+        if early and not self._failure:
+            raise RoundAborted(f"callback: stage {leader} ended before its call {min(early)}")
+        self._ended.add(leader)
+        if self._next[1] == leader and not self.over:
+            self._advance()
+
+    def fail(self, reason: str) -> None:
+        """Nobody waits for a turn any more."""
+        self._failure = self._failure or reason
+        for turn in self._waiting.values():
+            if not turn.done():
+                turn.set_result(None)
+
+    def _advance(self) -> None:
+        number, leader = self._next
+        while not self.over:
+            number, leader = (
+                (number, leader + 1) if leader + 1 < self.num_leaders else (number + 1, 0)
+            )
+            if leader not in self._ended:
+                break
+        self._next = (number, leader)
+        turn = self._waiting.get(self._next)
+        if turn is not None and not turn.done():
+            turn.set_result(None)
+
+
+@final
+class _Push:
+    """One round and its leaders: who takes part, whose turn it is, and what went wrong."""
+
+    def __init__(self, driver: RoundDriver, report: asyncio.Task[UpdateReport]) -> None:
+        self.driver, self.report = driver, report
+        self.is_ending = False
+        self.failure = ""
+        self._caller = RankCaller(driver.sessions, driver.round_id, FIRST_CALL_SEQ)
+        self._leaders: set[str] = set()
+        self._has_begun = False
+        self._order: PushOrder | None = None
+        self._stages: dict[str, int] = {}
+        self.is_paused: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def until_paused(self) -> None:
+        """Wait until engines have paused, and gather what comes.
+
+        Raises:
+            RoundAborted: one refused, or none is left.
+        """
+        if not await asyncio.shield(self.is_paused):
+            raise RoundAborted((await asyncio.shield(self.report)).reason)
+
+    def join(self, leader: str, stage: int, num_stages: int) -> None:
+        """A leader takes part; all of them declare an order, or none.
+
+        Raises:
+            RoundAborted: leaders that do not agree, or a stage that is taken or out of range.
+        """
+        if not self._has_begun and num_stages:
+            self._order = PushOrder(num_stages)
+        self._has_begun = True
+        agreed = 0 if self._order is None else self._order.num_leaders
+        if num_stages != agreed:
+            raise RoundAborted(f"callback: num_stages must be {agreed} as before, got {num_stages}")
+        others = {s for name, s in self._stages.items() if name != leader}
+        if agreed and (not 0 <= stage < agreed or stage in others):
+            raise RoundAborted(
+                f"callback: stage must be in [0, {agreed}) and not in {sorted(others)}, got {stage}"
+            )
+        self._leaders.add(leader)
+        if agreed:
+            self._stages[leader] = stage
+
+    def leave(self, leader: str) -> bool:
+        """A leader has sent everything; returns whether all have."""
+        self._leaders.discard(leader)
+        if self._order is None:
+            return not self._leaders
+        if leader in self._stages:
+            try:
+                self._order.end(self._stages[leader])
+            except RoundAborted as error:
+                self.fail(str(error))
+                self._order.end(self._stages[leader])
+        return self._order.over
+
+    def turn(self, leader: str, number: int) -> AbstractAsyncContextManager[None]:
+        """The turn of a call; at once when no order was declared.
+
+        Raises:
+            RoundAborted: the leader takes no part; see also `PushOrder.turn`.
+        """
+        if leader not in self._leaders:
+            raise RoundAborted(f"callback: {leader} must call pause_generation first")
+        if self._order is None:
+            return nullcontext()
+        return self._order.turn(self._stages[leader], number)
+
+    def fail(self, reason: str) -> None:
+        """The update will not be published; the first reason is kept."""
+        self.failure = self.failure or reason
+        if self._order is not None:
+            self._order.fail(self.failure)
+
+    async def call(self, command: PushCommand, deadline_s: float) -> None:
+        """Have every rank of the round carry out a command.
+
+        Raises:
+            RoundAborted: one did not within `deadline_s`, or an earlier call failed.
+        """
+        if self.failure:
+            raise RoundAborted(f"callback: the update has failed already: {self.failure}")
+        commands = dict.fromkeys(self.driver.machine.active_workers, command)
+        began_s = time.perf_counter()
+        results = await self._caller.call(commands, deadline_s)
+        if isinstance(command, ReceiveTensors):
+            measured = self.driver.measured
+            measured[Measure.WIRE_S] += time.perf_counter() - began_s
+            measured[Measure.NBYTES] += len(commands) * sum(t.nbytes for t in command.tensors)
+        if failed := failures_of(results, Done):
+            raise RoundAborted("; ".join(f"{w}: {describe(r)}" for w, r in failed.items()))
+
+
+@final
+class PushUpdates:
+    """The calls of `RolloutCallback`. Everything happens in the loop of the coordinator."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._lock = asyncio.Lock()
+        self._answers: dict[str, asyncio.Task[CallbackAnswer]] = {}
+        self._latest: _Push | None = None
+        coordinator.on_phase(self._on_phase)
+
+    def _on_phase(self, _version: int, phase: Phase) -> None:
+        push = self._latest
+        if push is not None and not push.is_paused.done() and phase in {Phase.WRITE, Phase.DONE}:
+            push.is_paused.set_result(phase is Phase.WRITE)
+
+    def routes(self) -> list[web.RouteDef]:
+        """`POST /v1/callback`."""
+        return [web.post("/v1/callback", self._serve)]
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        try:
+            asked = msgspec.msgpack.decode(await request.read(), type=CallbackRequest)
+            _check(asked)
+        except (*DECODE_ERRORS, ProtocolError) as error:
+            raise web.HTTPBadRequest(text=f"callback: {error}") from error
+        task = self._answers.get(asked.request_id)
+        if task is None:
+            task = self._coordinator.tasks.spawn(self._answer(asked))
+            self._answers[asked.request_id] = task
+            while len(self._answers) > REMEMBERED:
+                oldest = next(iter(self._answers))
+                if not self._answers[oldest].done():
+                    break
+                del self._answers[oldest]
+        # A caller that hangs up and asks again finds the same call, not a second one.
+        answer = await asyncio.shield(task)
+        return web.Response(body=msgspec.msgpack.encode(answer))
+
+    async def _answer(self, asked: CallbackRequest) -> CallbackAnswer:
+        push = self._latest
+        try:
+            async with asyncio.timeout(asked.deadline_s):
+                return CallbackAnswer(members=await self._carry_out(asked))
+        except TimeoutError:
+            error = (
+                f"PeerTimeout: {type(asked.call).__name__}: not done within {asked.deadline_s} s"
+            )
+        except WindlassError as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        if push is not None and push is self._latest and not isinstance(asked.call, MembersCall):
+            push.fail(error)
+        return CallbackAnswer(error=error)
+
+    async def _carry_out(self, asked: CallbackRequest) -> tuple[str, ...]:
+        call, deadline_s = asked.call, asked.deadline_s
+        match call:
+            case PauseCall():
+                while not await self._pause(asked.leader, call, deadline_s):
+                    pass
+            case ContinueCall():
+                await self._continue(asked.leader, call.version, deadline_s)
+            case MembersCall():
+                return self._running().driver.machine.active_workers
+            case JoinPushGroup() | ReceiveTensors() | ReadFiles():
+                await self._call_all(asked, call)
+            case _:
+                assert_never(call)
+        return ()
+
+    def _running(self) -> _Push:
+        if self._latest is None or self._latest.report.done():
+            raise RoundAborted("callback: no update is under way: call pause_generation first")
+        return self._latest
+
+    async def _pause(self, leader: str, call: PauseCall, deadline_s: float) -> bool:
+        """Begin or join; False after waiting for the end of one that could not be joined."""
+        async with self._lock:
+            latest = self._latest
+            if latest is None or latest.report.done():
+                await self._begin(leader, call, deadline_s)
+                return True
+            is_writing = latest.driver.machine.phase is Phase.WRITE
+            if is_writing and not latest.is_ending:
+                latest.join(leader, call.stage, call.num_stages)
+                return True
+        # Its engines go on soon, whatever becomes of it: nobody may take them for paused.
+        await asyncio.wait({latest.report})
+        return False
+
+    async def _begin(self, leader: str, call: PauseCall, deadline_s: float) -> None:
+        self._latest = push = _Push(*await self._begin_round(deadline_s, call.session_s))
+        try:
+            await push.until_paused()
+            push.join(leader, call.stage, call.num_stages)
+        except BaseException:  # the deadline too: nobody has joined, so nobody would end it
+            push.is_ending = True
+            push.driver.post(GiveUp("pause_generation failed"))
+            raise
+
+    async def _begin_round(
+        self, pause_s: float, session_s: float
+    ) -> tuple[RoundDriver, asyncio.Task[UpdateReport]]:
+        """Wait for the running round, then begin one whose Write phase the trainer drives.
+
+        Args:
+            pause_s: from now until every engine has paused, or is left out.
+            session_s: for the leaders to send everything, after that.
+
+        Raises:
+            PeerUnreachable: there is no complete engine.
+            RoundAborted: the round cannot be recorded.
+        """
+        rounds, began_s = self._coordinator.rounds, time.monotonic()
+        await rounds.lock.acquire()
+        try:
+            left_s = pause_s - (time.monotonic() - began_s)
+            spec, binding = self._spec(left_s, session_s)
+            driver = rounds.start(spec, binding)
+        except BaseException:
+            rounds.lock.release()
+            raise
+        return driver, self._coordinator.tasks.spawn(self._finish_round(driver))
+
+    def _spec(self, pause_s: float, session_s: float) -> tuple[RoundSpec, Binding]:
+        coordinator, config = self._coordinator, self._coordinator.config
+        groups = sorted(coordinator.fleet.writable_engines(), key=lambda group: group.name)
+        if not groups:
+            raise PeerUnreachable("pause_generation: no complete engine is connected")
+        coordinator.connector.binding = None  # engines are bound anew by the next plan
+        engines = {group.name: group.workers for group in groups}
+        # Who does not pause costs itself its place, and the leader still gets an answer.
+        prepare_s = reply_budget_s(pause_s)
+        deadlines = msgspec.structs.replace(
+            config.deadlines,
+            prepare_s=prepare_s,
+            pause_s=reply_budget_s(prepare_s),
+            write_s=session_s,
+        )
+        # Engines stand still while bytes come, though these land in a shadow copy.
+        config = msgspec.structs.replace(config, mode=UpdateMode.IN_PLACE, deadlines=deadlines)
+        spec = RoundSpec(
+            version=-1,
+            lineage=coordinator.run.lineage,
+            config=config,
+            traits=PUSH_TRAITS,
+            engines=engines,
+        )
+        return spec, Binding(signature=signature_of(groups), engines=engines)
+
+    async def _finish_round(self, driver: RoundDriver) -> UpdateReport:
+        rounds = self._coordinator.rounds
+        try:
+            report = await report_of(lambda: driver.version, rounds.finish(driver))
+        finally:
+            rounds.lock.release()
+        self._coordinator.end_update(report)
+        return report
+
+    async def _call_all(self, asked: CallbackRequest, command: PushCommand) -> None:
+        """One collective at a time: the order is the same at every engine."""
+        async with self._running().turn(asked.leader, asked.number), self._lock:
+            await self._running().call(command, asked.deadline_s)
+
+    async def _continue(self, leader: str, version: int, deadline_s: float) -> None:
+        push = self._running()
+        if version < 0:
+            push.fail(f"{leader} has no version to publish")
+        if push.leave(leader) and not push.is_ending:
+            # A task of its own: the round must not depend on how long a caller waits.
+            push.is_ending = True
+            self._coordinator.tasks.spawn(self._end(push, version, deadline_s))
+        report = await asyncio.shield(push.report)
+        if report.outcome is not RoundOutcome.PUBLISHED:
+            raise RoundAborted(f"version {version} was not published: {report.reason}")
+
+    async def _end(self, push: _Push, version: int, deadline_s: float) -> None:
+        async with self._lock:
+            if reason := push.failure or self._coordinator.run.refusal(version):
+                push.driver.post(GiveUp(reason))
+            else:
+                # Engines have so long each to say that all came, and to apply it.
+                push.driver.version = version
+                push.driver.deadlines = msgspec.structs.replace(
+                    push.driver.deadlines, verify_s=deadline_s, apply_s=deadline_s
+                )
+                push.driver.post(Sent(version))
+
+
+def _check(asked: CallbackRequest) -> None:
+    check_name(asked.request_id, "request_id")
+    check_name(asked.leader, "leader")
+    seconds = [("deadline_s", asked.deadline_s)]
+    match asked.call:
+        case PauseCall(session_s=session_s):
+            seconds.append(("session_s", session_s))
+        case JoinPushGroup(deadline_s=deadline_s) | ReceiveTensors(deadline_s=deadline_s):
+            seconds.append(("deadline_s", deadline_s))
+        case _:
+            pass
+    for name, value in seconds:
+        if (
+            not 0 < value <= MAX_CALL_S
+        ):  # not a number is none of these, and would disorder all timers
+            raise ProtocolError(f"{name} must be in (0, {MAX_CALL_S}], got {value}")

@@ -1,0 +1,437 @@
+"""Recovery: brings up engines that are behind, and has engines generate again that could not resume.
+
+`CatchUps` brings a newcomer up to the published version. The weights of a trainer stand still only while it publishes,
+but those of an engine stand still until the next version. So the newcomer gets them from an engine that serves the
+version, in an ordinary round whose sources are the ranks of that engine. No other engine is paused, and no trainer is
+asked.
+
+If no engine serves the version, the trainers send it again. They can do so while they wait for rollouts: only engines
+can answer those, so the trainers' weights are still the published ones.
+
+`ResumeRetries` repeats the command to resume for engine ranks that could not follow it, for example because the
+engine's own server did not answer. Their weights are whole and of one version. They get no traffic until one of these
+happens: the rank resumes, a round pauses and resumes it, it leaves, or `MAX_ATTEMPTS` commands were sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import final
+
+import numpy as np
+
+from windlass.config import ControlConfig, PhaseDeadlines
+from windlass.control.binder import Planner
+from windlass.control.changes import Changes, Tasks
+from windlass.control.connect_messages import Identity
+from windlass.control.connector import Connector
+from windlass.control.engine_channel import WELCOME_SEQ
+from windlass.control.fleet import PROBE_SEQ, Agent, Group
+from windlass.control.journal import JournalKind
+from windlass.control.members import Members
+from windlass.control.messages import Abort, Done, Result
+from windlass.control.report import RoundOutcome, UpdateReport
+from windlass.control.round_runner import RoundRunner
+from windlass.control.rounds import reply_budget_s
+from windlass.control.run import Run
+from windlass.errors import PeerUnreachable, PlanError, WindlassError
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import Role, ShardManifest
+from windlass.net.messages import Envelope, Reply
+from windlass.planning.plan import DTYPES, TransferPlan
+
+_log = logging.getLogger(__name__)
+KEPT_ATTEMPTS = 1024
+"""Engines whose attempts are remembered: the newest. Most of the others have left for good."""
+FIRST_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 30.0
+MAX_ATTEMPTS = 8
+"""Attempts for one process and one cause. The number is limited because rounds wait for each attempt."""
+
+
+def _backoff_s(num_failed: int) -> float:
+    """Return the seconds to wait after so many failures: 1, 2, 4, ... `MAX_BACKOFF_S`."""
+    return min(FIRST_BACKOFF_S * 2.0 ** (num_failed - 1), MAX_BACKOFF_S)
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """Attempts to bring one engine up to one version.
+
+    Attributes:
+        newcomer: processes of the engine.
+        version: the version.
+        clean: whether the engine's weights were whole before the first attempt. Then all later writers are known.
+        unable: donors whose weights cannot make the engine exactly what the trainers would.
+        failures: donor -> number of failed attempts.
+        due_s: earliest time of the next attempt, on the loop's clock.
+    """
+
+    newcomer: frozenset[Identity]
+    version: int
+    clean: bool
+    unable: set[frozenset[Identity]] = field(default_factory=set)
+    failures: Counter[frozenset[Identity]] = field(default_factory=Counter)
+    due_s: float = 0.0
+
+
+@final
+class CatchUps:
+    """Brings engines up to the published version. In the controller's loop.
+
+    A failed attempt is repeated after a pause, with the donor that has failed least, at most `MAX_ATTEMPTS` times for
+    a version. A process that connects again has all its attempts again. No other round runs during an attempt.
+
+    Args:
+        rounds: runs the rounds.
+        run: versions, journal and fleet.
+        members: connections of the agents.
+        connector: bindings of the fleet.
+        changes: notified when an engine was brought up.
+        tasks: run the attempts.
+        config: backend and deadlines.
+        planner: compiles plans between two engines.
+    """
+
+    def __init__(
+        self,
+        rounds: RoundRunner,
+        run: Run,
+        members: Members,
+        connector: Connector,
+        changes: Changes,
+        tasks: Tasks,
+        config: ControlConfig,
+        planner: Planner,
+    ) -> None:
+        self._rounds, self._fleet = rounds, run.fleet
+        self._members, self._connector = members, connector
+        self._changes, self._tasks = changes, tasks
+        self._config, self._planner = config, planner
+        self._attempts: dict[str, _Attempts] = {}
+        self._waiting: dict[str, asyncio.Task[None]] = {}
+        self._is_due = False
+        self._standing: list[Callable[[], bool]] = []
+
+    # --- trainers that wait with the published weights ---------------------------------------
+
+    def stands_still_if(self, holds: Callable[[], bool]) -> None:
+        """Add a condition under which all trainer ranks wait with the weights that they published last."""
+        self._standing.append(holds)
+
+    @property
+    def trainers_stand_still(self) -> bool:
+        """Whether all trainer ranks are known to wait with the weights of the published version."""
+        trainers = self._fleet.trainers()
+        return (
+            trainers is not None
+            and trainers.complete
+            and trainers.identities == self._fleet.published_by
+            and any(holds() for holds in self._standing)
+        )
+
+    def serve_again(self) -> None:
+        """Bring engines up from the trainers if no engine serves the published version any more."""
+        if self._fleet.unserved:
+            self.settle_soon()
+
+    # --- bringing engines up -----------------------------------------------------------------
+
+    def settle_soon(self) -> None:
+        """Bring up engines that are behind, and bind the fleet, as soon as no round runs."""
+        if self._fleet.held:
+            self._tasks.spawn(self._members.probe_held())
+        if (
+            not self._is_due
+        ):  # a task that waits already does it for everything that changes until it runs
+            self._is_due = True
+            self._tasks.spawn(self._settle())
+
+    async def _settle(self) -> None:
+        async with self._rounds.lock:
+            self._is_due = False
+            await self.bring_up()
+            await self._connector.bind_ahead()
+
+    async def bring_up(self) -> None:
+        """Bring up every engine that does not serve the published version, one at a time."""
+        if not any(map(self._fleet.serves, self._fleet.engines())):
+            await self._bring_up_from_trainers()
+        for engine in self._fleet.writable_engines():
+            await self._bring_up(engine)
+
+    async def _bring_up_from_trainers(self) -> None:
+        """Have trainers that stand still send the published version again, to all engines."""
+        fleet = self._fleet
+        trainers, engines = fleet.trainers(), fleet.writable_engines()
+        if fleet.published < 0 or trainers is None or not engines:
+            return
+        if self._config.backend.traits.driven_by_trainer or not self.trainers_stand_still:
+            return
+        members = trainers.identities.union(*(engine.identities for engine in engines))
+        attempts = self._attempts_of(trainers.name, members, clean=True)
+        if (
+            attempts.failures.total() >= MAX_ATTEMPTS
+            or asyncio.get_running_loop().time() < attempts.due_s
+        ):
+            return
+        names = ", ".join(engine.name for engine in engines)
+        _log.info("%s: the trainers send it again to %s", fleet.unserved, names)
+        try:
+            # Replicas of the trainers were compared when the version was published.
+            binding = replace(await self._connector.ensure_bound(), replicated=None)
+            report = await self._rounds.run_round(fleet.published, fleet.lineage, binding)
+        except WindlassError as error:
+            self._failed(trainers.name, attempts, trainers.identities, str(error))
+            return
+        self._changes.notify()
+        if report.outcome is RoundOutcome.PUBLISHED:
+            self._attempts.pop(trainers.name, None)
+            return
+        if self._config.backend.traits.collective:
+            self._connector.binding = None
+        self._failed(trainers.name, attempts, trainers.identities, report.reason)
+
+    def lost(self, agent: Agent, *, ended: bool) -> None:
+        """Give an engine that has lost a rank all its attempts again.
+
+        While the lost rank may still be writing, nothing else is written to its destinations. If the rank's side
+        `ended` the connection, a living process connects again, or its write ends by the deadline of writes. If
+        neither happens, the process has ended, and its write with it.
+        """
+        attempts = self._attempts.get(agent.hello.group)
+        if attempts is not None:
+            attempts.failures.clear()
+            attempts.due_s = 0.0
+        if ended and agent.hello.role is Role.ENGINE:
+            self._tasks.spawn(self._presume_ended(agent.identity))
+
+    async def _bring_up(self, newcomer: Group) -> None:
+        version = self._fleet.published
+        if self._fleet.serves(newcomer):
+            self._attempts.pop(newcomer.name, None)
+            return
+        attempts = self._attempts_of(
+            newcomer.name, newcomer.identities, clean=not newcomer.mixed_weights
+        )
+        # Before the first version no engine can be a donor. A search per engine would cost their number squared.
+        donors = filter(self._fleet.serves, self._fleet.engines()) if version >= 0 else ()
+        trainers = self._fleet.trainers()
+        candidates = sorted(
+            (donor for donor in donors if donor.identities not in attempts.unable),
+            key=lambda donor: attempts.failures[donor.identities],
+        )
+        if not candidates or attempts.failures.total() >= MAX_ATTEMPTS:
+            return
+        if asyncio.get_running_loop().time() < attempts.due_s:
+            return
+        if (
+            newcomer.mixed_weights
+            and not attempts.clean
+            and (trainers is None or not trainers.complete)
+        ):
+            return  # an absent trainer may still be writing into this engine
+        truth = trainers.manifests if trainers is not None else ()
+        if not self._config.backend.traits.catches_up:
+            return
+        found = await asyncio.to_thread(find_donor, newcomer, candidates, truth, self._planner)
+        if found is None:
+            attempts.unable.update(donor.identities for donor in candidates)
+            return
+        donor, plan = found
+        donor_identities = donor.identities  # the group may change during the copy
+        try:
+            report = await self._copy(donor, newcomer, plan)
+        except WindlassError as error:
+            self._failed(newcomer.name, attempts, donor_identities, str(error))
+            return
+        if report.outcome is RoundOutcome.PUBLISHED:
+            _log.info("%s caught up from %s", newcomer.name, donor.name)
+            self._attempts.pop(newcomer.name, None)
+        else:
+            self._failed(newcomer.name, attempts, donor_identities, report.reason)
+
+    async def _copy(self, donor: Group, newcomer: Group, plan: TransferPlan) -> UpdateReport:
+        fleet = self._fleet
+        binding = await self._connector.bind_copy(donor, newcomer, lambda *_: plan)
+        report = await self._rounds.run_round(fleet.published, fleet.lineage, binding)
+        self._changes.notify()
+        return report
+
+    def _attempts_of(self, name: str, processes: frozenset[Identity], *, clean: bool) -> _Attempts:
+        known, version = self._attempts.get(name), self._fleet.published
+        if known is None or (known.newcomer, known.version) != (processes, version):
+            known = _Attempts(processes, version, clean=clean)
+            self._attempts[name] = known
+            if len(self._attempts) > KEPT_ATTEMPTS:
+                del self._attempts[next(iter(self._attempts))]
+        return known
+
+    def _failed(
+        self, name: str, attempts: _Attempts, donor: frozenset[Identity], reason: str
+    ) -> None:
+        attempts.failures[donor] += 1
+        num_failed = attempts.failures.total()
+        delay_s = _backoff_s(num_failed)
+        attempts.due_s = asyncio.get_running_loop().time() + delay_s
+        if num_failed >= MAX_ATTEMPTS:
+            _log.warning("%s does not catch up before the next version: %s", name, reason)
+            return
+        _log.warning("%s did not catch up, again in %g s: %s", name, delay_s, reason)
+        if (waiting := self._waiting.get(name)) is not None:
+            waiting.cancel()  # it waits for an earlier version
+        self._waiting[name] = self._tasks.spawn(self._try_again(name, delay_s))
+
+    async def _try_again(self, name: str, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        del self._waiting[name]
+        self.settle_soon()
+
+    async def _presume_ended(self, identity: Identity) -> None:
+        await asyncio.sleep(self._config.deadlines.write_s)
+        agent = self._fleet.find(identity[0])
+        away = agent is None or agent.identity != identity
+        if away and self._fleet.release(identity):
+            _log.info("%s did not come back: what it was writing is over", identity[0])
+            self.settle_soon()
+
+
+@final
+class ResumeRetries:
+    """Repeats the command to resume for engine ranks that could not follow it. In the controller's loop.
+
+    Args:
+        run: versions, journal and fleet.
+        members: connections of the agents.
+        tasks: run the repetitions.
+        lock: held while a round runs.
+        deadlines: of phases.
+
+    Attributes:
+        deadline_s: seconds within which a rank must have resumed: less than the deadlines of PUBLISH and of PAUSE,
+            because a command to pause would have to wait for it.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        members: Members,
+        tasks: Tasks,
+        lock: asyncio.Lock,
+        deadlines: PhaseDeadlines,
+    ) -> None:
+        self._run, self._members, self._tasks, self._lock = run, members, tasks, lock
+        self.deadline_s = reply_budget_s(min(deadlines.publish_s, deadlines.pause_s))
+        self._retrying: dict[Identity, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._retrying)
+
+    def heard(self, agent: Agent, reply: Reply[Result]) -> bool:
+        """Take note of a reply; return whether it changes if the rank may get traffic.
+
+        Every `Done` of an engine rank says whether the engine generates after the command. Two kinds do not count:
+        the answer to a probe, which asks nothing of the engine, and an old answer that is repeated after a welcome.
+        """
+        result = reply.result
+        if not isinstance(result, Done) or agent.hello.role is not Role.ENGINE:
+            return False
+        is_repeated = reply.round_id <= (agent.hello.epoch, agent.hello.round)
+        if reply.seq == PROBE_SEQ or (is_repeated and reply.seq != WELCOME_SEQ):
+            return False
+        before, agent.not_resumed = agent.not_resumed, result.not_resumed
+        if not agent.not_resumed:
+            self.forget(agent.identity)
+        elif agent.identity not in self._retrying:
+            _log.warning("%s did not go on: %s", agent.hello.worker, agent.not_resumed)
+            self._retrying[agent.identity] = self._tasks.spawn(self._retry(agent))
+        return bool(before) is not bool(agent.not_resumed)
+
+    def forget(self, identity: Identity) -> None:
+        """End the repetitions for a process that has resumed or left. Idempotent."""
+        if (task := self._retrying.pop(identity, None)) is not None:
+            task.cancel()
+
+    async def _retry(self, agent: Agent) -> None:
+        worker = agent.hello.worker
+        for num_told in range(MAX_ATTEMPTS):
+            await asyncio.sleep(_backoff_s(num_told + 1))
+            async with self._lock:  # otherwise a round may have paused the rank on purpose
+                again = Abort(f"go on: {agent.not_resumed}", deadline_s=self.deadline_s)
+                try:
+                    session = self._members.sessions[worker]
+                    await session.send(Envelope(*self._run.new_epoch(), 1, again))
+                except PeerUnreachable as error:
+                    _log.info(
+                        "%s", error
+                    )  # a process that connects again says whether it generates
+        await asyncio.sleep(_backoff_s(MAX_ATTEMPTS + 1))
+        reason = agent.not_resumed
+        _log.error(
+            "%s stays paused until the next round: told %s times: %s", worker, MAX_ATTEMPTS, reason
+        )
+        version = self._run.fleet.published
+        self._run.record_outcome(JournalKind.NOT_RESUMED, version, (worker,), reason)
+
+
+def find_donor(
+    newcomer: Group,
+    candidates: Sequence[Group],
+    trainers: Sequence[ShardManifest],
+    planner: Planner,
+) -> tuple[Group, TransferPlan] | None:
+    """Return the first engine whose weights make the newcomer exactly what the trainers would, with the plan.
+
+    May take seconds with a large model.
+
+    Args:
+        newcomer: the engine to bring up.
+        candidates: engines that serve the published version.
+        trainers: manifests of the trainer ranks; empty if none is connected.
+        planner: compiles plans.
+    """
+    for donor in candidates:
+        if not all(agent.hello.can_send for agent in donor.agents.values()):
+            continue
+        try:
+            plan = planner(donor.manifests, newcomer.manifests)
+        except PlanError:
+            continue  # the newcomer needs a tensor that this engine does not have
+        if _is_exact(plan, trainers):
+            return donor, plan
+    return None
+
+
+def _is_exact(plan: TransferPlan, trainers: Sequence[ShardManifest]) -> bool:
+    """Return whether the plan rounds no element that the trainers' own plan would not round in the same way.
+
+    A cast from the trainers' dtype rounds once, as the trainers' plan does. Any other cast would round weights that
+    were rounded before, when the donor got them.
+    """
+    casts = np.flatnonzero(plan.ops.src_dtype != plan.ops.dst_dtype)
+    if not len(casts):
+        return True
+    names = {plan.tensors[int(t)] for t in np.unique(plan.ops.tensor[casts])}
+    have = {
+        (plan.tensors[int(plan.ops.tensor[op])], DTYPES[int(plan.ops.src_dtype[op])])
+        for op in casts
+    }
+    return have <= _dtypes_of(trainers, names)
+
+
+def _dtypes_of(
+    manifests: Sequence[ShardManifest], names: Collection[str]
+) -> set[tuple[str, DType]]:
+    found: set[tuple[str, DType]] = set()
+    for manifest in manifests:
+        dtypes = {parameter.name: parameter.dtype for parameter in manifest.parameters}
+        found.update(
+            (shard.tensor, dtypes[shard.parameter])
+            for shard in manifest.shards()
+            if shard.tensor in names
+        )
+    return found

@@ -1,0 +1,218 @@
+"""Rounds, one at a time: begins one, has it driven, and records what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import final
+
+import msgspec
+
+from windlass.config import ControlConfig
+from windlass.control.binding import Binding
+from windlass.control.changes import tell
+from windlass.control.comparisons import Comparisons
+from windlass.control.connector import Connector
+from windlass.control.driver import RoundDriver
+from windlass.control.fleet import Agent
+from windlass.control.journal import JournalKind
+from windlass.control.links import Link
+from windlass.control.members import Members
+from windlass.control.messages import Result
+from windlass.control.report import RoundOutcome, UpdateReport
+from windlass.control.rounds import AgentLost, Finish, Phase, RoundSpec, unchanged_reason
+from windlass.control.run import Run
+from windlass.control.session import AgentSession
+from windlass.errors import RoundAborted
+from windlass.layout.naming.patterns import patterns_of, said
+from windlass.net.messages import Reply
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class RoundRunner:
+    """Runs rounds, one at a time. In the controller's loop.
+
+    Args:
+        run: versions, journal and fleet.
+        members: connections of the agents.
+        connector: bindings of the fleet.
+        config: mode, deadlines, retries.
+
+    Attributes:
+        lock: held by the task that runs a round or binds the fleet.
+    """
+
+    def __init__(
+        self, run: Run, members: Members, connector: Connector, config: ControlConfig
+    ) -> None:
+        self._run, self._fleet = run, run.fleet
+        self._members, self._connector = members, connector
+        self._config = config
+        self._comparisons = Comparisons(config.compare_share)
+        self.lock = asyncio.Lock()
+        self._driver: RoundDriver | None = None
+        self._phase_listeners: list[Callable[[int, Phase], None]] = []
+        # Digests of the links of the version that was published last.
+        self._digests: Mapping[Link, str] = {}
+        # How suspicious the newest version of the trainers was; see `_with_suspicions`.
+        self._num_unchanged = 0
+        self._had_non_finite = False
+
+    @property
+    def driver(self) -> RoundDriver | None:
+        """The driver of the round that runs now."""
+        return self._driver
+
+    def on_phase(self, listener: Callable[[int, Phase], None]) -> None:
+        """Call `listener(version, phase)` in the loop when a round enters a phase."""
+        self._phase_listeners.append(listener)
+
+    def replied(self, session: AgentSession, reply: Reply[Result]) -> None:
+        """Pass an agent's answer to the round that runs."""
+        if self._driver is not None:
+            self._driver.on_reply(session, reply)
+
+    def lost(self, agent: Agent, reason: str) -> None:
+        """Have the round that runs go on without an agent."""
+        if self._driver is not None:
+            self._driver.post(AgentLost(agent.hello.worker, reason))
+
+    # --- a round, step by step ---------------------------------------------------------------
+
+    def spec_of(
+        self, version: int, lineage: str, binding: Binding, *, is_new: bool = False
+    ) -> RoundSpec:
+        """Return the round in which the sources of a binding write a version into its engines.
+
+        Args:
+            version: the version.
+            lineage: the run that the version belongs to.
+            binding: sources, engines and links.
+            is_new: whether trainers publish the version; otherwise engines are brought up to it.
+        """
+        replicated, turn, period = self._comparisons.of_round(version, binding)
+        return RoundSpec(
+            version=version,
+            lineage=lineage,
+            config=self._config,
+            traits=self._config.backend.traits,
+            trainers=binding.trainers,
+            engines=binding.engines,
+            links=frozenset(binding.links),
+            relay=binding.relay,
+            replicated=replicated,
+            turn=turn,
+            period=period,
+            sent_before=self._sent_before(binding) if is_new else None,
+        )
+
+    def _sent_before(self, binding: Binding) -> dict[Link, str]:
+        """Return the digests of the links to engines that serve what these trainers published last."""
+        if self._fleet.published_by != binding.identities_of(binding.trainers):
+            return {}
+        serving = {engine.name for engine in self._fleet.routable()}
+        workers = {w for name, own in binding.engines.items() if name in serving for w in own}
+        return {link: digest for link, digest in self._digests.items() if link[1] in workers}
+
+    def start(
+        self, spec: RoundSpec, binding: Binding, copied: asyncio.Event | None = None
+    ) -> RoundDriver:
+        """Record that a round begins, and make it the one that runs. `finish` must follow.
+
+        Args:
+            spec: the round.
+            binding: sources, engines and links.
+            copied: set once no trainer rank reads its weights any more, where all send from replicas.
+
+        Raises:
+            RoundAborted: the journal cannot be written.
+        """
+        round_id = self._run.new_round()
+        try:
+            self._run.record(JournalKind.ROUND_BEGAN, spec.version, tuple(binding.engines))
+        except OSError as error:
+            raise RoundAborted(f"the round cannot be recorded: {error}") from error
+        # A push makes no bytes live before APPLY, so a version that cannot be recorded then changes nothing.
+        reserves_in = Phase.APPLY if spec.traits.driven_by_trainer else Phase.PUBLISH
+
+        def on_phase(phase: Phase) -> None:
+            if phase is Phase.WRITE and copied is not None:
+                copied.set()
+            if phase is reserves_in:
+                self._run.reserve(driver.version)
+            tell(self._phase_listeners, driver.version, phase)
+
+        self._driver = driver = RoundDriver(
+            spec,
+            binding,
+            round_id=round_id,  # the run's may grow during the round: a Hello can bring a higher epoch
+            sessions=self._members.sessions,
+            clock=time.perf_counter,
+            on_phase=on_phase,
+        )
+        return driver
+
+    async def finish(self, driver: RoundDriver) -> UpdateReport:
+        """Drive a round to its end, and record its result in the fleet and in the journal."""
+        try:
+            finish = await driver.run()
+        finally:
+            self._driver = None
+        report, binding, spec = finish.report, driver.binding, driver.spec
+        is_published = report.outcome is RoundOutcome.PUBLISHED
+        is_new = spec.sent_before is not None
+        # A copy between engines may be of another run's version, and a job of this run may have joined since.
+        if is_published and spec.lineage == self._run.lineage:
+            self._fleet.published, self._fleet.lineage = report.version, self._run.lineage
+        self._members.set_silent_aside(driver.sessions, finish.silent, report.left_out)
+        self._fleet.note_round(finish, binding, driver.round_id, spec.lineage, driver.late)
+        self._run.record_quarantine()
+        if binding.replicated is not None:
+            self._comparisons.conclude(
+                compare_s=report.compare_s, update_s=report.update_s, is_published=is_published
+            )
+        if is_new:
+            report = self._with_suspicions(report, finish)
+        if is_published:
+            if is_new:
+                self._digests = finish.digests
+                self._fleet.published_by = binding.identities_of(binding.trainers)
+            self._connector.note_carried(finish.carried)
+            self._run.record_outcome(JournalKind.PUBLISHED, report.version, report.engines)
+        else:
+            self._run.record_outcome(JournalKind.ROUND_ENDED, report.version, (), report.reason)
+        return report
+
+    async def run_round(self, version: int, lineage: str, binding: Binding) -> UpdateReport:
+        """Bring the engines of a binding up to a version that is published already.
+
+        Raises:
+            RoundAborted: the journal cannot be written.
+        """
+        return await self.finish(self.start(self.spec_of(version, lineage, binding), binding))
+
+    def _with_suspicions(self, report: UpdateReport, finish: Finish) -> UpdateReport:
+        """Return the report with signs of a mistake in the trainer. The first of several reports warns."""
+        self._num_unchanged = self._num_unchanged + 1 if finish.is_unchanged else 0
+        if self._num_unchanged == 1 and report.outcome is RoundOutcome.PUBLISHED:
+            _log.warning("%s", unchanged_reason(report.version))
+        found = finish.non_finite
+        if found and not self._had_non_finite:
+            _log.warning(
+                "version %d: %s of the trainers contain NaN or infinity",
+                report.version,
+                said(found),
+            )
+        self._had_non_finite = bool(found)
+        return msgspec.structs.replace(
+            report, unchanged=self._num_unchanged, non_finite=num_by_pattern(found)
+        )
+
+
+def num_by_pattern(names: Collection[str]) -> dict[str, int]:
+    """Return patterns that match these names, each with the number of names that it matches."""
+    return {pattern: len(of) for pattern, of in patterns_of(sorted(names)).items()}

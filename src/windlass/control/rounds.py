@@ -1,0 +1,748 @@
+"""One attempt to publish one version, as a pure state machine.
+
+No clock, no socket, no task: `handle(event)` returns instructions, and the coordinator
+carries them out (the sans-I/O habit of python-hyper/h11 and dask's worker state machine).
+Everything that decides whether an engine may serve lives in this file.
+
+    in_place:  PREPARE (trainers pack, engines pause) -> WRITE -> VERIFY -> APPLY -> PUBLISH
+    staged:    PREPARE -> WRITE (engines generate) -> VERIFY -> PAUSE -> APPLY -> PUBLISH
+    push:      PREPARE (engines pause) -> WRITE (until the trainer says that all is sent)
+               -> VERIFY -> APPLY -> PUBLISH
+
+What goes wrong, and what then:
+
+- An engine that dies, or does not answer by the deadline, is left out; the others go on.
+- A link that failed, or whose bytes have the wrong digest, is written again, at most
+  `max_rewrites` times. After that the others go on without its engine, which in `staged` goes on
+  with the old weights; `staged` gives up the round if that leaves nobody.
+- A link of unknown outcome is never written again: its engine is left out and quarantined.
+- In a relay (once, before anything is written again) engines write as well. Each of them says
+  which links are not complete, and whether bytes may still land in it: what is missing is
+  written by the trainers, without being counted as a rewrite.
+- Trainers that hold the same box and not the same bytes end the round before anything is written.
+- A trainer that fails before it has written ends the round: `in_place` engines that may hold
+  mixed weights stay paused, all others go on with the old version. Trainers that
+  were writing when the round ended are named in `Finish.unsettled`.
+- An answer that does not fit its command is a failure, and so is a link that nobody mentions:
+  an engine goes on to APPLY only with every link written and every digest confirmed.
+- A phase that the controller cannot record does not begin, and the round ends.
+- An engine that refuses its part of a push before APPLY ends it for all: its group is broken.
+- A failure after some engine has published does not unpublish: the version is out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+from typing import assert_never
+
+import numpy as np
+
+from windlass.config import BackendTraits, ControlConfig, P2pBackend, Reaction, UpdateMode
+from windlass.control.links import Link, LinkLedger, RelayPass
+from windlass.control.messages import (
+    ABORT_NOTICE,
+    Abort,
+    Apply,
+    Command,
+    Done,
+    Failure,
+    FailureKind,
+    Pause,
+    Prepare,
+    Prepared,
+    Publish,
+    Receive,
+    Relay,
+    RelayWrite,
+    Result,
+    SkipUpstream,
+    Verified,
+    Verify,
+    Write,
+)
+from windlass.control.push_messages import BeginPush
+from windlass.control.report import Measure, RoundOutcome, UpdateReport
+from windlass.errors import ProtocolError
+from windlass.planning.order import staggered
+from windlass.planning.replicated import DIGESTED, Replicated, decode_digested
+from windlass.transfer.bindings import Carried, LinkOutcome, LinkStatus, Relayed, Written
+
+ANSWER_S = 2.0
+
+
+class Phase(StrEnum):
+    """Where a round is; each has its own deadline."""
+
+    PREPARE = "prepare"
+    WRITE = "write"
+    VERIFY = "verify"
+    PAUSE = "pause"
+    APPLY = "apply"
+    PUBLISH = "publish"
+    DONE = "done"
+
+
+class EngineOutcome(StrEnum):
+    """What became of an engine in this round.
+
+    ACTIVE: still part of it. LEFT_OUT: serves old weights or none; not routed until it holds the
+    published version. MIXED: live weights may be of two versions; stays paused. QUARANTINED: bytes
+    may still land in its memory; not written again by this incarnation. PUBLISHED: serves the
+    version.
+    """
+
+    ACTIVE = "active"
+    LEFT_OUT = "left_out"
+    MIXED = "mixed"
+    QUARANTINED = "quarantined"
+    PUBLISHED = "published"
+
+
+def reply_budget_s(deadline_s: float) -> float:
+    """The share of a deadline, in seconds, that a peer may use before it must answer.
+
+    It must be able to say how far it came even where an engine that cannot be reached took all of
+    its time: silence would end the round for everybody.
+    """
+    return deadline_s - max(0.1 * deadline_s, min(0.3 * deadline_s, ANSWER_S))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSpec:
+    """What a round is about.
+
+    Attributes:
+        version: to publish; -1 until the trainer names it, where it drives the update.
+        config: mode, deadlines, rewrites.
+        trainers: source workers.
+        engines: engine name -> its rank workers.
+        links: (source, destination) workers that exchange bytes.
+        traits: of how bytes travel. `driven_by_trainer`: the trainer's own calls fill the Write phase,
+            which ends with `Sent`; trainers and links are empty, and every engine verifies.
+        relay: member of a relay group -> those that it passes on to; empty without a relay.
+        replicated: what trainers hold in common and must agree about; None if this round compares
+            nothing.
+        turn, period: see `due_pieces`.
+        lineage: see `Publish`.
+        sent_before: digests of the links of the version that engines serve, from the same trainers; None where the
+            round publishes nothing new.
+    """
+
+    version: int
+    config: ControlConfig
+    engines: Mapping[str, tuple[str, ...]]
+    trainers: tuple[str, ...] = ()
+    links: frozenset[tuple[str, str]] = frozenset()
+    traits: BackendTraits = P2pBackend.traits
+    relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    replicated: Replicated | None = None
+    turn: int = 0
+    period: int = 1
+    lineage: str = ""
+    sent_before: Mapping[Link, str] | None = None
+
+
+# --- events --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Replied:
+    """An agent's answer to `Send.seq`."""
+
+    worker: str
+    seq: int
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLost:
+    """An agent's connection is closed: the process is dead or unreachable."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """The deadline of the phase that `EnterPhase.entry` began; ignored when that is over."""
+
+    entry: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The round must end.
+
+    Attributes:
+        reason: for a person.
+        is_blocked: the phase that was just entered cannot be recorded and has not begun: none of
+            its commands was sent. Otherwise the trainer that drives the round has failed.
+    """
+
+    reason: str
+    is_blocked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The trainer that drives the update has sent everything for `version`."""
+
+    version: int
+
+
+Event = Replied | AgentLost | DeadlinePassed | GiveUp | Sent
+
+
+# --- instructions ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a command. `expects_reply` is false for notices that nothing waits for."""
+
+    worker: str
+    seq: int
+    command: Command
+    expects_reply: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EnterPhase:
+    """A phase begins: start its deadline. `entry` tells a phase from its repetition."""
+
+    phase: Phase
+    entry: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The round is over.
+
+    Attributes:
+        report: what trainers are told, without what only its driver can see: times, and what links took.
+        engines: what became of each.
+        mixed: engines whose live weights may be of two versions, quarantined or not.
+        unsettled: workers that were told to write and did not answer, and the engines that their
+            bytes may still reach.
+        silent: engine ranks that did not answer by a deadline.
+        carried: what each link did that was written by itself.
+        digests: of the links that were written.
+        is_unchanged: whether every byte is that of the version before.
+        non_finite: trainer parameters that contain NaN or infinity.
+    """
+
+    report: UpdateReport
+    engines: Mapping[str, EngineOutcome]
+    mixed: frozenset[str]
+    unsettled: Mapping[str, tuple[str, ...]]
+    silent: frozenset[str]
+    carried: Mapping[Link, Carried]
+    digests: Mapping[Link, str] = field(default_factory=dict)
+    is_unchanged: bool = False
+    non_finite: frozenset[str] = frozenset()
+
+
+Instruction = Send | EnterPhase | Finish
+
+
+# --- the machine ---------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Engine:
+    workers: tuple[str, ...]
+    outcome: EngineOutcome = EngineOutcome.ACTIVE
+    reason: str = ""
+    mixed: bool = False
+
+
+def unchanged_reason(version: int) -> str:
+    """Return what to say of a version that changes nothing."""
+    return (
+        f"version {version} changes nothing: every byte is that of the version before; does the optimizer step these "
+        "parameters (not a copy of them, nor a frozen base under adapters), are adapters merged before the update, "
+        "and is the learning rate above what the weights' dtype rounds away?"
+    )
+
+
+class RoundMachine:
+    """One round. Call `start` once, then `handle` for every event until `Finish` comes out.
+
+    Attributes:
+        phase: where the round is.
+    """
+
+    def __init__(self, spec: RoundSpec) -> None:
+        self._spec, self._config = spec, spec.config
+        self._version = spec.version
+        self._engines = {name: _Engine(workers) for name, workers in spec.engines.items()}
+        self._engine_of = {w: name for name, workers in spec.engines.items() for w in workers}
+        self.phase = self._phase_before = Phase.PREPARE
+        # An engine that hangs must be able to say by the deadline that it does not go on.
+        self._go_on_s = reply_budget_s(spec.config.deadlines.publish_s)
+        self._entry = 0
+        self._seq = 0
+        self._pending: dict[int, tuple[str, Command]] = {}
+        pushed_to = self._engine_of if spec.traits.driven_by_trainer else ()
+        self._links = LinkLedger(spec.links, pushed_to)
+        self._relay, self._relay_seqs = RelayPass(spec.relay), dict[str, int]()
+        parts = () if spec.replicated is None else spec.replicated.parts
+        self._digested = {worker: np.zeros(0, DIGESTED) for worker in parts}
+        self._lost_trainers: set[str] = set()
+        self._silent: set[str] = set()
+        self._rewrites_left = spec.config.max_rewrites
+        self._wrote = False
+        self._all_sent = not spec.traits.driven_by_trainer
+        self._digest_ok = True
+        self._measured: dict[Measure, dict[str, float]] = {}
+        self._carried: dict[Link, Carried] = {}
+        self._non_finite: set[str] = set()
+        self._out: list[Instruction] = []
+
+    @property
+    def waiting_for(self) -> tuple[str, ...]:
+        """Workers whose replies are outstanding."""
+        return tuple(worker for worker, _ in self._pending.values())
+
+    @property
+    def active_workers(self) -> tuple[str, ...]:
+        """Ranks of the engines that are still part of the round, by the engines' names."""
+        return tuple(worker for engine in self._active() for worker in engine.workers)
+
+    @property
+    def _waits_for_trainer(self) -> bool:
+        return self.phase is Phase.WRITE and not self._all_sent
+
+    def start(self) -> list[Instruction]:
+        """Begin."""
+        self._enter(Phase.PREPARE)
+        for trainer in self._spec.trainers:
+            period = self._spec.period if trainer in self._digested else 0
+            is_new = self._spec.sent_before is not None
+            reaction = self._config.non_finite if is_new else Reaction.OFF
+            self._send(trainer, Prepare(self._version, self._spec.turn, period, reaction))
+        if self._spec.traits.driven_by_trainer:
+            self._send_engines(BeginPush())
+        if self._config.mode is UpdateMode.IN_PLACE:
+            self._send_pauses()
+        self._advance()
+        return self._pop_instructions()
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Digest one event; returns what has to be done now."""
+        if self.phase is Phase.DONE:
+            return []
+        match event:
+            case Replied():
+                worker, command = self._pending.get(event.seq, ("", None))
+                if command is None or worker != event.worker:
+                    if event.seq == self._relay_seqs.get(event.worker):
+                        # Left out already, but it has ended now.
+                        self._relay.answered(event.worker, ())
+                    return []  # a duplicate, or an answer to a phase that is over
+                del self._pending[event.seq]
+                self._on_result(worker, command, event.result)
+            case AgentLost():
+                self._on_lost(event.worker, event.reason)
+            case DeadlinePassed():
+                if event.entry == self._entry:
+                    self._on_deadline()
+            case GiveUp():
+                if event.is_blocked:
+                    self.phase = self._phase_before
+                self._give_up(event.reason)
+            case Sent():
+                if self._waits_for_trainer:
+                    self._version, self._all_sent = event.version, True
+            case _:
+                assert_never(event)
+        self._advance()
+        return self._pop_instructions()
+
+    # --- replies -----------------------------------------------------------------------------
+
+    def _on_result(self, worker: str, command: Command, result: Result) -> None:
+        match command, result:
+            case _, Failure():
+                self._on_failure(worker, result)
+            case ((Write() | RelayWrite()), Written()):
+                self._on_written(worker, result)
+            case Relay(), Relayed():
+                self._on_relayed(worker, result)
+            case Verify(), Verified():
+                if not self._links.verify(worker, result.mismatched):
+                    reason = f"{worker}: found wrong bytes of workers that send it nothing"
+                    self._drop(self._engine_of[worker], reason)
+            case Prepare(), Prepared() if worker in self._digested:
+                self._on_prepared(worker, result)
+            case Prepare(), Done() if worker not in self._digested:
+                pass
+            case ((BeginPush() | Pause() | Apply() | Publish()), Done()):
+                pass  # the phase counts replies, nothing else to note
+            case _:
+                text = f"answered {type(command).__name__} with {type(result).__name__}"
+                self._on_failure(worker, Failure(FailureKind.FAILED, text))
+
+    def _on_failure(self, worker: str, failure: Failure) -> None:
+        unknown = failure.kind is FailureKind.UNKNOWN
+        is_early = self.phase in {Phase.PREPARE, Phase.VERIFY}
+        if worker in self._engine_of and self._spec.traits.driven_by_trainer and is_early:
+            self._give_up(f"{worker}: {failure.message}")
+        elif worker in self._engine_of:
+            self._drop(self._engine_of[worker], failure.message, unknown=unknown)
+            self._relay.answered(worker, ())
+        else:
+            asked = self._links.answered(worker)
+            quarantined = {self._engine_of[d] for d in asked} if unknown else set()
+            self._give_up(f"{worker}: {failure.message}", quarantined)
+
+    def _on_prepared(self, trainer: str, prepared: Prepared) -> None:
+        try:
+            self._digested[trainer] = decode_digested(prepared.digested)
+        except ProtocolError as error:
+            self._on_failure(trainer, Failure(FailureKind.FAILED, str(error)))
+        else:
+            self._measure(Measure.COMPARE_S, trainer, prepared.compare_s)
+
+    def _on_written(self, trainer: str, written: Written) -> None:
+        self._measure(Measure.WIRE_S, trainer, written.wire_s)
+        self._measure(Measure.PACK_S, trainer, written.pack_s)
+        self._measure(Measure.REGISTER_S, trainer, written.register_s)
+        self._non_finite.update(written.non_finite)
+        asked = self._links.answered(trainer)
+        for link in written.links:
+            if link.destination in asked:
+                self._on_link(trainer, link)
+
+    def _on_link(self, trainer: str, link: LinkOutcome) -> None:
+        worker = link.destination
+        engine = self._engine_of[worker]
+        self._measure(Measure.NBYTES, trainer, link.nbytes)
+        self._carry((trainer, worker), link.nbytes, link.wire_s)
+        match link.status:
+            case LinkStatus.OK:
+                self._links.written((trainer, worker), link.digest)
+            case LinkStatus.FAILED:
+                self._links.failed((trainer, worker), link.error)
+                # Not written: asked for again. In a relay nobody must wait for it meanwhile.
+                self._skip_upstream(trainer, (worker,) if self._relay.is_running(worker) else ())
+            case LinkStatus.UNREACHABLE:
+                self._drop(engine, f"{trainer} cannot reach {worker}: {link.error}")
+            case LinkStatus.UNKNOWN:
+                self._drop(engine, f"{trainer} -> {worker}: {link.error}", unknown=True)
+            case _:
+                assert_never(link.status)
+
+    def _on_relayed(self, worker: str, relayed: Relayed) -> None:
+        self._measure(Measure.NBYTES, worker, relayed.nbytes)
+        self._measure(Measure.WIRE_S, worker, relayed.wire_s)
+        for child in self._spec.relay[worker]:
+            if (sent := relayed.passed_on.get(child)) is not None:
+                self._carry((worker, child), sent.nbytes, sent.wire_s)
+        self._relay.answered(worker, relayed.missing)
+        for child in relayed.unknown_to:
+            if child in self._engine_of:
+                reason = f"{worker} -> {child}: the outcome of a relayed write is unknown"
+                self._drop(self._engine_of[child], reason, unknown=True)
+        self._skip_upstream(worker, relayed.unreached)
+        if relayed.unknown_from:
+            reason = f"{worker}: bytes of {', '.join(relayed.unknown_from)} may still land"
+            self._drop(self._engine_of[worker], reason, unknown=True)
+
+    def _skip_upstream(self, upstream: str, children: Collection[str]) -> None:
+        for child in children:
+            if self._relay.is_running(child):
+                self._send(child, SkipUpstream(upstream), expects_reply=False)
+
+    def _on_lost(self, worker: str, reason: str) -> None:
+        if worker in self._engine_of:
+            self._drop(self._engine_of[worker], f"{worker}: {reason}", lost=worker)
+        elif worker in self._spec.trainers:
+            self._lost_trainers.add(worker)
+            # Once it has written, it is needed again only if a link must be written again.
+            if self.phase is Phase.PREPARE or worker in self._links.in_flight:
+                self._give_up(f"{worker}: {reason}")
+
+    def _on_deadline(self) -> None:
+        late = list(dict.fromkeys(self.waiting_for))
+        if self._waits_for_trainer:
+            self._give_up("the leaders did not continue within the session's deadline")
+            return
+        reason = f"no answer in phase {self.phase} by its deadline"
+        trainers = [worker for worker in late if worker not in self._engine_of]
+        if trainers:
+            self._give_up(f"{', '.join(trainers)}: {reason}")
+            return
+        self._silent.update(late)
+        for worker in late:
+            self._drop(self._engine_of[worker], f"{worker}: {reason}")
+
+    # --- phases ------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Enter phases for as long as nothing is outstanding."""
+        while not self._pending and self.phase is not Phase.DONE:
+            if not self._active() and self.phase is not Phase.PUBLISH:
+                self._finish_without_engines()
+                return
+            if self._waits_for_trainer:
+                return
+            self._next_phase()
+
+    def _next_phase(self) -> None:
+        match self.phase:
+            case Phase.PREPARE:
+                replicated = self._spec.replicated
+                if replicated is not None and (why := replicated.disagreement(self._digested)):
+                    self._give_up(why)
+                    return
+                self._write(self._links.unwritten(self.active_workers))
+            case Phase.WRITE | Phase.VERIFY:
+                self._after_delivery()
+            case Phase.PAUSE:
+                self._enter(Phase.APPLY)
+                self._send_engines(Apply(self._version))
+            case Phase.APPLY:
+                self._enter(Phase.PUBLISH)
+                self._send_engines(Publish(self._version, self._go_on_s, self._spec.lineage))
+            case Phase.PUBLISH:
+                self._finish_published()
+            case Phase.DONE:
+                return
+            case _:
+                assert_never(self.phase)
+
+    def _after_delivery(self) -> None:
+        """Write again what is missing, have checked what is unchecked, or go on."""
+        active = self.active_workers
+        was_relayed, missed = self._relay.pop_missed()
+        self._links.forget(missed)
+        if missing := self._links.unwritten(active):
+            if was_relayed and not self._lost_trainers & set(missing):
+                self._write(missing)
+            else:
+                self._write_again(missing)
+        elif unverified := self._links.unverified(active):
+            self._enter(Phase.VERIFY)
+            for worker in unverified:
+                self._send(worker, Verify(self._version, self._links.expected(worker)))
+        elif self._config.unchanged is Reaction.REFUSE and self._is_unchanged():
+            self._refuse_unchanged()
+        elif self._config.mode is UpdateMode.STAGED:
+            self._enter(Phase.PAUSE)
+            self._send_pauses()
+        else:
+            self._enter(Phase.APPLY)
+            self._send_engines(Apply(self._version))
+
+    def _is_unchanged(self) -> bool:
+        """Return whether engines get the bytes that they serve; false if no engine tells."""
+        if self._config.unchanged is Reaction.OFF:
+            return False
+        before = self._spec.sent_before or {}
+        sent = [
+            dict(pairs) for engine in self._engines.values() if (pairs := self._sent_to(engine))
+        ]
+        known = [links for links in sent if links.keys() <= before.keys()]
+        return bool(known) and all(links.items() <= before.items() for links in known)
+
+    def _sent_to(self, engine: _Engine) -> list[tuple[Link, str]]:
+        return [
+            ((source, worker), digest)
+            for worker in engine.workers
+            for source, digest in self._links.expected(worker).items()
+        ]
+
+    def _refuse_unchanged(self) -> None:
+        """End the round: engines of the version before hold what they held, as they have verified."""
+        reason = unchanged_reason(self._version)
+        before = self._spec.sent_before or {}
+        for name, engine in self._engines.items():
+            if any(link not in before for link, _ in self._sent_to(engine)):
+                self._drop(name, reason)
+        self._wrote = False
+        self._give_up(f"{reason}; ControlConfig(unchanged='warn') publishes it all the same")
+
+    def _write(self, links: Mapping[str, tuple[str, ...]]) -> None:
+        self._enter(Phase.WRITE)
+        self._wrote = True
+        if self._spec.traits.collective:
+            links = self._links.among(links, self.active_workers)
+            self._send_receives(links)
+        else:
+            links = staggered(links)
+        relayed = self._relay.begin(self.active_workers)
+        # Less than the phase has: one link that is stuck must not cost the answer about the others.
+        within_s = reply_budget_s(self._config.deadlines.write_s)
+        if relayed:
+            for worker in self._relay.children:
+                self._send(worker, Relay(self._version, reply_budget_s(within_s)))
+                self._relay_seqs[worker] = self._seq
+        for trainer, destinations in links.items():
+            self._links.ask(trainer, destinations)
+            kind = RelayWrite if relayed else Write
+            self._send(trainer, kind(self._version, destinations, within_s))
+
+    def _send_receives(self, links: Mapping[str, tuple[str, ...]]) -> None:
+        """The other half of a collective; told first, since it has nothing to pack."""
+        groups: dict[str, dict[str, tuple[str, ...]]] = {}
+        for source, destinations in links.items():
+            for worker in destinations:
+                groups.setdefault(worker, {})[source] = destinations
+        for worker, of_worker in groups.items():
+            within_s = reply_budget_s(self._config.deadlines.write_s)
+            command = Receive(self._version, of_worker, within_s)
+            self._send(worker, command, expects_reply=False)
+
+    def _write_again(self, missing: Mapping[str, tuple[str, ...]]) -> None:
+        gone = self._lost_trainers & set(missing)
+        if self._rewrites_left and not gone:
+            self._rewrites_left -= 1
+            self._write(missing)
+            return
+        self._digest_ok = False
+        pairs = [(source, name) for source, names in sorted(missing.items()) for name in names]
+        links, error = ", ".join(f"{s} -> {d}" for s, d in pairs), self._links.why(pairs)
+        why = f"{', '.join(sorted(gone))} is gone" if gone else "after every rewrite"
+        reason = f"links failed or had wrong digests, {why}: {links}" + (
+            f": {error}" if error else ""
+        )
+        incomplete = {self._engine_of[d] for names in missing.values() for d in names}
+        if self._config.mode is UpdateMode.STAGED and len(incomplete) == len(self._active()):
+            self._give_up(reason)
+            return
+        for engine in sorted(incomplete):
+            self._drop(engine, reason)
+
+    def _send_pauses(self) -> None:
+        self._send_engines(Pause(self._config.pause_mode, self._config.deadlines.pause_s))
+
+    # --- endings -----------------------------------------------------------------------------
+
+    def _drop(self, name: str, reason: str, *, unknown: bool = False, lost: str = "") -> None:
+        """Go on without one engine."""
+        engine = self._engines[name]
+        if engine.outcome is not EngineOutcome.ACTIVE:
+            if unknown:
+                engine.outcome, engine.reason = EngineOutcome.QUARANTINED, reason
+            return
+        self._leave(engine, reason, unknown=unknown, lost=lost)
+        gone = set(engine.workers)
+        self._pending = {s: sent for s, sent in self._pending.items() if sent[0] not in gone}
+
+    def _leave(
+        self, engine: _Engine, reason: str, *, unknown: bool = False, lost: str = ""
+    ) -> None:
+        engine.reason, engine.mixed = reason, self._may_be_mixed()
+        for worker in engine.workers:
+            self._skip_upstream(worker, self._relay.leave(worker, lost=worker == lost))
+        if unknown:
+            engine.outcome = EngineOutcome.QUARANTINED
+        else:
+            engine.outcome = EngineOutcome.MIXED if engine.mixed else EngineOutcome.LEFT_OUT
+        for worker in engine.workers:
+            if worker != lost:
+                notice = Abort(ABORT_NOTICE, engine.mixed, self._go_on_s)
+                self._send(worker, notice, expects_reply=False)
+
+    def _may_be_mixed(self) -> bool:
+        """Whether an engine that leaves now may hold bytes of two versions in live memory."""
+        if self._config.mode is UpdateMode.IN_PLACE and self._spec.traits.lands_live:
+            return self._wrote
+        return self.phase in {Phase.APPLY, Phase.PUBLISH}
+
+    def _give_up(self, reason: str, quarantined: Collection[str] = ()) -> None:
+        """End the round for everybody; nothing has been published."""
+        self._pending.clear()
+        for name in quarantined:
+            self._drop(name, reason, unknown=True)
+        for engine in self._active():
+            self._leave(engine, reason)
+        mixed = any(engine.mixed for engine in self._engines.values())
+        self._finish(RoundOutcome.FAILED if mixed else RoundOutcome.ABORTED, reason)
+
+    def _finish_without_engines(self) -> None:
+        reasons = "; ".join(f"{n}: {e.reason}" for n, e in self._engines.items() if e.reason)
+        self._finish(RoundOutcome.FAILED, f"no engine is left: {reasons or 'none took part'}")
+
+    def _finish_published(self) -> None:
+        published = self._active()
+        for engine in published:
+            engine.outcome = EngineOutcome.PUBLISHED
+        if published:
+            self._finish(RoundOutcome.PUBLISHED, "")
+        else:
+            self._finish_without_engines()
+
+    def _finish(self, outcome: RoundOutcome, reason: str) -> None:
+        for trainer in () if outcome is RoundOutcome.PUBLISHED else self._spec.trainers:
+            self._send(trainer, Abort(ABORT_NOTICE), expects_reply=False)
+        self.phase = Phase.DONE
+        engines = self._engines.items()
+        writing = {s: d for s, d in self._relay.unsettled().items() if d} | self._links.in_flight
+        report = UpdateReport(
+            version=self._version,
+            outcome=outcome,
+            reason=reason,
+            engines=tuple(n for n, e in engines if e.outcome is EngineOutcome.PUBLISHED),
+            left_out={name: e.reason for name, e in engines if e.reason},
+            measures={m.value: m.of_ranks(values) for m, values in self._measured.items()},
+            digest_ok=self._digest_ok,
+        )
+        self._out.append(
+            Finish(
+                report=report,
+                engines={name: e.outcome for name, e in engines},
+                mixed=frozenset(name for name, e in engines if e.mixed),
+                unsettled={
+                    source: tuple(sorted({self._engine_of[d] for d in destinations}))
+                    for source, destinations in writing.items()
+                },
+                silent=frozenset(self._silent),
+                carried=self._carried,
+                digests=dict(
+                    pair
+                    for engine in self._engines.values()
+                    if engine.outcome is EngineOutcome.PUBLISHED
+                    for pair in self._sent_to(engine)
+                ),
+                is_unchanged=self._is_unchanged(),
+                non_finite=frozenset(self._non_finite),
+            )
+        )
+
+    def _measure(self, measure: Measure, worker: str, value: float) -> None:
+        values = self._measured.setdefault(measure, {})
+        values[worker] = values.get(worker, 0.0) + (value if 0 < value < inf else 0.0)
+
+    def _carry(self, link: Link, nbytes: int, wire_s: float) -> None:
+        if nbytes > 0 and 0 < wire_s < inf:
+            before = self._carried.get(link, Carried(0, 0.0))
+            self._carried[link] = Carried(before.nbytes + nbytes, before.wire_s + wire_s)
+
+    # --- small things ------------------------------------------------------------------------
+
+    def _active(self) -> list[_Engine]:
+        return [e for e in self._engines.values() if e.outcome is EngineOutcome.ACTIVE]
+
+    def _send_engines(self, command: Command) -> None:
+        for worker in self.active_workers:
+            self._send(worker, command)
+
+    def _send(self, worker: str, command: Command, *, expects_reply: bool = True) -> None:
+        self._seq += 1
+        if expects_reply:
+            self._pending[self._seq] = (worker, command)
+        self._out.append(Send(worker, self._seq, command, expects_reply))
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase_before, self.phase = self.phase, phase
+        self._entry += 1
+        self._out.append(EnterPhase(phase, self._entry))
+
+    def _pop_instructions(self) -> list[Instruction]:
+        out, self._out = self._out, []
+        return out

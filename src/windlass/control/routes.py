@@ -1,0 +1,38 @@
+"""What a controller answers about weight updates, and where: agents, status, updates that a trainer drives itself."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from windlass.control.coordinator import Coordinator
+from windlass.control.push import PushUpdates
+from windlass.net.server import ControlServer
+
+
+def mount_updates(coordinator: Coordinator, server: ControlServer) -> None:
+    """Add `/v1/agents`, `/v1/status` and `/v1/callback` to a server that has not started."""
+
+    async def serve_status(_request: web.Request) -> web.Response:
+        return web.json_response(status_of(coordinator))
+
+    agents = web.get("/v1/agents", coordinator.members.serve)
+    status = web.get("/v1/status", serve_status)
+    server.add_routes((agents, status, *PushUpdates(coordinator).routes()))
+
+
+def status_of(coordinator: Coordinator) -> dict[str, object]:
+    """What `/v1/status` answers."""
+    trainers = coordinator.fleet.trainers()
+    return {
+        "epoch": coordinator.run.round_id.epoch,
+        "round": coordinator.run.round_id.round,
+        "published_version": coordinator.fleet.published,
+        "unserved": coordinator.fleet.unserved,
+        "mode": coordinator.config.mode.value,
+        "engines": coordinator.fleet.describe(),
+        "refused": coordinator.members.describe_refused(),
+        "trainers": [] if trainers is None else list(trainers.workers),
+        "in_round": coordinator.in_round,
+        "updates": coordinator.num_updates,
+        "links": coordinator.connector.describe_links(),
+    }

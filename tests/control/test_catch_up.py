@@ -1,0 +1,67 @@
+"""Which engine may bring a newcomer up: only one whose weights make it exactly what trainers would."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from fake_agents import fake_hello
+
+from windlass.control.fleet import Agent, Group
+from windlass.control.recovery import find_donor
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.planning.planner import plan_transfer
+
+SHAPE = (4, 6)
+
+
+def manifest(worker: str, role: Role, dtype: DType, tensor: str = "weight") -> ShardManifest:
+    builder = ManifestBuilder(worker, role)
+    builder.add_parameter("p", nbytes=24 * dtype.itemsize, dtype=dtype)
+    builder.add_shard(tensor, SHAPE, Box((0, 0), SHAPE), "p")
+    return builder.build()
+
+
+def engine(name: str, dtype: DType, *, can_send: bool = True, tensor: str = "weight") -> Group:
+    described = manifest(f"{name}/0", Role.ENGINE, dtype, tensor)
+    hello = msgspec.structs.replace(
+        fake_hello(described, group=name, incarnation=name), can_send=can_send
+    )
+    return Group(name, Role.ENGINE, 1, {0: Agent(hello, described)})
+
+
+@pytest.mark.parametrize(
+    ("donor", "newcomer", "trainer", "exact"),
+    [
+        (DType.BFLOAT16, DType.BFLOAT16, DType.FLOAT32, True),
+        (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT32, True),
+        (DType.BFLOAT16, DType.FLOAT32, DType.FLOAT32, False),
+        (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, False),
+        (DType.BFLOAT16, DType.FLOAT32, DType.BFLOAT16, True),
+    ],
+)
+def test_nothing_is_rounded_twice(
+    donor: DType, newcomer: DType, trainer: DType, exact: bool
+) -> None:
+    trainers = [manifest("trainer/0", Role.TRAINER, trainer)]
+    found = find_donor(engine("b", newcomer), [engine("a", donor)], trainers, plan_transfer)
+    assert (found is not None) is exact
+
+
+def test_without_trainers_only_the_same_dtype_is_known_to_be_exact() -> None:
+    newcomer = engine("c", DType.BFLOAT16)
+    candidates = [engine("a", DType.FLOAT32), engine("b", DType.BFLOAT16)]
+    found = find_donor(newcomer, candidates, (), plan_transfer)
+    assert found is not None
+    donor, plan = found
+    assert donor.name == "b"
+    assert plan.nbytes == newcomer.manifests[0].nbytes
+
+
+def test_engines_that_cannot_send_or_hold_something_else_are_passed_over() -> None:
+    candidates = [
+        engine("a", DType.BFLOAT16, can_send=False),
+        engine("b", DType.BFLOAT16, tensor="another"),
+    ]
+    assert find_donor(engine("c", DType.BFLOAT16), candidates, (), plan_transfer) is None

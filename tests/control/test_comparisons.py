@@ -1,0 +1,121 @@
+"""What comparing replicas may cost: an account, by its properties."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.config import ControlConfig
+from windlass.control.comparisons import Comparison, Comparisons
+from windlass.errors import ConfigError
+
+SECONDS = st.floats(1e-6, 1e3)
+UPDATES = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=60)
+"""(what a comparison costs, the rest of the update)."""
+
+
+def run(
+    comparisons: Comparisons, updates: Sequence[tuple[float, float]], sources: str = "a"
+) -> list[tuple[Comparison | None, float, float]]:
+    """Publish them one after the other: (decision, compare_s, update_s)."""
+    done = []
+    for version, (cost, rest) in enumerate(updates):
+        decided = comparisons.begin(version, sources)
+        spent = 0.0 if decided is None else cost
+        comparisons.conclude(compare_s=spent, update_s=spent + rest, is_published=True)
+        done.append((decided, spent, spent + rest))
+    return done
+
+
+@given(UPDATES, st.floats(0, 1, exclude_max=True))
+def test_what_is_spent_stays_below_the_share(
+    updates: list[tuple[float, float]], share: float
+) -> None:
+    done = run(Comparisons(share), updates)
+    charged: list[float] = []
+    took, excess = done[0][2], 0.0
+    for decided, spent, update_s in done[1:]:
+        took += update_s
+        if decided is not None:
+            excess = max(excess, spent - min(charged, default=0.0))
+            charged.append(spent)
+        assert sum(charged) <= share * took + excess + 1e-6 * took
+
+
+@given(UPDATES, st.floats(0, 1))
+def test_the_first_compares_everything_and_turns_advance_only_where_something_was_compared(
+    updates: list[tuple[float, float]], share: float
+) -> None:
+    compared = [decided for decided, _, _ in run(Comparisons(share), updates) if decided]
+    assert compared[0] == Comparison(0, is_first=True)
+    assert compared[1:] == [Comparison(turn, is_first=False) for turn in range(1, len(compared))]
+
+
+@given(SECONDS, SECONDS, st.floats(0.001, 1, exclude_max=True))
+def test_equal_updates_compare_as_often_as_the_share_allows(
+    cost: float, rest: float, share: float
+) -> None:
+    num = 400
+    done = run(Comparisons(share), [(cost, rest)] * num)
+    charged = sum(spent for _, spent, _ in done[1:])
+    assert charged > 0
+    allowed = share * sum(update_s for _, _, update_s in done)
+    if share * (cost + rest) < cost:  # some are left out: not for more than two comparisons' worth
+        assert charged >= allowed - 2 * cost - share * (cost + rest) - 1e-6 * allowed
+
+
+@given(UPDATES)
+def test_a_share_of_one_compares_in_every_update(updates: list[tuple[float, float]]) -> None:
+    assert all(decided is not None for decided, _, _ in run(Comparisons(1.0), updates))
+
+
+def test_a_share_of_nothing_compares_once_more_and_never_again() -> None:
+    decided = [found for found, _, _ in run(Comparisons(0.0), [(0.5, 1.0)] * 50)]
+    assert [found is not None for found in decided[:3]] == [True, True, False]
+    assert not any(decided[2:])
+
+
+def test_an_attempt_to_publish_a_version_again_does_what_the_one_before_did() -> None:
+    comparisons = Comparisons(0.02)
+    run(comparisons, [(1.0, 1.0), (1.0, 1.0)])
+    for _ in range(3):
+        assert comparisons.begin(7, "a") is None
+        comparisons.conclude(compare_s=0.0, update_s=100.0, is_published=False)
+    assert comparisons.begin(7, "b") == Comparison(2, is_first=True)
+
+
+def test_after_a_disagreement_the_next_version_is_compared_whatever_it_costs() -> None:
+    comparisons = Comparisons(0.02)
+    run(comparisons, [(1.0, 1.0), (1e-3, 1.0)])
+    found = comparisons.begin(5, "a")
+    assert found == Comparison(2, is_first=False)
+    comparisons.conclude(compare_s=50.0, update_s=50.0, is_published=False)
+    for version in (6, 7):
+        assert comparisons.begin(version, "a") == found
+        comparisons.conclude(compare_s=50.0, update_s=50.0, is_published=False)
+    assert comparisons.begin(8, "a") == found
+    comparisons.conclude(compare_s=1.0, update_s=2.0, is_published=True)
+    assert comparisons.begin(9, "a") is None
+
+
+def test_a_first_comparison_that_was_not_published_is_done_again() -> None:
+    comparisons = Comparisons(0.02)
+    for version in range(3):
+        assert comparisons.begin(version, "a") == Comparison(0, is_first=True)
+        comparisons.conclude(compare_s=1.0, update_s=1.0, is_published=False)
+
+
+def test_other_trainers_begin_anew() -> None:
+    comparisons = Comparisons(0.02)
+    run(comparisons, [(1.0, 1.0)] * 3)
+    again = run(comparisons, [(1.0, 1.0)] * 3, "b")
+    assert [found and found.is_first for found, _, _ in again] == [True, False, None]
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.01, float("nan"), "half"])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    with pytest.raises(ConfigError, match="compare_share must be"):
+        ControlConfig(compare_share=share)

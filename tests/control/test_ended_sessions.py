@@ -1,0 +1,93 @@
+"""A trainer rank whose session is over, or whose caller was interrupted, harms no other rank."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from fake_fleet import FakeFleet
+from small_pair import small_manifest
+
+import windlass
+from windlass.control.client import TrainerChannel
+from windlass.errors import ConfigError, PeerUnreachable
+from windlass.layout.manifest import Role
+from windlass.trainers.client import TrainerClient, TrainerWeights
+from windlass.transfer.base import ParameterMemory
+from windlass.transports.registry import create_transport, parse_transport
+
+TOKEN = "t" * 32
+
+
+def connected(url: str, made_whole: list[str]) -> tuple[TrainerClient, np.ndarray]:
+    trained = np.zeros(24, np.uint8)
+    transport = create_transport(parse_transport("cma"), towards=url)
+    address = int(trained.ctypes.data)
+    region = transport.register(address, trained.nbytes)
+    memory = (ParameterMemory(address, trained.nbytes),)
+    weights = TrainerWeights(
+        manifest=small_manifest("trainer/0", Role.TRAINER),
+        parameters=lambda: memory,
+        make_whole=lambda: made_whole.append("whole"),
+    )
+    client = TrainerClient(
+        weights, transport=transport, controller=url, token=TOKEN, registered=[region]
+    )
+    return client, trained
+
+
+async def test_a_rank_that_was_sent_away_takes_part_in_what_all_ranks_do_before_it_says_so() -> (
+    None
+):
+    """Ranks that are still connected stand in the same collective, which nothing else would end."""
+    made_whole: list[str] = []
+    async with windlass.Controller(token=TOKEN) as controller:
+        client, _memory = await asyncio.to_thread(connected, controller.url, made_whole)
+        with client:
+            client._channel._end(PeerUnreachable("sent away"))
+            client._channel.ended = Future()
+            client._channel.ended.set_exception(PeerUnreachable("sent away"))
+            with pytest.raises(PeerUnreachable, match="sent away"):
+                await asyncio.to_thread(client.publish, 0)
+            with pytest.raises(PeerUnreachable, match="sent away"):
+                await asyncio.to_thread(client.prepare_publish, 1)
+            with pytest.raises(PeerUnreachable, match="sent away"):
+                await asyncio.to_thread(lambda: client.publish_soon(2).result(10))
+            assert made_whole == ["whole"] * 3
+
+
+async def test_a_version_that_is_none_gives_up_nothing_that_is_under_way() -> None:
+    async with windlass.Controller(token=TOKEN) as controller:
+        client, _memory = await asyncio.to_thread(connected, controller.url, [])
+        with client:
+            await asyncio.to_thread(client.prepare_publish, 0)
+            with pytest.raises(ConfigError, match="prepare_publish: version must be"):
+                await asyncio.to_thread(client.prepare_publish, -1)
+            under_way = client._channel._announced
+            assert under_way is not None
+            assert not under_way.report.done()
+
+
+async def test_an_announcement_whose_caller_was_interrupted_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it would begin a round, at once or over the next connection, while the weights change."""
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        channel = rig.channels["trainer/0"]
+        assert isinstance(channel, TrainerChannel)
+        waiting = rig.coordinator._requests
+
+        def interrupt(_report: Future[object], _deadline_s: float | None = None) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(Future, "result", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                channel.announce(0, 30.0)
+        assert channel._announced is None
+        async with asyncio.timeout(10):
+            while waiting.num_waiting:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0.01)

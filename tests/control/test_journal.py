@@ -1,0 +1,331 @@
+"""The journal of rounds stays short, and says the same whenever its controller is killed."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import os
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from fake_fleet import FakeFleet
+from journal_killer import NUM_ENTRIES, entry, state
+
+from windlass.config import ControlConfig
+from windlass.control import coordinator, journal, publish_requests
+from windlass.control.coordinator import Coordinator
+from windlass.control.journal import Journal, JournalEntry, JournalKind
+from windlass.control.messages import MAX_COUNT
+from windlass.control.report import RoundOutcome
+from windlass.control.routes import status_of
+from windlass.errors import ConfigError
+from windlass.net import line_file as lines
+from windlass.net.line_file import add_checksum
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """In memory where there is such a place: these tests wait for the disk thousands of times."""
+    shm = Path("/dev/shm")
+    with TemporaryDirectory(dir=shm if shm.is_dir() else None) as name:
+        yield Path(name)
+
+
+def expected(entries: list[JournalEntry]) -> list[object]:
+    """What a controller must know after `entries`, by the definition of each word."""
+    published = [e.version for e in entries if e.kind is JournalKind.PUBLISHED]
+    begun = [e.version for e in entries if e.kind is JournalKind.PUBLISHING]
+    return [
+        max(e.epoch for e in entries),
+        max(e.round for e in entries),
+        max(published, default=-1),
+        max(published + begun, default=-1),
+        sorted((e.engines[0], e.detail) for e in entries if e.kind is JournalKind.QUARANTINED),
+    ]
+
+
+def write_lines(path: Path, *lines: str) -> None:
+    path.write_bytes(b"".join(add_checksum(line.encode()) for line in lines))
+
+
+@pytest.mark.parametrize(
+    "number", ['"epoch":99999999999999999999', '"epoch":9007199254740992', '"epoch":-1']
+)
+def test_an_epoch_that_could_not_be_sent_is_no_entry(number: str, folder: Path) -> None:
+    path = folder / "journal"
+    good = '{"kind":"started","epoch":1,"round":0,"version":-1}'
+    write_lines(path, good, good.replace('"epoch":1', number))
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="line 2"):
+        Journal(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("field", ["engines", "lineage"])
+def test_a_name_that_could_not_be_sent_is_no_entry(field: str, folder: Path) -> None:
+    path, name = folder / "journal", json.dumps("n" * 256)
+    value = f"[{name}]" if field == "engines" else name
+    write_lines(path, f'{{"kind":"started","epoch":1,"round":0,"version":-1,"{field}":{value}}}')
+    with pytest.raises(ConfigError, match="line 1"):
+        Journal(path)
+
+
+def test_a_journal_at_the_last_epoch_is_refused_before_anything_is_written(folder: Path) -> None:
+    path = folder / "journal"
+    write_lines(path, f'{{"kind":"started","epoch":{MAX_COUNT},"round":0,"version":-1}}')
+    before = path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"epoch must be < 2\^53, got 9007199254740992"):
+            Coordinator(ControlConfig(), journal_path=path)
+    assert path.read_bytes() == before
+
+
+def test_every_flipped_bit_is_an_error_and_the_file_is_left_as_it_is(folder: Path) -> None:
+    path = folder / "journal"
+    opened = Journal(path)
+    opened.start()
+    for number in range(4):
+        opened.append(entry(number))
+    opened.append(JournalEntry(JournalKind.PUBLISHED, 9, 9, 9, ("a",)))
+    opened.close()
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError):
+            Journal(path)
+        assert path.read_bytes() == damaged
+
+
+def test_a_second_controller_on_a_journal_is_told_that_another_one_has_it(folder: Path) -> None:
+    path, link = folder / "journal", folder / "link"
+    first = Journal(path)
+    link.symlink_to(path)
+    for name in (path, link):
+        with pytest.raises(ConfigError, match="another process has it open"):
+            Coordinator(ControlConfig(), journal_path=name)
+    first.close()
+
+
+def test_a_journal_that_is_a_fifo_is_refused(folder: Path) -> None:
+    os.mkfifo(folder / "journal")
+    with pytest.raises(ConfigError, match="it is not a regular file"):
+        Coordinator(ControlConfig(), journal_path=folder / "journal")
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+async def test_without_its_journal_a_controller_publishes_nothing(how: str, folder: Path) -> None:
+    path = folder / "journal"
+    async with FakeFleet(journal_path=path) as rig:
+        await rig.start({"a": 1})
+        assert (await rig.publish(0)).outcome is RoundOutcome.PUBLISHED
+        path.unlink()
+        if how == "replaced":
+            Journal(path).close()
+        report = await rig.publish(1)
+        assert report.outcome is RoundOutcome.FAILED
+        assert f"journal was {how} while it was open" in report.reason
+        assert rig.engines["a/0"].version == 0
+
+
+def test_the_run_of_a_journal_is_made_once_and_outlives_compactions(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "COMPACT_AFTER", 5)
+    monkeypatch.setattr(journal, "KEPT_ENTRIES", 3)
+    path = folder / "journal"
+    found = set()
+    for number in range(20):
+        opened = Journal(path)
+        opened.start()
+        found.add(opened.summary.lineage)
+        opened.append(entry(number))
+        opened.close()
+    assert len(found) == 1
+    others = {Journal(folder / f"other-{i}") for i in range(2)}
+    for other in others:
+        other.start()
+    assert len({other.summary.lineage for other in others} | found) == 3
+
+
+def _held() -> int:
+    """Bytes of what journals and this file have made and keep; not of what else this process does."""
+    gc.collect()
+    mine = [tracemalloc.Filter(True, name) for name in (journal.__file__, lines.__file__, __file__)]
+    found = tracemalloc.take_snapshot().filter_traces(mine).statistics("filename")
+    return sum(statistic.size for statistic in found)
+
+
+def test_thousands_of_rounds_grow_neither_the_file_nor_the_memory(folder: Path) -> None:
+    path = folder / "journal"
+    opened = Journal(path)
+
+    def rounds(first: int, last: int) -> None:
+        for number in range(first, last):
+            for kind in (JournalKind.ROUND_BEGAN, JournalKind.PUBLISHING, JournalKind.PUBLISHED):
+                opened.append(JournalEntry(kind, 3, number, number, ("engine-a", "engine-b")))
+
+    rounds(0, 3000)
+    tracemalloc.start()
+    try:
+        rounds(3000, 4000)
+        before = _held()
+        rounds(4000, 8000)
+        after = _held()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 100_000
+    limit = journal.COMPACT_AFTER + journal.KEPT_ENTRIES + 10
+    assert path.read_bytes().count(b"\n") <= limit
+    assert state(opened) == [3, 7999, 7999, 7999, []]
+    opened.close()
+    assert state(Journal(path)) == [3, 7999, 7999, 7999, []]
+
+
+def test_a_compacted_journal_says_what_the_whole_one_would(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "COMPACT_AFTER", 5)
+    monkeypatch.setattr(journal, "KEPT_ENTRIES", 3)
+    path = folder / "journal"
+    entries: list[JournalEntry] = []
+    for number in range(80):
+        opened = Journal(path)
+        for each in (entry(2 * number), entry(2 * number + 1)):
+            entries.append(each)
+            opened.append(each)
+            assert state(opened) == expected(entries)
+        assert tuple(opened.recent)[-3:] == tuple(entries[-3:])
+        opened.close()
+
+
+def test_a_controller_killed_before_any_call_of_a_compaction_loses_nothing(folder: Path) -> None:
+    script = Path(__file__).parents[1] / "support" / "journal_killer.py"
+    ended = subprocess.run(
+        [sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == 0, ended.stderr
+    runs = [json.loads(line) for line in ended.stdout.splitlines()]
+    for call, told, said in runs:
+        # The entry that was being recorded may be there as well.
+        possible = [
+            json.loads(json.dumps(expected([entry(i) for i in range(upto + 1)])))
+            for upto in (told, told + 1)
+        ]
+        assert said in possible, f"killed before {call} after entry {told}"
+    assert runs[-1][:2] == ["", NUM_ENTRIES - 1]
+    killed = [call for call, _, _ in runs[:-1]]
+    assert {"open", "write", "fdatasync", "fsync", "close", "replace"} <= set(killed)
+    assert killed.count("replace") >= 2
+
+
+def test_a_compacted_file_is_on_disk_before_it_has_the_name_and_the_name_before_the_next_entry(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "COMPACT_AFTER", 4)
+    monkeypatch.setattr(journal, "KEPT_ENTRIES", 2)
+    calls: list[str] = []
+    real_replace, real_sync, real_directory = Path.replace, os.fdatasync, lines._sync_directory
+
+    def replace(self: Path, target: Path) -> Path:
+        calls.append("replace")
+        return real_replace(self, target)
+
+    def sync(descriptor: int) -> None:
+        calls.append("sync")
+        real_sync(descriptor)
+
+    def directory(path: Path) -> None:
+        calls.append("directory")
+        real_directory(path)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    monkeypatch.setattr(os, "fdatasync", sync)
+    monkeypatch.setattr(lines, "_sync_directory", directory)
+    opened = Journal(folder / "journal")
+    for number in range(4):
+        calls.clear()
+        opened.append(entry(number))
+    opened.close()
+    assert calls == ["sync", "directory", "sync", "replace", "directory", "sync"]
+
+
+@pytest.mark.parametrize("call", ["replace", "write"])
+def test_a_journal_that_cannot_be_compacted_goes_on(
+    call: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "COMPACT_AFTER", 4)
+    monkeypatch.setattr(journal, "KEPT_ENTRIES", 2)
+    opened = Journal(folder / "journal")
+    for number in range(3):
+        opened.append(entry(number))
+    with monkeypatch.context() as broken:
+        if call == "replace":
+            broken.setattr(Path, "replace", _full)
+        else:
+            real = lines._write_all
+            broken.setattr(
+                lines, "_write_all", lambda fd, data: real(fd, data) if len(data) < 120 else _full()
+            )
+        opened.append(entry(3))
+    assert (folder / "journal").read_bytes().count(b"\n") == 4
+    for number in range(4, 30):
+        opened.append(entry(number))
+    assert (folder / "journal").read_bytes().count(b"\n") < 20
+    opened.close()
+    assert state(Journal(folder / "journal")) == expected([entry(i) for i in range(30)])
+
+
+def _full(*_args: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_file_that_is_replaced_while_it_is_opened_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "journal"
+    Journal(path).close()
+    real = fcntl.flock
+
+    def flock(descriptor: int, flags: int) -> None:
+        other = folder / "other"
+        other.touch()
+        other.replace(path)
+        real(descriptor, flags)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ConfigError, match="was replaced while it was open"):
+        Journal(path)
+
+
+def test_a_controller_that_cannot_write_its_first_line_leaves_the_journal_to_the_next(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "journal"
+    with monkeypatch.context() as full:
+        full.setattr(lines, "_write_all", _full)
+        with pytest.raises(ConfigError, match="No space left"):
+            Coordinator(ControlConfig(), journal_path=path)
+    opened = Journal(path)
+    assert opened.summary.epoch == 0
+    opened.close()
+
+
+async def test_a_coordinator_keeps_the_newest_reports_and_counts_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert publish_requests.KEPT_REPORTS > 100
+    monkeypatch.setattr(coordinator, "KEPT_REPORTS", 5)
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        for version in range(12):
+            await rig.publish(version)
+        assert [report.version for report in rig.coordinator.reports] == [7, 8, 9, 10, 11]
+        assert status_of(rig.coordinator)["updates"] == 12

@@ -1,0 +1,270 @@
+"""The round machine with a relay: who is asked, what is written again, and what stays unknown."""
+
+from __future__ import annotations
+
+import msgspec
+
+from windlass.config import ControlConfig, UpdateMode
+from windlass.control.messages import (
+    Abort,
+    Apply,
+    Command,
+    Done,
+    Failure,
+    FailureKind,
+    Pause,
+    Prepare,
+    Publish,
+    Relay,
+    RelayWrite,
+    Result,
+    SkipUpstream,
+    Verified,
+    Verify,
+    Write,
+)
+from windlass.control.report import Measure, RoundOutcome
+from windlass.control.rounds import (
+    AgentLost,
+    DeadlinePassed,
+    EngineOutcome,
+    EnterPhase,
+    Finish,
+    Instruction,
+    Phase,
+    Replied,
+    RoundMachine,
+    RoundSpec,
+    Send,
+)
+from windlass.transfer.bindings import Carried, LinkOutcome, LinkStatus, Relayed, Written
+
+ENGINES = ("a", "b", "c")
+CHAIN = {"a/0": ("b/0",), "b/0": ("c/0",), "c/0": ()}
+
+
+def relayed(
+    missing: tuple[str, ...] = (),
+    unknown_from: tuple[str, ...] = (),
+    unknown_to: tuple[str, ...] = (),
+    unreached: tuple[str, ...] = (),
+) -> Relayed:
+    return Relayed(missing, unknown_from, unknown_to, unreached, 10, 0.5)
+
+
+class Round:
+    """One trainer, three engines in a chain, and answers by hand."""
+
+    def __init__(self, mode: UpdateMode = UpdateMode.STAGED) -> None:
+        self.machine = RoundMachine(
+            RoundSpec(
+                version=1,
+                config=ControlConfig(mode=mode, max_rewrites=0),
+                trainers=("t",),
+                engines={name: (f"{name}/0",) for name in ENGINES},
+                links=frozenset(("t", f"{name}/0") for name in ENGINES),
+                relay=CHAIN,
+            )
+        )
+        self.sent: list[Send] = []
+        self.entry = 0
+        self.finish: Finish | None = None
+        self._take(self.machine.start())
+
+    def _take(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Send():
+                    self.sent.append(instruction)
+                case EnterPhase():
+                    self.entry = instruction.entry
+                case Finish():
+                    self.finish = instruction
+
+    def answer(self, worker: str, kind: type[Command], result: Result) -> None:
+        """Answer the newest command of a kind."""
+        send = next(s for s in reversed(self.sent) if (s.worker, type(s.command)) == (worker, kind))
+        self._take(self.machine.handle(Replied(worker, send.seq, result)))
+
+    def lose(self, worker: str) -> None:
+        self._take(self.machine.handle(AgentLost(worker, "gone")))
+
+    def pass_deadline(self) -> None:
+        self._take(self.machine.handle(DeadlinePassed(self.entry)))
+
+    def prepare(self) -> None:
+        self.answer("t", Prepare, Done())
+
+    def written(self, kind: type[Command], *names: str, status: LinkStatus = LinkStatus.OK) -> None:
+        links = tuple(LinkOutcome(f"{n}/0", status, 5, "digest") for n in names)
+        self.answer("t", kind, Written(links, 0.0, 1.0))
+
+    def told(self, worker: str, kind: type[Command]) -> list[Command]:
+        return [s.command for s in self.sent if s.worker == worker and type(s.command) is kind]
+
+    def complete(self, *names: str) -> Finish:
+        """Everything that comes after the bytes are there."""
+        for name in names:
+            self.answer(f"{name}/0", Verify, Verified(()))
+        for kind in (Pause, Apply, Publish):
+            for name in names:
+                self.answer(f"{name}/0", kind, Done())
+        assert self.finish is not None
+        return self.finish
+
+
+def test_trainers_feed_and_engines_relay_once() -> None:
+    round_ = Round()
+    round_.prepare()
+    (feed,) = round_.told("t", RelayWrite)
+    assert isinstance(feed, RelayWrite)
+    assert set(feed.destinations) == {"a/0", "b/0", "c/0"}
+    (relay,) = round_.told("c/0", Relay)
+    assert isinstance(relay, Relay)
+    assert relay.deadline_s < feed.deadline_s
+    round_.written(RelayWrite, *ENGINES)
+    for name in ENGINES:
+        round_.answer(f"{name}/0", Relay, relayed())
+    (verify,) = round_.told("c/0", Verify)
+    assert verify == Verify(1, {"t": "digest"})
+    finish = round_.complete(*ENGINES)
+    assert finish.report.outcome is RoundOutcome.PUBLISHED
+    assert finish.report.measures[Measure.NBYTES] == 3 * 5 + 3 * 10
+    assert not round_.told("t", Write)
+    assert not finish.unsettled
+
+
+def test_what_is_passed_on_counts_for_the_links_that_the_relay_has() -> None:
+    round_ = Round()
+    round_.prepare()
+    links = tuple(
+        LinkOutcome(f"{name}/0", LinkStatus.OK, nbytes, "digest", wire_s=wire_s)
+        for name, nbytes, wire_s in (("a", 5, 0.5), ("b", 0, 0.0), ("c", 5, float("nan")))
+    )
+    round_.answer("t", RelayWrite, Written(links, 0.0, 1.0))
+    for name in ENGINES:
+        passed_on = {"b/0": Carried(10, 0.25), "d/0": Carried(1 << 60, 1e300)}
+        result = msgspec.structs.replace(relayed(), passed_on=passed_on)
+        round_.answer(f"{name}/0", Relay, result)
+    assert round_.complete(*ENGINES).carried == {
+        ("t", "a/0"): Carried(5, 0.5), ("a/0", "b/0"): Carried(10, 0.25),
+    }  # fmt: skip
+
+
+def test_what_a_relay_leaves_missing_is_written_by_the_trainers_whatever_the_order() -> None:
+    for engines_first in (False, True):
+        round_ = Round()
+        round_.prepare()
+        if not engines_first:
+            round_.written(RelayWrite, *ENGINES)
+        round_.answer("c/0", Relay, relayed(missing=("t",)))
+        round_.answer("a/0", Relay, relayed())
+        round_.answer("b/0", Relay, relayed())
+        if engines_first:
+            round_.written(RelayWrite, *ENGINES)
+        # No rewrite is allowed in this round: completing a relay is none.
+        assert round_.told("t", Write) == [Write(1, ("c/0",), 108.0)]
+        round_.written(Write, "c")
+        assert round_.complete(*ENGINES).report.outcome is RoundOutcome.PUBLISHED
+
+
+def test_nobody_waits_for_an_engine_that_is_lost_or_for_a_trainer_that_failed() -> None:
+    round_ = Round()
+    round_.prepare()
+    round_.lose("a/0")
+    assert round_.told("b/0", SkipUpstream) == [SkipUpstream("a/0")]
+    assert not round_.told("c/0", SkipUpstream)
+    round_.written(RelayWrite, *ENGINES, status=LinkStatus.FAILED)
+    assert SkipUpstream("t") in round_.told("b/0", SkipUpstream)
+    for name in ("b", "c"):
+        round_.answer(f"{name}/0", Relay, relayed(missing=("t",)))
+    round_.written(Write, "b", "c")
+    finish = round_.complete("b", "c")
+    assert finish.engines["a"] is EngineOutcome.LEFT_OUT
+    assert not finish.unsettled  # its process is gone
+
+
+def test_an_engine_that_was_not_reached_is_told_not_to_wait() -> None:
+    round_ = Round()
+    round_.prepare()
+    round_.answer("a/0", Relay, relayed(unreached=("b/0",)))
+    assert round_.told("b/0", SkipUpstream) == [SkipUpstream("a/0")]
+
+
+def test_unknown_outcomes_quarantine_whom_the_bytes_may_reach() -> None:
+    round_ = Round()
+    round_.prepare()
+    round_.written(RelayWrite, *ENGINES)
+    round_.answer("a/0", Relay, relayed(unknown_to=("b/0",)))
+    assert round_.told("b/0", Abort)
+    assert round_.told("c/0", SkipUpstream) == [SkipUpstream("b/0")]
+    round_.answer("c/0", Relay, relayed(missing=("t",)))
+    round_.written(Write, "c")
+    finish = round_.complete("a", "c")
+    assert finish.engines["b"] is EngineOutcome.QUARANTINED
+    # b was left out while it passed on: it may be doing that still.
+    assert finish.unsettled == {"b/0": ("c",)}
+
+
+def test_an_engine_that_is_left_out_but_has_answered_is_at_rest() -> None:
+    round_ = Round()
+    round_.prepare()
+    round_.written(RelayWrite, *ENGINES)
+    round_.answer("a/0", Relay, relayed(unknown_to=("b/0",)))
+    round_.answer("b/0", Relay, relayed(missing=("t",)))
+    round_.answer("c/0", Relay, relayed(missing=("t",)))
+    round_.written(Write, "c")
+    assert not round_.complete("a", "c").unsettled
+
+
+def test_the_late_answer_to_something_else_does_not_end_what_an_engine_passes_on() -> None:
+    round_ = Round()
+    round_.prepare()
+    round_.written(RelayWrite, *ENGINES)
+    round_.answer("a/0", Relay, relayed(unknown_to=("b/0",)))
+    for send in [each for each in round_.sent if not isinstance(each.command, Relay)]:
+        event = Replied("b/0", send.seq, Failure(FailureKind.STALE, "has passed"))
+        assert round_.machine.handle(event) == []
+    round_.answer("c/0", Relay, relayed(missing=("t",)))
+    round_.written(Write, "c")
+    assert round_.complete("a", "c").unsettled == {"b/0": ("c",)}
+
+
+def test_a_relay_that_does_not_answer_is_left_out_and_holds_whom_it_wrote() -> None:
+    round_ = Round()
+    round_.prepare()
+    round_.written(RelayWrite, *ENGINES)
+    round_.answer("b/0", Relay, relayed(missing=("t",), unknown_from=("a/0",)))
+    round_.answer("c/0", Relay, relayed(missing=("t",)))
+    round_.pass_deadline()
+    round_.written(Write, "c")
+    finish = round_.complete("c")
+    assert finish.report.outcome is RoundOutcome.PUBLISHED
+    assert finish.engines["b"] is EngineOutcome.QUARANTINED
+    assert finish.unsettled == {"a/0": ("b",)}
+
+
+def test_a_failure_in_a_relay_leaves_its_engine_out() -> None:
+    round_ = Round()
+    round_.prepare()
+    round_.written(RelayWrite, *ENGINES)
+    round_.answer("a/0", Relay, Failure(FailureKind.FAILED, "no group"))
+    assert round_.told("b/0", SkipUpstream) == [SkipUpstream("a/0")]
+    for name in ("b", "c"):
+        round_.answer(f"{name}/0", Relay, relayed(missing=("t",)))
+    round_.written(Write, "b", "c")
+    assert not round_.complete("b", "c").unsettled
+
+
+def test_without_every_member_the_trainers_write() -> None:
+    round_ = Round(UpdateMode.IN_PLACE)
+    round_.lose("c/0")
+    round_.prepare()
+    for name in ("a", "b"):
+        round_.answer(f"{name}/0", Pause, Done())
+    assert round_.machine.phase is Phase.WRITE
+    assert not round_.told("t", RelayWrite)
+    assert not round_.told("a/0", Relay)
+    (write,) = round_.told("t", Write)
+    assert isinstance(write, Write)
+    assert set(write.destinations) == {"a/0", "b/0"}

@@ -1,0 +1,72 @@
+"""What links carried, added up by transport: everything is in the sums, and a report stays small."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.control.report import (
+    SLOWEST_LINKS,
+    RoundOutcome,
+    UpdateReport,
+    wire_by_transport,
+)
+from windlass.net.messages import MAX_NAME_NBYTES, encode
+from windlass.transfer.bindings import Carried, LinkOutcome, LinkStatus, Written
+
+carried_links = st.dictionaries(
+    st.tuples(st.sampled_from("abc"), st.sampled_from("uvwxyz")),
+    st.tuples(
+        st.builds(Carried, st.integers(1, 1 << 50), st.floats(1e-6, 1e3)),
+        st.sampled_from(["cma", "nixl", ""]),
+    ),
+)
+
+
+@given(carried_links)
+def test_every_byte_is_counted_once_and_the_slowest_are_named(
+    links: dict[tuple[str, str], tuple[Carried, str]],
+) -> None:
+    transports = {link: name for link, (_, name) in links.items() if name}
+    wire = wire_by_transport({link: found for link, (found, _) in links.items()}, transports)
+    assert {name: found.num_links for name, found in wire.items()} == Counter(transports.values())
+    for name, found in wire.items():
+        own = [links[link][0] for link, taken in transports.items() if taken == name]
+        assert found.nbytes == sum(link.nbytes for link in own)
+        assert found.wire_s == pytest.approx(sum(link.wire_s for link in own))
+        longest = sorted((link.wire_s for link in own), reverse=True)[:SLOWEST_LINKS]
+        assert [link.wire_s for link in found.slowest] == longest
+        for link in found.slowest:
+            assert links[link.source, link.destination] == (Carried(link.nbytes, link.wire_s), name)
+
+
+def test_a_reply_grows_by_a_number_for_each_link_and_a_report_with_none() -> None:
+    """A trainer rank that writes 4096 engine ranks, by names as long as they may be."""
+    names = [f"engine/{index}".ljust(MAX_NAME_NBYTES, "-") for index in range(4096)]
+
+    links = (LinkOutcome(name, LinkStatus.OK, 1 << 30, "0" * 32, wire_s=0.1) for name in names)
+    reply = msgspec.to_builtins(Written(tuple(links), 0.5, 0.25))
+    with_times = len(encode(reply))
+    for link in reply["links"]:
+        del link["wire_s"]
+    assert with_times - len(encode(reply)) == 16 * len(names)
+
+    def report_nbytes(num_sources: int) -> int:
+        carried = {
+            (f"trainer/{rank}".ljust(MAX_NAME_NBYTES, "-"), name): Carried(1 << 40, 0.1)
+            for rank in range(num_sources)
+            for name in names
+        }
+        transports = {link: "cma" if index % 2 else "nixl" for index, link in enumerate(carried)}
+        wire = wire_by_transport(carried, transports)
+        report = UpdateReport(version=1, outcome=RoundOutcome.PUBLISHED, wire=wire)
+        assert msgspec.msgpack.decode(encode(report), type=UpdateReport) == report
+        return len(encode(report))
+
+    small, large = report_nbytes(1), report_nbytes(16)
+    assert large <= small + 16  # figures have more digits, and nothing else is more
+    assert large <= 8192
