@@ -119,10 +119,14 @@ test-integrations: engines
 
 # The part of test-engines, and of test-megatron, that shows what an update promises with the settings that users run:
 # prefix caches on, overlapped gathers, model classes of a plugin that keep tensors apart from parameters. Answers of
-# updated servers, in every pause mode, are those of fresh servers in other processes. About 20 minutes on two cores; the closing line counts what was compared.
+# updated servers, in every pause mode, are those of fresh servers in other processes. Log-probabilities are those of the
+# sampled distribution, and two servers draw different samples. About 40 servers start in turn, each with about 20 s of
+# processor time (2026-11-28); the closing line counts the comparisons.
 test-truth: engines
 	$(RUN) -m "engines or not engines" tests/engines/test_vllm_encoders.py tests/engines/test_vllm_caches.py \
-	  tests/engines/test_sglang_caches.py tests/engines/test_live_derived_state.py tests/trainers/test_whole.py $(ARGS)
+	  tests/engines/test_sglang_caches.py tests/engines/test_live_derived_state.py tests/engines/test_live_sampling.py \
+	  tests/trainers/test_whole.py \
+	  tests/integrations/test_vllm_plugin.py::test_versions_of_large_noise_are_those_of_fresh_servers $(ARGS)
 
 # Every test that SECURITY.md and docs/attacks.md name: strangers, tokens, TLS, forged and misfit members, other
 # runs, damaged journals, against real processes. About 2 minutes on two cores; most are in `make test` as well.

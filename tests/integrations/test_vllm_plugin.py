@@ -1,10 +1,10 @@
-"""Plain vLLM servers, started with one flag, that FSDP2 trainers update through vLLM's own routes.
+"""FSDP2 trainers update plain vLLM servers, which users start with one flag, through vLLM's own routes.
 
-After every update a server answers, with its prefix caches on, what a fresh server of the trainer's weights
-answers, and every tensor that it holds has the checksum that vLLM takes of the fresh one's. Servers that die
-do so in a phase of a round that is known: rank 0 of the trainer hosts the controller, and kills them there.
+After every update a server with prefix caches gives the answers of a fresh server that has no Windlass on its path and
+has loaded the trainer's weights (`fresh_servers`). vLLM's own checksums of all parameters are equal too. Servers die in a
+known phase of a round: rank 0 of the trainer hosts the controller, and kills them there.
 
-WINDLASS_ENGINES=one leaves out what is the same with more ranks, and most phases; `all` has every phase in
+WINDLASS_ENGINES=one leaves out most phases, and cases that only repeat others with more ranks. `all` has every phase in
 both modes, and every way of pausing with two ranks.
 """
 
@@ -13,15 +13,27 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from fresh_servers import (
+    PACKS,
+    checksums,
+    require_equal_answers,
+    require_equal_parameters,
+    serving_fresh,
+)
 from plain_vllm import PlainServer, checkpoint, serving_plain, syncing
+from servers import Layout
 from sync_rank import Order, Sent
+
+from windlass.integrations.vllm import WeightSync
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
@@ -31,6 +43,12 @@ PREFIX = [(7 * place) % 240 for place in range(140)]
 PROMPTS = tuple([*PREFIX, *tail] for tail in ([17, 18], [99, 4, 5]))
 """The second finds the block of the first in the prefix cache: vLLM's have 128 tokens on CPUs."""
 NUM_TOKENS = 12
+DTYPE = "bfloat16"
+"""The dtype of the live and the fresh servers."""
+NUM_NOISY, NOISE = 3, 0.5
+"""Versions that the trainer makes by adding noise to every parameter, and its standard deviation."""
+NOISY_DTYPE = "float32" if PACKS else "bfloat16"
+"""The dtype of servers of such versions: other kernels than the updated server's may differ by whole nats in bfloat16."""
 NUM_RUNNING_TOKENS = 120
 BY_CALLER = "by the caller"
 """Who pauses and resumes as frameworks do; `pause=None` of `WeightSync`."""
@@ -102,9 +120,25 @@ def require_fresh(
     hits = server.num_prefix_hits()
     answered, updated = ask(server), server.checksums()
     assert server.num_prefix_hits() > hits
-    with serving_plain(weights, log, tp=tp) as fresh:
-        assert fresh.checksums() == updated != held
-        assert ask(fresh) == answered != old
+    assert updated != held
+    assert answered != old
+    require_equal_to_fresh(weights, log, updated, answered, tp=tp)
+
+
+def require_equal_to_fresh(
+    weights: Path,
+    log: Path,
+    updated: dict[str, str],
+    answered: Answers,
+    *,
+    tp: int = 1,
+    dtype: str = DTYPE,
+) -> None:
+    """Compare an updated server with a fresh one that runs without Windlass."""
+    with serving_fresh("vllm", weights, log, layout=Layout(tp), dtype=dtype) as fresh:
+        require_equal_parameters(updated, checksums("vllm", fresh.post))
+        told = [fresh.answer(prompt, NUM_TOKENS) for prompt in PROMPTS]
+    require_equal_answers(answered, told, dtype=dtype)
 
 
 def test_an_updated_server_is_a_fresh_one(
@@ -195,6 +229,36 @@ def test_a_version_that_is_not_published_leaves_the_old_weights(
             assert "RoundAborted" in sent.error
             assert "stale version" in sent.error
     assert (ask(server), server.checksums(), server.is_paused()) == (answered, updated, False)
+
+
+def test_versions_of_large_noise_are_those_of_fresh_servers(
+    source: Path, tmp_path: Path, compared: Callable[[str, int], None]
+) -> None:
+    """With such weights an error of one value, or of one version, changes most greedy tokens."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    served: list[tuple[Answers, dict[str, str]]] = []
+    with (
+        serving_plain(source, tmp_path / "live.log", flags=("--dtype", NOISY_DTYPE)) as server,
+        WeightSync(model, servers=[server.url]) as sync,
+    ):
+        for version in range(1, NUM_NOISY + 1):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    parameter.add_(noise.to(parameter.dtype) * NOISE)
+            assert sync.send_weights(version).servers == (server.url,)
+            # The second time, the prefix cache answers for the prompts.
+            answered = ask(server)
+            assert ask(server) == answered
+            served.append((answered, server.checksums()))
+            model.save_pretrained(tmp_path / str(version))
+    assert len({str(answered) for answered, _ in served}) == NUM_NOISY
+    for version, (answered, held) in enumerate(served, 1):
+        log = tmp_path / f"fresh-{version}.log"
+        require_equal_to_fresh(tmp_path / str(version), log, held, answered, dtype=NOISY_DTYPE)
+        compared("greedy tokens with a fresh server's", NUM_TOKENS * len(PROMPTS))
+        compared("logprobs with a fresh server's", NUM_TOKENS * len(PROMPTS))
 
 
 KILLS: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {

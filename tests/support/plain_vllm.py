@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 import transformers
+from fresh_servers import checksums
 from hosts import Host
 from rank_processes import RankProcesses, running_ranks
 from servers import ROOT, VENVS, environment, save
@@ -94,9 +95,8 @@ class PlainServer:
         return tokens, list(logprobs["token_logprobs"])
 
     def checksums(self) -> dict[str, str]:
-        """Of every tensor of every rank, by vLLM itself."""
-        said = json.loads(self.http.post("/weight_checker", {"action": "checksum"}, HTTP_S))
-        return dict(said["checksums"])
+        """Return vLLM's own checksums of the parameters of all ranks."""
+        return checksums("vllm", lambda path, body: json.loads(self.http.post(path, body, HTTP_S)))
 
     def version(self) -> str:
         """That answers are stamped with."""
