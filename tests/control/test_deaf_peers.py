@@ -37,6 +37,7 @@ from windlass.jobs.train_worker import CONTROLLER_FRAMES, Joined
 from windlass.jobs.train_worker import Done as TrainDone
 from windlass.net import rpc_client, rpc_server
 from windlass.net.access import Access, role_token
+from windlass.net.clock import Backoff
 from windlass.net.messages import PROTOCOL_VERSION, Envelope, Refused, Reply, encode
 from windlass.net.server import ControlServer
 from windlass.net.sockets import PART_NBYTES, PartJoiner, close_socket, send_frame
@@ -174,7 +175,7 @@ async def test_an_agent_leaves_a_controller_that_reads_nothing_and_connects_agai
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rpc_client, "send_frame", partial(send_frame, deadline_s=0.3))
-    monkeypatch.setattr(rpc_client, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(rpc_client, "BACKOFF", Backoff(0.01, 5.0))
     third = asyncio.Event()
     num_connections = 0
 

@@ -25,6 +25,7 @@ from windlass.control.recovery import MAX_ATTEMPTS, ResumeRetries
 from windlass.control.report import RoundOutcome
 from windlass.control.rounds import reply_budget_s
 from windlass.control.routes import mount_updates
+from windlass.net.clock import Backoff
 from windlass.net.messages import Envelope
 from windlass.net.server import ControlServer
 
@@ -243,7 +244,7 @@ async def join_without_server(rig: FakeFleet) -> FakeEngineRank:
 async def test_an_engine_that_comes_back_at_rest_gets_no_traffic_before_it_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recovery, "FIRST_BACKOFF_S", 0.02)
+    monkeypatch.setattr(recovery, "BACKOFF", Backoff(0.02, 30.0))
 
     async with FakeFleet() as rig:
         rank = await join_without_server(rig)
@@ -270,7 +271,7 @@ async def until_routable(coordinator: Coordinator, names: set[str]) -> None:
 async def test_what_a_lost_connection_left_at_rest_is_told_by_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recovery, "FIRST_BACKOFF_S", 0.02)
+    monkeypatch.setattr(recovery, "BACKOFF", Backoff(0.02, 30.0))
 
     async with FakeFleet() as rig:
         rank = await join_without_server(rig)
@@ -319,7 +320,7 @@ class Engine:
 async def test_an_update_whose_resume_fails_is_published_and_its_engine_goes_on_later(
     mode: UpdateMode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(recovery, "FIRST_BACKOFF_S", 0.02)
+    monkeypatch.setattr(recovery, "BACKOFF", Backoff(0.02, 30.0))
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     coordinator = Coordinator(ControlConfig(mode=mode), journal_path=tmp_path / "journal")
     mount_updates(coordinator, server)
@@ -336,7 +337,7 @@ async def test_an_update_whose_resume_fails_is_published_and_its_engine_goes_on_
         assert (hooks.resumes, hooks.paused, hooks.version) == (5, False, 0)
         assert bytes(pair.served) == bytes(pair.trained)
         # A round takes the pause over: nobody is told to go on while its weights are written.
-        monkeypatch.setattr(recovery, "FIRST_BACKOFF_S", 600.0)
+        monkeypatch.setattr(recovery, "BACKOFF", Backoff(600.0, 600.0))
         hooks.num_failures = 1
         await asyncio.to_thread(pair.trainer.publish, 1)
         assert (coordinator.routable(), hooks.paused) == ((), True)

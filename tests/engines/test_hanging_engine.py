@@ -24,6 +24,7 @@ from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.sglang.orders import SglangApi
 from windlass.engines.vllm.extension import VllmApi
 from windlass.errors import PeerTimeout
+from windlass.net.clock import Backoff
 from windlass.net.server import ControlServer
 
 TOKEN = "a-token"
@@ -95,7 +96,7 @@ class Served:
 async def test_an_engine_whose_server_hangs_is_published_and_rests_until_it_answers(
     hangs_at: str, mode: UpdateMode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(recovery, "FIRST_BACKOFF_S", 0.02)
+    monkeypatch.setattr(recovery, "BACKOFF", Backoff(0.02, 30.0))
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SERVER, hangs_at, stdout=asyncio.subprocess.PIPE
     )

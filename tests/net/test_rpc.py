@@ -16,6 +16,7 @@ from aiohttp import web
 
 from windlass.errors import PeerUnreachable, ProtocolError
 from windlass.net import rpc_client
+from windlass.net.clock import Backoff
 from windlass.net.messages import Codec, Envelope, Garbled, Refused, Reply, check_name, encode
 from windlass.net.rpc import Session
 from windlass.net.rpc_client import Client
@@ -225,7 +226,7 @@ async def test_a_token_follows_no_redirect(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append(request.path)
         return web.Response()
 
-    monkeypatch.setattr(rpc_client, "FIRST_BACKOFF_S", 5.0)
+    monkeypatch.setattr(rpc_client, "BACKOFF", Backoff(5.0, 5.0))
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     server.add_routes([web.get("/v1/agents", elsewhere), web.get("/v1/status", status)])
     await server.start()

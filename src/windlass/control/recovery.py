@@ -41,21 +41,16 @@ from windlass.control.run import Run
 from windlass.errors import PeerUnreachable, PlanError, WindlassError
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Role, ShardManifest
+from windlass.net.clock import Backoff
 from windlass.net.messages import Envelope, Reply
 from windlass.planning.plan import DTYPES, TransferPlan
 
 _log = logging.getLogger(__name__)
 KEPT_ATTEMPTS = 1024
 """Engines whose attempts are remembered: the newest. Most of the others have left for good."""
-FIRST_BACKOFF_S = 1.0
-MAX_BACKOFF_S = 30.0
+BACKOFF = Backoff(1.0, 30.0)
 MAX_ATTEMPTS = 8
 """Attempts for one process and one cause. The number is limited because rounds wait for each attempt."""
-
-
-def _backoff_s(num_failed: int) -> float:
-    """Return the seconds to wait after so many failures: 1, 2, 4, ... `MAX_BACKOFF_S`."""
-    return min(FIRST_BACKOFF_S * 2.0 ** (num_failed - 1), MAX_BACKOFF_S)
 
 
 @dataclass(slots=True)
@@ -276,7 +271,7 @@ class CatchUps:
     ) -> None:
         attempts.failures[donor] += 1
         num_failed = attempts.failures.total()
-        delay_s = _backoff_s(num_failed)
+        delay_s = BACKOFF.after(num_failed)
         attempts.due_s = asyncio.get_running_loop().time() + delay_s
         if num_failed >= MAX_ATTEMPTS:
             _log.warning("%s does not catch up before the next version: %s", name, reason)
@@ -359,7 +354,7 @@ class ResumeRetries:
     async def _retry(self, agent: Agent) -> None:
         worker = agent.hello.worker
         for num_told in range(MAX_ATTEMPTS):
-            await asyncio.sleep(_backoff_s(num_told + 1))
+            await asyncio.sleep(BACKOFF.after(num_told + 1))
             async with self._lock:  # otherwise a round may have paused the rank on purpose
                 again = Abort(f"go on: {agent.not_resumed}", deadline_s=self.deadline_s)
                 try:
@@ -369,7 +364,7 @@ class ResumeRetries:
                     _log.info(
                         "%s", error
                     )  # a process that connects again says whether it generates
-        await asyncio.sleep(_backoff_s(MAX_ATTEMPTS + 1))
+        await asyncio.sleep(BACKOFF.after(MAX_ATTEMPTS + 1))
         reason = agent.not_resumed
         _log.error(
             "%s stays paused until the next round: told %s times: %s", worker, MAX_ATTEMPTS, reason

@@ -52,6 +52,7 @@ from windlass.net.addresses import (
     split_host_port,
     url_of,
 )
+from windlass.net.clock import Backoff
 from windlass.progress import Progress
 
 REACH_DEADLINE_S = 30.0
@@ -462,15 +463,14 @@ def _reach(host: str, port: int) -> None:
     Raises:
         PeerUnreachable: the server refused connections for `REACH_DEADLINE_S`.
     """
-    end_s, backoff_s = time.monotonic() + REACH_DEADLINE_S, 0.05
+    end_s, pauses = time.monotonic() + REACH_DEADLINE_S, Backoff(0.05, 1.0).pauses()
     while True:
         try:
             socket.create_connection((host, port), timeout=REACH_DEADLINE_S).close()
         except OSError as error:
             if time.monotonic() > end_s:
                 raise PeerUnreachable(f"engine server {host}:{port}: {error}") from error
-            threading.Event().wait(backoff_s)
-            backoff_s *= 2
+            threading.Event().wait(next(pauses))
         else:
             return
 

@@ -1,9 +1,11 @@
-"""Deadlines on the monotonic clock."""
+"""Deadlines on the monotonic clock, and pauses between attempts."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 from windlass.errors import TransferFailed
 
@@ -34,3 +36,24 @@ class Deadline:
         """
         if time.monotonic() > self.at_s:
             raise TransferFailed(f"{self.purpose}: deadline of {self.seconds} s passed")
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Pauses between attempts: each is twice as long as the one before.
+
+    Attributes:
+        first_s: seconds after the first failure.
+        most_s: seconds of the longest pause.
+    """
+
+    first_s: float
+    most_s: float
+
+    def after(self, num_failed: int) -> float:
+        """Return the seconds to wait after this many failures in a row, at least 1."""
+        return min(self.first_s * 2.0 ** min(num_failed - 1, 64), self.most_s)
+
+    def pauses(self) -> Iterator[float]:
+        """Yield the seconds after the first failure, the second, and so on, without end."""
+        return map(self.after, count(1))

@@ -30,6 +30,7 @@ from windlass.errors import (
     ProtocolError,
 )
 from windlass.net.addresses import check_url
+from windlass.net.clock import Backoff
 from windlass.net.messages import (
     Codec,
     Envelope,
@@ -50,8 +51,7 @@ from windlass.net.sockets import (
 
 _log = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 5.0
+BACKOFF = Backoff(0.1, 5.0)
 HEARTBEAT_S = 20.0
 JOIN_S = 10.0
 CLOSING_S = 0.01
@@ -265,7 +265,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
                 future.set_exception(error)
 
     async def _stay_connected(self) -> None:
-        backoff_s, give_up_at = FIRST_BACKOFF_S, self._loop.time() + self._give_up_s
+        pauses, give_up_at = BACKOFF.pauses(), self._loop.time() + self._give_up_s
         async with open_http(self._token, to_controller=True) as http:
             while True:
                 was_connected = False
@@ -289,7 +289,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
                         self.on_lost()
                     self.disconnected.set()
                 if was_connected:
-                    backoff_s, give_up_at = FIRST_BACKOFF_S, self._loop.time() + self._give_up_s
+                    pauses, give_up_at = BACKOFF.pauses(), self._loop.time() + self._give_up_s
                 if self._loop.time() > give_up_at:
                     self._end(
                         PeerUnreachable(
@@ -299,8 +299,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
                 if self.ended.done():
                     return
                 # Nothing signals the return of a server, so wait and try again.
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
-                backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+                await asyncio.sleep(next(pauses) * random.uniform(0.5, 1.0))  # noqa: S311
 
     async def _converse(self, http: aiohttp.ClientSession) -> None:
         try:

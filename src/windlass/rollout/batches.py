@@ -26,6 +26,7 @@ from windlass.errors import (
 )
 from windlass.net.access import authorization
 from windlass.net.addresses import check_url
+from windlass.net.clock import Backoff
 from windlass.net.messages import encode
 from windlass.net.sockets import open_connection
 from windlass.rollout.handles import Rollout, RolloutGroup
@@ -48,8 +49,7 @@ MAX_ASKED_STEPS = 1024
 ASK_EVERY_S = 20.0
 """Seconds after which a rank repeats its request: networks drop connections that are silent for longer."""
 ANSWER_MARGIN_S = 2.0
-FIRST_BACKOFF_S = 0.05
-MAX_BACKOFF_S = 1.0
+BACKOFF = Backoff(0.05, 1.0)
 
 
 def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[TrainingSample, ...]:
@@ -349,7 +349,7 @@ class BatchClient(Closing):
         if not deadline_s > 0:
             raise ConfigError(f"next_batch: deadline_s must be > 0, got {deadline_s}")
         ends = time.monotonic() + deadline_s
-        backoff, last = FIRST_BACKOFF_S, "no answer"
+        pauses, last = BACKOFF.pauses(), "no answer"
         while (left := ends - time.monotonic()) > 0:
             wait_s = min(left, ASK_EVERY_S)
             query = urlencode(
@@ -360,8 +360,7 @@ class BatchClient(Closing):
             except (OSError, http.client.HTTPException) as error:
                 self.close()
                 last = f"{type(error).__name__}: {error}"
-                self._backoff.wait(max(0.0, min(backoff, ends - time.monotonic())))
-                backoff = min(2 * backoff, MAX_BACKOFF_S)
+                self._backoff.wait(max(0.0, min(next(pauses), ends - time.monotonic())))
                 continue
             if status == 200:
                 return TRAINING_BATCHES.decode(body)

@@ -10,12 +10,12 @@ import aiohttp
 import msgspec
 
 from windlass.errors import DECODE_ERRORS, PeerUnreachable, RolloutError
+from windlass.net.clock import Backoff
 from windlass.net.sockets import connection_error
 from windlass.rollout.messages import ErrorKind, OnAbort, Partial, RolloutTask, Turn
 
 MAX_STALLS = 8
-FIRST_STALL_BACKOFF_S = 0.05
-MAX_STALL_BACKOFF_S = 1.0
+STALL_BACKOFF = Backoff(0.05, 1.0)
 ABORT = "abort"
 
 
@@ -124,8 +124,7 @@ class _Progress:
                 message = reason.message if reason is not None else ""
                 raise self.failure(f"{stalls} aborts without a new token {message}".strip())
             if stalls:
-                backoff = FIRST_STALL_BACKOFF_S * 2 ** (stalls - 1)
-                await asyncio.sleep(min(backoff, MAX_STALL_BACKOFF_S))
+                await asyncio.sleep(STALL_BACKOFF.after(stalls))
         return AttemptResult(self.tokens, "length")
 
     async def _call(self, session: aiohttp.ClientSession) -> _Answer:

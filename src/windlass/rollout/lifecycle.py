@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout, RolloutError
+from windlass.net.clock import Backoff
 from windlass.net.logs import LineLimit, log_fields
 from windlass.rollout.handles import (
     GroupHandle,
@@ -360,7 +361,7 @@ class Lifecycle:
         )
         self.journal.attempted(record)
         self.table.move(record, State.BACKOFF)
-        delay = min(self._config.retry_backoff_s * 2 ** (record.failures - 1), MAX_BACKOFF_S)
+        delay = Backoff(self._config.retry_backoff_s, MAX_BACKOFF_S).after(record.failures)
         record.timer = asyncio.get_running_loop().call_later(delay, self._requeue, record)
         self._work_changed()
 

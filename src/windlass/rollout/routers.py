@@ -23,11 +23,11 @@ from windlass.control.engine_state import EngineState, EngineStatus
 from windlass.envs import ROUTER_TOKEN_VARIABLE, check_token, secret_value
 from windlass.errors import PeerUnreachable, ProtocolError
 from windlass.net.addresses import check_url
+from windlass.net.clock import Backoff
 from windlass.net.sockets import connection_error, open_http
 
 logger = logging.getLogger(__name__)
-FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 3.0
+BACKOFF = Backoff(0.1, 3.0)
 MAX_ANSWER_NBYTES = 1 << 22
 MAX_SEEN = 4096
 """Number of engines that are remembered, the newest, so that routers can be told to remove disconnected ones."""
@@ -210,8 +210,8 @@ class RouterUpdates:
 
     async def _tell(self, http: aiohttp.ClientSession, config: RouterConfig) -> bool:
         """Notify one router; return whether it is up to date. Each try sends the fleet as it is then."""
-        backoff_s, reason = FIRST_BACKOFF_S, ""
-        for _ in range(config.num_tries):
+        reason = ""
+        for num_tries in range(1, config.num_tries + 1):
             if self._coordinator.in_round:
                 # The router is notified at the end of the round.
                 return False
@@ -225,8 +225,7 @@ class RouterUpdates:
             except (aiohttp.ClientError, OSError, PeerUnreachable, ProtocolError) as error:
                 reason = connection_error(error)
             # The router is unreachable or still applies the change, and sends no signal at its end.
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            await asyncio.sleep(BACKOFF.after(num_tries))
         logger.error(
             "router %s does not know the fleet after %d tries, and is told at the next change: %s",
             *(config.url, config.num_tries, reason),

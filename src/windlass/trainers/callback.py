@@ -49,7 +49,7 @@ from windlass.errors import (
 )
 from windlass.net.access import authorization
 from windlass.net.addresses import check_url, own_address
-from windlass.net.clock import Deadline
+from windlass.net.clock import Backoff, Deadline
 from windlass.net.sockets import open_connection
 from windlass.trainers.client import TrainerClient, version_number
 from windlass.transfer.bindings import GroupOffer, WireTensor
@@ -63,8 +63,7 @@ if TYPE_CHECKING:
 
 NUM_THREADS = 8
 MARGIN_S = 5.0
-FIRST_BACKOFF_S = 0.05
-MAX_BACKOFF_S = 1.0
+BACKOFF = Backoff(0.05, 1.0)
 
 
 @final
@@ -218,14 +217,13 @@ class RolloutCallback(Closing):
         seconds = deadline_s or self._deadline_s
         asked = CallbackRequest(uuid.uuid4().hex, self.leader, call, seconds, number)
         body, ends = msgspec.msgpack.encode(asked), time.monotonic() + seconds + MARGIN_S
-        backoff_s, last = FIRST_BACKOFF_S, ""
+        pauses, last = BACKOFF.pauses(), ""
         while (left_s := ends - time.monotonic()) > 0 and not self._closed.is_set():
             try:
                 return self._post(body, left_s)
             except (OSError, http.client.HTTPException) as error:
                 last = f"{type(error).__name__}: {error}"
-                self._closed.wait(max(min(backoff_s, ends - time.monotonic()), 0.0))
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                self._closed.wait(max(min(next(pauses), ends - time.monotonic()), 0.0))
         raise PeerTimeout(
             f"{type(call).__name__}: no answer of {self.url} within {seconds} s: {last}"
         )

@@ -17,14 +17,14 @@ from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 
 from windlass.errors import TransferFailed
-from windlass.net.clock import Deadline
+from windlass.net.clock import Backoff, Deadline
 
 Connection = tuple[Hashable, Hashable]
 """Address of this process and address of the peer, as the kernel returns them."""
 
 OPENING = threading.Lock()
 """Lock for every transport that starts to listen, so that new ports belong to the lock's holder."""
-FIRST_BACKOFF_S = 0.001
+BACKOFF = Backoff(0.001, 0.1)
 MAX_SYN_RETRIES = 127
 
 
@@ -78,7 +78,7 @@ def end_connections(is_meant: Callable[[socket.socket], bool], deadline: Deadlin
                 own.getpeername()
                 own.shutdown(socket.SHUT_RDWR)
                 cut.add(os.fstat(own.fileno()).st_ino)
-    backoff_s = FIRST_BACKOFF_S
+    pauses = BACKOFF.pauses()
     while held := cut & {os.fstat(own.fileno()).st_ino for own in _sockets()}:
         if deadline.remaining_s == 0:
             raise TransferFailed(
@@ -86,8 +86,7 @@ def end_connections(is_meant: Callable[[socket.socket], bool], deadline: Deadlin
                 f"{deadline.seconds} s"
             )
         # No event reports that a library closed its socket.
-        threading.Event().wait(backoff_s)
-        backoff_s *= 2
+        threading.Event().wait(next(pauses))
     return len(cut)
 
 

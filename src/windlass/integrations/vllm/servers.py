@@ -18,11 +18,12 @@ from windlass.engines.http import EngineHttp, NoSuchRoute
 from windlass.engines.vllm.engine_core import WHOLE
 from windlass.errors import ConfigError, PeerUnreachable, WindlassError
 from windlass.net.addresses import check_url
+from windlass.net.clock import Backoff
 
 __all__ = ["PAUSE_MODES", "VllmServers"]
 
 logger = logging.getLogger(__name__)
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
+BACKOFF = Backoff(0.1, 2.0)
 FLAG = """--weight-transfer-config '{"backend": "windlass"}'"""
 PAUSE_MODES = ("abort", "wait", "keep")
 """Of `/pause`: running requests end, are waited for, or go on afterwards where they are."""
@@ -98,7 +99,7 @@ class VllmServers:
 
     def _when_listening(self, url: str, deadline_s: float, gives_up_at: float) -> bytes:
         """GET the world size, again and again until the server listens: nothing can signal that it does."""
-        is_told, backoff_s = False, FIRST_BACKOFF_S
+        is_told, pauses = False, BACKOFF.pauses()
         while True:
             try:
                 return self._http[url].get("/get_world_size", deadline_s)
@@ -111,8 +112,7 @@ class VllmServers:
                     "waiting for %s, which does not listen yet: at most %.0f s", url, left_s
                 )
             is_told = True
-            time.sleep(min(backoff_s, left_s))
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            time.sleep(min(next(pauses), left_s))
 
     def init_weight_transfer_engine(
         self, init_info: Mapping[str, Mapping[str, object]], deadline_s: float
