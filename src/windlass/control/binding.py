@@ -1,4 +1,4 @@
-"""A plan that is bound to the memory of every rank: who takes part, and which links there are. No I/O."""
+"""A plan that every rank has bound to its memory: the ranks that take part, and their links. No I/O."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from windlass.transports.choice import LinkChoice
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """A plan that every rank has bound to memory; none where the trainer drives the update.
+    """A plan that every rank has bound to its memory. It has no links if the trainer drives the update.
 
     Attributes:
-        signature: the incarnations it holds for; another fleet needs another binding.
-        engines: engine -> workers. trainers: workers.
-        links: (source, destination) -> bytes that the plan has the source send.
-        transports: (source, destination) -> what that link takes, and why; empty where bytes do not
+        signature: processes that the binding is valid for; other processes need a new binding.
+        engines: engine -> its worker names.
+        trainers: worker names of the trainer ranks.
+        links: (source, destination) -> bytes that the source sends by the plan.
+        transports: (source, destination) -> transport of the link, with the reason for the choice; empty unless bytes
             travel by one-sided writes.
-        relay: member of a relay group -> those that it passes on to.
-        replicated: what several of the trainers hold; None where engines are the source.
-        bound_in: trainer -> epoch of the command that it was bound by last.
-        ended: links that trainers still have and that are no part of it any more.
-        unused: trainer tensors that no engine has taken since these trainers are connected.
+        relay: member of a relay group -> ranks that it forwards to.
+        replicated: boxes that several trainer ranks hold; None if the sources are engines.
+        bound_in: trainer -> epoch of the last command that bound it.
+        ended: links that trainers still have but that the binding no longer contains.
+        unused: trainer tensors that no engine has taken since these trainers connected.
         stays: engine tensors that no trainer has and that engines keep.
-        costs: rank -> what it cost, of those that were asked when it was made.
+        costs: rank -> cost of its binding, for the ranks that were asked to bind.
     """
 
     signature: frozenset[Identity]
@@ -49,12 +50,12 @@ class Binding:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that the trainer sends which sends most."""
+        """Largest number of bytes that one trainer rank sends."""
         return max(self.sent_by.values(), default=0)
 
     @cached_property
     def sent_by(self) -> Counter[str]:
-        """Trainer -> bytes that it sends."""
+        """Number of bytes that each trainer rank sends."""
         sent = Counter[str]()
         for (source, _), nbytes in self.links.items():
             sent[source] += nbytes
@@ -62,11 +63,11 @@ class Binding:
 
     @cached_property
     def transport_of(self) -> dict[Link, str]:
-        """Of each link."""
+        """Transport name of each link."""
         return {link: choice.transport for link, choice in self.transports.items()}
 
     def describe_links(self, carried: Mapping[Link, Carried]) -> list[dict[str, str | float]]:
-        """Links as `/v1/status` shows them, the slowest first; `carried`: what those did that were used."""
+        """Return the links as `/v1/status` shows them, the slowest first; `carried` has the used links' traffic."""
         unused = Carried(0, 0.0)
         found = [
             (carried.get(link, unused), link, choice) for link, choice in self.transports.items()
@@ -86,7 +87,7 @@ class Binding:
         ]
 
     def identities_of(self, workers: Iterable[str]) -> frozenset[Identity]:
-        """The processes behind these ranks."""
+        """Return the processes behind these ranks."""
         known = self._incarnations
         return frozenset((name, known[name]) for name in workers if name in known)
 
@@ -95,7 +96,7 @@ class Binding:
         return dict(self.signature)
 
     def without(self, engines: Collection[str]) -> Binding:
-        """What is left where these engines are no part of it: their sources are to end the links to them."""
+        """Return the binding without these engines; `ended` then has the links to them, which the sources must end."""
         if not engines:
             return self
         workers = {w for name in engines for w in self.engines.get(name, ())}
@@ -133,7 +134,7 @@ class Binding:
         return kept if kept.engines else None
 
     def joined(self, new: Binding) -> Binding:
-        """This one and what was bound on top of it."""
+        """Return the union of this binding and `new`, which was bound in addition."""
         return replace(
             self,
             signature=self.signature | new.signature,

@@ -1,4 +1,4 @@
-"""Which updates compare what trainer ranks hold in common, so that it costs a bounded share of them."""
+"""Selection of the updates that compare replicated boxes between trainer ranks, within a share of the update time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from windlass.planning.replicated import Replicated
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What one update compares.
+    """Comparison in one update.
 
     Attributes:
-        turn: counts comparisons, see `due_pieces`.
-        is_first: everything is compared, and nobody is charged for it.
+        turn: running number of the comparison, see `due_pieces`.
+        is_first: whether the update compares everything, without a charge.
     """
 
     turn: int
@@ -26,17 +26,17 @@ class Comparison:
 
 @final
 class Comparisons:
-    """Keeps account: seconds used for comparing against a share of the seconds that updates take.
+    """Account of the seconds used for comparisons. Published updates credit it with a share of their seconds.
 
-    The first comparison of a group of trainers takes place in any case, and is not charged. After it an
-    update compares if the account holds what the cheapest comparison cost so far. So while updates are
-    published, what was used exceeds the share by no more than one comparison cost more than that.
+    The first update of a group of trainers always compares, without a charge. Each later update compares if the
+    balance covers the cheapest comparison of these trainers. So, while updates are published, the account is overdrawn
+    by at most the difference between one comparison and the cheapest one.
 
-    An attempt to publish a version again does what the attempt before did; a comparison in an update that
-    was not published (ranks may have disagreed) is followed by another one, whatever the account holds.
+    A repeated attempt to publish a version compares if the first attempt did. After a comparison in an update that was
+    not published, the next update compares at any balance, because the ranks may have disagreed.
 
     Args:
-        share: of the time of published updates, in [0, 1]; 1: all updates compare.
+        share: share of the time of published updates, in [0, 1]; with 1 all updates compare.
     """
 
     def __init__(self, share: float) -> None:
@@ -50,11 +50,11 @@ class Comparisons:
         self._decided: Comparison | None = None
 
     def begin(self, version: int, sources: Hashable) -> Comparison | None:
-        """Decide whether the next round compares; None: it does not.
+        """Decide whether the next round compares; return None if it does not.
 
         Args:
-            version: that it publishes.
-            sources: identifies the processes that hold the weights.
+            version: version that the round publishes.
+            sources: identity of the processes that hold the weights.
         """
         if sources != self._sources:
             self._sources, self._has_compared, self._must_repeat = sources, False, False
@@ -72,7 +72,10 @@ class Comparisons:
         return self._decided
 
     def of_round(self, version: int, binding: Binding) -> tuple[Replicated | None, int, int]:
-        """What a round compares (None: nothing), in which turn, and in how many turns everything once."""
+        """Return the boxes to compare in a round, the turn, and the number of turns that cover every box once.
+
+        The boxes are None if the round compares nothing.
+        """
         replicated = binding.replicated
         if replicated is None:
             return None, 0, 1
@@ -83,12 +86,12 @@ class Comparisons:
         return replicated, comparison.turn, period
 
     def conclude(self, *, compare_s: float, update_s: float, is_published: bool) -> None:
-        """Charge the round that `begin` was last called for.
+        """Charge and credit the round of the last `begin`.
 
         Args:
-            compare_s: that the slowest rank compared for; 0 if nothing was compared.
-            update_s: that the whole round took.
-            is_published: whether it published its version; else nothing is credited.
+            compare_s: seconds of comparison on the slowest rank; 0 without a comparison.
+            update_s: seconds of the whole round.
+            is_published: whether the round published its version; only then it is credited.
         """
         compared = self._decided
         if compared is not None and not compared.is_first:
@@ -99,7 +102,7 @@ class Comparisons:
         if not is_published:
             return
         if compared is None or not compared.is_first:
-            # The first one connects as well, and takes longer than any other.
+            # The first update also connects the ranks, so its seconds would credit too much.
             self._balance_s += self._share * update_s
         self._version = -1
         if compared is not None:

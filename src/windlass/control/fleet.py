@@ -1,4 +1,4 @@
-"""Who is connected, what they hold, and who may be given traffic. No I/O."""
+"""Registry of the connected ranks: their weights, their state, and the engines that may get traffic. No I/O."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from windlass.transfer.bindings import LinkStatus, Relayed, Written
 from windlass.transports.base import PeerEndpoint
 
 MAX_REASON_LENGTH = 2000
-"""Characters of what an engine says for a person that are kept."""
+"""Number of characters of an engine's reason that the controller keeps."""
 QUARANTINE_REASON = (
     "a write with an unknown outcome may still arrive in its memory; restart the engine"
 )
 """Reason of a quarantined engine that no round left out."""
 PROBE_SEQ = 1 << 30
-"""Of probes: above the number of any command of a round."""
+"""Sequence number of probes, above the number of any command of a round."""
 
 KEPT_JOBS = 1024
-"""Trainer jobs that were replaced and are remembered: the newest."""
+"""Number of newest replaced trainer jobs that the fleet remembers."""
 
 
 class EngineInfo(NamedTuple):
@@ -48,10 +48,12 @@ class Agent:
     """One connected rank.
 
     Attributes:
-        quarantined: bytes of an unknown write may still land in its memory.
-        not_resumed: why it does not generate although it was told to go on; else empty.
-        silent: what it has not answered by a deadline; empty once it has answered a probe after that.
-        num_late: how often it has not answered in time when it was bound, since it last served.
+        hello: first message of the rank.
+        manifest: manifest of the rank.
+        quarantined: whether bytes of a write with an unknown outcome may still arrive in its memory.
+        not_resumed: reason why it does not generate although the controller told it to resume; else empty.
+        silent: command that it did not answer by the deadline; empty after it has answered a probe.
+        num_late: number of late answers to bind commands since it last served.
     """
 
     hello: Hello
@@ -63,13 +65,13 @@ class Agent:
 
     @property
     def identity(self) -> Identity:
-        """Tells this process from its predecessors."""
+        """Worker name and incarnation, which distinguish this process from its predecessors."""
         return self.hello.worker, self.hello.incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class _Hold:
-    """A write that its trainer has not answered: these processes may still be written to."""
+    """Write that its trainer has not answered, so that bytes may still arrive in these processes."""
 
     round_id: RoundId
     engines: frozenset[Identity]
@@ -80,9 +82,14 @@ class Group:
     """The ranks of one engine or of the trainer job.
 
     Attributes:
-        version: served by every rank; -1 for none. lineage: of the run that published it.
-        mixed_weights: live weights may be of two versions.
-        left_out: why it does not serve the version of the last round that it was part of; else empty.
+        name: name of the group.
+        role: trainer or engine.
+        world_size: number of its ranks, connected or not.
+        agents: rank -> agent, for connected ranks.
+        version: version that every rank serves; -1 for none.
+        lineage: lineage of the run that published the version.
+        mixed_weights: whether live weights may be of two versions.
+        left_out: reason why it does not serve the version of its last round; else empty.
     """
 
     name: str
@@ -101,17 +108,17 @@ class Group:
 
     @property
     def quarantined(self) -> bool:
-        """Whether bytes of an unknown write may still land in the memory of a rank."""
+        """Whether bytes of a write with an unknown outcome may still arrive in the memory of a rank."""
         return any(agent.quarantined for agent in self.agents.values())
 
     @property
     def not_resumed(self) -> str:
-        """Why it does not generate although it was told to go on; else empty."""
+        """Reason why a rank does not generate although the controller told it to resume; else empty."""
         return next((agent.not_resumed for agent in self.agents.values() if agent.not_resumed), "")
 
     @property
     def silent(self) -> str:
-        """What a rank of it has not answered; empty if all answer."""
+        """Command that a rank did not answer by the deadline; empty if all ranks answer."""
         return next((agent.silent for agent in self.agents.values() if agent.silent), "")
 
     @property
@@ -131,12 +138,12 @@ class Group:
 
     @property
     def allow_unused(self) -> frozenset[str]:
-        """Patterns of tensors that engines need not take, of all ranks of a trainer job."""
+        """Patterns of tensors that engines need not take, from all ranks of a trainer job."""
         return frozenset(p for agent in self.agents.values() for p in agent.hello.allow_unused)
 
     @property
     def keep(self) -> frozenset[str]:
-        """Patterns of tensors that engines keep if no trainer has them, of all ranks of a trainer job."""
+        """Patterns of tensors that engines keep if no trainer has them, from all ranks of a trainer job."""
         return frozenset(p for agent in self.agents.values() for p in agent.hello.keep)
 
     @property
@@ -146,13 +153,13 @@ class Group:
 
 
 class Fleet:
-    """The registry. The coordinator is its only writer.
+    """Registry of the connected ranks. The coordinator is its only writer.
 
     Attributes:
         published: the version that the fleet serves; -1 before the first.
         published_by: processes of the trainers that published it.
-        lineage: the run that it belongs to. A version of another run does not count here, whatever its number.
-        job: the job of the trainer ranks that are connected, or were last; None before the first.
+        lineage: lineage of the run that the published version belongs to. Versions of other runs do not count.
+        job: job of the trainer ranks that are connected or were connected last; None before the first.
     """
 
     def __init__(
@@ -174,18 +181,18 @@ class Fleet:
         self._past_jobs: dict[str, None] = {}
 
     def find(self, worker: str) -> Agent | None:
-        """The connected rank of that name."""
+        """Return the connected rank with this name, or None."""
         return self._agents.get(worker)
 
     def admit(self, hello: Hello) -> Agent:
         """Register a rank.
 
         Raises:
-            ProtocolError: another protocol version, a group whose world size or role differs, an
-                engine with the name of the trainers' group, a manifest or an endpoint that is
-                another's or is none, a trainer rank of a job that another one has replaced.
-            MustWait: a process of this name, or ranks of another trainer job, are still connected. One
-                that has died without a word is noticed by its silence.
+            ProtocolError: the protocol version, or the world size or role of the group, differs; an engine has the
+                name of the trainers' group; the manifest or an endpoint is invalid or belongs to another agent; or a
+                trainer rank belongs to a job that was replaced.
+            MustWait: a process with this name, or ranks of another trainer job, are still connected. A dead process
+                counts as connected until its missed heartbeats end the connection.
         """
         manifest = self.check(hello)
         if hello.role is Role.TRAINER:
@@ -216,7 +223,7 @@ class Fleet:
 
     @staticmethod
     def check(hello: Hello) -> ShardManifest:
-        """What a Hello must be by itself; returns its manifest.
+        """Check the fields of a Hello that need no other agent, and return its manifest.
 
         Raises:
             ProtocolError: see `admit`.
@@ -245,7 +252,7 @@ class Fleet:
         return manifest
 
     def replace_job(self, job: str) -> str:
-        """Make `job` the trainers' job. Ranks of the one before are refused from now on; returns the reason."""
+        """Make `job` the trainers' job, refuse ranks of the previous job from now on, and return the reason."""
         reason = f"job {self.job!r} was replaced by job {job!r}"
         if self.job is not None:
             self._past_jobs[self.job] = None
@@ -255,13 +262,13 @@ class Fleet:
         return reason
 
     def _check_job(self, hello: Hello) -> None:
-        """All trainer ranks are of one start: others have weights of another past."""
+        """Check that all trainer ranks belong to one job; ranks of another job may hold different weights."""
         if hello.job in self._past_jobs:
             raise ProtocolError(
                 f"{hello.worker}: job {hello.job!r} was replaced by job {self.job!r}"
             )
         group = self.trainers()
-        # Of a job that was just replaced, too: its ranks are sent away one after the other.
+        # A replaced job counts too while its ranks are still connected: their connections end one after the other.
         if group is not None and self._num_of_job.keys() - {hello.job}:
             agents = group.agents.values()
             rivals = [agent.hello for agent in agents if agent.hello.job != hello.job]
@@ -282,7 +289,7 @@ class Fleet:
             del self._quarantine_on_return[hello.worker]
             self._quarantine([agent.identity] if hello.epoch else [])
         agent.quarantined = agent.identity in self._quarantined
-        # Another process has this name: its predecessors are gone, and so are their writes.
+        # A new process with this name means that its predecessors have ended, and their writes with them.
         for past in [k for k in self._holds if k[0] == hello.worker and k != agent.identity]:
             del self._holds[past]
         if hello.role is Role.TRAINER:
@@ -291,7 +298,7 @@ class Fleet:
             self._note_mesh(hello)
             if hello.job != self.job and not hello.lineage:
                 self.replace_job(hello.job)
-            # Who has been connected before is not new: it takes a place that is free, and replaces nobody.
+            # A rank with a lineage was connected before. It takes a free place and replaces no job.
             self.job = hello.job
         for past in [k for k in self._quarantined if k[0] == hello.worker and k != agent.identity]:
             del self._quarantined[past]
@@ -304,21 +311,22 @@ class Fleet:
         return agent
 
     def _note_mesh(self, hello: Hello) -> None:
-        """Another mesh is another job: every rank of the one before is gone, not only namesakes."""
+        """Release the holds of all previous trainer ranks if the world size has changed, because it is a new job."""
         if hello.world_size != self._num_trainers:
             for past in [k for k in self._holds if k[0].rpartition("/")[0] == hello.group]:
                 del self._holds[past]
         self._num_trainers = hello.world_size
 
     def remove(self, agent: Agent) -> Group:
-        """Forget a rank; its group stays known while it has other ranks."""
+        """Remove a rank, and its group with the last rank; return the group."""
         hello = agent.hello
         group = self._groups[hello.group]
         if group.agents.pop(hello.rank, None) is not None:
             del self._agents[hello.worker]
             self._endpoints.difference_update(offer.endpoint for offer in hello.offers)
             if hello.role is Role.TRAINER:
-                self._num_of_job -= Counter([hello.job])  # drops those that nobody is of
+                # This form of subtraction removes jobs with a count of zero.
+                self._num_of_job -= Counter([hello.job])
         if not group.agents:
             del self._groups[group.name]
         return group
@@ -330,7 +338,7 @@ class Fleet:
         return trainers.world_size if trainers is not None else 0
 
     def trainers(self) -> Group | None:
-        """The trainer job, complete or not."""
+        """Return the group of the trainers, complete or not; None while no trainer is connected."""
         found = self._groups.get(self._trainer_group)
         return found if found is not None and found.role is Role.TRAINER else None
 
@@ -343,15 +351,15 @@ class Fleet:
         return [f"{trainers.name}/{rank}" for rank in ranks if rank not in trainers.agents]
 
     def engines(self) -> tuple[Group, ...]:
-        """Engines with at least one rank, complete or not."""
+        """Return the engines with at least one connected rank, complete or not."""
         return tuple(g for g in self._groups.values() if g.role is Role.ENGINE)
 
     def group_of(self, name: str) -> Group | None:
-        """The group called `name`."""
+        """Return the group with this name, or None."""
         return self._groups.get(name)
 
     def writable_engines(self) -> tuple[Group, ...]:
-        """Engines that a round may include: complete, they answer, nothing in flight to them."""
+        """Return the engines that a round may include: complete, answering, not quarantined, and without a hold."""
         held = frozenset[Identity]().union(*(hold.engines for hold in self._holds.values()))
         return tuple(
             g
@@ -360,7 +368,7 @@ class Fleet:
         )
 
     def quarantine(self, engines: Iterable[Identity]) -> None:
-        """These processes are not written again."""
+        """Exclude these processes from all further writes."""
         self._quarantine(engines)
         for group in self._groups.values():
             for agent in group.agents.values():
@@ -372,26 +380,26 @@ class Fleet:
             del self._quarantined[next(iter(self._quarantined))]
 
     def hold(self, trainer: Identity, round_id: RoundId, engines: frozenset[Identity]) -> None:
-        """`trainer` was told to write in that round and has not answered.
+        """Record that `trainer` was told to write in that round and has not answered.
 
-        Until it answers, or another process has its name, nothing else is written to `engines`.
+        No round writes to `engines` until the trainer answers or another process has its name.
         """
         self._holds[trainer] = _Hold(round_id, engines)
 
     def release(self, source: Identity) -> bool:
-        """`source` has ended, and its write with it; whether anybody was held for it."""
+        """End the hold of `source`, a process that has ended; return whether there was one."""
         return self._holds.pop(source, None) is not None
 
     @property
     def held(self) -> dict[Identity, RoundId]:
-        """Trainers that have not answered a write, and its round."""
+        """Trainers that have not answered a write, each with the round of that write."""
         return {trainer: hold.round_id for trainer, hold in self._holds.items()}
 
     def settle(self, trainer: Identity, round_id: RoundId, seq: int, result: Result) -> bool:
-        """A late answer of a trainer; true when it ended a hold.
+        """Process a late answer of a trainer; return whether it ended a hold or quarantined an engine.
 
-        Links of unknown outcome quarantine their engines, as they would have in time. The answer to a
-        probe says that the write was lost on its way: its own answer would have come before.
+        Links with an unknown outcome quarantine their engines, as in a timely answer. If the trainer answers a probe
+        and not the write, the write command was lost: an answer to it would have arrived before.
         """
         if self._first_epoch is None or round_id[0] < self._first_epoch:
             return self._settle_for_predecessor(trainer, round_id, result)
@@ -414,15 +422,14 @@ class Fleet:
         return True
 
     def bound_since(self, epoch: int) -> None:
-        """Answers of earlier epochs are to a controller that is gone."""
+        """Record the first epoch of this controller; answers from earlier epochs belong to its predecessor."""
         if self._first_epoch is None:
             self._first_epoch = epoch
 
     def _settle_for_predecessor(self, source: Identity, round_id: RoundId, result: Result) -> bool:
-        """The unknown writes of a controller that did not live to hear of them.
+        """Quarantine the engines that an earlier controller's writes may still reach; return whether there are any.
 
-        A process that was no part of its rounds, which its Hello says, wrote nothing in them and
-        was not written.
+        A process whose Hello has epoch 0 took part in no round, so it neither wrote nor was written.
         """
         writer = self.find(source[0])
         if writer is None or not 0 < round_id.epoch <= writer.hello.epoch:
@@ -440,7 +447,7 @@ class Fleet:
 
     @property
     def quarantined(self) -> frozenset[Identity]:
-        """Processes that are not written again: the newest `MAX_QUARANTINED`."""
+        """Quarantined processes, which no round writes: the newest `MAX_QUARANTINED`."""
         return frozenset(self._quarantined)
 
     def describe(self) -> list[dict[str, object]]:
@@ -473,7 +480,7 @@ class Fleet:
         return tuple(self._state_of(group) for group in self.engines())
 
     def _state_of(self, group: Group) -> EngineState:
-        """Return the state of an engine. Nothing else decides whether it gets traffic."""
+        """Return the state of an engine, which alone decides whether it gets traffic."""
         status, reason = EngineStatus.WAITING, ""
         if self.serves(group) and not group.not_resumed:
             status = EngineStatus.SERVING
@@ -537,16 +544,21 @@ class Fleet:
         lineage: str,
         late: Iterable[Replied],
     ) -> None:
-        """Note who serves what now, who may hold two versions, and whose bytes are still under way.
+        """Record the outcome of a round: served versions, mixed weights, quarantines, and holds.
 
-        `lineage` is of the run that the version belongs to; the round has not seen `late` replies.
+        Args:
+            finish: outcome of the round.
+            binding: binding that the round used.
+            round_id: id of the round.
+            lineage: lineage of the run that the version belongs to.
+            late: replies that arrived after the round had ended.
         """
         for name, outcome in finish.engines.items():
             bound = binding.identities_of(binding.engines[name])
             if outcome is EngineOutcome.QUARANTINED:
                 self.quarantine(bound)
             group = self._groups.get(name)
-            # A process that came meanwhile under a name of the round took no part in it.
+            # The group may have new processes under the same names, which took no part in the round.
             if group is None or group.identities != bound:
                 continue
             group.mixed_weights |= name in finish.mixed
@@ -569,12 +581,12 @@ class Fleet:
 
 
 def signature_of(groups: Iterable[Group]) -> frozenset[Identity]:
-    """Return the processes behind these groups. A binding holds only for the processes that it was made for."""
+    """Return the processes behind these groups. A binding is valid only for the processes that it was made for."""
     return frozenset[Identity]().union(*(group.identities for group in groups))
 
 
 def _unknown_of(result: Result) -> set[str] | None:
-    """The ranks that a write of unknown outcome may still reach; None if it says nothing of writes."""
+    """Return the ranks that a write with an unknown outcome may still reach; None if `result` is not about writes."""
     match result:
         case Relayed():
             return set(result.unknown_to)

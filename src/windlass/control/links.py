@@ -1,4 +1,4 @@
-"""The links of a round: which of them are written, verified, relayed, or still being written. No I/O."""
+"""State of a round's links: written, verified, relayed, or still being written. No I/O."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Link = tuple[str, str]
 
 @final
 class LinkLedger:
-    """One round's links.
+    """State of every link in one round.
 
     Args:
-        links: of the plan.
-        destinations: that verify although no link of a plan leads to them.
+        links: links of the plan.
+        destinations: ranks that verify although no link of the plan leads to them.
 
     Attributes:
-        in_flight: sources that were asked to write and did not answer -> destinations.
+        in_flight: source that was asked to write and has not answered -> destinations.
     """
 
     def __init__(self, links: Iterable[Link], destinations: Iterable[str]) -> None:
@@ -32,7 +32,7 @@ class LinkLedger:
         self._errors: dict[Link, str] = {}
 
     def unwritten(self, destinations: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """Links to `destinations` that are to be written: source -> destinations."""
+        """Return the unwritten links to `destinations`: source -> destinations."""
         destinations = frozenset(destinations)
         return _by_source(
             link for link in self._links if link[1] in destinations and link not in self._written
@@ -41,52 +41,56 @@ class LinkLedger:
     def among(
         self, sources: Collection[str], destinations: Collection[str]
     ) -> dict[str, tuple[str, ...]]:
-        """All links from `sources` to `destinations`, written or not."""
+        """Return all links from `sources` to `destinations`, written or not."""
         destinations = frozenset(destinations)
         return _by_source(
             link for link in self._links if link[0] in sources and link[1] in destinations
         )
 
     def ask(self, source: str, destinations: tuple[str, ...]) -> None:
-        """`source` is told to write these links: what was known about them no longer holds."""
+        """Record that `source` is asked to write these links, and discard their earlier state."""
         self.in_flight[source] = destinations
         for destination in destinations:
             self._written.pop((source, destination), None)
             self._verified.discard(destination)
 
     def answered(self, source: str) -> tuple[str, ...]:
-        """`source` has answered its last request; returns what it was asked for."""
+        """Record that `source` has answered, and return the destinations that it was asked to write."""
         return self.in_flight.pop(source, ())
 
     def written(self, link: Link, digest: str) -> None:
-        """The source says that the link is complete."""
+        """Record a complete link with the digest that its source reported."""
         self._written[link] = digest
         self._errors.pop(link, None)
 
     def failed(self, link: Link, error: str) -> None:
-        """The source says why the link is not complete; one line, for a person."""
+        """Record the reason that the source gave for an incomplete link, one line."""
         self._errors[link] = error
 
     def why(self, links: Iterable[Link]) -> str:
-        """The first reason that is known of these links; empty for none."""
+        """Return the first recorded reason of these links; empty without one."""
         return next((self._errors[link] for link in links if self._errors.get(link)), "")
 
     def forget(self, links: Iterable[Link]) -> None:
-        """These links are not complete, whatever their sources said."""
+        """Mark these links as unwritten, even if their sources reported them complete."""
         for link in links:
             self._written.pop(link, None)
 
     def unverified(self, destinations: Iterable[str]) -> list[str]:
-        """Destinations that have something to verify and have not done so, in the given order."""
+        """Return the destinations that still have to verify, in the given order."""
         return [d for d in destinations if d in self._links_to and d not in self._verified]
 
     def expected(self, destination: str) -> dict[str, str]:
-        """Source -> digest of everything that was written to `destination`."""
+        """Return the digests of all links written to `destination`, by source."""
         links = self._links_to.get(destination, ())
         return {link[0]: self._written[link] for link in links if link in self._written}
 
     def verify(self, destination: str, mismatched: Collection[str]) -> bool:
-        """Note the destination's answer; false when it names a source that has no such link."""
+        """Record the answer of a destination.
+
+        Returns:
+            False if the destination names a source that has no link to it.
+        """
         links = {(source, destination) for source in mismatched}
         if not links <= set(self._links_to.get(destination, ())):
             return False
@@ -106,13 +110,13 @@ def _by_source(links: Iterable[Link]) -> dict[str, tuple[str, ...]]:
 
 @final
 class RelayPass:
-    """The relayed pass of a round: who still takes part, and which links it left incomplete.
+    """Relayed pass of a round: its running members, and the links that it left incomplete.
 
-    A round writes by relay once, if every member of every group is still there; whatever that
-    leaves incomplete is written by the trainers, as in a round without a relay.
+    A round writes by relay at most once, and only if every member of every group is active. Trainers then write the
+    incomplete links directly, as in a round without a relay.
 
     Args:
-        children: every member -> those that it passes on to; empty without relay groups.
+        children: member -> ranks that it forwards to; empty without relay groups.
     """
 
     def __init__(self, children: Mapping[str, tuple[str, ...]]) -> None:
@@ -123,7 +127,7 @@ class RelayPass:
         self._is_unseen = False
 
     def begin(self, active: Collection[str]) -> bool:
-        """Whether what is written now is relayed; at most once."""
+        """Start the relayed pass if it is possible and was not tried before; return whether it started."""
         if self._was_tried:
             return False
         self._was_tried = True
@@ -133,18 +137,18 @@ class RelayPass:
         return True
 
     def is_running(self, worker: str) -> bool:
-        """Whether it takes part and has not answered."""
+        """Return whether a rank takes part in the pass and has not answered."""
         return worker in self._running
 
     def answered(self, worker: str, missing: Collection[str]) -> None:
-        """A member has ended; the links from `missing` sources are not complete."""
+        """Record that a member has ended its part; its links from `missing` sources are incomplete."""
         self._running.discard(worker)
         self._missed |= {(source, worker) for source in missing}
 
     def leave(self, worker: str, *, lost: bool) -> tuple[str, ...]:
-        """A member is no part of the round any more; returns who must not wait for it.
+        """Record that a member has left the round, and return the ranks that must not wait for it.
 
-        Unless its process is lost it may still be writing.
+        A member that is not lost may still be writing, so it stays in `unsettled`.
         """
         if worker not in self._running:
             return ()
@@ -153,11 +157,11 @@ class RelayPass:
         return self.children[worker]
 
     def pop_missed(self) -> tuple[bool, frozenset[Link]]:
-        """Whether the pass has just ended, and the links that it did not complete."""
+        """Return whether a pass ran since the last call, and the links that it did not complete."""
         is_unseen, missed = self._is_unseen, frozenset(self._missed)
         self._is_unseen, self._missed = False, set()
         return is_unseen, missed
 
     def unsettled(self) -> dict[str, tuple[str, ...]]:
-        """Members that may still be writing -> to whom."""
+        """Return the members that may still be writing, each with its children."""
         return {worker: self.children[worker] for worker in sorted(self._running)}

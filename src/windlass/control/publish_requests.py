@@ -1,9 +1,8 @@
-"""Which trainer ranks wait for a publish, of which version, and what they were told.
+"""Publish requests of the trainer ranks, and the reports that answered them.
 
-Requests are repeated after a reconnection, and reports may get lost with a connection.
-The attempt number makes both harmless: a repeated attempt gets its report again, and no
-announcement outlives the attempt that it belongs to, or a round could begin while one rank
-already changes its weights.
+A trainer repeats its request after a reconnection, and a lost connection can lose a report. The attempt number makes
+both harmless. A repeated attempt gets its report again. An announcement never counts for a later attempt; otherwise a
+round could begin while one rank already changes its weights.
 """
 
 from __future__ import annotations
@@ -19,15 +18,17 @@ from windlass.control.connect_messages import Identity
 from windlass.control.report import UpdateReport
 
 KEPT_REPORTS = 1024
-"""Reports of updates that a coordinator keeps: the newest."""
+"""Number of newest update reports that a coordinator keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingPublish:
-    """A rank whose weights stand still until it is told how the attempt ended.
+    """Request of a trainer rank, which keeps its weights unchanged until it receives the report.
 
     Attributes:
-        attempt: of its announcement; 0 where the controller's own process asks for the update.
+        trainer: the rank that requests the publish.
+        version: the version that it announced.
+        attempt: attempt number of its announcement; 0 if the controller's own process requests the update.
     """
 
     trainer: Identity
@@ -37,11 +38,11 @@ class PendingPublish:
 
 @dataclass(frozen=True, slots=True)
 class CalledUpdate:
-    """A version that the controller's own process publishes.
+    """Update that the controller's own process requested.
 
     Attributes:
-        copied: set once no trainer rank reads its weights any more, where all send from replicas.
-        report: how it ended.
+        copied: set once no trainer rank reads its weights any more, if all ranks send from replicas.
+        report: task that returns the report of the update.
     """
 
     copied: asyncio.Event
@@ -57,7 +58,7 @@ class _Request:
 
 @final
 class PublishRequests:
-    """The newest request of every trainer rank."""
+    """Newest request of every trainer rank."""
 
     def __init__(self) -> None:
         self._newest: dict[str, _Request] = {}
@@ -65,11 +66,11 @@ class PublishRequests:
 
     @property
     def num_waiting(self) -> int:
-        """Ranks that stand still, and whose update has not begun."""
+        """Number of ranks that wait for their update to begin."""
         return len(self._waiting)
 
     def receive(self, pending: PendingPublish) -> UpdateReport | None:
-        """Note an announcement; the report that it already has, if it is a repetition."""
+        """Record an announcement; return its report if the announcement is a repetition that has one."""
         worker = pending.trainer[0]
         known = self._newest.get(worker)
         if known is not None and known.has_begun and known.pending.trainer == pending.trainer:
@@ -82,16 +83,16 @@ class PublishRequests:
         return None
 
     def withdraw(self, worker: str) -> None:
-        """The connection is lost; the rank announces again when it is back."""
+        """Drop the request of a rank that has lost its connection; the rank announces again when it reconnects."""
         if (known := self._newest.get(worker)) is not None and not known.has_begun:
             del self._newest[worker]
             self._waiting.discard(worker)
 
     def give_up(self, worker: str, attempt: int) -> PendingPublish | None:
-        """Forget the request of a rank whose caller waits no longer.
+        """Drop a request because the caller in the trainer no longer waits for it.
 
         Returns:
-            The request; None if its update has begun, or if the rank has made another one.
+            The request; None if its update has begun, or if the rank has made a newer request.
         """
         known = self._newest.get(worker)
         if known is None or known.pending.attempt > attempt or known.has_begun:
@@ -100,11 +101,11 @@ class PublishRequests:
         return known.pending
 
     def is_waiting(self, worker: str) -> bool:
-        """Return whether a rank stands still and its update has not begun."""
+        """Return whether a rank waits for its update to begin."""
         return worker in self._waiting
 
     def pop_all(self, workers: Collection[str]) -> tuple[PendingPublish, ...]:
-        """All of them once every one of `workers` stands still, else none."""
+        """Return the requests of `workers` and mark them as begun, if all of them wait; else return none."""
         found = [self._newest[worker] for worker in workers if worker in self._newest]
         if len(found) < len(workers) or any(request.has_begun for request in found):
             return ()
@@ -114,7 +115,7 @@ class PublishRequests:
         return tuple(request.pending for request in found)
 
     def answer(self, pending: PendingPublish, report: UpdateReport) -> UpdateReport:
-        """The attempt is over; returns the report as this rank is to get it."""
+        """Record the report of an ended attempt, and return it with the version and attempt of this rank."""
         answer = msgspec.structs.replace(report, version=pending.version, attempt=pending.attempt)
         known = self._newest.get(pending.trainer[0])
         if known is not None and known.pending == pending:

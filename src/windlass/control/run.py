@@ -1,4 +1,4 @@
-"""The run whose versions a controller publishes: what is out, what may be, and which round is the newest."""
+"""The run that a controller publishes: its published and reserved versions, its newest round, and its journal."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from windlass.net.messages import RoundId
 
 _log = logging.getLogger(__name__)
 MAX_EPOCHS_AHEAD = 1 << 20
-"""By which agents may be ahead of what a controller knows: bindings are not recorded."""
+"""Largest difference by which an agent's epoch may exceed the controller's. Agents can be ahead after the controller
+restarts, because binding raises the epoch without a journal entry."""
 
 
 @final
 class Run:
-    """What must neither be forgotten nor given twice, from the journal and from what agents say.
+    """Versions and round ids that a restart must neither lose nor reuse, from the journal and from the agents.
 
     Attributes:
-        journal: of this run.
-        fleet: who is connected, and which version is published.
-        reserved: the highest version that some engine was told to serve.
-        round_id: the newest.
-        lineage: random, the same for as long as the journal is; see `Welcome`.
-        has_bound: whether something was bound by this controller.
+        journal: journal of this run.
+        fleet: connected agents, and the published version.
+        reserved: the highest version that an engine may have been told to serve.
+        round_id: the newest round id.
+        lineage: random identity of the run, constant as long as the journal is kept; see `Welcome`.
+        has_bound: whether this controller has bound a plan.
 
     Raises:
-        ConfigError: the journal cannot be used.
+        ConfigError: the controller cannot use the journal.
     """
 
     def __init__(self, journal_path: Path | None) -> None:
@@ -45,17 +46,17 @@ class Run:
         self.has_bound = False
 
     def new_round(self) -> RoundId:
-        """Of the next attempt with the same binding."""
+        """Return the id of the next attempt with the same binding."""
         self.round_id = RoundId(self.round_id.epoch, self.round_id.round + 1)
         return self.round_id
 
     def new_epoch(self) -> RoundId:
-        """A round id above all that were used, of another binding than all before."""
+        """Return a round id above all used ones, for a new binding."""
         self.round_id = RoundId(self.round_id.epoch + 1, self.round_id.round + 1)
         return self.round_id
 
     def refusal(self, version: int) -> str:
-        """Why a version must not be published; empty if it may."""
+        """Return the reason why a version must not be published; empty if it may be."""
         newest = max(self.fleet.published, self.reserved)
         if version <= newest:
             return f"stale version: it must be > {newest}, which is or may have been published"
@@ -64,10 +65,10 @@ class Run:
     # --- what agents say ---------------------------------------------------------------------
 
     def check_past(self, hello: Hello) -> None:
-        """What an agent says of earlier controllers must be possible.
+        """Check the versions and round ids that an agent reports from earlier controllers.
 
         Raises:
-            ProtocolError: it is not, or it is of a trainer rank of another run.
+            ProtocolError: a value is out of range, or a trainer rank belongs to another run.
         """
         for name, value, least in (
             ("epoch", hello.epoch, 0),
@@ -92,13 +93,13 @@ class Run:
             )
 
     def note_joined(self, hello: Hello) -> None:
-        """An agent was let in; what it says of the past counts from here on.
+        """Update epoch and published version from the past that an admitted agent reports.
 
-        What may have been published in this run and is served was published. Nobody but its trainers
-        is believed by a controller that has no journal, and those only until something is bound: an
-        engine may be of any run.
+        An agent of this run that serves a reserved version proves that the version was published. A controller
+        without a journal accepts versions of another run too, but only from trainers and only before it has bound a
+        plan: an engine may come from any run.
         """
-        # Agents refuse what is older than what they have seen, whoever sent it.
+        # An agent refuses every epoch below the highest that it has seen, from any controller.
         epoch = max(self.round_id.epoch, hello.epoch)
         self.round_id = self.round_id._replace(epoch=epoch)
         version, fleet = hello.served_version, self.fleet
@@ -113,7 +114,7 @@ class Run:
             self.reserved = max(self.reserved, version)
 
     def forget_past(self) -> None:
-        """What trainers of another run have said is not the past of those that replace them."""
+        """Discard the published version that trainers of a previous run reported."""
         if self.fleet.lineage != self.lineage:
             self.fleet.published = self.reserved = -1
             self.fleet.lineage = self.lineage
@@ -121,10 +122,10 @@ class Run:
     # --- on record ---------------------------------------------------------------------------
 
     def reserve(self, version: int) -> None:
-        """Engines may be told to serve `version` from here on: on disk before any can.
+        """Record in the journal that engines may serve `version`, before any engine is told to.
 
         Raises:
-            OSError: it cannot be recorded.
+            OSError: the journal cannot be written.
         """
         self.record(JournalKind.PUBLISHING, version)
         self.reserved = max(self.reserved, version)
@@ -132,24 +133,27 @@ class Run:
     def record(
         self, kind: JournalKind, version: int, engines: tuple[str, ...] = (), detail: str = ""
     ) -> None:
-        """Put a fact about the newest round on record.
+        """Append an entry about the newest round to the journal.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the journal cannot be written.
         """
         self.journal.append(JournalEntry(kind, *self.round_id, version, engines, detail))
 
     def record_outcome(
         self, kind: JournalKind, version: int, engines: tuple[str, ...] = (), detail: str = ""
     ) -> None:
-        """As `record`: what is done cannot be undone for want of a disk; PUBLISHING is on it already."""
+        """Append an entry, and log an error if the journal cannot be written.
+
+        The outcome cannot be undone, and the PUBLISHING entry is in the journal already.
+        """
         try:
             self.record(kind, version, engines, detail)
         except OSError as error:
             _log.error("journal: %s of version %s is not recorded: %s", kind, version, error)
 
     def record_quarantine(self) -> None:
-        """A controller that is started after this one must not have those written either."""
+        """Record all quarantined processes, so that the next controller does not have them written either."""
         for worker, incarnation in sorted(
             self.fleet.quarantined - self.journal.summary.quarantined.keys()
         ):
