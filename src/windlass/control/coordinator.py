@@ -102,7 +102,7 @@ class Coordinator:
         self.changes, self.tasks = Changes(), Tasks()
         events = MemberEvents(
             announced=self._announced,
-            withdrawn=self._withdrawn,
+            gave_up=self._gave_up,
             replied=self._replied,
             lost=self._lost,
             settle=self._settle,
@@ -182,7 +182,7 @@ class Coordinator:
         elif self._naming is None:
             self._naming = self._name_missing_later()
 
-    def _withdrawn(self, session: AgentSession, frame: Withdraw) -> None:
+    def _gave_up(self, session: AgentSession, frame: Withdraw) -> None:
         """End the announcement of a trainer rank whose caller waits no longer, and send it the missing ranks."""
         missing = self._missing_ranks()
         given_up = self._requests.give_up(session.peer, frame.attempt)

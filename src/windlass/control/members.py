@@ -70,7 +70,7 @@ class MemberEvents:
 
     Attributes:
         announced: takes a trainer rank's announcement; may raise ProtocolError.
-        withdrawn: takes the end of an announcement.
+        gave_up: takes the end of an announcement.
         replied: takes an agent's answer to a command.
         lost: takes an agent that is not connected any more.
         settle: has engines bound and brought up as soon as no round runs.
@@ -78,7 +78,7 @@ class MemberEvents:
     """
 
     announced: Callable[[AgentSession, Announce], None]
-    withdrawn: Callable[[AgentSession, Withdraw], None]
+    gave_up: Callable[[AgentSession, Withdraw], None]
     replied: Callable[[AgentSession, Reply[Result]], None]
     lost: AgentLostListener
     settle: Callable[[], None]
@@ -312,7 +312,7 @@ class Members:
             case Announce():
                 self._events.announced(session, frame)
             case Withdraw():
-                self._events.withdrawn(session, frame)
+                self._events.gave_up(session, frame)
             case Hello() | CannotJoin():
                 raise Garbled(f"{session.peer}: Hello may be sent only once")
 

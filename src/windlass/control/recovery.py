@@ -110,13 +110,13 @@ class CatchUps:
         self._attempts: dict[str, _Attempts] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
         self._is_due = False
-        self._standing: list[Callable[[], bool]] = []
+        self._conditions: list[Callable[[], bool]] = []
 
     # --- trainers that wait with the published weights ---------------------------------------
 
     def stands_still_if(self, holds: Callable[[], bool]) -> None:
         """Add a condition under which all trainer ranks wait with the weights that they published last."""
-        self._standing.append(holds)
+        self._conditions.append(holds)
 
     @property
     def trainers_stand_still(self) -> bool:
@@ -126,7 +126,7 @@ class CatchUps:
             trainers is not None
             and trainers.complete
             and trainers.identities == self._fleet.published_by
-            and any(holds() for holds in self._standing)
+            and any(holds() for holds in self._conditions)
         )
 
     def serve_again(self) -> None:
