@@ -11,10 +11,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from position_digest import PositionDigest
 from strategies import Fleet, fleets
 
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.memory.cuda import pieces as blocks
 from windlass.memory.cuda.pieces import block_tables
 from windlass.planning.planner import plan_transfer
-from windlass.planning.program import bind_links
+from windlass.planning.program import BoundOp, bind_links
 
 Buffers = list[np.ndarray]
 
@@ -103,3 +106,28 @@ def test_the_order_of_rows_does_not_matter_and_their_places_do() -> None:
         backward.add_row(rows[3 - index], 16 * (3 - index))
         swapped.add_row(rows[3 - index], 16 * index)
     assert forward.words() == backward.words() != swapped.words()
+
+
+def test_ops_of_one_shape_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts of experts stay one op per tensor, and cutting an op takes some 50 calls of numpy."""
+    trainer, engine = ManifestBuilder("t/0", Role.TRAINER), ManifestBuilder("e/0", Role.ENGINE)
+    for builder, dtype in ((trainer, DType.FLOAT32), (engine, DType.BFLOAT16)):
+        builder.add_parameter("w", nbytes=64 * 6 * dtype.itemsize, dtype=dtype)
+        for index in range(64):
+            at = index * 6 * dtype.itemsize
+            builder.add_shard(f"t{index}", (2, 3), Box.full((2, 3)), "w", offset_bytes=at)
+    plan = plan_transfer([trainer.build()], [engine.build()])
+    (program,) = bind_links(plan, sending=True)
+    cut, count = blocks._cut_op, []
+
+    def counted(op: BoundOp, *, at_source: bool) -> np.ndarray:
+        count.append(op)
+        return cut(op, at_source=at_source)
+
+    monkeypatch.setattr(blocks, "_cut_op", counted)
+    where = np.array([1 << 20], np.uint64)
+    ((_, pieces),) = block_tables(program, where, where).items()
+    assert (len(program.ops), len(count)) == (64, 1)
+    assert pieces["src"].tolist() == [(1 << 20) + 24 * index for index in range(64)]
+    assert pieces["dst"].tolist() == [(1 << 20) + 12 * index for index in range(64)]
+    assert pieces["pos"].tolist() == [12 * index for index in range(64)]

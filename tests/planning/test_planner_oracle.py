@@ -228,3 +228,95 @@ def test_shared_destination_bytes_are_refused_exactly_when_there_are_any(
     else:
         fleet = Fleet((sources.build(),), (builder.build(),))
         assert differences(fleet, plan_transfer(fleet.sources, fleet.destinations)) == []
+
+
+def expert_fleet(num_experts: int, padding: int, engine_dtype: DType = DType.FLOAT32) -> Fleet:
+    """Stacked experts cut over two trainer ranks, for two tensor-parallel engine ranks.
+
+    `padding`: bytes after each expert in the engine's fused parameter.
+    """
+    rows, columns, own = 4, 6, num_experts // 2
+    names = [(f"{e}.gate", f"{e}.up") for e in range(num_experts)]
+    sources = []
+    for rank in range(2):
+        builder = ManifestBuilder(f"trainer/{rank}", Role.TRAINER)
+        builder.add_parameter("gate_up", nbytes=own * 2 * rows * columns * 4, dtype=DType.FLOAT32)
+        builder.add_parameter("down", nbytes=own * columns * rows * 4, dtype=DType.FLOAT32)
+        for place, expert in enumerate(range(rank * own, (rank + 1) * own)):
+            for half, name in enumerate(names[expert]):
+                at = (2 * place + half) * rows * columns * 4
+                box = Box.full((rows, columns))
+                builder.add_shard(name, (rows, columns), box, "gate_up", offset_bytes=at)
+            at = place * columns * rows * 4
+            box = Box.full((columns, rows))
+            builder.add_shard(f"{expert}.down", (columns, rows), box, "down", offset_bytes=at)
+        sources.append(builder.build())
+    destinations = []
+    for rank in range(2):
+        builder = ManifestBuilder(f"engine/{rank}", Role.ENGINE)
+        half_rows, itemsize = rows // 2, engine_dtype.itemsize
+        block = half_rows * columns * itemsize
+        expert_nbytes = 2 * block + padding
+        builder.add_parameter(
+            "w13",
+            nbytes=num_experts * expert_nbytes,
+            dtype=engine_dtype,
+            padding_nbytes=num_experts * padding,
+        )
+        builder.add_parameter("w2", nbytes=num_experts * block, dtype=engine_dtype)
+        for expert in range(num_experts):
+            for half, name in enumerate(names[expert]):
+                at = expert * expert_nbytes + half * block
+                box = Box((rank * half_rows, 0), (half_rows, columns))
+                builder.add_shard(name, (rows, columns), box, "w13", offset_bytes=at)
+            box = Box((0, rank * half_rows), (columns, half_rows))
+            at = expert * block
+            builder.add_shard(f"{expert}.down", (columns, rows), box, "w2", offset_bytes=at)
+        destinations.append(builder.build())
+    return Fleet(tuple(sources), tuple(destinations))
+
+
+@pytest.mark.parametrize("padding", [0, 8])
+def test_experts_of_a_parameter_are_one_op_per_link(padding: int) -> None:
+    """With padding, the two halves of an expert and the experts are at different distances."""
+    fleet = expert_fleet(16, padding)
+    plan = plan_transfer(fleet.sources, fleet.destinations)
+    assert len(plan.links()) == 4
+    assert len(plan.ops) == 4 * 2
+    assert differences(fleet, plan) == []
+
+
+def test_casts_of_experts_keep_one_op_per_tensor() -> None:
+    """An error about a cast names the tensor, and recovery looks up its dtype."""
+    fleet = expert_fleet(4, 0, DType.BFLOAT16)
+    plan = plan_transfer(fleet.sources, fleet.destinations)
+    assert len(plan.ops) == 2 * 4 * 3
+    assert {plan.tensors[i] for i in plan.ops.tensor} == set(plan.tensors)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    gaps=st.lists(st.tuples(st.sampled_from((0, 4, 24)), st.sampled_from((0, 4, 24))), min_size=2),
+    cut=st.sampled_from(((0, 0, 2, 3), (0, 1, 2, 2), (1, 0, 1, 3))),
+    policy=st.sampled_from(POLICIES),
+)
+def test_blocks_at_any_distances_are_written_once(
+    gaps: list[tuple[int, int]], cut: tuple[int, int, int, int], policy: PlanPolicy
+) -> None:
+    box = Box(cut[:2], cut[2:])
+    nbytes, own = 24, box.numel * 4
+    source = ManifestBuilder("trainer", Role.TRAINER)
+    engine = ManifestBuilder("engine", Role.ENGINE)
+    read, written, shards = 0, 0, []
+    for index, (source_gap, engine_gap) in enumerate(gaps):
+        shards.append((f"t{index}", read, written))
+        read, written = read + nbytes + source_gap, written + own + engine_gap
+    source.add_parameter("p", nbytes=read, dtype=DType.FLOAT32)
+    padding = sum(gap for _, gap in gaps)
+    engine.add_parameter("p", nbytes=written, dtype=DType.FLOAT32, padding_nbytes=padding)
+    for name, at_source, at_engine in shards:
+        source.add_shard(name, (2, 3), Box.full((2, 3)), "p", offset_bytes=at_source)
+        engine.add_shard(name, (2, 3), box, "p", offset_bytes=at_engine)
+    fleet = Fleet((source.build(),), (engine.build(),))
+    plan = plan_transfer(fleet.sources, fleet.destinations, policy)
+    assert differences(fleet, plan) == []

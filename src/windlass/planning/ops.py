@@ -306,16 +306,28 @@ def choose_modes(
 
 
 def coalesce(ops: OpTable) -> OpTable:
-    """Join contiguous direct ops that are adjacent on both sides.
+    """Join the ops of a link that one longer op can replace.
 
-    Stacked experts, and projections that both sides fuse in the same way, are sent as one long run.
+    First join contiguous direct ops that are adjacent on both sides: stacked experts, and projections that both sides
+    fuse in the same way, become one long run. Then join ops that repeat at a constant distance: the shares of all
+    experts of a layer become one strided op. Ranks bind, send and cut each op, so the number of ops decides how long a
+    mixture of experts takes to connect.
 
     Args:
         ops: sorted by (src, dst, src_parameter, dst_parameter, dst_offset).
 
     Returns:
-        The same bytes in at most as many ops; a joined op keeps its first tensor's name.
+        The same bytes in the same order, in at most as many ops; a joined op keeps its first tensor's name.
     """
+    ops = _join_adjacent(ops)
+    # The first turn may join the two halves of each expert, and the next one the experts.
+    while len(joined := _join_repeated(ops)) < len(ops):
+        ops = joined
+    return ops
+
+
+def _join_adjacent(ops: OpTable) -> OpTable:
+    """Join contiguous direct ops that are adjacent on both sides."""
     if len(ops) < 2:
         return ops
     simple = (ops.mode == CopyMode.DIRECT) & (ops.reason == Reason.CONTIGUOUS)
@@ -343,6 +355,55 @@ def coalesce(ops: OpTable) -> OpTable:
         run_nbytes=run_nbytes,
         src_strides=src_strides,
         dst_strides=dst_strides,
+    )
+
+
+def _join_repeated(ops: OpTable) -> OpTable:
+    """Join consecutive ops of equal shape at a constant distance, with the distance as the outermost dim.
+
+    Casts stay apart, because their errors name the tensor and recovery looks up its dtype. Quantising ops stay apart,
+    because their two dims define blocks.
+    """
+    if len(ops) < 2:
+        return ops
+    free = (ops.sizes[:, 0] == 1) & (ops.transform == Transform.NONE)
+    free &= ops.src_dtype == ops.dst_dtype
+    same = free[1:] & free[:-1]
+    for values in (ops.src, ops.dst, ops.src_parameter, ops.dst_parameter, ops.src_dtype, ops.mode):
+        same &= values[1:] == values[:-1]
+    for wide in (ops.sizes, ops.src_strides, ops.dst_strides):
+        same &= (wide[1:] == wide[:-1]).all(axis=1)
+    src_step, dst_step = np.diff(ops.src_offset), np.diff(ops.dst_offset)
+    itemsize = ITEMSIZES[ops.dst_dtype]
+    for step, strides in ((src_step, ops.src_strides), (dst_step, ops.dst_strides)):
+        same &= step >= (((ops.sizes - 1) * strides).sum(axis=1) + itemsize)[:-1]
+    # A packed payload is contiguous at the destination.
+    same &= (ops.mode[1:] != CopyMode.PACKED) | (dst_step == ops.nbytes[:-1])
+    if not same.any():
+        return ops
+    # If the distance changes at a row, that row begins the next joined op, and the row after it sets the distance of that
+    # op. If it changes at several consecutive rows, every second row of them begins an op.
+    turns = np.zeros(len(ops), np.bool_)
+    turns[2:] = same[1:] & same[:-1] & ((np.diff(src_step) != 0) | (np.diff(dst_step) != 0))
+    row = np.arange(len(ops))
+    nth_turn = row - np.maximum.accumulate(np.where(turns, 0, row))
+    first = np.flatnonzero(np.r_[True, ~same] | (nth_turn % 2 == 1))
+    count = np.diff(np.r_[first, len(ops)])
+    joined, grown = ops.select(first), count > 1
+    geometry = Strided(
+        sizes=joined.sizes, src_strides=joined.src_strides, dst_strides=joined.dst_strides
+    )
+    geometry.sizes[grown, 0] = count[grown]
+    geometry.src_strides[grown, 0] = src_step[first[grown]]
+    geometry.dst_strides[grown, 0] = dst_step[first[grown]]
+    geometry = collapse(geometry, kept=~grown)
+    direct, nbytes = joined.mode == CopyMode.DIRECT, joined.nbytes * count
+    return replace(
+        joined,
+        **geometry.columns(),
+        nbytes=nbytes,
+        run_nbytes=np.where(direct, joined.run_nbytes, nbytes),
+        reason=np.where(direct & grown, np.uint8(Reason.LONG_RUNS), joined.reason),
     )
 
 

@@ -99,10 +99,21 @@ class OpPieces(NamedTuple):
 
 
 def cut_ops(program: LinkProgram, *, at_source: bool) -> Iterator[OpPieces]:
-    """Yield the ops of a link in plan order, cut as both ends cut them."""
+    """Yield the ops of a link in plan order, cut as both ends cut them.
+
+    Each shape is cut once. A mixture of experts has thousands of ops, and most of them differ in their offsets only.
+    """
     position = 0
+    cut: dict[object, StructuredArray] = {}
     for op in program.ops:
-        yield OpPieces(op, position, _cut_op(op, position, at_source=at_source))
+        shape = kind_of(op), op.sizes, op.src_sizes, op.src_strides, op.dst_strides
+        if shape not in cut:
+            cut[shape] = _cut_op(op, at_source=at_source)
+        pieces = cut[shape].copy()
+        pieces["src"] += np.uint64(op.src_offset)
+        pieces["dst"] += np.uint64(op.dst_offset)
+        pieces["pos"] += np.uint64(position)
+        yield OpPieces(op, position, pieces)
         position += op.nbytes
 
 
@@ -129,7 +140,12 @@ def join_tables(
     parts: dict[PieceKind, list[StructuredArray]] = {}
     for kind, pieces in found:
         parts.setdefault(kind, []).append(pieces)
-    return {kind: np.concatenate(pieces) for kind, pieces in parts.items()}
+    # As opaque rows: numpy would compare the fields of every two arrays that it joins.
+    row = np.dtype((np.void, PIECE.itemsize))
+    return {
+        kind: np.concatenate([each.view(row) for each in pieces]).view(PIECE)
+        for kind, pieces in parts.items()
+    }
 
 
 def store_packed(pieces: StructuredArray, first: int, address: int) -> None:
@@ -141,20 +157,20 @@ def store_packed(pieces: StructuredArray, first: int, address: int) -> None:
     pieces["dst_pitch"] = pieces["pos_pitch"]
 
 
-def _cut_op(op: BoundOp, position: int, *, at_source: bool) -> StructuredArray:
+def _cut_op(op: BoundOp, *, at_source: bool) -> StructuredArray:
+    """Cut an op; `src`, `dst` and `pos` of the pieces count from its offsets and from its position in the payload."""
     match op.transform:
         case Transform.NONE:
-            # Offsets count from the start of the parameters on both sides.
-            return cut_copy(StridedCopy.of_op(op, op.src_offset, op.dst_offset), position)
+            return cut_copy(StridedCopy.of_op(op, 0, 0), 0)
         case Transform.FP8_BLOCK_VALUES:
-            return _cut_values(op, position)
+            return _cut_values(op)
         case Transform.FP8_BLOCK_SCALES:
-            return _cut_scales(op, position, at_source=at_source)
+            return _cut_scales(op, at_source=at_source)
         case _:
             assert_never(op.transform)
 
 
-def _cut_values(op: BoundOp, position: int) -> StructuredArray:
+def _cut_values(op: BoundOp) -> StructuredArray:
     """Cut one piece per block of the matrix, the same at both ends."""
     (rows, columns), (src_row, src_col) = op.src_sizes, op.src_strides
     dst_row, dst_col = op.dst_strides
@@ -164,24 +180,24 @@ def _cut_values(op: BoundOp, position: int) -> StructuredArray:
         )
     row, col = np.arange(0, rows, BLOCK)[:, None], np.arange(0, columns, BLOCK)[None, :]
     pieces = np.zeros((len(row), col.shape[1]), PIECE)
-    pieces["src"] = op.src_offset + row * src_row + col * src_col
-    pieces["dst"] = op.dst_offset + row * dst_row + col * dst_col
-    pieces["pos"] = position + row * columns + col
+    pieces["src"] = row * src_row + col * src_col
+    pieces["dst"] = row * dst_row + col * dst_col
+    pieces["pos"] = row * columns + col
     pieces["src_pitch"], pieces["dst_pitch"], pieces["pos_pitch"] = src_row, dst_row, columns
     pieces["rows"] = np.minimum(rows - row, BLOCK)
     pieces["row_elems"] = np.minimum(columns - col, BLOCK)
     return pieces.reshape(-1)
 
 
-def _cut_scales(op: BoundOp, position: int, *, at_source: bool) -> StructuredArray:
+def _cut_scales(op: BoundOp, *, at_source: bool) -> StructuredArray:
     """Cut one piece per scale: a block at the source, one element at the destination."""
     (rows, columns), (dst_row, dst_col) = op.src_sizes, op.dst_strides
     num_rows, num_columns = op.sizes
     row, col = np.arange(num_rows)[:, None], np.arange(num_columns)[None, :]
     pieces = np.zeros((num_rows, num_columns), PIECE)
-    pieces["src"] = op.src_offset + BLOCK * (row * op.src_strides[0] + col * op.src_strides[1])
-    pieces["dst"] = op.dst_offset + row * dst_row + col * dst_col
-    pieces["pos"] = position + (row * num_columns + col) * op.dst_dtype.itemsize
+    pieces["src"] = BLOCK * (row * op.src_strides[0] + col * op.src_strides[1])
+    pieces["dst"] = row * dst_row + col * dst_col
+    pieces["pos"] = (row * num_columns + col) * op.dst_dtype.itemsize
     pieces["src_pitch"] = op.src_strides[0]
     pieces["rows"] = np.minimum(rows - row * BLOCK, BLOCK) if at_source else 1
     pieces["row_elems"] = np.minimum(columns - col * BLOCK, BLOCK) if at_source else 1
