@@ -57,6 +57,7 @@ REHEARSALS = (
     row("bench_cma.py", "--runs", "1"),
     row("bench_control.py", "--engines", "4", "--rounds", "3"),
     row("bench_engines.py", "--engine", "vllm", "--runs", "1", engine="vllm"),
+    row("bench_first_version.py", "--layers", "2", "--experts", "4", "--runs", "1"),
     row("bench_heap.py", "--modules", "json", "--runs", "1"),
     row("bench_journal.py"),
     Rehearsal("bench_planner.py", ("--case", "0"), gives=""),
