@@ -294,6 +294,23 @@ def test_casts_of_experts_keep_one_op_per_tensor() -> None:
     assert {plan.tensors[i] for i in plan.ops.tensor} == set(plan.tensors)
 
 
+@pytest.mark.parametrize("sending", [True, False])
+def test_a_part_has_the_names_that_its_rows_need(sending: bool) -> None:
+    fleet = expert_fleet(4, 0, DType.BFLOAT16)
+    plan = plan_transfer(fleet.sources, fleet.destinations)
+    parts = plan.parts(sending=sending, all_names=False)
+    assert [len(part.tensors) for part in parts.values()] == ([6, 6] if sending else [12, 12])
+    found = {
+        (part.sources[src], part.destinations[dst], part.tensors[tensor])
+        for part in parts.values()
+        for src, dst, tensor in zip(part.ops.src, part.ops.dst, part.ops.tensor, strict=True)
+    }
+    assert found == {
+        (plan.sources[src], plan.destinations[dst], plan.tensors[tensor])
+        for src, dst, tensor in zip(plan.ops.src, plan.ops.dst, plan.ops.tensor, strict=True)
+    }
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     gaps=st.lists(st.tuples(st.sampled_from((0, 4, 24)), st.sampled_from((0, 4, 24))), min_size=2),

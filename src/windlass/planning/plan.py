@@ -188,9 +188,9 @@ class TransferPlan:
     def parts(self, *, sending: bool, all_names: bool) -> dict[str, TransferPlan]:
         """Return the part of each source if `sending`, else of each destination: only its own rows.
 
-        `all_names`: a part contains the names of all ranks; otherwise only of its rank and the
-        ranks in its rows. With all names, the size of all parts together grows with the square of
-        the fleet.
+        `all_names`: a part contains the names of all ranks and tensors; otherwise only of its rank
+        and of the ranks and tensors in its rows. With all names, the size of all parts together
+        grows with the square of the fleet.
         """
         workers = self.sources if sending else self.destinations
         index = self.ops.src if sending else self.ops.dst
@@ -206,14 +206,16 @@ class TransferPlan:
         """Return this part with only the names that rank `own` needs."""
         src, here = _renumbered(self.ops.src, own if sending else None)
         dst, there = _renumbered(self.ops.dst, None if sending else own)
+        tensor, named = _renumbered(self.ops.tensor, None)
         return replace(
             self,
             sources=tuple(self.sources[i] for i in here),
             destinations=tuple(self.destinations[i] for i in there),
+            tensors=tuple(self.tensors[i] for i in named),
             source_digests=tuple(self.source_digests[i] for i in here),
             destination_digests=tuple(self.destination_digests[i] for i in there),
             staging_nbytes=tuple(self.staging_nbytes[i] for i in there),
-            ops=replace(self.ops, src=src, dst=dst),
+            ops=replace(self.ops, src=src, dst=dst, tensor=tensor),
         )
 
     def without_staging(self, links: Collection[tuple[str, str]]) -> TransferPlan:
