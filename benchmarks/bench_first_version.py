@@ -34,6 +34,8 @@ import windlass.transfer.bind
 import windlass.transfer.destination
 from harness import Row, median_p95, parser, report
 from windlass.config import ControlConfig
+from windlass.control.coordinator import Coordinator
+from windlass.control.routes import mount_updates
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -48,8 +50,6 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates.coordinator import Coordinator
-from windlass.updates.routes import mount_updates
 
 TOKEN = "benchmark"
 DEADLINE_S = 120.0
