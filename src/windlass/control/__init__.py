@@ -1,1 +1,1 @@
-"""The update as a transaction: messages, the pure round machine, its asyncio driver."""
+"""Control plane: the coordinator, its agents, their messages, and the state machine of a round."""

@@ -1,6 +1,6 @@
-"""The first clock: manifests in, plan compiled, memory registered, addresses exchanged.
+"""Binding of the fleet: compiles a plan from the manifests, has ranks register memory, and exchanges addresses.
 
-Nothing is paused here. Runs when the fleet has changed, before the next round needs it.
+Binding pauses no engine. The controller binds after the fleet has changed, before the next round.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from windlass.transports.base import TransportOffer
 from windlass.transports.choice import LinkChoice, choose_transport, unreachable_reason
 
 NEWCOMERS_SPREAD = 4
-"""Newcomers read from so many times their share of trainer ranks that hold the same: with 1 their bytes would
-lie unevenly, and with all each of a thousand engines would be linked to each of a thousand ranks."""
+"""Factor by which new engines spread their reads beyond their share of the trainer ranks with the same boxes. 1 would
+overload some ranks; all ranks would create engines x ranks links."""
 JOIN_SHARE = 0.8
-"""Of the time for binding: members give up before the coordinator does, and can say why."""
+"""Fraction of the bind deadline given to agents, so that they time out before the coordinator and report the reason."""
 
 Planner = Callable[[Sequence[ShardManifest], Sequence[ShardManifest]], TransferPlan]
 
@@ -56,9 +56,9 @@ class EnginesUnbound(RoundAborted):
     """Some engines did not bind the plan.
 
     Attributes:
-        refusals: engine -> why it cannot be part of the fleet.
-        late: rank that did not answer in time -> what is to be said of that.
-        kept: what holds all the same; None where all must be bound anew.
+        refusals: engine -> reason why it cannot be part of the fleet.
+        late: rank that did not answer in time -> description of its failure.
+        kept: binding that is still valid; None if all ranks must be bound again.
     """
 
     def __init__(
@@ -75,32 +75,37 @@ class EnginesUnbound(RoundAborted):
 
 @final
 class _LinkTransports:
-    """Which transport every link takes, and the memory of its destination by that transport.
+    """Transport of every link, and the destination's memory as that transport addresses it.
 
     Args:
-        sessions: of the ranks that were connected when the binding began; a rank that is not among
-            them was lost, and its links have no transport.
+        sessions: sessions of the ranks that were connected when the binding began. A rank without one was lost, and
+            its links have no transport.
+
+    Attributes:
+        choices: link -> its transport, with the reason for the choice.
+        strided: links whose source stores with strides.
     """
 
     def __init__(self, sessions: Mapping[str, AgentSession]) -> None:
         self._sessions = sessions
         self.choices: dict[Link, LinkChoice] = {}
         self.strided: set[Link] = set()
-        """Links whose source stores with strides."""
 
     def choose(self, links: Iterable[Link]) -> dict[str, str]:
         """Give each link the fastest transport that both ends have.
 
-        One host: connections that come from one address, of processes that say the same of it.
+        Two ranks are on one host if their connections come from one address and their processes report the same
+        host identity.
 
         Returns:
-            Destination -> why some source cannot write it.
+            Destination -> reason why some source cannot write to it.
         """
         wrong = {}
         for source, destination in sorted(links):
             here, there = self._sessions.get(source), self._sessions.get(destination)
             if here is None or there is None:
-                continue  # lost meanwhile
+                # The rank was lost after the plan was made.
+                continue
             same_address = here.host == there.host
             offers = here.agent.hello.offers
             try:
@@ -119,7 +124,7 @@ class _LinkTransports:
         return wrong
 
     def owns(self, worker: str, binding: DestinationBinding) -> bool:
-        """Whether a rank has bound memory of its own endpoints and no other rank's."""
+        """Return whether a rank has bound only memory of its own endpoints."""
         owners = {binding.endpoint, *(region.endpoint for region in binding.regions)}
         own = {offer.endpoint for offer in self._offers(worker)}
         return binding.worker == worker and owners <= own
@@ -127,9 +132,9 @@ class _LinkTransports:
     def narrow(
         self, source: str, bindings: Iterable[DestinationBinding]
     ) -> tuple[DestinationBinding, ...]:
-        """Return what `source` needs to write each destination by the transport of their link.
+        """Return the bindings that `source` needs to write each destination by the transport of their link.
 
-        Destinations without a link from `source` are passed on as they are.
+        The binding of a destination without a link from `source` is returned unchanged.
         """
         return tuple(self._narrow(source, binding) for binding in bindings)
 
@@ -152,10 +157,10 @@ class _LinkTransports:
 def find_relay_groups(
     trainers: Group, engines: Sequence[Group], backend: UpdateBackend
 ) -> tuple[RelayGroup, ...]:
-    """Which engines pass on to which others: disjoint groups of at least two ranks, one per engine.
+    """Return the relay groups: disjoint groups of at least two ranks, each of another engine.
 
-    Only engines that can send, and whose ranks hold the same boxes at the same places, box for box; on
-    GPUs those that a network writes. Kernels that store into peers relay nothing.
+    The engines of a group can send, and their ranks hold identical boxes at identical places. Ranks whose kernels
+    store into the memory of peers are in no group.
     """
     if not isinstance(backend, P2pBackend) or backend.relay is RelayShape.OFF:
         return ()
@@ -180,7 +185,7 @@ def _stores_by_kernels(group: Group) -> bool:
 
 
 def _below(group: RelayGroup, member: str) -> tuple[str, ...]:
-    """Those that a member passes on to, in any stripe."""
+    """Return the ranks that a member forwards to, in any stripe."""
     return tuple(dict.fromkeys(c for stripe in children_of(group, member) for c in stripe))
 
 
@@ -190,7 +195,7 @@ def _below(group: RelayGroup, member: str) -> tuple[str, ...]:
 def _least_loaded(
     sources: Sequence[ShardManifest], kept: Binding, num_engines: int
 ) -> tuple[ShardManifest, ...]:
-    """The sources that `num_engines` newcomers read from: of those that hold the same, who sends least."""
+    """Return the sources for `num_engines` new engines: of each set of identical sources, those that send least."""
     sent, share = kept.sent_by, NEWCOMERS_SPREAD * num_engines / (num_engines + len(kept.engines))
     alike: dict[str, list[ShardManifest]] = {}
     for manifest in sources:
@@ -207,17 +212,20 @@ def _least_loaded(
 
 @final
 class FleetBinder:
-    """Compiles a plan and has every rank bind it, once.
+    """Compiler of one plan, which then has every rank bind it.
 
-    Where `held` is bound already, engines of it whose processes are the same are asked nothing, and
-    trainers keep their links to them: only what has changed is planned and bound.
+    With `held`, engines of that binding whose processes are the same get no command, and trainers keep their links to
+    them. Only the changes are planned and bound.
 
     Args:
-        sessions: of the ranks that are connected now; whoever joins meanwhile is no part of the binding.
+        trainers: group of the sources; the ranks of an engine in a catch-up.
+        engines: engines to bind.
+        sessions: sessions of the ranks that are connected now. Ranks that join later are not part of the binding.
+        planner: compiles the plan.
         config: mode, backend, and the deadline for every rank to bind.
-        round_id: of the commands.
-        held: what the fleet has bound before.
-        unused: tensors of these trainers that no engine has taken so far; None where no engine was bound yet.
+        round_id: round id of the commands.
+        held: binding that the fleet has now; None without one.
+        unused: tensors of these trainers that no engine has taken; None if no engine was bound before.
     """
 
     def __init__(
@@ -256,19 +264,19 @@ class FleetBinder:
         self._transports = _LinkTransports(self._sessions if backend.traits.one_sided else {})
         self._relays = find_relay_groups(trainers, engines, backend)
         self._group_of = {name: group for group in self._relays for name in group.members}
-        # The plan leaves them out: they get what the first member of their group gets.
+        # The plan leaves these ranks out, because they get the same bytes as the first member of their group.
         self._copies = {w: g.members[0] for w, g in self._group_of.items() if w != g.members[0]}
         self._caller = RankCaller(self._sessions, round_id)
         self._epoch, self._kept = round_id.epoch, kept
 
     async def bind(self) -> Binding:
-        """Plan and bind.
+        """Compile the plan and have all ranks bind it.
 
         Raises:
-            PlanError: the manifests cannot be served.
+            PlanError: no plan serves the manifests.
             ConfigError: no engine has a transport in common with the trainers that reaches it.
-            EnginesUnbound: some engines did not bind; the others would.
-            RoundAborted: a trainer did not bind the plan, or did not answer within `deadline_s`.
+            EnginesUnbound: some engines did not bind; the other engines can.
+            RoundAborted: a trainer did not bind the plan, or did not answer by the deadline.
         """
         began = time.perf_counter()
         try:
@@ -276,7 +284,8 @@ class FleetBinder:
             plan_s = time.perf_counter() - began
             bound = await self._bind_engines(to_engines)
         except EnginesUnbound as unbound:
-            unbound.kept = self._kept  # no trainer was asked
+            # No trainer got a command, so the previous binding is still valid.
+            unbound.kept = self._kept
             raise
         offers = await self._bind_sources(
             self._addressed(to_trainers, bound, binding.links), binding
@@ -294,10 +303,10 @@ class FleetBinder:
     def _compile(
         self,
     ) -> tuple[Binding, dict[str, ConnectEngine], Mapping[str, ConnectTrainer | ChangeLinks]]:
-        """Everything that takes long with a large model; runs outside the loop.
+        """Compile the plan and the commands, outside the event loop because a large model takes seconds.
 
         Returns:
-            What is bound now, and the commands of engines and of trainers, these without addresses.
+            The new binding, the commands to engines, and the commands to trainers, still without addresses.
         """
         if self._kept is not None and not self._engines:
             binding = Binding(signature=self._signature, engines={}, unused=self._kept.unused)
@@ -319,7 +328,7 @@ class FleetBinder:
         unreached = self._transports.choose(links.keys() | passed_on)
         self._refuse({self._engine_of[w]: why for w, why in unreached.items()}, self._kept)
         plan = plan.without_staging(frozenset(self._transports.strided))
-        # Members of a group compare the tables of their parts.
+        # Members of a collective group compare the name tables of their parts, so each part needs all names.
         all_names = self._backend.traits.collective
         parts = plan.parts(sending=False, all_names=all_names)
         for manifest in destinations:
@@ -379,9 +388,9 @@ class FleetBinder:
         return unused
 
     def _find_replicated(self, unused: frozenset[str]) -> Replicated | None:
-        """Return what trainer ranks hold in common; None for engines.
+        """Return the boxes that several trainer ranks hold; None if the sources are engines.
 
-        Engines verify what they serve: they may hold copies of a tensor that they use differently.
+        Engines have verified their weights, and may use copies of one tensor differently.
         """
         of_trainers = all(manifest.role is Role.TRAINER for manifest in self._sources)
         return find_replicated(self._sources, unused) if of_trainers else None
@@ -389,7 +398,7 @@ class FleetBinder:
     def _change_trainers(
         self, kept: Binding, links: Iterable[Link], parts: Mapping[str, TransferPlan]
     ) -> dict[str, ChangeLinks]:
-        """Of trainers that get links or lose them; the others are asked nothing."""
+        """Return commands for the trainers that get or lose links; the other trainers get no command."""
         gone: dict[str, list[str]] = {}
         for source, destination in sorted(kept.ended):
             gone.setdefault(source, []).append(destination)
@@ -411,7 +420,7 @@ class FleetBinder:
         bound: Mapping[str, Bound],
         links: Iterable[Link],
     ) -> dict[str, ConnectTrainer | ChangeLinks]:
-        """The commands of sources, now that it is known where the engines are written that they send to."""
+        """Return the commands to sources, with the addresses at which they write to their engines."""
         direct: dict[str, list[DestinationBinding]] = {}
         for source, destination in links:
             if destination not in self._copies and destination in bound:
@@ -439,7 +448,8 @@ class FleetBinder:
         kept = dict.fromkeys(self._manifests, frozenset[str]())
         patterns = self._of_trainers.keep
         for engine, manifests in self._manifests.items() if patterns else ():
-            with suppress(PlanError):  # the planner refuses this engine with the same reason
+            # The planner refuses this engine later, with the same reason.
+            with suppress(PlanError):
                 kept[engine] = find_kept(self._sources, manifests, patterns)
         return kept
 
@@ -451,7 +461,7 @@ class FleetBinder:
 
         try:
             plan = self._planner(self._sources, [*map(written, destinations)])
-            # Engines know themselves by the digests of their whole manifests.
+            # An engine checks the plan against the digest of its whole manifest.
             return replace(plan, destination_digests=tuple(m.digest() for m in destinations))
         except PlanError:
             refused: dict[str, str] = {}
@@ -461,11 +471,12 @@ class FleetBinder:
                 except PlanError as error:
                     refused[engine] = f"{type(error).__name__}: {error}"
             if not refused or (len(refused) == len(self._engines) and self._kept is None):
-                raise  # trainers that fit nobody are told so; the engines wait for others
+                # If no engine fits, the trainers get the error, and the engines wait for other trainers.
+                raise
             raise EnginesUnbound(refused) from None
 
     async def _bind_engines(self, commands: Mapping[str, ConnectEngine]) -> dict[str, Bound]:
-        """Have engines register memory; returns where to write, and where relays listen."""
+        """Have engines register memory, and return their answers with the addresses of memory and relays."""
         bound: dict[str, Bound] = {}
         failed: dict[str, Result | WindlassError] = {}
         for worker, result in (await self._caller.call(commands, self._deadline_s)).items():
@@ -493,7 +504,7 @@ class FleetBinder:
         return bound
 
     def _find_misaddressed(self, bindings: Iterable[DestinationBinding]) -> dict[str, str]:
-        """Engine ranks whose address would lead a source on another host to itself: worker -> why."""
+        """Return the engine ranks with an address that sources on other hosts cannot reach: worker -> reason."""
         sessions = self._sessions
         hosts = {sessions[worker].host for worker in self._trainers if worker in sessions}
         found = {}
@@ -507,11 +518,11 @@ class FleetBinder:
     async def _bind_sources(
         self, commands: Mapping[str, ConnectTrainer | ChangeLinks], binding: Binding
     ) -> list[GroupOffer]:
-        """Tell the sources where to write; returns the groups that they offer.
+        """Have the sources bind their links, and return the groups that they offer.
 
         Raises:
-            EnginesUnbound: what some engines offer cannot be written.
-            ConfigError: what all of them offer cannot be.
+            EnginesUnbound: a source cannot write to some engines.
+            ConfigError: no engine can be written.
             RoundAborted: a source did not bind the plan.
         """
         offers = []
@@ -532,20 +543,21 @@ class FleetBinder:
                 case _:
                     raise RoundAborted(f"{worker} did not bind the plan: {describe(result)}")
         kept = self._kept
-        if (
-            kept is not None
-        ):  # whoever said no has changed nothing, and whoever did not has links now
+        if kept is not None:
+            # Sources that refused are unchanged; all other sources now have the new links.
             bound_in = {**kept.bound_in, **bound_in}
             kept = replace(kept, bound_in=bound_in, ended=kept.ended | binding.links.keys())
         self._refuse(wrong, kept)
         return offers
 
     async def _form_groups(self, offers: Sequence[GroupOffer]) -> None:
-        """All members at once, each in the order of the sources' names, so that none waits in a ring.
+        """Have all members join their groups at once, each in the order of the sources' names.
+
+        The common order prevents a ring of members that wait for each other.
 
         Raises:
-            EnginesUnbound: one engine is not in, and nobody else is to blame.
-            RoundAborted: others are not.
+            EnginesUnbound: only ranks of one engine failed to join; all other failures are timeouts.
+            RoundAborted: other ranks did not join.
         """
         ordered = sorted(offers, key=lambda offer: offer.source)
         commands = {
@@ -569,7 +581,7 @@ class FleetBinder:
             raise RoundAborted("; ".join(reasons))
 
     async def _bind_relay(self, bound: Mapping[str, Bound]) -> None:
-        """Tell every member whom it passes on to."""
+        """Send every member the addresses of the ranks that it forwards to."""
         commands = {}
         for member, group in self._group_of.items():
             below = _below(group, member)
@@ -588,7 +600,7 @@ class FleetBinder:
         through: Iterable[str],
         bound: Mapping[str, Bound],
     ) -> ConnectRelay | None:
-        """What a rank needs to write to the memory of `to`, and to tell the relays of `through`."""
+        """Return a command that lets a rank write to the memory of `to` and notify the relays of `through`."""
         if not groups:
             return None
         bindings = self._transports.narrow(worker, (bound[name].binding for name in to))
@@ -609,7 +621,8 @@ class FleetBinder:
                 case PeerTimeout():
                     late[worker] = reason
                 case WindlassError():
-                    gone = reason  # whoever has lost its connection is not in the fleet any more
+                    # The rank has lost its connection, so it is not in the fleet any more.
+                    gone = reason
                 case _:
                     refusals[self._engine_of[worker]] = reason
         return EnginesUnbound(refusals, late, gone)

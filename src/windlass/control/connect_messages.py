@@ -1,6 +1,6 @@
-"""What the controller and an agent say while they connect: who joins, and where bytes will go.
+"""Messages of the controller and an agent while a rank joins the fleet and binds a plan.
 
-All of it once per topology; `messages` has what a round says, and the frames that carry both.
+They are sent once per topology. `messages` has the messages of a round, and the frames that carry both kinds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from windlass.transfer.bindings import DestinationBinding, GroupOffer, RelayAddr
 from windlass.transports.base import TransportOffer
 
 Identity = tuple[str, str]
-"""One process: worker name and incarnation."""
+"""Identity of a process: worker name and incarnation."""
 JOB_VARIABLE = "WINDLASS_JOB"
 ALLOW_UNUSED_VARIABLE = "WINDLASS_ALLOW_UNUSED"
 
@@ -29,8 +29,9 @@ class Registered(msgspec.Struct, frozen=True):
     """Memory that a rank has registered with its transports before it connects.
 
     Attributes:
-        num_regions: of memory. nbytes: of all of them, gaps between parameters included.
-        seconds: that it took.
+        num_regions: number of memory regions.
+        nbytes: bytes of all regions, including gaps between parameters.
+        seconds: seconds that the registration took.
     """
 
     num_regions: int = 0
@@ -44,30 +45,32 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     Attributes:
         protocol_version: must equal `PROTOCOL_VERSION`.
         worker: identity, unique in the fleet (`trainer/0`, `engine-a/1`).
-        incarnation: random per process; a second process under one name is told apart by it.
+        incarnation: random per process; it distinguishes two processes with the same name.
         role: trainer or engine.
         group: the trainer job or the engine that this rank belongs to.
-        rank: rank in the group. world_size: ranks in the group.
+        rank: rank in the group.
+        world_size: number of ranks in the group.
         manifest: `ShardManifest.encode()`.
-        offers: every way in which the rank can be written, and can write; at least one, of different
-            transports. No other rank of the fleet has an endpoint of these.
+        offers: one offer for each transport by which the rank can write and be written; at least one. No other rank of
+            the fleet has the same endpoints.
         host: `host_identity()` of the rank's process.
         url: HTTP address of the engine, sent by rank 0 of an engine, else empty.
-        served_version: version that an engine rank holds, or that a trainer rank was last told is
-            published; -1 for none.
-        lineage: of the run that `served_version` belongs to (`Publish.lineage`); of a trainer rank
-            that knows of none, of the controller that it was connected to before; else empty.
-        job: of a trainer rank: the same for all ranks of one start of the trainers, and for no
-            other start.
-        epoch, round: the last that the agent took part in; a restarted controller finds them here.
+        served_version: version that an engine rank holds, or the published version that the controller last reported
+            to a trainer rank; -1 for none.
+        lineage: lineage of the run that `served_version` belongs to (`Publish.lineage`). A trainer rank without such a
+            version sends the lineage of its previous controller; else empty.
+        job: for a trainer rank, identity of its start: equal for all ranks of one start of the trainers, and different
+            for every other start.
+        epoch: epoch of the last command that the agent carried out; a restarted controller needs it.
+        round: round of that command.
         mixed_weights: whether live weights may be of two versions.
-        can_send: whether an engine rank can hand its weights on to another engine.
-        comes_to_rest: whether this rank brings its engine to rest where requests stay where they are
-            (`PauseMode.IN_PLACE`). If rank 0 does not, whoever hosts the controller does, by the engine's own routes.
+        can_send: whether an engine rank can send its weights to another engine.
+        comes_to_rest: whether this rank pauses its engine with running requests in place (`PauseMode.IN_PLACE`). If
+            rank 0 does not, the host of the controller pauses the engine by the engine's own routes.
         not_resumed: see `Done`.
-        registered: by an engine rank.
-        allow_unused: of a trainer rank: patterns of tensors that engines need not take.
-        keep: of a trainer rank: patterns of tensors that engines keep if no trainer has them.
+        registered: memory that an engine rank has registered.
+        allow_unused: for a trainer rank, patterns of tensors that engines need not take.
+        keep: for a trainer rank, patterns of tensors that engines keep if no trainer has them.
     """
 
     protocol_version: int
@@ -96,10 +99,10 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 def group_and_rank(worker: str) -> tuple[str, int]:
-    """Return what the name of a rank is made of.
+    """Return the group and the rank of a worker name.
 
     Raises:
-        ConfigError: it is not GROUP/RANK.
+        ConfigError: the name is not GROUP/RANK.
     """
     group, _, rank = worker.rpartition("/")
     if not group or not (rank.isascii() and rank.isdecimal()):
@@ -108,14 +111,15 @@ def group_and_rank(worker: str) -> tuple[str, int]:
 
 
 def job_of(given: str, world_size: int) -> str:
-    """Return what tells one start of the trainers from any other.
+    """Return the identity of this start of the trainers.
 
     Args:
-        given: by the owner; WINDLASS_JOB where that is empty, or one that is made where there is one rank.
-        world_size: ranks of the trainers.
+        given: identity that the caller gave. If it is empty, the function takes WINDLASS_JOB, or else makes a random
+            identity for a single rank.
+        world_size: number of trainer ranks.
 
     Raises:
-        ConfigError: several ranks, and nothing is given.
+        ConfigError: several ranks, and neither the caller nor WINDLASS_JOB gives an identity.
     """
     job = given or environment_value(JOB_VARIABLE)
     if not job and world_size > 1:
@@ -127,11 +131,12 @@ def job_of(given: str, world_size: int) -> str:
 
 
 class CannotJoin(msgspec.Struct, frozen=True, tag="cannot_join"):
-    """Instead of Hello: an engine for which others may wait has failed before it could connect.
+    """First frame of an engine that failed before it could connect, sent instead of `Hello`.
 
     Attributes:
         protocol_version: must equal `PROTOCOL_VERSION`.
-        group: the engine. message: why, for a person.
+        group: name of the engine.
+        message: reason of the failure.
     """
 
     protocol_version: int
@@ -140,25 +145,31 @@ class CannotJoin(msgspec.Struct, frozen=True, tag="cannot_join"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The answer to `Hello`.
+    """Answer to `Hello`.
 
     Attributes:
-        epoch: of the controller.
-        lineage: of the run whose versions it publishes: random, the same for as long as its journal
-            is, or as its process lives where it keeps none.
+        epoch: epoch of the controller.
+        lineage: random identity of the run that the controller publishes. It lasts as long as the journal, or as long
+            as the controller's process without a journal.
     """
 
     epoch: int
     lineage: str
 
 
-# --- binding: commands, and what answers them ---------------------------------------------
+# --- binding: commands and their answers ---------------------------------------------------
 
 
 class ConnectEngine(msgspec.Struct, frozen=True, tag="connect_engine"):
-    """Register memory for this plan and answer `Bound`. `plan` is the rank's own part.
+    """Command to an engine rank: register memory for this plan and answer `Bound`.
 
-    With `relays` listen for chunks that others pass on, too. `kept`: tensors that must stay as they are.
+    Attributes:
+        plan: the rank's own part of the plan.
+        plan_digest: digest of the whole plan.
+        mode: see `ControlConfig`.
+        backend: see `ControlConfig`.
+        relays: whether the rank also listens for chunks that other ranks forward.
+        kept: tensors that must not change.
     """
 
     plan: bytes
@@ -170,7 +181,13 @@ class ConnectEngine(msgspec.Struct, frozen=True, tag="connect_engine"):
 
 
 class Bound(msgspec.Struct, frozen=True, tag="bound"):
-    """Engine rank: memory is registered; where to write, and where who passes chunks on to it connects."""
+    """Answer of an engine rank that has registered its memory.
+
+    Attributes:
+        plan_digest: digest of the bound plan.
+        binding: addresses at which sources write.
+        relay: address at which ranks connect that forward chunks to this rank; None without relays.
+    """
 
     plan_digest: str
     binding: DestinationBinding
@@ -178,12 +195,14 @@ class Bound(msgspec.Struct, frozen=True, tag="bound"):
 
 
 class ConnectRelay(msgspec.Struct, frozen=True, tag="connect_relay"):
-    """Bind relay groups, after every member has answered `Bound`: a command to engines, part of another to trainers.
+    """Command to bind relay groups, sent after every member has answered `Bound`.
+
+    Engines get it as a command; trainers get it inside `ConnectTrainer`.
 
     Attributes:
-        groups: all of them for a trainer, its own for an engine.
-        bindings: of every member for a trainer, of those that it passes on to for an engine.
-        addresses: of every root for a trainer, of those that it passes on to for an engine.
+        groups: for a trainer, the groups that it sends to; for an engine, its own group.
+        bindings: for a trainer, the bindings of all members; for an engine, those of the ranks that it forwards to.
+        addresses: for a trainer, the addresses of all roots; for an engine, those of the ranks that it forwards to.
     """
 
     groups: tuple[RelayGroup, ...]
@@ -192,9 +211,15 @@ class ConnectRelay(msgspec.Struct, frozen=True, tag="connect_relay"):
 
 
 class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
-    """Bind the plan to these addresses; answer `Done`, or `Offered` where a group must form.
+    """Command to a trainer rank: bind the plan to these addresses; answer `Done`, or `Offered` if a group must form.
 
-    `plan` is the rank's own part; `replicated` the `HELD` of boxes that others hold too.
+    Attributes:
+        plan: the rank's own part of the plan.
+        plan_digest: digest of the whole plan.
+        bindings: addresses of the destinations.
+        backend: see `ControlConfig`.
+        replicated: `HELD` rows of boxes that other ranks hold too.
+        relay: relay groups that the rank sends to; None without them.
     """
 
     plan: bytes
@@ -206,15 +231,15 @@ class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
 
 
 class ChangeLinks(msgspec.Struct, frozen=True, tag="change_links"):
-    """Trainer: keep what is bound but for some links, and bind others; answer as to `ConnectTrainer`.
+    """Command to a trainer rank: end some links, bind new links, and keep all others; answer as to `ConnectTrainer`.
 
-    For backends of one-sided writes, without a relay.
+    Only backends with one-sided writes get it, and only without a relay.
 
     Attributes:
-        since: epoch of the command that this rank was bound by last: the links that it has now.
-        gone: destinations whose links end, those that are bound anew among them.
-        plan: the rank's own part of a plan for the new destinations; empty where there are none.
-        bindings: of the new destinations.
+        since: epoch of the last command that bound this rank, which identifies its present links.
+        gone: destinations whose links end, including destinations that are bound again.
+        plan: the rank's own part of a plan for the new destinations; empty without new destinations.
+        bindings: addresses of the new destinations.
     """
 
     since: int
@@ -224,21 +249,21 @@ class ChangeLinks(msgspec.Struct, frozen=True, tag="change_links"):
 
 
 class NotBound(msgspec.Struct, frozen=True, tag="not_bound"):
-    """Trainer rank: what these destinations offer cannot be written: worker -> why."""
+    """Answer of a trainer rank that cannot write to these destinations: worker -> reason."""
 
     reasons: dict[str, str]
 
 
 class Offered(msgspec.Struct, frozen=True, tag="offered"):
-    """Trainer rank: the plan is bound, and its engines must join this group."""
+    """Answer of a trainer rank that has bound the plan: its engines must join this group."""
 
     offer: GroupOffer
 
 
 class JoinGroups(msgspec.Struct, frozen=True, tag="join_groups"):
-    """Enter these groups, agree on what they carry, and answer `Done`.
+    """Command to enter these groups, agree on their tensors, and answer `Done`.
 
-    Sent to all members at once, and to each one in the same order of groups.
+    The controller sends it to all members at once, with the groups in the same order.
     """
 
     offers: tuple[GroupOffer, ...]

@@ -1,4 +1,4 @@
-"""Carries out one round: the machine's instructions out, replies and deadlines in."""
+"""Driver of one round: carries out the machine's instructions, and passes replies and deadlines to the machine."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _log = logging.getLogger(__name__)
 
 @final
 class RoundDriver:
-    """One round. `run` once; `post` and `on_reply` from the same loop at any time.
+    """Driver of one round. Call `run` once, and `post` and `on_reply` from the same loop at any time.
 
     Attributes:
-        machine: decides what is done.
-        version: that is published; named later where the trainer drives the round.
-        deadlines: of the phases that have not begun.
-        late: replies that arrived while the round was ending, which the machine has not seen.
-        measured: figures that nobody of the round reports, for whoever knows them.
+        machine: state machine of the round.
+        version: version to publish; set later if the trainer drives the round.
+        deadlines: deadlines of the phases that have not begun.
+        late: replies that arrived while the round was ending, which the machine has not processed.
+        measured: figures that no rank of the round reports; the caller that knows them adds them here.
     """
 
     def __init__(
@@ -59,12 +59,15 @@ class RoundDriver:
         clock: Callable[[], float],
         on_phase: Callable[[Phase], None],
     ) -> None:
-        """`on_phase` may raise OSError: the phase does not begin then. `DONE` ends every round."""
+        """Create a driver.
+
+        If `on_phase` raises OSError, the phase does not begin. `on_phase` gets `DONE` at the end of every round.
+        """
         self.machine = RoundMachine(spec)
         self.spec, self.binding = spec, binding
         self.version, self.round_id = spec.version, round_id
         self.deadlines = spec.config.deadlines
-        # Pinned: a process that takes over a name during the round is no part of it.
+        # A copy, because a process that connects under a known name during the round is not part of it.
         self.sessions = dict(sessions)
         self._clock = clock
         self._on_phase = on_phase
@@ -84,7 +87,7 @@ class RoundDriver:
         self._events.put_nowait(event)
 
     def on_reply(self, session: AgentSession, reply: Reply[Result]) -> None:
-        """Queue a reply if it belongs to this round, and its sender does."""
+        """Queue a reply if it belongs to this round and comes from a session of this round."""
         worker = session.peer
         if reply.round_id == self.round_id and self.sessions.get(worker) is session:
             if (worker, reply.seq) in self._publishing and worker in self._pause_began:
@@ -93,10 +96,10 @@ class RoundDriver:
             self.post(Replied(worker, reply.seq, reply.result))
 
     async def run(self) -> Finish:
-        """Drive the machine until it finishes. Every phase has a deadline, so this ends.
+        """Run the machine until it finishes. Every phase has a deadline, so the round ends.
 
         Returns:
-            What the machine says, with the times that only the driver can see.
+            Outcome of the machine, with the times and transports that only the driver knows.
         """
         with log_fields(round_number=self.round_id.round, version=self.version):
             try:
@@ -134,7 +137,7 @@ class RoundDriver:
                     try:
                         self._enter(instruction.phase, instruction.entry)
                     except OSError as error:
-                        # What follows in `instructions` belongs to the phase: none of it is sent.
+                        # The remaining instructions belong to the phase, so the driver sends none of them.
                         reason = f"phase {instruction.phase} cannot be recorded: {error}"
                         blocked = GiveUp(reason, is_blocked=True)
                         return await self._carry_out(self.machine.handle(blocked))

@@ -1,7 +1,7 @@
-"""The coordinator's journal: one JSON line per fact, on disk before it is acted on.
+"""Journal of the coordinator: one JSON line per fact, on disk before the coordinator acts on it.
 
-A controller that starts on an existing journal continues with a higher epoch and knows which
-version is published. A last line that was cut off by a crash is ignored. Its length is bounded.
+A controller that starts with an existing journal continues with a higher epoch and knows the published version. It
+ignores a last line that a crash cut off. Compaction bounds the length of the file.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from windlass.net.messages import MAX_NAME_NBYTES
 
 _log = logging.getLogger(__name__)
 COMPACT_AFTER = 4096
-"""Entries after which the file is written anew; a round takes three."""
+"""Number of entries after which the journal is compacted; a round takes three."""
 KEPT_ENTRIES = 256
-"""Newest entries that a compaction leaves as they were, for a person."""
+"""Number of newest entries that a compaction keeps unchanged, for readers of the journal."""
 FIRST_LINE = b'{"kind":"started"'
 MAX_QUARANTINED = 4096
-"""Quarantined processes that are remembered: the newest."""
+"""Number of newest quarantined processes that the journal keeps."""
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
@@ -38,7 +38,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_NBYTES)]
 
 
 class JournalKind(StrEnum):
-    """What a line says."""
+    """Kind of a journal entry."""
 
     STARTED = "started"
     ROUND_BEGAN = "round_began"
@@ -50,15 +50,17 @@ class JournalKind(StrEnum):
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line. What could not have been said on the wire is no entry: numbers out of bounds, long names.
+    """One line of the journal. The bounds of numbers and names are those of the messages.
 
     Attributes:
-        kind: what happened. epoch, round: when.
-        version: the round's version; for STARTED, the version known to be published.
-        engines: that took part, or that serve the version.
-        detail: one line for a person; for QUARANTINED, the incarnation of the rank in `engines`; for
-            NOT_RESUMED, why that rank does not go on, though it was told as often as is tried.
-        lineage: for STARTED, of the run whose rounds these are.
+        kind: kind of the event.
+        epoch: epoch of the event.
+        round: round of the event.
+        version: the round's version; for STARTED, the published version.
+        engines: engines that took part, or that serve the version.
+        detail: explanation in one line; for QUARANTINED, the incarnation of the rank in `engines`; for NOT_RESUMED,
+            the reason why that rank did not resume after all attempts.
+        lineage: for STARTED, lineage of the run.
     """
 
     kind: JournalKind
@@ -72,17 +74,17 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(slots=True)
 class JournalSummary:
-    """What a controller that starts needs of all entries.
+    """Summary of all entries, which a starting controller needs.
 
     Attributes:
-        epoch, round: the highest; 0 for none.
-        published: the highest version that is known to be served; -1 for none.
-        reserved: the highest version that some engine was told to serve; -1 for none. PUBLISHING
-            counts: a controller that died after writing it may have published, and a version number
-            must never be given to other weights.
-        lineage: of the run whose rounds these are; empty before the first `Journal.start`.
-        quarantined: (worker, incarnation) of ranks that bytes of an unknown write may still reach:
-            the newest `MAX_QUARANTINED`.
+        epoch: highest epoch; 0 for none.
+        round: highest round; 0 for none.
+        published: highest published version; -1 for none.
+        reserved: highest version that an engine may have been told to serve; -1 for none. PUBLISHING entries count: a
+            controller that died after such an entry may have published, and no other weights may get that version.
+        lineage: lineage of the run; empty before the first `Journal.start`.
+        quarantined: (worker, incarnation) of ranks that a write with an unknown outcome may still reach: the newest
+            `MAX_QUARANTINED`.
     """
 
     epoch: int = 0
@@ -93,7 +95,7 @@ class JournalSummary:
     quarantined: dict[tuple[str, str], None] = field(default_factory=dict)
 
     def add(self, entry: JournalEntry) -> None:
-        """Take in one more entry."""
+        """Add one entry to the summary."""
         self.epoch, self.round = max(self.epoch, entry.epoch), max(self.round, entry.round)
         self.lineage = self.lineage or entry.lineage
         match entry.kind:
@@ -110,7 +112,7 @@ class JournalSummary:
                 pass
 
     def entries(self) -> Iterator[JournalEntry]:
-        """Return as few entries as say the same."""
+        """Yield the fewest entries that have the same summary."""
         at, said = (self.epoch, self.round), ((), "compacted")
         yield JournalEntry(JournalKind.STARTED, *at, self.published, *said, self.lineage)
         if self.published >= 0:
@@ -123,14 +125,14 @@ class JournalSummary:
 
 @final
 class Journal:
-    """Append-only between compactions. With no path it lives in memory only.
+    """Journal file, append-only between compactions. Without a path the journal is only in memory.
 
-    After `COMPACT_AFTER` entries the file is written anew: a summary of all, then the newest
-    `KEPT_ENTRIES` as they were. The new file is on disk before it takes the old one's name, so a
-    crash at any moment leaves one of the two.
+    A compaction after `COMPACT_AFTER` entries writes a new file: the summary, then the newest `KEPT_ENTRIES` entries.
+    The new file is on disk before it replaces the old file, so a crash at any moment leaves one of the two.
 
     Attributes:
-        summary: of all entries. recent: the newest entries, oldest first.
+        summary: summary of all entries.
+        recent: the newest entries, oldest first.
 
     Raises:
         ConfigError: the file cannot be opened, or a complete line is not an entry.
@@ -149,17 +151,17 @@ class Journal:
 
     @property
     def is_kept(self) -> bool:
-        """Whether what is recorded outlives this process."""
+        """Whether the entries outlive this process."""
         return self._file is not None
 
     def start(self) -> int:
-        """Record that a controller has started; returns its epoch, which is a new one.
+        """Record the start of a controller and return its epoch, above all earlier epochs.
 
-        The first one gives the run its lineage, at random.
+        The first start gives the run a random lineage.
 
         Raises:
-            ConfigError: it cannot be written, or there is no higher epoch; the journal is closed, so
-                that another may try.
+            ConfigError: the entry cannot be written, or no higher epoch exists. The journal is closed then, so that
+                another controller can open it.
         """
         epoch = self.summary.epoch + 1
         if epoch > MAX_COUNT:
@@ -175,10 +177,10 @@ class Journal:
         return epoch
 
     def append(self, entry: JournalEntry) -> None:
-        """Record an entry; returns once it is on disk.
+        """Write an entry to disk.
 
         Raises:
-            OSError: it cannot be written. It is as if it had not been tried.
+            OSError: the entry cannot be written; journal and summary are unchanged.
         """
         if self._file is not None:
             self._file.check_path()
@@ -194,7 +196,7 @@ class Journal:
         self._num_lines += 1
 
     def _compact(self, file: LineFile[JournalEntry]) -> None:
-        """Without it the journal is long and right: a failure is tried again later."""
+        """Compact the file. After a failure the long file is still correct, and a later entry tries again."""
         entries = [*self.summary.entries(), *self.recent]
         try:
             file.write_replacement(entries)

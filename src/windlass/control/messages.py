@@ -1,10 +1,10 @@
-"""What a round says: commands of the controller, what agents answer, and the frames that carry them.
+"""Messages of a round: the controller's commands, the agents' answers, and the frames that carry them.
 
-The first frame of an agent is `Hello`; after that the coordinator sends `Envelope`s, and the agent answers
-each with one `Reply` (`net.rpc`); trainer ranks also send `Announce` and `Withdraw`. In the (epoch, round,
-seq) of an envelope, `epoch` grows with every change of the fleet and with every restart of the controller,
-`round` with every attempt to publish, `seq` with every command of a round. An agent answers a repeated one
-with the stored reply and refuses an older epoch or round with `stale`.
+The first frame of an agent is `Hello`. After that the coordinator sends `Envelope`s, and the agent answers each with
+one `Reply` (`net.rpc`). Trainer ranks also send `Announce` and `Withdraw`. An envelope has the numbers (epoch, round,
+seq). `epoch` grows with every change of the fleet and with every restart of the controller, `round` with every attempt
+to publish, and `seq` with every command of a round. An agent answers a repeated command with the stored reply, and a
+command with an older epoch or round with `stale`.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from windlass.net.messages import Codec, Envelope, Refused, Reply
 from windlass.transfer.bindings import Relayed, Written
 
 MAX_COUNT = (1 << 53) - 1
-"""Of versions, epochs and rounds: what JSON and float64 hold exactly, far below what msgpack does."""
+"""Largest version, epoch, or round: the largest integer that float64, and so JSON, represents exactly."""
 ABORT_NOTICE = "the update goes on without this rank, or has ended"
-"""Why a rank is told to forget a round. What others said about it, of pids and of addresses that
-they could not write, is in the log and in the trainers' report, and no engine's to know."""
+"""Reason that a rank gets with `Abort`. Details such as pids and addresses of other ranks are only in the log and in
+the trainers' report, because engines need not know them."""
 
 # --- trainer -> controller, unasked ------------------------------------------------------
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce"):
-    """A trainer rank stands still with the weights of `version` and wants them published.
+    """Request of a trainer rank to publish `version`. The rank keeps its weights unchanged until the report.
 
     Attributes:
-        version: to publish.
-        attempt: counts the calls of `announce` in this process, from 1; the same number after a
-            reconnection repeats an announcement, a higher one replaces it.
+        version: version to publish.
+        attempt: number of the `announce` call in this process, from 1. The same number after a reconnection repeats
+            an announcement; a higher number replaces it.
     """
 
     version: int
@@ -55,7 +55,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce"):
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
-    """The rank's caller gave up waiting: announcement `attempt` must not begin a round any more."""
+    """Withdrawal of announcement `attempt`, whose caller stopped waiting: it must not begin a round any more."""
 
     attempt: int
 
@@ -64,15 +64,14 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Trainer: pack, cast and quantise into the arena as far as it holds; answer `Done`.
+    """Command to a trainer: pack, cast and quantise as much as fits into the arena, and answer `Done`.
 
-    With a `period` it answers `Prepared` instead, with digests of the blocks that are due of what other
-    ranks hold too.
+    With a `period` the trainer answers `Prepared` instead, with digests of the due blocks of replicated boxes.
 
     Attributes:
-        version: to be written next.
-        turn: counts comparisons, see `due_pieces`.
-        period: in so many turns every block is compared once; 0: nothing is compared now.
+        version: version that is written next.
+        turn: running number of the comparison, see `due_pieces`.
+        period: number of turns that compare every block once; 0 for no comparison in this round.
         non_finite: see `ControlConfig`.
     """
 
@@ -83,14 +82,14 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Engine: answer only once no kernel of this rank reads weights any more."""
+    """Command to an engine: pause, and answer once no kernel of this rank reads weights any more."""
 
     mode: PauseMode
     deadline_s: float
 
 
 class Write(msgspec.Struct, frozen=True, tag="write"):
-    """Trainer: write the links to these destinations and answer `Written`."""
+    """Command to a trainer: write the links to these destinations and answer `Written`."""
 
     version: int
     destinations: tuple[str, ...]
@@ -98,12 +97,14 @@ class Write(msgspec.Struct, frozen=True, tag="write"):
 
 
 class Receive(msgspec.Struct, frozen=True, tag="receive"):
-    """Engine: the receiving half of `Write` where that is a collective.
+    """Command to an engine: receive in a collective whose other side is `Write`.
 
-    Its answer is not awaited: what arrived is seen by `Verify`.
+    The controller does not await the answer, because `Verify` checks the received bytes.
 
     Attributes:
-        groups: source -> all destinations that enter; a group that lacks a member is not entered.
+        version: version that is written.
+        groups: source -> all destinations that enter its group. An engine does not enter a group that lacks a member.
+        deadline_s: seconds to receive.
     """
 
     version: int
@@ -112,22 +113,22 @@ class Receive(msgspec.Struct, frozen=True, tag="receive"):
 
 
 class Verify(msgspec.Struct, frozen=True, tag="verify"):
-    """Engine: compare what landed with `expected` (source worker -> digest)."""
+    """Command to an engine: compare the digests of the received bytes with `expected` (source worker -> digest)."""
 
     version: int
     expected: dict[str, str]
 
 
 class Apply(msgspec.Struct, frozen=True, tag="apply"):
-    """Engine, paused and verified: unpack, flip the shadow into place, finalise derived state."""
+    """Command to a paused and verified engine: unpack, copy the shadow into place, finalise derived state."""
 
     version: int
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """Engine: stamp `version` and resume, or say by `deadline_s` that it does not.
+    """Command to an engine: stamp `version` and resume, or report within `deadline_s` that it did not resume.
 
-    `lineage` tells versions of different runs apart that have the same number.
+    `lineage` distinguishes versions of different runs that have the same number.
     """
 
     version: int
@@ -136,13 +137,13 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Forget the round. Not answered.
+    """Command to an agent: discard the round. The controller does not await the answer.
 
     Attributes:
-        reason: one line.
-        mixed_weights: live weights may be of two versions: stay paused. Otherwise go on with the old
-            weights. Only the controller knows: one-sided writes leave no trace in the engine.
-        deadline_s: for the engine to go on; meanwhile no other command is carried out.
+        reason: reason in one line.
+        mixed_weights: whether live weights may be of two versions. Then the engine stays paused; otherwise it resumes
+            with the old weights. Only the controller knows it, because the engine does not notice one-sided writes.
+        deadline_s: seconds for the engine to resume; the agent carries out no other command during that time.
     """
 
     reason: str
@@ -151,7 +152,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class RelayWrite(msgspec.Struct, frozen=True, tag="relay_write"):
-    """Trainer: as `Write`, but bound relay groups are written at their roots; answer `Written`."""
+    """Command to a trainer: write like `Write`, but bound relay groups only at their roots; answer `Written`."""
 
     version: int
     destinations: tuple[str, ...]
@@ -159,14 +160,17 @@ class RelayWrite(msgspec.Struct, frozen=True, tag="relay_write"):
 
 
 class Relay(msgspec.Struct, frozen=True, tag="relay"):
-    """Engine: verify chunks that land and pass them on; answer `Relayed` once all is over."""
+    """Command to an engine: verify arriving chunks and forward them; answer `Relayed` at the end."""
 
     version: int
     deadline_s: float
 
 
 class SkipUpstream(msgspec.Struct, frozen=True, tag="skip_upstream"):
-    """Engine, in a relay: this upstream will not come. Carried out at once; its answer is not awaited."""
+    """Command to an engine in a relay: stop waiting for this upstream.
+
+    The agent carries it out as soon as it arrives. The controller does not await the answer.
+    """
 
     upstream: str
 
@@ -175,15 +179,15 @@ RelayCommand = ConnectRelay | Relay | SkipUpstream
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """Answer `Done`: commands are carried out in order, so all that came before are over."""
+    """Command to answer `Done`. Agents carry out commands in order, so all earlier commands have ended then."""
 
 
 TrainerCommand = ConnectTrainer | ChangeLinks | JoinGroups | Prepare | Write | RelayWrite | Abort
-"""What a trainer rank carries out."""
+"""Commands to a trainer rank."""
 
 
 SourceCommand = ConnectTrainer | Prepare | Write
-"""What an engine rank carries out as the source of another engine's weights."""
+"""Commands to an engine rank that is the source of another engine's weights."""
 
 
 EngineCommand = (
@@ -200,7 +204,7 @@ EngineCommand = (
     | PushCommand
     | SourceCommand
 )
-"""What an engine rank carries out."""
+"""Commands to an engine rank."""
 
 
 Command = TrainerCommand | EngineCommand
@@ -210,9 +214,13 @@ Command = TrainerCommand | EngineCommand
 
 
 class FailureKind(StrEnum):
-    """What an agent's failure means for the round.
+    """Consequence of an agent's failure for the round.
 
-    TIMED_OUT: the rank waited for others in vain, when it entered a group.
+    Attributes:
+        FAILED: the command failed.
+        UNKNOWN: the outcome of a write is unknown.
+        STALE: the command has an older epoch or round than the agent has seen.
+        TIMED_OUT: the rank timed out while it waited for other members of a group.
     """
 
     FAILED = "failed"
@@ -222,11 +230,11 @@ class FailureKind(StrEnum):
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """Trainer rank: ready to write.
+    """Answer of a trainer rank that is ready to write.
 
     Attributes:
-        digested: `DIGESTED` rows of boxes that others hold too.
-        compare_s: seconds that it took for them, without what its GPU had to finish first.
+        digested: `DIGESTED` rows of boxes that other ranks hold too.
+        compare_s: seconds for these digests, without the wait for earlier work on the rank's GPU.
     """
 
     digested: bytes
@@ -234,23 +242,23 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 
 
 class Verified(msgspec.Struct, frozen=True, tag="verified"):
-    """Engine rank: sources whose bytes did not have the expected digest (empty when all did)."""
+    """Answer of an engine rank: the sources with a wrong digest; empty if all digests were right."""
 
     mismatched: tuple[str, ...]
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", omit_defaults=True):
-    """A command that returns nothing else.
+    """Answer to a command that returns no other result.
 
     Attributes:
-        not_resumed: why the engine does not generate although it was told to go on; else empty.
+        not_resumed: reason why the engine does not generate although it was told to resume; else empty.
     """
 
     not_resumed: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """A command that did not do what it should; `message` is one line for a person."""
+    """Answer to a command that failed; `message` is one line for the log and the reports."""
 
     kind: FailureKind
     message: str

@@ -1,14 +1,13 @@
-"""Updates that leaders of the trainer drive themselves, call by call, as rounds like any other.
+"""Push updates: leaders of the trainer drive a round themselves, call by call.
 
-    pause_generation      of the first leader: the round begins; engines pause (PREPARE)
-    init group, update    one at a time, to all engines at once (WRITE)
-    continue_generation   of the last leader: VERIFY that all came, APPLY, PUBLISH
+    pause_generation      by the first leader: the round begins; engines pause (PREPARE)
+    init group, update    one call at a time, to all engines at once (WRITE)
+    continue_generation   by the last leader: VERIFY that all tensors arrived, APPLY, PUBLISH
 
-Engines gather what comes in a shadow copy, so that a call that fails leaves the old version whole:
-the last `continue_generation` then ends the round, and says which call failed. Collectives go one
-at a time, in one order for all engines: the order that the leaders declare (`PushOrder`), or, if
-they declare none, that in which the controller receives them. Two leaders that arrive in opposite
-order at two engines cannot happen, and no ring of waiting forms.
+Engines collect the tensors in a shadow copy, so a failed call leaves the old version whole. The last
+`continue_generation` then ends the round and names the failed call. Collectives run one at a time, in one order for
+all engines. The leaders declare this order (`PushOrder`), or else it is the order in which the controller receives the
+calls. So two leaders never reach two engines in opposite order, and no ring of waiting processes forms.
 """
 
 from __future__ import annotations
@@ -52,18 +51,18 @@ from windlass.errors import (
 from windlass.net.messages import check_name
 
 REMEMBERED = 4096
-"""Answers that are kept for calls that are asked again."""
+"""Number of newest answers that the controller keeps for repeated requests."""
 MAX_CALL_S = 86400
 FIRST_CALL_SEQ = 1 << 20
-"""Of the trainer's own commands: above the number of any command of the round machine."""
+"""Sequence number of the first command of a leader, above the number of any command of the round machine."""
 
 
 @final
 class PushOrder:
-    """Grants one turn at a time; all in one event loop.
+    """Order of the leaders' calls: grants one turn at a time, in one event loop.
 
     Args:
-        num_leaders: that take part; the turn of one that has not come yet is waited for.
+        num_leaders: number of leaders that take part. The order waits for the turn of a leader that has not arrived.
     """
 
     def __init__(self, num_leaders: int) -> None:
@@ -80,10 +79,10 @@ class PushOrder:
 
     @asynccontextmanager
     async def turn(self, leader: int, number: int) -> AsyncIterator[None]:
-        """Wait for the turn of call `number` of `leader`; the next one comes when the block ends.
+        """Wait for the turn of call `number` of `leader`, and grant the next turn when the block ends.
 
         Raises:
-            RoundAborted: the turn has passed or is asked for twice, or `fail` was called.
+            RoundAborted: the turn has passed or was requested before, or `fail` was called.
         """
         call = (number, leader)
         if call < self._next or call in self._waiting:
@@ -106,10 +105,10 @@ class PushOrder:
             self._advance()
 
     def end(self, leader: int) -> None:
-        """`leader` makes no more calls. Idempotent.
+        """Record that `leader` makes no more calls. Idempotent.
 
         Raises:
-            RoundAborted: a call of it still waits for its turn, which it gives up with this.
+            RoundAborted: a call of the leader still waits for its turn.
         """
         early = [number for number, other in self._waiting if other == leader]
         if early and not self._failure:
@@ -119,7 +118,7 @@ class PushOrder:
             self._advance()
 
     def fail(self, reason: str) -> None:
-        """Nobody waits for a turn any more."""
+        """Fail all waiting and later calls with `reason`."""
         self._failure = self._failure or reason
         for turn in self._waiting.values():
             if not turn.done():
@@ -141,7 +140,7 @@ class PushOrder:
 
 @final
 class _Push:
-    """One round and its leaders: who takes part, whose turn it is, and what went wrong."""
+    """One round driven by leaders: the leaders that take part, the order of their calls, and the first failure."""
 
     def __init__(self, driver: RoundDriver, report: asyncio.Task[UpdateReport]) -> None:
         self.driver, self.report = driver, report
@@ -155,19 +154,19 @@ class _Push:
         self.is_paused: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     async def until_paused(self) -> None:
-        """Wait until engines have paused, and gather what comes.
+        """Wait until engines have paused and collect tensors.
 
         Raises:
-            RoundAborted: one refused, or none is left.
+            RoundAborted: an engine refused, or no engine is left.
         """
         if not await asyncio.shield(self.is_paused):
             raise RoundAborted((await asyncio.shield(self.report)).reason)
 
     def join(self, leader: str, stage: int, num_stages: int) -> None:
-        """A leader takes part; all of them declare an order, or none.
+        """Add a leader to the round. Either all leaders declare a stage, or none does.
 
         Raises:
-            RoundAborted: leaders that do not agree, or a stage that is taken or out of range.
+            RoundAborted: the leaders declare different numbers of stages, or the stage is taken or out of range.
         """
         if not self._has_begun and num_stages:
             self._order = PushOrder(num_stages)
@@ -185,7 +184,7 @@ class _Push:
             self._stages[leader] = stage
 
     def leave(self, leader: str) -> bool:
-        """A leader has sent everything; returns whether all have."""
+        """Record that a leader has sent all its tensors; return whether all leaders have."""
         self._leaders.discard(leader)
         if self._order is None:
             return not self._leaders
@@ -198,10 +197,10 @@ class _Push:
         return self._order.over
 
     def turn(self, leader: str, number: int) -> AbstractAsyncContextManager[None]:
-        """The turn of a call; at once when no order was declared.
+        """Return a context that waits for the turn of a call; it does not wait if the leaders declared no order.
 
         Raises:
-            RoundAborted: the leader takes no part; see also `PushOrder.turn`.
+            RoundAborted: the leader has not joined the round; see also `PushOrder.turn`.
         """
         if leader not in self._leaders:
             raise RoundAborted(f"callback: {leader} must call pause_generation first")
@@ -210,7 +209,7 @@ class _Push:
         return self._order.turn(self._stages[leader], number)
 
     def fail(self, reason: str) -> None:
-        """The update will not be published; the first reason is kept."""
+        """Mark the update as failed; the first reason is kept."""
         self.failure = self.failure or reason
         if self._order is not None:
             self._order.fail(self.failure)
@@ -219,7 +218,7 @@ class _Push:
         """Have every rank of the round carry out a command.
 
         Raises:
-            RoundAborted: one did not within `deadline_s`, or an earlier call failed.
+            RoundAborted: a rank failed or did not answer within `deadline_s`, or an earlier call failed.
         """
         if self.failure:
             raise RoundAborted(f"callback: the update has failed already: {self.failure}")
@@ -236,7 +235,7 @@ class _Push:
 
 @final
 class PushUpdates:
-    """The calls of `RolloutCallback`. Everything happens in the loop of the coordinator."""
+    """Server of the `RolloutCallback` calls, in the event loop of the coordinator."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -251,7 +250,7 @@ class PushUpdates:
             push.is_paused.set_result(phase is Phase.WRITE)
 
     def routes(self) -> list[web.RouteDef]:
-        """`POST /v1/callback`."""
+        """Return the route `POST /v1/callback`."""
         return [web.post("/v1/callback", self._serve)]
 
     async def _serve(self, request: web.Request) -> web.Response:
@@ -269,7 +268,7 @@ class PushUpdates:
                 if not self._answers[oldest].done():
                     break
                 del self._answers[oldest]
-        # A caller that hangs up and asks again finds the same call, not a second one.
+        # A caller that disconnects and repeats its request gets the result of the same call.
         answer = await asyncio.shield(task)
         return web.Response(body=msgspec.msgpack.encode(answer))
 
@@ -310,7 +309,7 @@ class PushUpdates:
         return self._latest
 
     async def _pause(self, leader: str, call: PauseCall, deadline_s: float) -> bool:
-        """Begin or join; False after waiting for the end of one that could not be joined."""
+        """Begin or join a round; return False after the end of a running round that the leader could not join."""
         async with self._lock:
             latest = self._latest
             if latest is None or latest.report.done():
@@ -320,7 +319,7 @@ class PushUpdates:
             if is_writing and not latest.is_ending:
                 latest.join(leader, call.stage, call.num_stages)
                 return True
-        # Its engines go on soon, whatever becomes of it: nobody may take them for paused.
+        # The engines of the ending round resume soon, so the leader must not treat them as paused.
         await asyncio.wait({latest.report})
         return False
 
@@ -329,7 +328,8 @@ class PushUpdates:
         try:
             await push.until_paused()
             push.join(leader, call.stage, call.num_stages)
-        except BaseException:  # the deadline too: nobody has joined, so nobody would end it
+        except BaseException:
+            # Also after the deadline: no leader has joined, so no leader would end the round.
             push.is_ending = True
             push.driver.post(GiveUp("pause_generation failed"))
             raise
@@ -340,12 +340,12 @@ class PushUpdates:
         """Wait for the running round, then begin one whose Write phase the trainer drives.
 
         Args:
-            pause_s: from now until every engine has paused, or is left out.
-            session_s: for the leaders to send everything, after that.
+            pause_s: seconds from now until every engine has paused or is left out.
+            session_s: seconds after that for the leaders to send all tensors.
 
         Raises:
-            PeerUnreachable: there is no complete engine.
-            RoundAborted: the round cannot be recorded.
+            PeerUnreachable: no complete engine is connected.
+            RoundAborted: the controller cannot record the round.
         """
         rounds, began_s = self._coordinator.rounds, time.monotonic()
         await rounds.lock.acquire()
@@ -363,9 +363,10 @@ class PushUpdates:
         groups = sorted(coordinator.fleet.writable_engines(), key=lambda group: group.name)
         if not groups:
             raise PeerUnreachable("pause_generation: no complete engine is connected")
-        coordinator.connector.binding = None  # engines are bound anew by the next plan
+        # A push replaces the engines' receivers, so the next planned update must bind them again.
+        coordinator.connector.binding = None
         engines = {group.name: group.workers for group in groups}
-        # Who does not pause costs itself its place, and the leader still gets an answer.
+        # An engine that does not pause in time is left out early enough for the leader to get its answer.
         prepare_s = reply_budget_s(pause_s)
         deadlines = msgspec.structs.replace(
             config.deadlines,
@@ -373,7 +374,7 @@ class PushUpdates:
             pause_s=reply_budget_s(prepare_s),
             write_s=session_s,
         )
-        # Engines stand still while bytes come, though these land in a shadow copy.
+        # Engines pause while tensors arrive, although a shadow copy receives them.
         config = msgspec.structs.replace(config, mode=UpdateMode.IN_PLACE, deadlines=deadlines)
         spec = RoundSpec(
             version=-1,
@@ -394,7 +395,7 @@ class PushUpdates:
         return report
 
     async def _call_all(self, asked: CallbackRequest, command: PushCommand) -> None:
-        """One collective at a time: the order is the same at every engine."""
+        """Have all engines carry out one command at a time, so that every engine gets the same order."""
         async with self._running().turn(asked.leader, asked.number), self._lock:
             await self._running().call(command, asked.deadline_s)
 
@@ -403,7 +404,7 @@ class PushUpdates:
         if version < 0:
             push.fail(f"{leader} has no version to publish")
         if push.leave(leader) and not push.is_ending:
-            # A task of its own: the round must not depend on how long a caller waits.
+            # A separate task, because the round must end even if the caller stops waiting.
             push.is_ending = True
             self._coordinator.tasks.spawn(self._end(push, version, deadline_s))
         report = await asyncio.shield(push.report)
@@ -415,7 +416,7 @@ class PushUpdates:
             if reason := push.failure or self._coordinator.run.refusal(version):
                 push.driver.post(GiveUp(reason))
             else:
-                # Engines have so long each to say that all came, and to apply it.
+                # Each of the two phases may take the deadline of the last call.
                 push.driver.version = version
                 push.driver.deadlines = msgspec.structs.replace(
                     push.driver.deadlines, verify_s=deadline_s, apply_s=deadline_s
@@ -435,7 +436,6 @@ def _check(asked: CallbackRequest) -> None:
         case _:
             pass
     for name, value in seconds:
-        if (
-            not 0 < value <= MAX_CALL_S
-        ):  # not a number is none of these, and would disorder all timers
+        # NaN fails this comparison too; as a deadline it would break the order of the event loop's timers.
+        if not 0 < value <= MAX_CALL_S:
             raise ProtocolError(f"{name} must be in (0, {MAX_CALL_S}], got {value}")

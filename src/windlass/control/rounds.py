@@ -1,33 +1,31 @@
-"""One attempt to publish one version, as a pure state machine.
+"""State machine of a round: one attempt to publish one version.
 
-No clock, no socket, no task: `handle(event)` returns instructions, and the coordinator
-carries them out (the sans-I/O habit of python-hyper/h11 and dask's worker state machine).
-Everything that decides whether an engine may serve lives in this file.
+The machine has no clock, socket, or task. `handle(event)` returns instructions, and the driver carries them out (the
+sans-I/O style of python-hyper/h11 and of dask's worker state machine). This file decides which engines publish.
 
     in_place:  PREPARE (trainers pack, engines pause) -> WRITE -> VERIFY -> APPLY -> PUBLISH
     staged:    PREPARE -> WRITE (engines generate) -> VERIFY -> PAUSE -> APPLY -> PUBLISH
     push:      PREPARE (engines pause) -> WRITE (until the trainer says that all is sent)
                -> VERIFY -> APPLY -> PUBLISH
 
-What goes wrong, and what then:
+Failures and their consequences:
 
-- An engine that dies, or does not answer by the deadline, is left out; the others go on.
-- A link that failed, or whose bytes have the wrong digest, is written again, at most
-  `max_rewrites` times. After that the others go on without its engine, which in `staged` goes on
-  with the old weights; `staged` gives up the round if that leaves nobody.
-- A link of unknown outcome is never written again: its engine is left out and quarantined.
-- In a relay (once, before anything is written again) engines write as well. Each of them says
-  which links are not complete, and whether bytes may still land in it: what is missing is
-  written by the trainers, without being counted as a rewrite.
-- Trainers that hold the same box and not the same bytes end the round before anything is written.
-- A trainer that fails before it has written ends the round: `in_place` engines that may hold
-  mixed weights stay paused, all others go on with the old version. Trainers that
-  were writing when the round ended are named in `Finish.unsettled`.
-- An answer that does not fit its command is a failure, and so is a link that nobody mentions:
-  an engine goes on to APPLY only with every link written and every digest confirmed.
+- An engine that dies, or does not answer by the deadline, is left out. The round continues with the other engines.
+- A link that failed, or whose bytes have the wrong digest, is written again, at most `max_rewrites` times. After that
+  its engine is left out. In `staged` mode this engine generates with the old weights, and the round ends if every
+  engine has such a link.
+- A link with an unknown outcome is never written again. Its engine is left out and quarantined.
+- In a relay (at most once, before any rewrite) engines write too. Each engine reports the incomplete links, and
+  whether bytes may still arrive in its memory. The trainers write the missing bytes, which does not count as a rewrite.
+- If trainers hold different bytes of the same box, the round ends before any link is written.
+- A trainer that fails before it has written ends the round. `in_place` engines that may hold mixed weights stay
+  paused, and all other engines generate with the old version. `Finish.unsettled` names the trainers that were writing.
+- A reply that does not fit its command is a failure, and so is a reply that omits a link. An engine enters APPLY only
+  with every link written and every digest confirmed.
 - A phase that the controller cannot record does not begin, and the round ends.
-- An engine that refuses its part of a push before APPLY ends it for all: its group is broken.
-- A failure after some engine has published does not unpublish: the version is out.
+- In a push, an engine that answers with a failure before APPLY ends the round for all engines, because its group is
+  broken.
+- A failure after some engine has published does not undo the publication.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ ANSWER_S = 2.0
 
 
 class Phase(StrEnum):
-    """Where a round is; each has its own deadline."""
+    """Phase of a round; each phase has its own deadline."""
 
     PREPARE = "prepare"
     WRITE = "write"
@@ -86,12 +84,14 @@ class Phase(StrEnum):
 
 
 class EngineOutcome(StrEnum):
-    """What became of an engine in this round.
+    """Outcome of the round for one engine.
 
-    ACTIVE: still part of it. LEFT_OUT: serves old weights or none; not routed until it holds the
-    published version. MIXED: live weights may be of two versions; stays paused. QUARANTINED: bytes
-    may still land in its memory; not written again by this incarnation. PUBLISHED: serves the
-    version.
+    Attributes:
+        ACTIVE: still part of the round.
+        LEFT_OUT: serves old weights or none, and gets no traffic until it has the published version.
+        MIXED: stays paused, because its live weights may be of two versions.
+        QUARANTINED: not written again while its process lives, because bytes may still arrive in its memory.
+        PUBLISHED: serves the version.
     """
 
     ACTIVE = "active"
@@ -102,33 +102,33 @@ class EngineOutcome(StrEnum):
 
 
 def reply_budget_s(deadline_s: float) -> float:
-    """The share of a deadline, in seconds, that a peer may use before it must answer.
+    """Return the part of a deadline, in seconds, that a peer may use before it must answer.
 
-    It must be able to say how far it came even where an engine that cannot be reached took all of
-    its time: silence would end the round for everybody.
+    The rest is for its answer. A trainer then answers by the deadline even if an unreachable engine used up its
+    time; a missing answer would end the round for all engines.
     """
     return deadline_s - max(0.1 * deadline_s, min(0.3 * deadline_s, ANSWER_S))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSpec:
-    """What a round is about.
+    """Specification of a round.
 
     Attributes:
-        version: to publish; -1 until the trainer names it, where it drives the update.
+        version: version to publish; -1 until the trainer names it, if the trainer drives the update.
         config: mode, deadlines, rewrites.
         trainers: source workers.
         engines: engine name -> its rank workers.
         links: (source, destination) workers that exchange bytes.
-        traits: of how bytes travel. `driven_by_trainer`: the trainer's own calls fill the Write phase,
-            which ends with `Sent`; trainers and links are empty, and every engine verifies.
-        relay: member of a relay group -> those that it passes on to; empty without a relay.
-        replicated: what trainers hold in common and must agree about; None if this round compares
-            nothing.
-        turn, period: see `due_pieces`.
+        traits: properties of the backend. With `driven_by_trainer` the trainer's own calls fill the Write phase, which
+            ends with `Sent`; trainers and links are empty, and every engine verifies.
+        relay: member of a relay group -> ranks that it forwards to; empty without a relay.
+        replicated: boxes that several trainers hold and must agree about; None if this round compares nothing.
+        turn: see `due_pieces`.
+        period: see `due_pieces`.
         lineage: see `Publish`.
-        sent_before: digests of the links of the version that engines serve, from the same trainers; None where the
-            round publishes nothing new.
+        sent_before: digests of the links of the version that engines serve, from the same trainers; None if the round
+            publishes no new version.
     """
 
     version: int
@@ -150,7 +150,7 @@ class RoundSpec:
 
 @dataclass(frozen=True, slots=True)
 class Replied:
-    """An agent's answer to `Send.seq`."""
+    """Reply of an agent to the command with number `seq`."""
 
     worker: str
     seq: int
@@ -159,7 +159,7 @@ class Replied:
 
 @dataclass(frozen=True, slots=True)
 class AgentLost:
-    """An agent's connection is closed: the process is dead or unreachable."""
+    """Loss of an agent's connection: the process is dead or unreachable."""
 
     worker: str
     reason: str
@@ -167,18 +167,18 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True)
 class DeadlinePassed:
-    """The deadline of the phase that `EnterPhase.entry` began; ignored when that is over."""
+    """End of the deadline of the phase with this `EnterPhase.entry`; ignored after that phase."""
 
     entry: int
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The round must end.
+    """Request to end the round.
 
     Attributes:
-        reason: for a person.
-        is_blocked: the phase that was just entered cannot be recorded and has not begun: none of
+        reason: reason for the reports and the log.
+        is_blocked: whether the controller cannot record the phase just entered. That phase has not begun, and none of
             its commands was sent. Otherwise the trainer that drives the round has failed.
     """
 
@@ -188,7 +188,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The trainer that drives the update has sent everything for `version`."""
+    """End of the calls of a trainer that drives the update: it has sent all bytes of `version`."""
 
     version: int
 
@@ -201,7 +201,7 @@ Event = Replied | AgentLost | DeadlinePassed | GiveUp | Sent
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a command. `expects_reply` is false for notices that nothing waits for."""
+    """Instruction to send a command. `expects_reply` is false for notices, whose reply the round does not await."""
 
     worker: str
     seq: int
@@ -211,7 +211,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class EnterPhase:
-    """A phase begins: start its deadline. `entry` tells a phase from its repetition."""
+    """Instruction to begin a phase and its deadline. `entry` distinguishes a phase from its repetition."""
 
     phase: Phase
     entry: int
@@ -219,18 +219,17 @@ class EnterPhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """The round is over.
+    """End of the round, with its outcome.
 
     Attributes:
-        report: what trainers are told, without what only its driver can see: times, and what links took.
-        engines: what became of each.
-        mixed: engines whose live weights may be of two versions, quarantined or not.
-        unsettled: workers that were told to write and did not answer, and the engines that their
-            bytes may still reach.
+        report: report for the trainers, without times and transports, which only the driver knows.
+        engines: engine -> its outcome.
+        mixed: engines with live weights that may be of two versions, quarantined or not.
+        unsettled: worker that was told to write and has not answered -> engines that its bytes may still reach.
         silent: engine ranks that did not answer by a deadline.
-        carried: what each link did that was written by itself.
-        digests: of the links that were written.
-        is_unchanged: whether every byte is that of the version before.
+        carried: link -> bytes and seconds, for links that reported them separately.
+        digests: digests of the links of engines that published.
+        is_unchanged: whether every byte equals that of the previous version.
         non_finite: trainer parameters that contain NaN or infinity.
     """
 
@@ -260,7 +259,7 @@ class _Engine:
 
 
 def unchanged_reason(version: int) -> str:
-    """Return what to say of a version that changes nothing."""
+    """Return the message for a version that changes nothing."""
     return (
         f"version {version} changes nothing: every byte is that of the version before; does the optimizer step these "
         "parameters (not a copy of them, nor a frozen base under adapters), are adapters merged before the update, "
@@ -269,10 +268,10 @@ def unchanged_reason(version: int) -> str:
 
 
 class RoundMachine:
-    """One round. Call `start` once, then `handle` for every event until `Finish` comes out.
+    """State machine of one round. Call `start` once, then `handle` for every event until it returns `Finish`.
 
     Attributes:
-        phase: where the round is.
+        phase: current phase.
     """
 
     def __init__(self, spec: RoundSpec) -> None:
@@ -281,7 +280,7 @@ class RoundMachine:
         self._engines = {name: _Engine(workers) for name, workers in spec.engines.items()}
         self._engine_of = {w: name for name, workers in spec.engines.items() for w in workers}
         self.phase = self._phase_before = Phase.PREPARE
-        # An engine that hangs must be able to say by the deadline that it does not go on.
+        # The agent of an engine that hangs must still report before the deadline that the engine did not resume.
         self._go_on_s = reply_budget_s(spec.config.deadlines.publish_s)
         self._entry = 0
         self._seq = 0
@@ -304,7 +303,7 @@ class RoundMachine:
 
     @property
     def waiting_for(self) -> tuple[str, ...]:
-        """Workers whose replies are outstanding."""
+        """Workers that have not yet replied to a command."""
         return tuple(worker for worker, _ in self._pending.values())
 
     @property
@@ -317,7 +316,7 @@ class RoundMachine:
         return self.phase is Phase.WRITE and not self._all_sent
 
     def start(self) -> list[Instruction]:
-        """Begin."""
+        """Begin the round; return the first instructions."""
         self._enter(Phase.PREPARE)
         for trainer in self._spec.trainers:
             period = self._spec.period if trainer in self._digested else 0
@@ -332,7 +331,7 @@ class RoundMachine:
         return self._pop_instructions()
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Digest one event; returns what has to be done now."""
+        """Process one event; return the next instructions."""
         if self.phase is Phase.DONE:
             return []
         match event:
@@ -340,9 +339,10 @@ class RoundMachine:
                 worker, command = self._pending.get(event.seq, ("", None))
                 if command is None or worker != event.worker:
                     if event.seq == self._relay_seqs.get(event.worker):
-                        # Left out already, but it has ended now.
+                        # The engine was left out before, and has now ended its part of the relay.
                         self._relay.answered(event.worker, ())
-                    return []  # a duplicate, or an answer to a phase that is over
+                    # The reply is a duplicate, or answers a command of an earlier phase.
+                    return []
                 del self._pending[event.seq]
                 self._on_result(worker, command, event.result)
             case AgentLost():
@@ -381,7 +381,8 @@ class RoundMachine:
             case Prepare(), Done() if worker not in self._digested:
                 pass
             case ((BeginPush() | Pause() | Apply() | Publish()), Done()):
-                pass  # the phase counts replies, nothing else to note
+                # `_pending` counts the replies; these commands return nothing else.
+                pass
             case _:
                 text = f"answered {type(command).__name__} with {type(result).__name__}"
                 self._on_failure(worker, Failure(FailureKind.FAILED, text))
@@ -427,7 +428,7 @@ class RoundMachine:
                 self._links.written((trainer, worker), link.digest)
             case LinkStatus.FAILED:
                 self._links.failed((trainer, worker), link.error)
-                # Not written: asked for again. In a relay nobody must wait for it meanwhile.
+                # The link is written again later. A running relay member must not wait for it.
                 self._skip_upstream(trainer, (worker,) if self._relay.is_running(worker) else ())
             case LinkStatus.UNREACHABLE:
                 self._drop(engine, f"{trainer} cannot reach {worker}: {link.error}")
@@ -462,7 +463,7 @@ class RoundMachine:
             self._drop(self._engine_of[worker], f"{worker}: {reason}", lost=worker)
         elif worker in self._spec.trainers:
             self._lost_trainers.add(worker)
-            # Once it has written, it is needed again only if a link must be written again.
+            # After its writes a trainer is needed again only for rewrites.
             if self.phase is Phase.PREPARE or worker in self._links.in_flight:
                 self._give_up(f"{worker}: {reason}")
 
@@ -483,7 +484,7 @@ class RoundMachine:
     # --- phases ------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Enter phases for as long as nothing is outstanding."""
+        """Enter the next phases while no reply is outstanding."""
         while not self._pending and self.phase is not Phase.DONE:
             if not self._active() and self.phase is not Phase.PUBLISH:
                 self._finish_without_engines()
@@ -516,7 +517,7 @@ class RoundMachine:
                 assert_never(self.phase)
 
     def _after_delivery(self) -> None:
-        """Write again what is missing, have checked what is unchecked, or go on."""
+        """Write missing links again, else verify unverified engines, else enter the next phase."""
         active = self.active_workers
         was_relayed, missed = self._relay.pop_missed()
         self._links.forget(missed)
@@ -539,7 +540,7 @@ class RoundMachine:
             self._send_engines(Apply(self._version))
 
     def _is_unchanged(self) -> bool:
-        """Return whether engines get the bytes that they serve; false if no engine tells."""
+        """Return whether engines get the bytes that they serve; false if no engine has links to compare."""
         if self._config.unchanged is Reaction.OFF:
             return False
         before = self._spec.sent_before or {}
@@ -557,7 +558,7 @@ class RoundMachine:
         ]
 
     def _refuse_unchanged(self) -> None:
-        """End the round: engines of the version before hold what they held, as they have verified."""
+        """End the round. Engines with links of the previous version still hold its bytes, as they have verified."""
         reason = unchanged_reason(self._version)
         before = self._spec.sent_before or {}
         for name, engine in self._engines.items():
@@ -575,7 +576,7 @@ class RoundMachine:
         else:
             links = staggered(links)
         relayed = self._relay.begin(self.active_workers)
-        # Less than the phase has: one link that is stuck must not cost the answer about the others.
+        # Trainers get less time than the phase, so that one stuck link does not delay the answer about other links.
         within_s = reply_budget_s(self._config.deadlines.write_s)
         if relayed:
             for worker in self._relay.children:
@@ -587,7 +588,7 @@ class RoundMachine:
             self._send(trainer, kind(self._version, destinations, within_s))
 
     def _send_receives(self, links: Mapping[str, tuple[str, ...]]) -> None:
-        """The other half of a collective; told first, since it has nothing to pack."""
+        """Tell engines to receive in a collective, before the trainers write: engines have nothing to pack."""
         groups: dict[str, dict[str, tuple[str, ...]]] = {}
         for source, destinations in links.items():
             for worker in destinations:
@@ -623,7 +624,7 @@ class RoundMachine:
     # --- endings -----------------------------------------------------------------------------
 
     def _drop(self, name: str, reason: str, *, unknown: bool = False, lost: str = "") -> None:
-        """Go on without one engine."""
+        """Leave one engine out and continue the round."""
         engine = self._engines[name]
         if engine.outcome is not EngineOutcome.ACTIVE:
             if unknown:
@@ -649,13 +650,13 @@ class RoundMachine:
                 self._send(worker, notice, expects_reply=False)
 
     def _may_be_mixed(self) -> bool:
-        """Whether an engine that leaves now may hold bytes of two versions in live memory."""
+        """Return whether an engine that leaves now may hold bytes of two versions in live memory."""
         if self._config.mode is UpdateMode.IN_PLACE and self._spec.traits.lands_live:
             return self._wrote
         return self.phase in {Phase.APPLY, Phase.PUBLISH}
 
     def _give_up(self, reason: str, quarantined: Collection[str] = ()) -> None:
-        """End the round for everybody; nothing has been published."""
+        """End the round for all engines, without a published version."""
         self._pending.clear()
         for name in quarantined:
             self._drop(name, reason, unknown=True)

@@ -1,4 +1,4 @@
-"""The controller's end of the agents' sessions, and calls of many ranks at once."""
+"""Controller side of the agents' sessions, and calls to many ranks at once."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from windlass.net.sockets import SEND_DEADLINE_S
 
 @final
 class AgentSession(Session[Command | Probe, Result]):
-    """One agent's connection. A process that connects again gets another one.
+    """Connection of one agent. A process that connects again gets a new session.
 
     Args:
-        socket: of the connection. agent: at its other end.
+        socket: socket of the connection.
+        agent: the connected agent.
         send_deadline_s: see `Session`.
 
     Attributes:
-        host: address of the agent's host; empty for this one.
+        agent: as given.
+        host: address of the agent's host; empty for the controller's host.
     """
 
     def __init__(
@@ -42,24 +44,25 @@ class AgentSession(Session[Command | Probe, Result]):
         self.host = host_of(socket)
 
     async def probe(self, round_id: RoundId) -> None:
-        """Ask for an answer to come after all that are due; see `Fleet.settle`."""
+        """Send a probe, which the agent answers after all earlier commands; see `Fleet.settle`."""
         try:
             await self.send(Envelope(*round_id, PROBE_SEQ, Probe()))
         except PeerUnreachable:
-            return  # whoever comes back is asked again
+            # The controller sends another probe when the agent connects again.
+            return
 
 
 @final
 class RankCaller:
-    """Calls ranks in one round, or in one binding; a rank that fails is a value, not an exception.
+    """Caller of ranks in one round or one binding. It returns the failure of a rank as a value.
 
     Args:
-        sessions: by worker name; a process that takes over a name later is not called.
-        round_id: that the calls belong to: an answer counts only from who was asked, in it.
-        first_seq: of the first call, above those of others who send commands of this round.
+        sessions: worker -> session. The caller never calls a process that connects under the name later.
+        round_id: round id of the calls; an answer counts only from the called session and for this round.
+        first_seq: sequence number of the first call, above the numbers of all other senders in this round.
 
     Attributes:
-        took_s: rank -> seconds until its last call was answered.
+        took_s: rank -> seconds until it answered its last call.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class RankCaller:
     async def call(
         self, commands: Mapping[str, Command], deadline_s: float
     ) -> dict[str, Result | WindlassError]:
-        """Send every rank its command; returns what each answered within `deadline_s`."""
+        """Send every rank its command; return each rank's answer, or its failure after `deadline_s`."""
         answers = await asyncio.gather(
             *(self._one(worker, command, deadline_s) for worker, command in commands.items())
         )
@@ -102,12 +105,12 @@ class RankCaller:
 def failures_of(
     results: Mapping[str, Result | WindlassError], kind: type[Result]
 ) -> dict[str, Result | WindlassError]:
-    """What the ranks said that did not answer with `kind`."""
+    """Return the results that are not of type `kind`."""
     return {worker: result for worker, result in results.items() if not isinstance(result, kind)}
 
 
 def describe(result: Result | WindlassError) -> str:
-    """Why a result is none, in one line."""
+    """Return a one-line description of a failed or unexpected result."""
     if isinstance(result, Failure):
         return result.message
     return str(result) if isinstance(result, WindlassError) else f"answered {type(result).__name__}"
