@@ -1,4 +1,4 @@
-"""A rank's end of its session with the controller: commands carried out, versions announced."""
+"""Rank side of the session with the controller: carries out commands and announces versions."""
 
 from __future__ import annotations
 
@@ -48,22 +48,23 @@ WITHDRAW_S = 1.0
 
 
 class CommandHandler(Protocol):
-    """What an agent does with commands. Called from one thread, in order; may block."""
+    """Handler of an agent's commands. The channel calls it from one thread, in order; it may block."""
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
         """Carry out a command.
 
         Raises:
-            WindlassError: becomes a `Failure` whose kind follows from the type.
+            WindlassError: the command failed; the type of the error determines the kind of the `Failure`.
         """
         ...
 
 
 class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
-    """A rank's session with the controller.
+    """Session of a rank with the controller.
 
     Args:
-        url: the controller's address. token: of the agent's role.
+        url: the controller's address.
+        token: token for the agent's role.
         hello: builds the first frame of every connection; called in the channel's thread.
         handler: carries out commands.
 
@@ -82,14 +83,14 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         self._hello, self._handler = hello, handler
 
     def hello(self) -> Hello:
-        """The owner's, with what this session knows and its owner does not."""
+        """Return the owner's Hello, completed with epoch, round, and host of this session."""
         epoch, round_number = self._store.newest
         return msgspec.structs.replace(
             self._hello(), epoch=epoch, round=round_number, host=host_identity()
         )
 
     def on_frame(self, frame: Welcome | UpdateReport) -> None:
-        """Only a trainer is told more than what to do."""
+        """Ignore the frame; only trainers use these frames."""
 
     def execute(self, call: Envelope[Command | Probe]) -> Result:
         if isinstance(call.command, Probe):
@@ -100,7 +101,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
             try:
                 return self._handler.handle(call.command, epoch=call.epoch, round_number=call.round)
             except Exception as error:
-                # A WindlassError is foreseen, and says what to do.
+                # The message of a WindlassError says what to do, so its traceback is not logged.
                 trace = not isinstance(error, WindlassError)
                 _log.error("%s failed: %s: %s", name, type(error).__name__, error, exc_info=trace)
                 raise
@@ -112,7 +113,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
 
 
 def _kind_of(error: Exception, command: Command | Probe | None) -> FailureKind:
-    """Of a command that writes, what nobody foresaw is UNKNOWN, as it is of one of its links."""
+    """Return the kind of a failure. An unexpected error in a command that writes is UNKNOWN, as for a single link."""
     match error:
         case TransferOutcomeUnknown():
             return FailureKind.UNKNOWN
@@ -128,7 +129,7 @@ def _kind_of(error: Exception, command: Command | Probe | None) -> FailureKind:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A version that this rank waits to be published, and who waits for the end of it."""
+    """Announced version, with the future of its report."""
 
     frame: Announce
     report: concurrent.futures.Future[UpdateReport]
@@ -136,7 +137,7 @@ class Announcement:
 
 @final
 class TrainerChannel(AgentChannel):
-    """A trainer rank's session: it also announces versions, one at a time. See `AgentChannel`."""
+    """Session of a trainer rank, which also announces versions, one at a time. See `AgentChannel`."""
 
     def __init__(
         self,
@@ -148,33 +149,32 @@ class TrainerChannel(AgentChannel):
         super().__init__(url, token, hello, handler)
         self._lock = threading.Lock()
         self._announced: Announcement | None = None
-        # Not sent again; its report may still come.
+        # A withdrawn announcement is not sent again, but its report may still arrive.
         self._withdrawn: Announcement | None = None
         self._attempts = 0
         self._published, self._lineage, self._welcomed_by = -1, "", ""
         self.ended.add_done_callback(self._end_announcement)
 
     def announce(self, version: int, deadline_s: float) -> UpdateReport:
-        """Announce that this rank's weights stand still with `version`; wait for the round's end.
+        """Announce `version`, whose weights the trainer keeps unchanged, and wait for the report of the round.
 
         Raises:
-            PeerTimeout: no report within `deadline_s`. An announcement that still waited for other
-                ranks is taken back; if a round had begun it goes on, and the weights must not change
-                before the next report.
+            PeerTimeout: no report within `deadline_s`. An announcement that still waited for other ranks is
+                withdrawn. If a round had begun, it continues, and the weights must not change before the next report.
             ProtocolError: the controller refused this agent.
             PeerUnreachable: the channel was closed.
         """
         announced = self.begin_announcement(version)
         try:
             return announced.report.result(deadline_s)
-        # Also of a caller that is interrupted: nobody waits any more.
+        # An interrupted caller no longer waits either, so its announcement must be withdrawn too.
         except BaseException as error:
             sent = self.withdraw(announced)
             if not isinstance(error, concurrent.futures.TimeoutError):
                 raise
             reason = ""
             if sent is not None:
-                # The controller answers with the ranks that it waited for, unless a round has begun.
+                # The controller answers with the missing ranks, unless a round has begun.
                 concurrent.futures.wait([announced.report], WITHDRAW_S)
                 if announced.report.done():
                     report = announced.report.result()
@@ -189,16 +189,17 @@ class TrainerChannel(AgentChannel):
             ) from None
 
     def begin_announcement(self, version: int) -> Announcement:
-        """As `announce`; the report is done at the round's end.
+        """Announce a version without waiting; the report is done at the end of the round.
 
         Raises:
-            ProtocolError, PeerUnreachable: there is no session any more.
+            ProtocolError: the controller refused this agent.
+            PeerUnreachable: the channel was closed.
         """
         self._attempts += 1
         return self._await_report(Announce(version, self._attempts))
 
     def expect(self, version: int) -> concurrent.futures.Future[UpdateReport]:
-        """As `begin_announcement`, of a round that the controller begins by itself: nothing is sent."""
+        """Return the future report of a round that the controller begins by itself, without an announcement."""
         return self._await_report(Announce(version, 0)).report
 
     def _await_report(self, frame: Announce) -> Announcement:
@@ -211,7 +212,7 @@ class TrainerChannel(AgentChannel):
         return announced
 
     def give_up_expected(self) -> None:
-        """The end of a round that was expected is not told any more. Idempotent."""
+        """Fail the report of an expected round, because the controller will not send it any more. Idempotent."""
         with self._lock:
             expected = self._announced
             if expected is None or expected.frame.attempt or expected.report.done():
@@ -221,11 +222,11 @@ class TrainerChannel(AgentChannel):
             expected.report.set_exception(error)
 
     def withdraw(self, announced: Announcement) -> concurrent.futures.Future[bool] | None:
-        """Take an announcement back, so that it begins no round that nobody waits for.
+        """Withdraw an announcement, so that it does not begin a round without a waiting caller.
 
         Returns:
-            Done when that was sent, or the connection is lost, which withdraws it as well; None
-            when there is no session any more.
+            A future that is done once the withdrawal was sent or the connection was lost, which withdraws the
+            announcement too; None if the session has ended.
         """
         with self._lock:
             if self._announced is announced:
@@ -243,7 +244,7 @@ class TrainerChannel(AgentChannel):
     # --- in the loop ---------------------------------------------------------------------------
 
     def hello(self) -> Hello:
-        # A controller that is started anew without a journal has nobody else whom it may believe.
+        # A controller that restarts without a journal learns the published version only from the trainers.
         return msgspec.structs.replace(
             super().hello(),
             served_version=self._published,
@@ -267,7 +268,7 @@ class TrainerChannel(AgentChannel):
                     announced.report.set_result(frame)
 
     async def on_connected(self) -> None:
-        """Send it again after a lost connection, which took it back."""
+        """Send the announcement again, because the loss of the connection withdrew it."""
         announced = self._announced
         if announced is not None and announced.frame.attempt and not announced.report.done():
             await self.send(announced.frame)

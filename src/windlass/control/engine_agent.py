@@ -1,4 +1,4 @@
-"""An agent of an engine rank: commands of the coordinator become calls of its receiver and its engine."""
+"""Agent of an engine rank: carries out commands of the coordinator by calls of its receiver and its engine."""
 
 from __future__ import annotations
 
@@ -56,21 +56,20 @@ from windlass.transfer.sender import Sender
 _log = logging.getLogger(__name__)
 FENCE_S = 5.0
 GO_ON_S = 20.0
-"""For an engine to go on where no controller is there to say."""
+"""Seconds for an engine to resume after the connection to the controller is lost."""
 MIN_RESUME_S = 0.1
 
 
 class EngineHooks(Protocol):
-    """One rank of a live engine, seen by the agent thread that lives in the same process.
+    """Calls that the agent makes to one rank of a live engine in the same process.
 
-    Every method is called from the agent's thread while the engine's own loop runs in another.
+    The agent calls every method from its own thread, while the engine's loop runs in another thread.
     """
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-        """Stop this rank; return once no kernel of it reads weights or writes caches.
+        """Stop this rank, and return once no kernel of the rank reads weights or writes caches.
 
-        Every rank of an engine gets the same `pause_id`, so that a rank cannot take an older pause
-        for this one.
+        Every rank of an engine gets the same `pause_id`, so that a rank does not confuse this pause with an older one.
 
         Rank 0 also stops admission and applies `mode` to running requests. Idempotent.
 
@@ -80,20 +79,22 @@ class EngineHooks(Protocol):
         ...
 
     def resume(self, deadline_s: float) -> None:
-        """Go on generating. Idempotent.
+        """Resume generation. Idempotent.
 
         Raises:
-            WindlassError: it does not now, or has not said that it does within `deadline_s`. It gets
-                no traffic then, and is asked again.
+            WindlassError: the engine did not resume, or did not confirm it within `deadline_s`. It gets no traffic
+                then, and the controller repeats the command.
         """
         ...
 
     def finalise(self) -> None:
-        """Recompute state that is derived from weights and drop caches of old weights."""
+        """Recompute state derived from weights, and drop caches of old weights."""
         ...
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """Stamp the version that tokens generated from now on carry. Idempotent; before `resume`.
+        """Set the version with which the engine marks tokens that it generates from now on.
+
+        Idempotent; called before `resume`.
 
         Raises:
             WindlassError: as `resume`.
@@ -103,19 +104,19 @@ class EngineHooks(Protocol):
 
 @final
 class EngineAgent:
-    """`CommandHandler` of an engine rank; knows whether its live weights can be trusted.
+    """`CommandHandler` of an engine rank. It tracks whether the live weights may be of two versions.
 
     Args:
-        receiver: of one-sided writes; other backends fill the same parameters.
+        receiver: receiver of one-sided writes; other backends fill the same parameters.
         hooks: the engine.
-        sender: reads the live weights, for engines that join later; None keeps them here.
-        host: own address, that other ranks can reach, for backends with groups.
-        serves_own_weights: whether the engine answers before the first version, with weights that it
-            came with: it goes on with them where that version is not published.
+        sender: sender of the live weights to engines that join later; None if this rank cannot send.
+        host: own address that other ranks can reach, for backends with groups.
+        serves_own_weights: whether the engine serves its initial weights before the first version. It then resumes
+            with them if that version is not published.
 
     Attributes:
-        served_version: that this rank serves; -1 for none.
-        lineage: of the run that `served_version` belongs to; empty for none.
+        served_version: version that this rank serves; -1 for none.
+        lineage: lineage of the run that `served_version` belongs to; empty for none.
     """
 
     def __init__(
@@ -149,10 +150,10 @@ class EngineAgent:
 
     @property
     def mixed_weights(self) -> bool:
-        """Whether live weights may be mixed.
+        """Whether live weights may be of two versions.
 
-        True inside a round as well, from the moment from which one-sided writes or `apply` may
-        have touched them: an agent whose controller is gone cannot know how far it came.
+        It is true inside a round too, as soon as one-sided writes or `apply` may have changed them. If the controller
+        disappears then, the agent cannot know how many bytes have changed.
         """
         return self._mixed_weights or self._open_to_writes
 
@@ -160,13 +161,14 @@ class EngineAgent:
         """Carry out a command; see `CommandHandler.handle`.
 
         Raises:
-            ProtocolError: it is none of an engine's.
+            ProtocolError: the command is not for engines.
         """
         if not isinstance(command, EngineCommand):
             raise ProtocolError(f"an engine cannot carry out {type(command).__name__}")
         with self._lock:
             round_id = RoundId(epoch, round_number)
-            # How the last one ended was not told, and this one's end says nothing about it.
+            # The controller never reported how the previous round ended, so the weights may be of two versions. The
+            # result of this round does not change that.
             self._mixed_weights |= self._open_to_writes and round_id > self._round_id
             self._round_id = round_id
             return self._carry_out(command)
@@ -176,7 +178,8 @@ class EngineAgent:
             case ConnectEngine():
                 return self._connect(command)
             case Pause():
-                self._not_resumed = ""  # it is this round that has it go on now
+                # The end of this round resumes the engine, so an earlier failure to resume no longer counts.
+                self._not_resumed = ""
                 pause_id = f"{self._round_id.epoch}.{self._round_id.round}"
                 self._hooks.pause(pause_id, command.mode, command.deadline_s)
                 self._open_to_writes |= self._mode is UpdateMode.IN_PLACE
@@ -217,14 +220,17 @@ class EngineAgent:
         return Bound(command.plan_digest, binding, self._relay.open())
 
     def on_command(self, command: Command, epoch: int, round_number: int) -> None:
-        """For `AgentChannel`: what must not wait until a running `Relay` is over."""
+        """Carry out commands that end a running `Relay`, as soon as the channel receives them."""
         if isinstance(command, SkipUpstream):
             self._relay.refuse(RoundId(epoch, round_number), command.upstream)
         elif isinstance(command, Abort):
             self._relay.interrupt(RoundId(epoch, round_number))
 
     def _verify(self, command: Verify) -> Result:
-        """What a relay that died may have left in its kernel lands before this or never."""
+        """Verify received bytes.
+
+        After a relay parent has died, fence first: its last bytes have then arrived or never will.
+        """
         if self._fence_is_due:
             self._fence()
         self._kept.verify()
@@ -245,13 +251,14 @@ class EngineAgent:
                 self._may_be_written |= self._fence_is_due
                 return relayed
             case SkipUpstream():
-                pass  # carried out when it came in
+                # `on_command` has carried it out.
+                pass
             case _:
                 assert_never(command)
         return Done(not_resumed=self._not_resumed)
 
     def close(self) -> None:
-        """Stop listening for relays; free what was allocated on a GPU. Idempotent."""
+        """Stop listening for relays, and free GPU memory. Idempotent."""
         self._relay.close()
         self._push.close()
         self._receiver.close()
@@ -259,7 +266,7 @@ class EngineAgent:
             self._source.close()
 
     def _send_own(self, command: SourceCommand) -> Result:
-        """This rank is the source: its weights stand still for as long as the lock is held."""
+        """Send this rank's own weights, which do not change while the caller holds the lock."""
         if self._source is None:
             raise ProtocolError(f"this engine cannot carry out {type(command).__name__}")
         if not isinstance(command, ConnectTrainer):
@@ -277,15 +284,15 @@ class EngineAgent:
             )
 
     def on_disconnect(self) -> None:
-        """The controller is gone: go on with the old weights if they are whole.
+        """Resume with the old weights, if they are whole, after the connection to the controller is lost.
 
         Raises:
-            PeerUnreachable: the engine cannot go on now; to be called again.
+            PeerUnreachable: the engine did not resume; the caller must call again.
         """
         self._relay.interrupt()
         with self._lock:
             self._may_be_written = True
-            # The end of this round will not be told, and a later one's says nothing about it.
+            # The controller will not report how this round ended, and later rounds do not change that.
             self._mixed_weights = self.mixed_weights
             self._go_on_if_whole(GO_ON_S)
             if self._not_resumed:
@@ -299,12 +306,14 @@ class EngineAgent:
         self._delivery = self._receiver
 
     def _begin_push(self) -> None:
-        """The next update that comes by a plan binds it anew."""
-        if self._receiver is not self._one_sided:  # into its memory late writes may still come
+        """Collect the tensors of a push from now on. The next planned update binds this rank again."""
+        # The one-sided receiver stays open, because late writes may still arrive in its memory.
+        if self._receiver is not self._one_sided:
             self._receiver.close()
             self._receiver = receiver_for(self._backend, self._one_sided, self._host)
         self._delivery = self._push
-        self._mode = UpdateMode.STAGED  # nothing touches live memory before `Apply`
+        # A push changes no live memory before `Apply`.
+        self._mode = UpdateMode.STAGED
         self._push.begin()
 
     def _receive_push(self, command: BeginPush | PushCommand) -> None:
@@ -331,9 +340,9 @@ class EngineAgent:
         self._go_on_if_whole(deadline_s)
 
     def _fence(self) -> None:
-        """Bytes of a source that ended in mid-write must not land in what is bound now.
+        """Wait until late bytes of a source that died during a write can no longer arrive in the new binding.
 
-        A source that lives has answered for its writes before anything is bound anew.
+        A living source has reported its writes before the controller binds again.
         """
         if self._may_be_written:
             self._one_sided.transport.fence(deadline_s=FENCE_S)
@@ -346,9 +355,10 @@ class EngineAgent:
         self._go_on_if_whole(deadline_s)
 
     def _go_on_if_whole(self, deadline_s: float) -> None:
-        """Have the engine generate; that it cannot now says nothing about its weights.
+        """Resume the engine if its weights are of one version. A failure to resume does not affect the weights.
 
-        Whoever hears of it (`Done.not_resumed`, or the next welcome) tells it again.
+        The agent reports the failure (`Done.not_resumed`), and the controller repeats the command. After a lost
+        connection, the channel tries again at the next welcome.
         """
         self._not_resumed = ""
         has_weights = self.served_version >= 0 or self._serves_own_weights
@@ -360,7 +370,7 @@ class EngineAgent:
                 self._hooks.set_version(self.served_version, deadline_s)
                 self._is_stamped = True
             self._hooks.resume(max(end - time.monotonic(), MIN_RESUME_S))
-        # The boundary of the engine: whatever its own code raises.
+        # The engine's own code may raise any exception.
         except Exception as error:  # noqa: BLE001
             _log.exception("going on")
             self._not_resumed = f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""An engine rank's session with the controller: it goes on by itself when that is away."""
+"""Session of an engine rank with the controller. The engine resumes by itself when the connection is lost."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from windlass.net.sockets import open_http, send_frame
 
 _log = logging.getLogger(__name__)
 WELCOME_SEQ = 0
-"""Of a reply that answers the welcome; commands count from 1."""
+"""Sequence number of the reply to the welcome; the numbers of commands start at 1."""
 CANNOT_JOIN_S = 10.0
 
 
 def report_cannot_join(url: str, token: str, engine: str, reason: str) -> None:
-    """Have whoever waits for an engine hear why it does not come. Blocks.
+    """Report to the controller that an engine cannot join, so that callers that wait for it get the reason. Blocks.
 
     Raises:
-        PeerUnreachable: the controller was not reached within 10 s.
+        PeerUnreachable: the controller did not answer within 10 s.
     """
 
     async def report() -> None:
@@ -37,25 +37,30 @@ def report_cannot_join(url: str, token: str, engine: str, reason: str) -> None:
             http.ws_connect(url.rstrip("/") + AGENTS_PATH) as socket,
         ):
             await send_frame(socket, encode(CannotJoin(PROTOCOL_VERSION, engine, reason)))
-            await socket.receive()  # the end of the connection: it has been read
+            # The controller closes the connection once it has read the frame.
+            await socket.receive()
 
     try:
         asyncio.run(report())
-    except (OSError, aiohttp.ClientError) as error:  # a TimeoutError is an OSError
+    # OSError includes TimeoutError.
+    except (OSError, aiohttp.ClientError) as error:
         raise PeerUnreachable(f"controller {url}: {type(error).__name__}: {error}") from error
 
 
 @final
 class EngineChannel(AgentChannel):
-    """An engine rank's session.
+    """Session of an engine rank.
 
     Args:
-        url, token, hello, handler: see `AgentChannel`.
-        on_disconnect: called in the channel's thread when a connection that was welcomed is lost,
-            before the first attempt to connect again; again at the next welcome if it raised. What
-            came of that is sent to the controller (`Done.not_resumed`).
-        on_command: called in the channel's thread with a command, its epoch and its round, as it
-            comes in and before it waits for its turn; must not block.
+        url: see `AgentChannel`.
+        token: see `AgentChannel`.
+        hello: see `AgentChannel`.
+        handler: see `AgentChannel`.
+        on_disconnect: called in the channel's thread when a welcomed connection is lost, before the first attempt to
+            connect again. If it raises, the channel calls it again at the next welcome and sends the result to the
+            controller (`Done.not_resumed`).
+        on_command: called in the channel's thread with each received command, its epoch and its round, before the
+            command waits for its turn; must not block.
     """
 
     def __init__(
@@ -80,22 +85,24 @@ class EngineChannel(AgentChannel):
             self._on_command(call.command, call.epoch, call.round)
 
     async def on_welcome(self) -> None:
-        if self._not_resumed:  # no command of this connection has come: no round is open here yet
+        # No command of this connection has arrived yet, so no round is open in this rank.
+        if self._not_resumed:
             await self._loop.run_in_executor(self._executor, self.on_lost)
 
     async def on_connected(self) -> None:
-        """Say how the engine is now, whatever stored replies say."""
+        """Report whether the engine generates now; replies stored earlier may be outdated."""
         epoch, round_number = self._store.newest
         await self.send(
             Reply(epoch, round_number, WELCOME_SEQ, Done(not_resumed=self._not_resumed))
         )
 
     def on_lost(self) -> None:
-        with self._executing:  # whatever begins after this is refused
+        # Commands that begin after this are refused.
+        with self._executing:
             try:
                 self._on_disconnect()
                 self._not_resumed = ""
-            # The boundary of the engine: one that cannot be resumed now must come back all the same.
+            # The engine's own code may raise any exception, and the rank must connect again after it.
             except Exception as error:  # noqa: BLE001
                 self._not_resumed = f"{type(error).__name__}: {error}"
                 _log.exception("on_disconnect")

@@ -1,6 +1,6 @@
-"""What the leaders of a trainer that drives an update ask for, and what engines are told because of it.
+"""Messages of a push: HTTP calls of the trainer's leaders, and the resulting commands to engines.
 
-Leaders ask by HTTP. What all engines must carry out is passed on to them as it is.
+The controller forwards a call that all engines must carry out to them unchanged.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from windlass.transfer.bindings import GroupOffer, WireTensor
 
 
 class BeginPush(msgspec.Struct, frozen=True, tag="begin_push"):
-    """Engine: the trainer drives this update; gather what comes, and change nothing yet."""
+    """Command to an engine: collect the tensors of a push in a shadow copy, and change no live weights yet."""
 
 
 class JoinPushGroup(msgspec.Struct, frozen=True, tag="join_push_group"):
-    """Engine: enter the group of a leader."""
+    """Command to an engine: enter the group of a leader."""
 
     offer: GroupOffer
     fabric: CollectiveFabric
@@ -24,7 +24,7 @@ class JoinPushGroup(msgspec.Struct, frozen=True, tag="join_push_group"):
 
 
 class ReceiveTensors(msgspec.Struct, frozen=True, tag="receive_tensors"):
-    """Engine: the receiving half of one broadcast of whole tensors, flat, in this order."""
+    """Command to an engine: receive one broadcast of whole tensors, flattened and in this order."""
 
     group: str
     tensors: tuple[WireTensor, ...]
@@ -32,7 +32,7 @@ class ReceiveTensors(msgspec.Struct, frozen=True, tag="receive_tensors"):
 
 
 class ReadFiles(msgspec.Struct, frozen=True, tag="read_files"):
-    """Engine: read this rank's boxes from a checkpoint folder."""
+    """Command to an engine: read this rank's boxes from a checkpoint folder."""
 
     folder: str
 
@@ -41,11 +41,13 @@ PushCommand = JoinPushGroup | ReceiveTensors | ReadFiles
 
 
 class PauseCall(msgspec.Struct, frozen=True, tag="pause"):
-    """Begin an update, or join it; it ends by itself after `session_s`.
+    """Call to begin an update, or to join a running one.
 
     Attributes:
-        stage, num_stages: which of how many leaders this one is, if they declare an order; then
-            the update ends when all of them have continued.
+        session_s: seconds after which the update ends, if the leaders have not finished it.
+        stage: number of this leader in the declared order; -1 without an order.
+        num_stages: number of leaders in the declared order; 0 without an order. With an order, the update ends after
+            `continue_generation` of every leader.
     """
 
     session_s: float
@@ -54,22 +56,32 @@ class PauseCall(msgspec.Struct, frozen=True, tag="pause"):
 
 
 class ContinueCall(msgspec.Struct, frozen=True, tag="continue"):
-    """This leader has sent everything; the last one publishes. Nobody does if one is negative."""
+    """Call of a leader that has sent all its tensors.
+
+    Attributes:
+        version: version to publish; the call of the last leader publishes it. If a leader sends a negative version,
+            the update fails.
+    """
 
     version: int
 
 
 class MembersCall(msgspec.Struct, frozen=True, tag="members"):
-    """Which engine ranks take part."""
+    """Call that asks for the engine ranks of the running update."""
 
 
 CallbackCall = PauseCall | ContinueCall | MembersCall | PushCommand
 
 
 class CallbackRequest(msgspec.Struct, frozen=True):
-    """A call of a leader; the same `request_id` is the same call, however often it is asked.
+    """Call of a leader, which may be sent repeatedly.
 
-    `number` counts the calls of one leader in one update that all engines carry out.
+    Attributes:
+        request_id: identity of the call; the controller carries it out once.
+        leader: name of the leader.
+        call: the call.
+        deadline_s: seconds for the call.
+        number: running number of this leader's calls in the update, of those that all engines carry out.
     """
 
     request_id: str
@@ -80,7 +92,12 @@ class CallbackRequest(msgspec.Struct, frozen=True):
 
 
 class CallbackAnswer(msgspec.Struct, frozen=True):
-    """`error` is one line, empty when it was done; `members` answers `MembersCall`."""
+    """Answer to a call of a leader.
+
+    Attributes:
+        error: failure in one line; empty after success.
+        members: engine ranks, in answer to `MembersCall`.
+    """
 
     error: str = ""
     members: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""How an update ended, and its figures: one line of `Measure` each, and whatever shows rounds shows it."""
+"""Report of an update: its outcome and its figures. Every display of rounds shows each member of `Measure`."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from windlass.transfer.bindings import Carried
 _log = logging.getLogger(__name__)
 
 SLOWEST_LINKS = 4
-"""Of each transport, named in a report."""
+"""Number of slowest links that a report names for each transport."""
 TOLD_COSTS = 64
-"""Ranks whose costs of connecting are in the report that every trainer rank gets."""
+"""Number of ranks with bind costs in the report to trainer ranks."""
 
 
 class Measure(StrEnum):
     """A figure of a round, by its name on the wire.
 
-    Figures that ranks report add up for each rank; the round's is that of the slowest rank for
-    seconds, and that of all together for everything else.
+    The values that a rank reports add up. The round's figure is the slowest rank's sum for seconds, and the sum of all
+    ranks for bytes.
 
     Attributes:
-        unit: "bytes", or "seconds". help: one line for a person.
+        unit: "bytes" or "seconds".
+        help: description in one line.
     """
 
     unit: str
     help: str
 
     def __new__(cls, name: str, unit: str, text: str) -> Self:
-        """A member from its line."""
+        """Create a member from its name, unit, and help."""
         member = str.__new__(cls, name)
         member._value_, member.unit, member.help = name, unit, text
         return member
@@ -52,23 +53,23 @@ class Measure(StrEnum):
 
     @property
     def label(self) -> str:
-        """Without its unit: `wire`, `bytes`."""
+        """Name without the suffix of the unit: `wire`, `bytes`."""
         return self.removesuffix("_s") if self.unit == "seconds" else self.unit
 
     def text(self, value: float) -> str:
-        """A value of it, for a table: milliseconds, or a count."""
+        """Return a value as the text of a table cell: milliseconds, or a count."""
         if self.unit == "seconds":
             return f"{value * 1e3:.1f}" if value else "-"
         return f"{value:,.0f}"
 
     def of_ranks(self, by_rank: dict[str, float]) -> float:
-        """The round's figure, from the sum of every rank that reported it."""
+        """Return the round's figure from the sums of the ranks that reported it."""
         values = by_rank.values()
         return max(values, default=0.0) if self.unit == "seconds" else sum(values)
 
 
 class RoundOutcome(StrEnum):
-    """How a round ended."""
+    """Outcome of a round."""
 
     PUBLISHED = "published"
     ABORTED = "aborted"
@@ -76,12 +77,12 @@ class RoundOutcome(StrEnum):
 
 
 class BindCost(msgspec.Struct, frozen=True):
-    """What it cost to connect one rank.
+    """Cost of connecting and binding one rank.
 
     Attributes:
-        register_s: seconds in which it registered memory before it connected (`Hello.registered`).
-        plan_s: seconds of planning, for all ranks of that binding together.
-        bind_s: seconds from the command by which it was bound to its answer.
+        register_s: seconds of memory registration before the rank connected (`Hello.registered`).
+        plan_s: seconds of planning, for all ranks of the binding together.
+        bind_s: seconds from the bind command to the rank's answer.
     """
 
     register_s: float
@@ -90,18 +91,18 @@ class BindCost(msgspec.Struct, frozen=True):
 
 
 class LinkWire(Carried, frozen=True):
-    """What one link carried in an update, from one worker to another."""
+    """Bytes and seconds of one link in an update, from one worker to another."""
 
     source: str
     destination: str
 
 
 class TransportWire(Carried, frozen=True):
-    """What all links of a transport carried in an update; their seconds overlap where they work side by side.
+    """Bytes and seconds of all links of a transport in an update. Seconds of parallel links are added up too.
 
     Attributes:
-        num_links: links that carried anything.
-        slowest: of these the few that took longest, the longest first.
+        num_links: number of links that carried bytes.
+        slowest: the few links that took longest, the slowest first.
     """
 
     num_links: int
@@ -111,7 +112,7 @@ class TransportWire(Carried, frozen=True):
 def wire_by_transport(
     carried: Mapping[Link, Carried], transports: Mapping[Link, str]
 ) -> dict[str, TransportWire]:
-    """What each transport carried, of links that have one: as small for many links as for a few."""
+    """Return the traffic of each transport. The result does not grow with the number of links."""
     links: dict[str, list[tuple[float, int, Link]]] = {}
     for link, found in carried.items():
         if (transport := transports.get(link)) is not None:
@@ -128,34 +129,32 @@ def wire_by_transport(
 
 
 class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=True):
-    """Sent to every trainer rank when its announced version is published or given up.
+    """Report of an update, which every trainer rank gets when its announced version is published or has failed.
 
     Attributes:
-        version: the announced version; -1 where the trainer drove the update itself and had not
-            named one when it ended.
-        outcome: published, aborted (old weights serve) or failed.
-        reason: one line when not published.
+        version: the announced version; -1 if the trainer drove the update itself and ended it without a version.
+        outcome: published, aborted (engines serve the old weights) or failed.
+        reason: reason in one line; empty if published.
         engines: engines that serve `version` now.
-        left_out: engines that do not: dead, with mixed weights, or joining; name -> why.
-        measures: the figures of the round that were taken, by the name of a `Measure`.
-        phase_s: seconds per phase, by name.
-        digest_ok: every written range had the sender's digest on the receiving side.
-        attempt: the `Announce.attempt` that this answers; 0 where the controller's own process has asked
-            for the update.
-        transports: name -> links that took it, where bytes travel by one-sided writes; `/v1/status` says
-            of each link what it took, and why.
-        wire: name of a transport -> what its links carried, relayed bytes among them, and which were the
-            slowest; `/v1/status` says it of each link that the last update went by.
-        bound: rank -> what it cost to connect it, of those that were bound since the last update: all of
-            them in the first one, nobody where the fleet has not changed. Trainers are told of the 64 that
-            took longest, the controller's own process of all.
+        left_out: name -> reason, for engines that do not serve `version`: dead, with mixed weights, or joining.
+        measures: name of a `Measure` -> figure of the round, for figures that were measured.
+        phase_s: name of a phase -> its seconds.
+        digest_ok: whether every written range had the sender's digest on the receiving side.
+        attempt: the `Announce.attempt` that this report answers; 0 if the controller's own process requested the
+            update.
+        transports: name of a transport -> number of its links, if bytes travel by one-sided writes. `/v1/status` shows
+            the transport of each link and the reason for its choice.
+        wire: name of a transport -> traffic of its links, including relayed bytes, and its slowest links. `/v1/status`
+            shows the traffic of each link in the last update.
+        bound: rank -> its bind cost, for ranks bound since the last update: all ranks in the first update, none if the
+            fleet has not changed. Trainers get the 64 highest costs, the controller's own process gets all.
         unused: pattern of names -> number of trainer tensors that no engine takes.
         kept: pattern of names -> number of engine tensors that no trainer has and that engines keep (`keep` of
             `connect_trainer`).
-        unchanged: how many versions in a row changed nothing, up to this one; 0 where it changed something, or where
-            it is the first of these trainers.
-        non_finite: pattern of names -> number of trainer parameters that contain NaN or infinity, as far as they were
-            looked at (`ControlConfig`).
+        unchanged: number of successive versions, up to this one, that changed no byte; 0 if this version changed bytes
+            or is the first of these trainers.
+        non_finite: pattern of names -> number of checked trainer parameters that contain NaN or infinity
+            (`ControlConfig`).
     """
 
     version: int
@@ -176,12 +175,12 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
     non_finite: dict[str, int] = {}
 
     def measure(self, measure: Measure) -> float:
-        """A figure of the round; 0 where it was not measured."""
+        """Return a figure of the round; 0 if it was not measured."""
         return self.measures.get(measure, 0.0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travelled."""
+        """Number of bytes that travelled."""
         return int(self.measure(Measure.NBYTES))
 
     @property
@@ -196,42 +195,42 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
 
     @property
     def pause_s(self) -> float:
-        """The longest time that an engine was paused, in seconds."""
+        """Seconds of the longest pause of an engine."""
         return self.measure(Measure.PAUSE_S)
 
     @property
     def compared(self) -> bool:
-        """Whether trainer ranks that hold the same boxes were compared."""
+        """Whether the round compared trainer ranks with the same boxes."""
         return Measure.COMPARE_S in self.measures
 
     @property
     def compare_s(self) -> float:
-        """The slowest trainer rank's seconds digesting what was compared."""
+        """The slowest trainer rank's seconds of digesting the compared boxes."""
         return self.measure(Measure.COMPARE_S)
 
 
 def told_to_trainers(report: UpdateReport) -> UpdateReport:
-    """Without what connecting most of many ranks cost: told to each of them it grows with their square."""
+    """Return the report with only the highest bind costs. All costs to all ranks would grow with the square."""
     slowest = sorted(report.bound, key=lambda worker: -report.bound[worker].bind_s)
     told = {worker: report.bound[worker] for worker in slowest[:TOLD_COSTS]}
     return msgspec.structs.replace(report, bound=told)
 
 
 def failed_report(version: int, reason: str) -> UpdateReport:
-    """The report of a version for which no round was begun, or whose round could not go on."""
+    """Return the report of a version whose round did not begin or could not continue."""
     return UpdateReport(version=version, outcome=RoundOutcome.FAILED, reason=reason)
 
 
 async def report_of(
     version: Callable[[], int], round_: Coroutine[object, object, UpdateReport]
 ) -> UpdateReport:
-    """Return how a round ended, whatever went wrong: trainers must not wait for their deadline.
+    """Return the report of a round, also after any exception, so that trainers do not wait until their deadline.
 
-    `version` is asked when it went wrong; a push names its own while it runs.
+    The function calls `version` after a failure, because the version of a push is only known while it runs.
     """
     try:
         return await round_
-    # The boundary of a round.
+    # An unexpected exception fails this round only.
     except Exception as error:  # noqa: BLE001
         if not isinstance(error, WindlassError):
             _log.exception("version %s", version())

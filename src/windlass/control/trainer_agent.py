@@ -1,4 +1,4 @@
-"""An agent of a trainer rank: commands of the coordinator become calls of its sender."""
+"""Agent of a trainer rank: carries out commands of the coordinator by calls of its sender."""
 
 from __future__ import annotations
 
@@ -48,9 +48,11 @@ class TrainerAgent:
     """`CommandHandler` of a trainer rank.
 
     Args:
-        sender: one-sided writes; other backends read the same parameters.
-        host: own address, that engines can reach, for backends that listen.
-        read, watch, changed: see `TrainerWeights`.
+        sender: sender of one-sided writes; other backends read the same parameters.
+        host: own address that engines can reach, for backends that listen.
+        read: see `TrainerWeights`.
+        watch: see `TrainerWeights`.
+        changed: see `TrainerWeights`.
     """
 
     def __init__(
@@ -74,39 +76,39 @@ class TrainerAgent:
         self._digested: tuple[Prepare, bytes] | None = None
         self._version: int | None = None
         self._is_released = self._is_watched = False
-        # Of a parameter that has changed since this rank began to publish its version.
+        # Name of a parameter that has changed since this rank began to publish its version.
         self._changed_name = ""
         self._noting = threading.Lock()
 
     def hold(self, version: int) -> None:
-        """Expect rounds of the version with which the trainer stands still from now on."""
+        """Expect rounds of `version`, whose weights the trainer keeps unchanged from now on."""
         self._version = version
         with self._noting:
             self._is_released = self._is_watched = False
             self._changed_name = ""
 
     def watch(self) -> None:
-        """Notice changes of the weights from now on; called in the trainer's thread, after `hold`."""
+        """Detect changes of the weights from now on; called in the trainer's thread, after `hold`."""
         if self._watch is not None:
             with self._noting:
                 self._watch()
                 self._is_watched = True
 
     def _note_changes(self) -> None:
-        """Ask for changes; called before parameters are located again, since `changed` then starts from there."""
+        """Record a changed parameter, before the parameters are located again and `changed` forgets earlier changes."""
         with self._noting:
             if self._is_watched or self._is_released:
                 self._changed_name = self._changed_name or self._changed()
 
     def release(self) -> None:
-        """Expect that the trainer changes its weights: it waits for no round any more."""
+        """Expect that the trainer changes its weights, because it no longer waits for a round."""
         self._is_released = True
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
         """Carry out a command; see `CommandHandler.handle`.
 
         Raises:
-            ProtocolError: it is none of a trainer's.
+            ProtocolError: the command is not for trainers.
         """
         if not isinstance(command, TrainerCommand):
             raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
@@ -119,13 +121,13 @@ class TrainerAgent:
                 self._note_changes()
                 self._check_version(command.version)
                 with self._one_sided.reading(), self._one_sided.parameters.once():
-                    # Before the replica is taken: the weights may change then.
+                    # `prepare` takes the replica, and the weights may change after that.
                     prepared = self._compare(command) if command.period else Done()
                     self._check_finite(command)
                     self._sender.prepare(command.version)
                 replica = self._one_sided.replica
                 if replica is not None and not replica.is_taken(command.version):
-                    # The trainer did not wait for the copy, so it may have changed what was copied.
+                    # The trainer did not wait for the copy, so it may have changed the weights during it.
                     self._note_changes()
                     self._refuse_changed()
                 return prepared
@@ -140,18 +142,19 @@ class TrainerAgent:
                     relay_write(round_id, command.destinations, command.deadline_s)
                 )
             case Abort():
-                pass  # nothing to undo: the sender keeps no state of a round but packed bytes
+                # The sender keeps no state of a round except packed bytes, so there is nothing to undo.
+                pass
             case _:
                 assert_never(command)
         return Done()
 
     def _check_version(self, version: int) -> None:
-        """Refuse to send weights that may be others than those of `version`.
+        """Check that the weights are still those of `version`.
 
-        The controller asks for a published version again when no engine serves it any more.
+        The controller requests a published version again when no engine serves it any more.
 
         Raises:
-            RoundAborted: the trainer has not stood still since it began to publish `version`.
+            RoundAborted: the weights may have changed since the trainer began to publish `version`.
         """
         if self._version not in {None, version}:
             raise RoundAborted(
@@ -175,16 +178,17 @@ class TrainerAgent:
         self._one_sided.begin_version(version=version)
 
     def _check_finite(self, command: Prepare) -> None:
-        """Look for NaN and infinity in what engines will get.
+        """Look for NaN and infinity in the parameters that engines get.
 
         Raises:
-            RoundAborted: some parameter contains them, and the settings refuse that.
+            RoundAborted: a parameter contains them, and `non_finite` is "refuse".
         """
         replica, self._non_finite = self._one_sided.replica, ()
         if command.non_finite is Reaction.OFF:
             return
         if replica is not None and replica.is_taken(command.version):
-            return  # the weights may be those of a later step
+            # The replica was taken before, so the weights may be those of a later step.
+            return
         is_refused = command.non_finite is Reaction.REFUSE
         self._non_finite = self._finite.find(everywhere=is_refused)
         if self._non_finite and is_refused:
@@ -199,8 +203,9 @@ class TrainerAgent:
             raise RoundAborted(_too_early(self._changed_name))
 
     def _bind(self, command: ConnectTrainer | ChangeLinks, epoch: int) -> Result:
-        """Bind a plan, or change links of it; where that raises, nothing is bound any more."""
-        before, self._bound_in = self._bound_in, 0  # of what fails half way nothing may be kept
+        """Bind a plan, or change its links. After an exception this rank has no binding."""
+        # A binding that fails half way must not count as bound.
+        before, self._bound_in = self._bound_in, 0
         offer: GroupOffer | None = None
         try:
             if isinstance(command, ConnectTrainer):
@@ -247,7 +252,7 @@ class TrainerAgent:
         self._note_changes()
 
     def _writer(self) -> Sender:
-        """The sender, for what only one-sided writes can do."""
+        """Return the sender of one-sided writes; raise ProtocolError if the backend is another one."""
         if not isinstance(self._sender, Sender):
             raise ProtocolError(f"{type(self._sender).__name__} writes to no engine's memory")
         return self._sender
@@ -272,7 +277,7 @@ class TrainerAgent:
             self._sender.close()
 
     def _compare(self, command: Prepare) -> Prepared:
-        """What this rank holds of boxes that others hold too; of a replica, what it was taken from."""
+        """Return digests of replicated boxes; for a replica, those of the weights that it was copied from."""
         compare_s = 0.0
         replica = self._one_sided.replica
         if replica is not None and replica.is_taken(command.version):
@@ -288,14 +293,18 @@ class TrainerAgent:
         return Prepared(self._digested[1], compare_s)
 
     def after_update(self) -> None:
-        """Do ahead of time what the next update needs; nobody waits for it."""
+        """Prepare the comparison of the next update, while no caller waits for it."""
         try:
             self._replicated.cut_ahead()
-        except WindlassError as error:  # the next update tries again, and says it
+        # The next update tries again and reports the error.
+        except WindlassError as error:
             _log.debug("comparing: nothing is cut ahead: %s", error)
 
     def _written(self, sent: Written) -> Written:
-        """Links count as failed if a parameter changed meanwhile: digests show only that what was read arrived."""
+        """Mark links as failed if a parameter changed during the write.
+
+        Digests do not detect that: they show only that the bytes arrived as the sender read them.
+        """
         sent = msgspec.structs.replace(sent, non_finite=self._non_finite)
         if self._one_sided.replica is not None or not (name := self._changed()):
             return sent
