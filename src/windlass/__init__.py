@@ -1,4 +1,4 @@
-"""Windlass: weights from trainers to rollout engines, one-sided, verified, as one transaction.
+"""Windlass: send weights from trainers to rollout engines with one-sided, verified writes, as one transaction.
 
 Trainer side (every rank of a torchrun script):
 
@@ -10,9 +10,10 @@ Controller side:
     async with windlass.Controller(token=token) as controller:
         await controller.wait_for_fleet(num_trainers=2, engines=("engine-a",), deadline_s=60)
 
-All public names are in `docs/api.md`: here what most users need, and in `windlass.trainers`, `windlass.rollout`,
-`windlass.engines`, `windlass.transports`, `windlass.jobs`, `windlass.integrations.vllm`, `windlass.integrations.trl`, `windlass.layout`,
-`windlass.planning`, `windlass.cli` and `windlass.testing` what a part of them needs. Every other module is internal.
+`docs/api.md` lists all public names. This package has the names that most users need. `windlass.trainers`,
+`windlass.rollout`, `windlass.engines`, `windlass.transports`, `windlass.jobs`, `windlass.integrations.vllm`,
+`windlass.integrations.trl`, `windlass.layout`, `windlass.planning`, `windlass.cli` and `windlass.testing` have names
+for special tasks. Every other module is internal.
 """
 
 from __future__ import annotations
@@ -78,5 +79,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+# Hidden from type checkers, which would accept every name if they saw `__getattr__`.
+if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

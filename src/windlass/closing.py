@@ -1,4 +1,4 @@
-"""What is closed at the end of a `with` block."""
+"""Objects that are closed at the end of a `with` block."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Self
 
 
 class Closing(ABC):
-    """A context manager that is itself, and closes."""
+    """Base class for objects that are closed at the end of a `with` block."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what was begun, and free what is held. Idempotent."""
+        """Stop the work of this object and free its resources. Idempotent."""
 
     def __enter__(self) -> Self:
         return self

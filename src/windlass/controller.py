@@ -1,4 +1,4 @@
-"""Controller: one process, one HTTP address, for weight updates and rollouts.
+"""Controller: weight updates and rollouts in one process, behind one HTTP address.
 
 async with windlass.Controller(token=token) as controller:
     await controller.wait_for_fleet(num_trainers=2, engines=("engine-a",), deadline_s=60)
@@ -35,18 +35,19 @@ DEFAULT_CONCURRENCY = 256
 class Controller:
     """The coordinator of weight updates and the rollout controller behind one server.
 
-    The two share the address and the token, and nothing else: a long update never delays a
-    completion. Use it from the asyncio loop that entered it.
+    The two share only the address and the token, so a long update never delays a completion. Use the controller
+    from the asyncio loop that entered it.
 
     Args:
-        token: shared secret that every trainer, engine and worker presents.
-        host: address to bind. port: 0 lets the system choose; `url` says what it chose.
-        advertise_host: what others connect to; empty for `host`, needed where that is `0.0.0.0`.
+        token: shared secret that every trainer, engine and worker sends.
+        host: address to bind. port: port to bind; with 0 the system chooses one, and `url` returns it.
+        advertise_host: host to which trainers, engines and workers connect; empty for `host`. Required if `host`
+            is `0.0.0.0`.
         config: update mode, deadlines and retries.
-        staleness: how old a trained answer may be, and how many run at once; only concurrency
-            is limited when omitted.
-        journal_path: where rounds are recorded, so that a restarted controller goes on.
-        rollout_config: limits of rollouts, and the journal of outstanding ones.
+        staleness: maximum staleness of trained samples, and number of concurrent rollouts. If omitted, only the
+            number of concurrent rollouts is limited.
+        journal_path: file that records rounds, so that a restarted controller continues from them.
+        rollout_config: limits of rollouts, and the journal of outstanding rollouts.
 
     Raises:
         ConfigError: the port is in use, or an argument is out of range.
@@ -90,10 +91,10 @@ class Controller:
 
     @property
     def url(self) -> str:
-        """The address that trainers, engines and workers are given.
+        """Return the address to which trainers, engines and workers connect.
 
         Raises:
-            ConfigError: the system has not chosen the port yet: the controller is not entered.
+            ConfigError: the system has not chosen the port yet, because the controller is not entered.
         """
         if not self._has_port:
             raise ConfigError(
@@ -103,26 +104,26 @@ class Controller:
 
     @property
     def server(self) -> ControlServer:
-        """For routes of others, `TrainController.mount` for one; before the controller is entered."""
+        """Return the server. Add routes (`TrainController.mount`, for example) before entering the controller."""
         return self._server
 
     @property
     def phase(self) -> str:
-        """What the fleet does now: a phase of an update, or binding; empty for neither."""
+        """Return the current phase of an update, or binding; empty if neither runs."""
         return self._operations.phase
 
     @asynccontextmanager
     async def evaluation(
         self, workflows: Mapping[str, Workflow] | None = None, *, max_concurrent: int = 64
     ) -> AsyncIterator[RolloutController]:
-        """Give a second rollout controller on the same engines, whose rollouts count towards no bound of training.
+        """Yield a second rollout controller on the same engines. Its rollouts do not count towards training's limits.
 
-        Used as `async with controller.evaluation() as evaluation`, with `evaluation.submit` and `evaluation.wait`
-        inside. It runs plain prompts, and `workflows`, in this event loop.
+        Write `async with controller.evaluation() as evaluation`, and call `evaluation.submit` and `evaluation.wait`
+        inside the block. The second controller runs plain prompts and `workflows` in this event loop.
 
         Args:
-            workflows: user code by name.
-            max_concurrent: rollouts that run at a time.
+            workflows: name -> user code.
+            max_concurrent: maximum number of concurrent rollouts.
         """
         policy = StalenessPolicy.unbounded(max_concurrent)
         async with RolloutController(self.coordinator, policy, token=self._token) as evaluation:
@@ -130,11 +131,11 @@ class Controller:
             yield evaluation
 
     def observe_samples(self, samples: Sequence[TrainingSample]) -> None:
-        """Count the staleness of samples that go to trainers by another way than `batches`."""
+        """Count the staleness of samples that trainers receive without `batches`."""
         self._operations.observe_samples(samples)
 
     def overview(self) -> dict[str, Any]:
-        """What `/v1/overview` answers and the page shows: fleet, updates, rollouts, history. In the loop."""
+        """Return the content of `/v1/overview` and of the page: fleet, updates, rollouts, history. Call in the loop."""
         return self._operations.overview()
 
     def _note_update(self, report: UpdateReport) -> None:
@@ -147,9 +148,9 @@ class Controller:
         """Return once all trainer ranks and all ranks of the named engines are connected.
 
         Raises:
-            ConfigError: `engines` is one name.
-            EngineRefused: one of them was refused, or could not join; quotes the reason, at once.
-            PeerTimeout: names who is missing after `deadline_s`.
+            ConfigError: `engines` is a string.
+            EngineRefused: a named engine was refused, or could not join; raised at once, quotes the reason.
+            PeerTimeout: an agent is missing after `deadline_s`; names the missing agents.
         """
         _check_names("wait_for_fleet", engines)
         await self.coordinator.members.wait_for_fleet(
@@ -163,14 +164,15 @@ class Controller:
 
         Args:
             version: see `TrainerClient.publish`.
-            engines: names of those that must serve what is published, too: one that was left out
-                of an update is brought up afterwards.
-            deadline_s: of the wait.
+            engines: names of engines that must also serve the published version. The controller brings an engine
+                that an update left out to that version afterwards.
+            deadline_s: seconds to wait.
 
         Raises:
-            ConfigError: `engines` is one name.
-            EngineRefused: as `wait_for_fleet`.
-            PeerTimeout: not within `deadline_s`; says who is behind.
+            ConfigError: `engines` is a string.
+            EngineRefused: see `wait_for_fleet`.
+            PeerTimeout: the version is not published, or a named engine does not serve it, after `deadline_s`; names
+                the engines that are behind.
         """
         _check_names("wait_for_version", engines)
         await self.coordinator.members.wait_for_version(
@@ -183,7 +185,7 @@ class Controller:
         self._operations.mount(self._server)
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.coordinator.close)
-            # Whoever is let in must find what an earlier process has left.
+            # Recover the rollouts of an earlier process first: clients ask for them once the server is open.
             undo.push_async_callback(self.rollouts.close)
             await self.rollouts.__aenter__()
             await self._server.start()
@@ -193,7 +195,8 @@ class Controller:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        async with AsyncExitStack() as closing:  # from the last to the first, whatever one raises
+        # The stack runs its callbacks from the last to the first, also if one of them raises.
+        async with AsyncExitStack() as closing:
             closing.push_async_callback(self._server.close)
             closing.push_async_callback(self.coordinator.close)
             closing.push_async_callback(self.rollouts.close)
@@ -203,5 +206,6 @@ class Controller:
 
 
 def _check_names(call: str, engines: Sequence[str]) -> None:
-    if isinstance(engines, str):  # every letter of it would be an engine
+    # Each letter of a string would count as the name of an engine.
+    if isinstance(engines, str):
         raise ConfigError(f"{call}: engines must be a sequence of names, got {engines!r}")

@@ -1,4 +1,4 @@
-"""The only reader and writer of environment variables."""
+"""Access to environment variables. No other module reads or writes them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ ENGINE_TOKEN_VARIABLE = "WINDLASS_ENGINE_TOKEN"  # noqa: S105 - as above
 ROUTER_TOKEN_VARIABLE = "WINDLASS_ROUTER_TOKEN"  # noqa: S105 - as above
 CONTROLLER_VARIABLE = "WINDLASS_CONTROLLER"
 FIRST_NODE_VARIABLE = "WINDLASS_FIRST_NODE"
-"""Set by a scheduler for processes of a reservation of several nodes: address of the first of them."""
+"""Variable with the address of the first node; a scheduler sets it for a reservation of several nodes."""
 TLS_CA_VARIABLE = "WINDLASS_TLS_CA"
 TLS_CERTIFICATE_VARIABLE = "WINDLASS_TLS_CERT"
 TLS_KEY_VARIABLE = "WINDLASS_TLS_KEY"
 TLS_VARIABLES = (TLS_CA_VARIABLE, TLS_CERTIFICATE_VARIABLE, TLS_KEY_VARIABLE)
 
 _secrets: dict[str, str] = {}
-"""Values of variables that hold secrets and have left the environment."""
+"""Values of secret variables that `secret_value` removed from the environment."""
 
 
 def check_token(token: str | None, what: str) -> str:
-    """`token`, if a header can carry it.
+    """Return `token` if an HTTP header can carry it.
 
-    It may be empty where this process shows a certificate in its place: WINDLASS_TLS_CERT and
+    The token may be empty if this process has a certificate, which then replaces the token: WINDLASS_TLS_CERT and
     WINDLASS_TLS_CA are set.
 
     Raises:
-        ConfigError: it is missing, or has line ends, other control characters, characters beyond
-            ASCII, or blanks at its ends. The token itself is not repeated.
+        ConfigError: the token is missing, or has line ends, other control characters, characters beyond
+            ASCII, or blanks at its ends. The error does not contain the token.
     """
     if not token:
         if has_certificate():
@@ -50,15 +50,15 @@ def check_token(token: str | None, what: str) -> str:
 
 
 def has_certificate() -> bool:
-    """Whether a peer can tell this process's role by its certificate, without a token."""
+    """Return whether this process has a certificate, from which peers learn its role without a token."""
     return all(map(environment_value, (TLS_CA_VARIABLE, TLS_CERTIFICATE_VARIABLE)))
 
 
 def secret_value(name: str) -> str:
-    """The value of a variable that holds a secret, '' when it was never set.
+    """Return the value of a secret variable, or '' if it was never set.
 
-    The variable leaves the environment: what this process starts (tools that run code of a model)
-    does not inherit it, nor find it in /proc. A later call returns the same value.
+    The first call removes the variable from the environment. Child processes (tools that run code of a model) then
+    neither inherit the secret nor find it in /proc. Later calls return the same value.
     """
     if name in os.environ:
         _secrets[name] = os.environ[name]
@@ -68,7 +68,7 @@ def secret_value(name: str) -> str:
 
 
 def _overwrite(name: str) -> None:
-    """The kernel shows the environment that a process began with for as long as it runs."""
+    """Overwrite a value in the memory of the initial environment, which /proc shows while the process runs."""
     find = ctypes.CDLL(None).getenv
     find.restype = ctypes.c_void_p
     place = find(os.fsencode(name))
@@ -77,12 +77,13 @@ def _overwrite(name: str) -> None:
 
 
 def control_token() -> str:
-    """The secret of the control routes, or the token of a role; empty where a certificate stands for it.
+    """Return the secret of the control routes, or the token of a role; empty if a certificate replaces it.
 
-    It is the value of WINDLASS_TOKEN or, where that is not set, what the file of WINDLASS_TOKEN_FILE holds.
+    The token is the value of WINDLASS_TOKEN or, if that is not set, the content of the file WINDLASS_TOKEN_FILE.
 
     Raises:
-        ConfigError: neither is set, or no header can carry the token; or see `_token_in`.
+        ConfigError: neither variable is set, or an HTTP header cannot carry the token, or the file is refused:
+            it is not a text file of this user, or other users can read or change it.
     """
     if token := secret_value(TOKEN_VARIABLE):
         return check_token(token, TOKEN_VARIABLE)
@@ -97,10 +98,10 @@ def control_token() -> str:
 
 
 def _token_in(path: str) -> str:
-    """The text of a file, without the end of its line.
+    """Return the text of a file without its last line end.
 
     Raises:
-        ConfigError: it is no file that this user has and nobody else can read or change, or no text.
+        ConfigError: the file is not a regular text file of this user, or other users can read or change it.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as file:
@@ -120,10 +121,10 @@ def _token_in(path: str) -> str:
 
 
 def inherited_environment(*, with_tokens: bool = False) -> dict[str, str]:
-    """A copy of this process's environment, for a child.
+    """Return a copy of this process's environment for a child process.
 
     Args:
-        with_tokens: the child is a part of this process's role, and needs its tokens.
+        with_tokens: whether the child gets this process's tokens, because it acts in the same role.
     """
     tokens = {name: secret_value(name) for name in (TOKEN_VARIABLE, ENGINE_TOKEN_VARIABLE)}
     given = {name: token for name, token in tokens.items() if token and with_tokens}
@@ -131,16 +132,16 @@ def inherited_environment(*, with_tokens: bool = False) -> dict[str, str]:
 
 
 _OF_ALLOCATION = ("SLURM_", "SLURMD_", "SRUN_", "PMIX_", "PMI_")
-"""Beginnings of variables that Slurm sets for the job, the step or the task that a process runs in."""
+"""Prefixes of variables that Slurm sets for the job, step or task of a process."""
 _OF_CLUSTER = ("SLURM_CONF", "SLURM_JWT")
-"""Variables that begin so and say how to reach Slurm."""
+"""Variables with such a prefix that are kept, because they tell a process how to reach Slurm."""
 
 
 def environment_outside_jobs() -> dict[str, str]:
-    """Return a copy of this process's environment without the variables of a Slurm job that it runs in.
+    """Return a copy of this process's environment without the variables of its Slurm job.
 
-    `sbatch` and `srun` read these as options, and MPI would take the child for a task of that job. SBATCH_
-    variables are a user's own defaults outside of a job.
+    `sbatch` and `srun` read these variables as options, and MPI would treat the child as a task of that job. Outside
+    a job, SBATCH_ variables are kept, because they are the user's defaults.
     """
     environment = inherited_environment()
     is_in_job = "SLURM_JOB_ID" in environment or "SLURM_JOBID" in environment
@@ -153,17 +154,17 @@ def environment_outside_jobs() -> dict[str, str]:
 
 
 def set_defaults(values: Mapping[str, str]) -> dict[str, str]:
-    """Set variables that are not set yet; returns the values now in force."""
+    """Set each variable that is not set yet and return the current values of all."""
     return {name: os.environ.setdefault(name, value) for name, value in values.items()}
 
 
 def set_values(values: Mapping[str, str]) -> None:
-    """Set variables for as long as this process runs."""
+    """Set variables for the rest of this process."""
     os.environ.update(values)
 
 
 def environment_value(name: str) -> str:
-    """The value of a variable, '' when it is not set."""
+    """Return the value of a variable, or '' if it is not set."""
     return os.environ.get(name, "")
 
 
@@ -172,7 +173,7 @@ _TEMPORARY = threading.Lock()
 
 @contextlib.contextmanager
 def temporary_values(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a library that reads them in one call; one caller at a time."""
+    """Set variables during the block, for a library that reads them in one call. Other callers wait."""
     with _TEMPORARY:
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)

@@ -1,9 +1,8 @@
-"""Every error that Windlass raises on purpose.
+"""Error classes of Windlass.
 
-*Unknown* is kept apart from *failed* throughout: after `TransferOutcomeUnknown` the
-memory on both sides must be left alone (the distinction follows google/tunix,
-`experimental/orchestrator/weight_sync.py`). Messages are one line and name the
-argument, the rule and the value.
+An unknown outcome is not a failure: after `TransferOutcomeUnknown` the caller must not free or reuse the memory on
+either side (the distinction follows google/tunix, `experimental/orchestrator/weight_sync.py`). Messages have one
+line and name the argument, the rule and the value.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from __future__ import annotations
 import msgspec
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises on bytes that are not what was expected: by hostile ones all three."""
+"""Errors that msgspec raises for malformed bytes. A hostile peer can cause each of the three."""
 
 
 class WindlassError(Exception):
-    """The base of every error raised on purpose."""
+    """Base class of all errors of Windlass."""
 
 
 class ConfigError(WindlassError, ValueError):
@@ -23,7 +22,7 @@ class ConfigError(WindlassError, ValueError):
 
 
 class PlanError(WindlassError, ValueError):
-    """Found while connecting: nothing was paused and nothing was sent."""
+    """The weights of trainers and engines cannot be connected; no engine was paused and no byte was sent."""
 
 
 class ManifestError(PlanError):
@@ -31,51 +30,51 @@ class ManifestError(PlanError):
 
 
 class UnsupportedLayout(PlanError):
-    """A layout that boxes and strides cannot express."""
+    """Boxes and strides cannot express a layout."""
 
 
 class IncompleteCoverage(PlanError):
-    """Some bytes of a destination parameter have no source; names the tensor and the hole."""
+    """Some bytes of a destination parameter have no source; names the tensor and the gap."""
 
 
 class TransferError(WindlassError, RuntimeError):
-    """Moving bytes went wrong."""
+    """A transfer of bytes went wrong."""
 
 
 class RegionError(TransferError):
-    """A range lies outside registered or published memory; refused before anything was sent."""
+    """A range is outside registered or published memory; the transport refused it before it sent a byte."""
 
 
 class PeerUnreachable(TransferError):
-    """The peer is dead, was restarted, or never answered; no further byte will land."""
+    """The peer is dead, was restarted, or never answered; no further byte will arrive."""
 
 
 class TransferFailed(TransferError):
-    """The transfer is over and did not complete; no further byte will land."""
+    """The transfer ended before it was complete; no further byte will arrive."""
 
 
 class TransferOutcomeUnknown(TransferError):
-    """Bytes may still land: nothing may be freed or reused until the peer is known to be gone."""
+    """Bytes may still arrive: the memory must not be freed or reused until the peer is known to be dead."""
 
 
 class RoundError(WindlassError, RuntimeError):
-    """A weight-update round did not publish."""
+    """A weight-update round did not publish its version."""
 
 
 class StaleMessage(RoundError):
-    """A message from an epoch, round or version that has passed."""
+    """A message belongs to an earlier epoch, round or version."""
 
 
 class RoundAborted(RoundError):
-    """The round was given up and the old version goes on being served."""
+    """The round was aborted; the engines continue to serve the old version."""
 
 
 class ProtocolError(WindlassError, ValueError):
-    """A message that cannot be decoded, or that does not belong here."""
+    """A message cannot be decoded, or is not valid in the current state."""
 
 
 class AuthenticationError(WindlassError, RuntimeError):
-    """A wrong or missing token."""
+    """The token is wrong or missing."""
 
 
 class PeerTimeout(WindlassError, TimeoutError):
@@ -83,7 +82,7 @@ class PeerTimeout(WindlassError, TimeoutError):
 
 
 class EngineRefused(WindlassError, RuntimeError):
-    """An engine was refused, or could not join; names it, and quotes the reason."""
+    """An engine was refused, or could not join; names the engine and quotes the reason."""
 
 
 class RolloutError(WindlassError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Files that are complete or absent, and that never overwrite what a link points to."""
+"""Atomic writes of files: a file is complete or absent, and a write never follows a link."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Yield a new file, which takes the place of `path` at the end of the block.
+    """Yield a new file and move it to `path` at the end of the block.
 
-    If the block raises, `path` is unchanged. A link at `path` is replaced, not followed: in a folder that other
-    users may write, one of them could have made it. Nobody can predict the name of the new file.
+    If the block raises, `path` is unchanged. A link at `path` is replaced and not followed, because another user may
+    have made it if the folder is writable for others. The name of the new file is random, so that other users cannot
+    predict it.
 
     Args:
-        path: of the finished file, in an existing folder.
-        mode: permissions of the file, less the umask.
+        path: path of the finished file, in an existing folder.
+        mode: permissions of the file, before the umask is applied.
 
     Raises:
         OSError: the folder is missing, not writable, or full.
@@ -30,12 +31,13 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
         with os.fdopen(opened, "wb") as file:
             yield file
         temporary.replace(path)
-    except BaseException:  # an interrupt must not leave an incomplete file behind either
+    except BaseException:
+        # An interrupt, too, must not leave an incomplete file.
         temporary.unlink(missing_ok=True)
         raise
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a whole file as `replacing` does."""
+    """Write a whole file atomically; see `replacing`."""
     with replacing(path) as file:
         file.write(content)

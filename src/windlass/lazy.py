@@ -1,6 +1,7 @@
-"""Public names that are imported when they are first used.
+"""Public names that are imported at their first use.
 
-A process that only moves bytes then needs no web server, and one that describes a layout no torch.
+A process that only moves bytes then does not import a web server, and a process that only describes a layout does
+not import torch.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ _IMPORT = re.compile(r"^    from ([\w.]+) import (\w+) as \2$", re.MULTILINE)
 
 
 def public(package: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
-    """Make a package's `__all__`, `__getattr__` and `__dir__` (PEP 562) from what it imports for type checkers.
+    """Return a package's `__all__`, `__getattr__` and `__dir__` (PEP 562), made from its imports for type checkers.
 
-    That is every `from MODULE import NAME as NAME` in its own file, under `if TYPE_CHECKING:`. So does
-    scientific-python/lazy-loader (`attach_stub`) with a stub file.
+    The public names are all lines `from MODULE import NAME as NAME` under `if TYPE_CHECKING:` in the package's own
+    file. `attach_stub` of scientific-python/lazy-loader reads a stub file in the same way.
 
     Args:
-        package: `__name__` of the package, whose file is there as source.
+        package: `__name__` of the package. Its `__init__.py` must be readable as source.
     """
     source = pkgutil.get_data(package, "__init__.py") or b""
     homes = {name: module for module, name in _IMPORT.findall(source.decode())}
@@ -39,7 +40,7 @@ def public(package: str) -> tuple[list[str], Callable[[str], object], Callable[[
         return value
 
     def names() -> list[str]:
-        """With the names that are not imported yet."""
+        """Return the names in the package, including public names that are not imported yet."""
         return sorted({*vars(sys.modules[package]), *homes})
 
     return sorted(homes), find, names

@@ -1,14 +1,13 @@
-"""Parts that are found by name: built in, or an entry point of another distribution.
+"""Registries that find parts by name: built-in parts, and entry points of other distributions.
 
-Engines, families of models, commands, transports and update backends are found so. Adding one to this
-package is adding its file; adding one from outside is an entry point in the `pyproject.toml` of its
-distribution:
+Engines, families of models, commands, transports and update backends are found in this way. To add a built-in part,
+add its file to this package. To add a part from another distribution, add an entry point to its `pyproject.toml`:
 
     [project.entry-points."windlass.engines"]
     mine = "my_package.engine:ENGINE"
 
-Names come from users of this machine, and what they stand for from distributions that are installed
-on it: a peer's message never says what to import.
+Users of this machine give the names, and installed distributions define the objects. A message of a peer never
+decides which module is imported.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registry(Generic[T]):
-    """Named objects of one class. Nothing is imported before it is asked for.
+    """Named objects of one class. `find` imports an object at its first use.
 
     Attributes:
-        noun: what errors call one of them.
-        kind: their class.
-        group: of entry points; each refers to an object.
-        built_in: names of built-in ones, and where they are: "module:attribute".
-        package: dotted name of a package whose modules (or subpackages) are built-in ones, each under
-            its own name; names that begin with an underscore are left out.
-        attribute: name of the object in a module of `package`.
-        submodule: module of a built-in subpackage that holds it; empty where the module itself does.
-            Subpackages without it are left out.
-        unavailable: raised where one that there is cannot be imported.
+        noun: noun for one of the objects in errors.
+        kind: class of the objects.
+        group: entry point group. Each entry point refers to one object.
+        built_in: name of a built-in object -> its location, "module:attribute".
+        package: dotted name of a package. Each of its modules (or subpackages) defines one built-in object, under
+            the name of the module. Modules with a leading underscore are ignored.
+        attribute: name of the object in each module of `package`.
+        submodule: module of a subpackage that defines the object; empty if the modules of `package` define it.
+            Subpackages without this module are ignored.
+        unavailable: error class for an object that exists and cannot be imported.
     """
 
     noun: str
@@ -53,17 +52,17 @@ class Registry(Generic[T]):
     unavailable: type[ConfigError | TransportUnavailable] = ConfigError
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of all, built-in ones first."""
+        """Return the names of all objects, built-in objects first."""
         installed = entry_points(group=self.group).names
         return tuple(dict.fromkeys((*sorted(self._built_in()), *sorted(installed))))
 
     def find(self, name: str) -> T:
-        """Return the object of a name.
+        """Return the object with this name.
 
         Raises:
-            ConfigError: there is none of that name; or more than one; or a distribution's is of another
-                class. Every distribution that is at fault is named.
-            ConfigError, TransportUnavailable: it cannot be imported; see `unavailable`.
+            ConfigError: no object or more than one has this name, or the object is not an instance of `kind`. The
+                error names the distributions.
+            ConfigError, TransportUnavailable: the object cannot be imported; see `unavailable`.
         """
         built_in = self._built_in().get(name, "")
         found = [EntryPoint(name, built_in, self.group)] if built_in else []
@@ -108,5 +107,5 @@ class Registry(Generic[T]):
 
 
 def _owner(point: EntryPoint) -> str:
-    """Return the distribution, as pip would list it."""
+    """Return name and version of the distribution that defines an entry point."""
     return f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown distribution"

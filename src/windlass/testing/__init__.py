@@ -1,4 +1,4 @@
-"""Shipped test kit: faults, and the conformance suite of transports."""
+"""Test kit for users: injected faults, and the conformance suite of transports."""
 
 from __future__ import annotations
 
@@ -17,5 +17,6 @@ if TYPE_CHECKING:
     from windlass.testing.transport_conformance import TransportConformance as TransportConformance
     from windlass.testing.wrapped_transport import WrappedTransport as WrappedTransport
 
-if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+# Hidden from type checkers, which would accept every name if they saw `__getattr__`.
+if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

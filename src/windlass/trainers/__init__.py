@@ -1,4 +1,4 @@
-"""Trainer adapters and the client that a trainer rank holds."""
+"""Trainer adapters, and the client with which a trainer rank publishes weights."""
 
 from __future__ import annotations
 
@@ -20,5 +20,6 @@ if TYPE_CHECKING:
     from windlass.transfer.base import ParameterMemory as ParameterMemory
     from windlass.transfer.replica import CopyTimes as CopyTimes
 
-if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+# Hidden from type checkers, which would accept every name if they saw `__getattr__`.
+if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

@@ -1,4 +1,4 @@
-"""What a trainer rank holds: connect once, publish every version.
+"""Client of a trainer rank: it connects once and publishes every version.
 
 with windlass.connect_trainer(model, controller=url, token=token) as trainer:
     trainer.publish(0)
@@ -36,11 +36,15 @@ from windlass.transports.base import MemoryRegion, OneSidedTransport
 
 _log = logging.getLogger(__name__)
 MARGIN_S = 5.0
-"""By which an announcement ends after its deadline."""
+"""Seconds that the client waits beyond the announcement's deadline."""
 
 
 def version_number(version: int, what: str) -> int:
-    """A plain integer, also of a counter that is a numpy or torch scalar; raise ConfigError for none in [0, 2^53)."""
+    """Return `version` as a plain integer; numpy and torch integers are accepted.
+
+    Raises:
+        ConfigError: `version` is no integer in [0, 2^53).
+    """
     try:
         number = operator.index(version)
     except TypeError:
@@ -54,13 +58,13 @@ def version_number(version: int, what: str) -> int:
 
 @final
 class PendingUpdate:
-    """A version whose weights are copied and under way; made by `TrainerClient.begin_publish`.
+    """A version whose weights are copied and that is being published; made by `TrainerClient.begin_publish`.
 
     Attributes:
-        version: which.
-        stood_s: seconds that `begin_publish` took, in all.
-        copy: how much of that was the step before and the copy; packing, tables that are new and the
-            way to the fleet are the rest.
+        version: number of the version.
+        stood_s: seconds that `begin_publish` took.
+        copy: seconds of `stood_s` that went into the end of the optimizer step and into the copy. The rest went into
+            packing, new link tables and messages to the fleet.
     """
 
     def __init__(self, version: int, report: Future[UpdateReport]) -> None:
@@ -70,19 +74,20 @@ class PendingUpdate:
         self._report = report
 
     def done(self) -> bool:
-        """Whether `result` would return or raise at once."""
+        """Return whether `result` would return or raise at once."""
         return self._report.done()
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call it once `result` would return or raise at once, from any thread."""
+        """Call `callback` as soon as `result` would return or raise at once; it may run in any thread."""
         self._report.add_done_callback(lambda _: callback())
 
     def result(self, *, deadline_s: float = 600.0) -> UpdateReport:
-        """Wait for the round's end.
+        """Wait for the end of the round and return its report.
 
         Raises:
-            RoundAborted: not published, with the reason; the old version goes on being served.
-            PeerTimeout: no end within `deadline_s`; ask again, or that of `begin_publish` has passed.
+            RoundAborted: the version was not published; quotes the reason. The engines continue to serve the old one.
+            PeerTimeout: the round did not end within `deadline_s`, and the caller may call again; or the deadline of
+                `begin_publish` has passed.
         """
         if not wait([self._report], deadline_s).done:
             raise PeerTimeout(f"version {self.version}: no end of the round within {deadline_s} s")
@@ -91,20 +96,23 @@ class PendingUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerWeights:
-    """What a trainer rank holds, and where.
+    """The weights of one trainer rank: their description, and functions that access them.
 
     Attributes:
-        manifest: its rank is `manifest.worker`: GROUP/RANK, where the group is the trainer job's name.
-        parameters: where its parameters lie now, in manifest order.
-        read: is told which parameters engines get, by index; the others may change in any way. `parameters` must still
-            return an entry for each.
-        watch: has `changed` compare with the parameters as they are now; called in the caller's thread when an update
-            begins, so that a change before they are read is noticed as well. None where nothing can do that.
-        changed: names a parameter that has changed since they were asked for, or since `watch`; empty if none has.
-            Asked when they were sent, unless from a replica: what was sent then counts as not sent.
-        make_whole: see `TrainerClient.make_whole`; None where weights are whole after every optimizer step.
-        step_stream: the stream of the weights' GPU that the calling thread queues its steps in, for
-            the copy of `begin_publish` to wait for; None to wait for all of the GPU's work.
+        manifest: description of the weights. `manifest.worker` is GROUP/RANK, where GROUP is the name of the
+            trainer job.
+        parameters: returns the current memory of each parameter, in manifest order.
+        read: takes the indices of the parameters that engines receive. The other parameters may change at any time;
+            `parameters` must still return an entry for each.
+        watch: takes the current state of the parameters as the reference of `changed`. The client calls it in the
+            caller's thread when an update begins, so that `changed` also finds changes before the parameters are
+            read. None if the framework cannot do that.
+        changed: returns the name of a parameter that changed since `parameters` or `watch` was called; empty if none
+            did. The client calls it after the parameters were sent, except from a replica. If it returns a name, the
+            version counts as not sent.
+        make_whole: see `TrainerClient.make_whole`; None if weights are whole after every optimizer step.
+        step_stream: returns the CUDA stream in which the calling thread queues its optimizer steps. The copy of
+            `begin_publish` waits for this stream; if None, it waits for all work of the GPU.
         allow_unused, keep: see `connect_trainer`.
     """
 
@@ -121,24 +129,23 @@ class TrainerWeights:
 
 @final
 class TrainerClient(Closing):
-    """One trainer rank's way to the fleet. Made by `connect_trainer`, or by yourself for any framework.
+    """Connection of one trainer rank to the fleet. `connect_trainer` makes it; for another framework, make it yourself.
 
     Args:
-        weights: of this rank.
-        transport: owned by the client from here on.
-        controller: address. token: secret.
-        job: the same in all ranks of one start of the trainers, and in no other start; WINDLASS_JOB
-            when omitted, and made where there is one rank.
-        world_size: ranks of that job. arena_nbytes: see `Sender`.
-        registered: see `Sender`. connect_deadline_s: how long to wait for the controller's welcome.
+        weights: weights of this rank.
+        transport: transport of this rank. The client owns it, and closes it also if this call raises.
+        controller: address of the controller. token: its secret.
+        job: identity of this start of the trainers: equal on all its ranks and different for every other start.
+            WINDLASS_JOB if omitted; a client with a single rank makes one if that is not set either.
+        world_size: number of ranks of the job. arena_nbytes: see `Sender`.
+        registered: see `Sender`. connect_deadline_s: seconds to wait until the controller accepts this rank.
         replica: see `connect_trainer`.
-        intercept: stands between channel and agent, for tests that inject faults.
+        intercept: wraps the agent's handler of commands; for tests that inject faults.
 
     Raises:
-        ConfigError: `controller` is no URL, `arena_nbytes` is too small, there is no such replica
-            with this transport, or no `job` for several ranks.
-        AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`. The transport is
-            closed, whatever it was.
+        ConfigError: `controller` is no URL, `arena_nbytes` is too small, this transport cannot send from such a
+            replica, or there are several ranks and no `job`.
+        AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`.
     """
 
     def __init__(
@@ -204,10 +211,10 @@ class TrainerClient(Closing):
             undo.pop_all()
 
     def make_whole(self) -> None:
-        """Have every rank hold all of the last optimizer step; `publish` and its kin do this first.
+        """Gather the results of the last optimizer step on every rank. Every publishing method calls this first.
 
-        Collective: every trainer rank calls it. Frameworks that gather stepped parameters lazily, inside
-        the next forward pass, do it here instead. Does nothing for the others.
+        Collective: every trainer rank calls it. Some frameworks gather stepped parameters lazily, in the next forward
+        pass; for them this call gathers the parameters now. For other frameworks it does nothing.
         """
         if self._weights.make_whole is not None:
             self._weights.make_whole()
@@ -217,46 +224,47 @@ class TrainerClient(Closing):
 
         Collective: every trainer rank calls it with the same version.
         Memory: the weights must not change until it returns.
-        Blocking: until the round ends; the controller's phase deadlines bound that.
+        Blocking: until the round ends. The controller's phase deadlines limit the duration.
 
         Args:
             version: greater than every version published before.
-            deadline_s: how long to wait for the round to end.
+            deadline_s: seconds to wait for the end of the round.
 
         Raises:
-            ConfigError: `version` is no integer >= 0, or another thread publishes.
-            RoundAborted: not published, with the reason; the old version goes on being served.
+            ConfigError: `version` is no integer >= 0, or another version is still being published.
+            RoundAborted: the version was not published; quotes the reason. The engines continue to serve the old one.
             PeerTimeout: no answer within `deadline_s`; the weights must still not change.
         """
         return self._begin("publish", version, deadline_s)()
 
     def publish_soon(self, version: int, *, deadline_s: float = 600.0) -> Future[UpdateReport]:
-        """As `publish`, but return at once: the weights must not change until the future is done.
+        """Publish as `publish` does, but return at once. The weights must not change until the future is done.
 
-        If they do (an optimizer steps, PEFT takes merged adapters out), the version is not published, and the future
-        raises RoundAborted. Weights are made whole in the calling thread, before it returns.
+        If the weights change (an optimizer steps, PEFT unmerges adapters), the version is not published, and the
+        future raises RoundAborted. This call runs `make_whole` in the calling thread before it returns.
 
         Raises:
             ConfigError: `version` is no integer >= 0, or a version is still being published.
-            ProtocolError, PeerUnreachable: there is no controller any more.
+            ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
         return self._background.submit(self._begin("publish_soon", version, deadline_s))
 
     def begin_publish(self, version: int, *, deadline_s: float = 600.0) -> PendingUpdate:
-        """As `publish`, but return once the weights are copied: they may change, move or go away.
+        """Publish as `publish` does, but return once the weights are copied. They may then change, move or be freed.
 
-        Ranks that go on earlier than others are no harm. The next `begin_publish` or `publish` must wait for the
-        result, whose round is to end within `deadline_s` from now.
-        Blocking: until the fleet is there and this rank's part is copied and packed. On a GPU the copy
-        comes after what this thread has queued in its current stream, and no other stream is waited for
-        (packing, over a network, and comparing replicas with other ranks wait for all); whatever is queued after the return comes after the copy.
+        Each rank may continue as soon as its own call returns. Before the next `begin_publish` or `publish`, the
+        caller must wait for the result. The round must end within `deadline_s` from now.
+        Blocking: until the fleet is complete and this rank's part is copied and packed. On a GPU the copy runs after
+        the work that this thread has queued in its current stream, and does not wait for other streams. Packing for
+        a network and comparing replicas with other ranks wait for all streams. Work that is queued after the return
+        runs after the copy.
 
         Raises:
-            ConfigError: no replica was asked for (`connect_trainer`), `version` is no integer >= 0,
+            ConfigError: `connect_trainer` was called without `replica`, `version` is no integer >= 0,
                 or a version is still being published.
-            RoundAborted: given up before the weights were copied.
-            PeerTimeout: not copied within `deadline_s`; comes later where a copy was under way, once that
-                is over. The weights may change after either.
+            RoundAborted: the round was aborted before the weights were copied. The weights may change.
+            PeerTimeout: the weights were not copied within `deadline_s`. If a copy was running then, the error is
+                raised after its end. The weights may change.
         """
         if self._sender.replica is None:
             raise ConfigError("begin_publish: needs a replica when connecting, got replica=off")
@@ -265,27 +273,28 @@ class TrainerClient(Closing):
         pending = PendingUpdate(version, self._background.submit(until_over))
         pending.when_done(copied.set)
         if not (in_time := copied.wait(deadline_s + MARGIN_S)):
-            self._sender.end_version()  # a copy that is under way still reads the weights
+            # A running copy still reads the weights: wait for its end.
+            self._sender.end_version()
         if not in_time or pending.done():
             pending.result(deadline_s=MARGIN_S)
         pending.stood_s, pending.copy = time.perf_counter() - began, self._sender.copy_times
         return pending
 
     def prepare_publish(self, version: int) -> None:
-        """Have the weights as they are now ready for a `publish` of the controller's own process.
+        """Prepare the current weights for a round that the process of the controller begins.
 
-        `TrainController` calls it on every rank, and then publishes without asking the ranks again.
+        `TrainController` calls this on every rank, and then publishes without another call to the ranks.
         Collective: every trainer rank calls it with the same version.
-        Memory: the weights must not change before the controller has published them; with a replica,
-        before it has copied them.
+        Memory: the weights must not change until the controller has published them; with a replica, until this rank
+        has copied them.
 
         Raises:
             ConfigError: `version` is no integer >= 0, or a version is still being published.
-            ProtocolError, PeerUnreachable: there is no controller any more.
+            ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
         number = version_number(version, "prepare_publish")
         if self._prepared is not None:
-            # Its end was told, or never will be: who asks now knows of it.
+            # The previous round has reported its result or never will; a waiter gets it (or an error) now.
             self._channel.give_up_expected()
             wait([self._prepared])
         copied = threading.Event() if self._sender.replica is not None else None
@@ -299,10 +308,14 @@ class TrainerClient(Closing):
         deadline_s: float | None,
         copied: threading.Event | None = None,
     ) -> Callable[[], UpdateReport]:
-        """Every way to publish begins here, and ends with a call of what is returned.
+        """Begin to publish and return a function that ends it. Every publishing method calls this.
 
-        `deadline_s`: of the announcement; None where the controller begins the round by itself. `copied`: set once the
-        replica has what is sent; None where the weights stand still.
+        Args:
+            what: name of the method, for errors.
+            version: version to publish.
+            deadline_s: deadline of the announcement; None if the controller begins the round by itself.
+            copied: set once the weights are copied to the replica; None if the caller does not change the weights
+                until the round ends.
         """
         number = version_number(version, what)
         if not self._publishing.acquire(blocking=False):
@@ -312,7 +325,8 @@ class TrainerClient(Closing):
             )
         self._agent.hold(number)
         try:
-            self.make_whole()  # first: the other ranks wait for this one in it, and nothing else ends that
+            # Enter the collective before any check that can raise: the other ranks wait in it for this one.
+            self.make_whole()
             self._agent.watch()
             if self._channel.ended.done():
                 self._channel.ended.result()
@@ -345,7 +359,8 @@ class TrainerClient(Closing):
                 self._channel.run_later(self._agent.after_update)
             if report.outcome is not RoundOutcome.PUBLISHED:
                 raise RoundAborted(f"version {version} was not published: {report.reason}")
-        except WindlassError as error:  # whoever has begun it may never ask what became of it
+        except WindlassError as error:
+            # Log the error, because the caller may never ask for the result.
             _log.warning("version %s: %s: %s", version, type(error).__name__, error)
             raise
         else:
@@ -357,7 +372,7 @@ class TrainerClient(Closing):
             self._publishing.release()
 
     def leave(self) -> None:
-        """Leave the fleet; the transport stays open, for memory to be unregistered. Idempotent."""
+        """Leave the fleet. The transport stays open, so that the caller can unregister memory. Idempotent."""
         self._channel.close()
         self._background.shutdown(wait=True)
         self._agent.close()
