@@ -1,7 +1,7 @@
-"""The command line: `windlass COMMAND`, and what a command is made of.
+"""The command line `windlass COMMAND`, and the type of a command.
 
-A new command is one file in `windlass/cli/commands` that defines `COMMAND`, or an entry point of the group
-`windlass.commands` in another distribution.
+To add a command, add a file to `windlass/cli/commands` that defines `COMMAND`. Another distribution adds one by an
+entry point of the group `windlass.commands`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Command:
     """A sub-command of `windlass`.
 
     Attributes:
-        summary: one line for `windlass --help`.
-        add_arguments: declares its options.
-        run: carries it out; returns the exit status. A `WindlassError` is printed as one line.
+        summary: line of `windlass --help`.
+        add_arguments: function that declares the options.
+        run: function that runs the command and returns the exit status. `main` prints a `WindlassError` as one line.
     """
 
     summary: str
@@ -45,5 +45,6 @@ COMMANDS: Registry[Command] = Registry(
 )
 """All commands, by name."""
 
-if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+# Type checkers must not see `__getattr__`: with it they would accept any name.
+if not TYPE_CHECKING:
     _, __getattr__, __dir__ = public(__name__)

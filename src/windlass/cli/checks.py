@@ -1,4 +1,4 @@
-"""The checks of `windlass doctor`: each looks at one thing and changes nothing."""
+"""The checks of `windlass doctor`. Each check examines one property of the environment and changes nothing."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ _VERBS_FOLDER = Path("/dev/infiniband")
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written
 _USUAL_CONTAINER_MIB = 64
-"""What Docker gives a container."""
+"""Default size of /dev/shm in a Docker container."""
 
 
 STDERR = 2
 PACKAGE = "windlass"
 DISTRIBUTION = "windlass-rl"
-"""Name under which Windlass is installed."""
+"""Name of the distribution of Windlass."""
 OTHER_PROJECT = "windlass"
-"""Distribution on PyPI that is not ours."""
+"""Name of another project's distribution on PyPI."""
 SUMMARY = "One-sided, verified, transactional weight updates and asynchronous rollouts for RL post-training"
-"""Description in our metadata, by which an installation under the old name is told from the other project."""
+"""Description in Windlass's metadata. It tells Windlass, installed under its old name, from the other project."""
 
 
 class Status(StrEnum):
-    """Whether it works, works with a limit, or does not."""
+    """Result of a check: the property works, works with a limit, or fails."""
 
     WORKS = "works"
     LIMITED = "limited"
@@ -67,7 +67,7 @@ WORKS, LIMITED, FAILS = Status
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report; `remedy` is empty where nothing is to be done."""
+    """One line of the report; `remedy` is empty if the user need not change anything."""
 
     name: str
     status: Status
@@ -76,7 +76,11 @@ class Finding:
 
 
 def run_checks(checkpoint: Path | None = None) -> tuple[Finding, ...]:
-    """Every check, in the order of the report. `checkpoint`: see `windlass doctor --help`."""
+    """Run all checks and return the findings in the order of the report.
+
+    Args:
+        checkpoint: see `windlass doctor --help`.
+    """
     findings = [
         _package(),
         *_transports(),
@@ -94,7 +98,7 @@ def run_checks(checkpoint: Path | None = None) -> tuple[Finding, ...]:
 
 
 def _package() -> Finding:
-    """Say which Windlass runs, and whether a distribution that is called `windlass` can replace its files."""
+    """Report which Windlass runs, and whether another distribution named `windlass` can overwrite its files."""
     found = f"{windlass.__version__} in {Path(windlass.__file__).parent}"
     for other in metadata.distributions(name=OTHER_PROJECT):
         remedy = (
@@ -109,7 +113,7 @@ def _package() -> Finding:
 
 
 def of_other_project(version: str) -> str:
-    """Return what a person has to know of the other distribution."""
+    """Return a text that tells the user about the other project's distribution."""
     return (
         f"the distribution {OTHER_PROJECT} {version} is installed here too: another project of PyPI, with "
         f"the same import name and command as ours, which is called {DISTRIBUTION}"
@@ -117,7 +121,7 @@ def of_other_project(version: str) -> str:
 
 
 def _transports() -> list[Finding]:
-    """Each transport of the registry, and what `auto` makes of those that start."""
+    """Report each transport of the registry, and the choices of `auto` among those that start."""
     findings, offers = [], list[TransportOffer]()
     for name in transport_names():
         try:
@@ -126,7 +130,7 @@ def _transports() -> list[Finding]:
             findings.append(Finding(name, FAILS, str(error), "mend or remove its package"))
             continue
         needs_gpu = MemoryType.HOST not in kind.memory
-        # `auto` stands for the others.
+        # `auto` chooses among the other transports, so `_automatic` reports it.
         if name == "auto" or (needs_gpu and count_gpus() == 0):
             continue
         finding, found = _start(kind())
@@ -154,7 +158,7 @@ def _start(config: TransportConfig) -> tuple[Finding, tuple[TransportOffer, ...]
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Discard what libraries write to stderr: Mooncake logs an error each time that it starts, and the finding says the rest."""
+    """Discard the output of libraries on stderr inside the block, because Mooncake logs an error at every start."""
     sys.stderr.flush()
     kept = os.dup(STDERR)
     try:
@@ -167,12 +171,13 @@ def _quiet_libraries() -> Iterator[None]:
 
 
 def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
-    """What a link would take whose two ends are as this host is."""
+    """Report the transport that `auto` would choose for a link between two hosts like this one."""
     findings = []
     for kind in MemoryType:
         here = [offer for offer in offers if offer.traits.memory is kind]
         if any(offer.traits.same_host and not offer.traits.allocates for offer in here):
-            here = [offer for offer in here if not offer.traits.allocates]  # as `AutoConfig` does
+            # `AutoConfig` makes the same choice.
+            here = [offer for offer in here if not offer.traits.allocates]
         said = []
         for where, same_host in (("within this host", True), ("between hosts", False)):
             try:
@@ -187,7 +192,7 @@ def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
 
 
 def _of_mooncake(finding: Finding) -> Finding:
-    """Offer the extra whose wheel takes the memory that is here: GPUs want that of their CUDA release."""
+    """Add the extra that installs the right wheel: with GPUs, the wheel of torch's CUDA release."""
     extra = "mooncake"
     if count_gpus():
         try:
@@ -292,7 +297,7 @@ def _peer_access() -> Finding:
 
 
 def _engines() -> list[Finding]:
-    """Of the engines that this environment has, and of plugins that cannot be used."""
+    """Report the engines in this environment, and the plugins that cannot be imported."""
     findings, missing = [], []
     for name in ENGINES.names():
         try:

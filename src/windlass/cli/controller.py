@@ -1,4 +1,4 @@
-"""Commands that ask a running controller: its address on the command line, and what it answers."""
+"""Requests of commands to a running controller, and the options for its address."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from windlass.net.sockets import connection_error, open_http
 from windlass.observability.operations import HEARTBEAT_S
 
 _OF_AN_OVERVIEW = {"published_version", "engines", "links", "rounds", "rollouts", "staleness"}
-"""Keys that every controller's answer has."""
+"""Keys of every controller's answer."""
 
 
 def add_controller(parser: argparse.ArgumentParser) -> None:
-    """Declare the controller; the token comes from WINDLASS_TOKEN, never from the command line."""
+    """Declare the controller's address and the deadline; the token comes from WINDLASS_TOKEN only."""
     parser.add_argument("url", help="address of the controller")
     parser.add_argument("--deadline-s", type=float, default=10.0)
 
 
 def overview(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the controller of `add_controller` knows; raises as `fetch_overview` does."""
+    """Return the overview of the controller that the options name; raises as `fetch_overview` does."""
     return asyncio.run(fetch_overview(args.url.rstrip("/"), control_token(), args.deadline_s))
 
 
 async def fetch_overview(url: str, token: str, deadline_s: float) -> dict[str, Any]:
-    """What `/v1/overview` of a controller answers.
+    """Return the answer of `/v1/overview` of a controller.
 
     Raises:
-        ConfigError: no URL of a server. AuthenticationError: wrong token. PeerTimeout, PeerUnreachable: no answer.
-        ProtocolError: an answer that is none of a controller.
+        ConfigError: `url` is not the URL of a server. AuthenticationError: the token is wrong.
+        PeerTimeout, PeerUnreachable: the server did not answer. ProtocolError: the server is not a controller.
     """
     with _errors_of(url, deadline_s):
         async with (
@@ -52,11 +52,13 @@ async def fetch_overview(url: str, token: str, deadline_s: float) -> dict[str, A
 async def follow_overview(
     url: str, token: str, deadline_s: float
 ) -> AsyncGenerator[dict[str, Any]]:
-    """What `/v1/events` of a controller sends, until it ends the stream, which is an error.
+    """Yield the overviews that `/v1/events` of a controller sends. The end of the stream is an error.
+
+    `deadline_s` bounds the first answer. Then the controller sends data at least every `HEARTBEAT_S`; after
+    three times that without data the stream has failed.
 
     Raises:
-        WindlassError: as `fetch_overview`; the deadline is for the first answer. Later the controller sends
-            something at least every `HEARTBEAT_S`, and is given up after three times that.
+        WindlassError: as `fetch_overview`, or the controller ended the stream.
     """
     with _errors_of(url, deadline_s):
         async with (
@@ -86,10 +88,10 @@ async def _check(url: str, answer: aiohttp.ClientResponse) -> None:
 
 
 def _decode(url: str, answer: bytes) -> dict[str, Any]:
-    """Return what a controller knows, from its answer.
+    """Decode a controller's answer.
 
     Raises:
-        MsgspecError: not JSON. ProtocolError: JSON of something else.
+        MsgspecError: the answer is not JSON. ProtocolError: a key that every controller sends is missing.
     """
     found = msgspec.json.decode(answer, type=dict[str, Any])
     if lacking := sorted(_OF_AN_OVERVIEW - found.keys()):

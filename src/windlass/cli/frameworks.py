@@ -1,4 +1,4 @@
-"""What `windlass doctor --framework` looks at: whether a framework of this environment finds Windlass."""
+"""Checks of `windlass doctor --framework`: can a framework in this environment load Windlass?"""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from windlass.wording import install_command
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """A framework that Windlass plugs into.
+    """A framework that has an integration of Windlass.
 
     Attributes:
-        distributions: names of its package, the first that is installed counts.
-        releases: that were read, for a person. least, below: first release, and first that was not read.
-        module: of Windlass, that it loads.
-        group: of entry points that it looks into; empty where there is none.
-        without: what a user does where it cannot see the entry point.
-        needs: distributions besides.
+        distributions: names of its package; the first that is installed counts.
+        releases: text about the releases whose source the integration was written against.
+        least: oldest of these releases. below: first release after them.
+        module: module of Windlass that the framework loads.
+        group: group of entry points that the framework loads; empty if it loads none.
+        without: remedy for a framework that cannot see the entry point.
+        needs: further distributions that the integration needs.
     """
 
     distributions: tuple[str, ...]
@@ -83,13 +84,13 @@ FRAMEWORKS: Mapping[str, Framework] = {
         needs=("torch",),
     ),
 }
-"""By name."""
+"""Name -> framework."""
 
 
 def check_framework(name: str) -> tuple[Finding, ...]:
-    """Look whether this environment has the framework `name`, and whether that finds Windlass.
+    """Check that this environment has the framework `name`, and that the framework can load Windlass.
 
-    The integration is imported, and the framework with it.
+    The check imports the integration, which imports the framework.
     """
     framework = FRAMEWORKS[name]
     findings = [_release(name, framework), *map(_needed, framework.needs)]
@@ -139,7 +140,7 @@ def _entry_point(framework: Framework) -> Finding:
 def _module(framework: Framework) -> Finding:
     try:
         importlib.import_module(framework.module)
-    # The boundary of the framework: whatever its own import raises is the finding.
+    # The import runs code of the framework, which may raise any exception; the finding reports it.
     except Exception as error:  # noqa: BLE001
         found = f"{type(error).__name__}: {error}"
         return Finding(framework.module, FAILS, found, "install what it names")

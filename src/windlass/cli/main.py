@@ -1,4 +1,4 @@
-"""The command `windlass`: sub-commands by name, each imported when it is asked for."""
+"""The command `windlass`. A sub-command is imported when the user calls it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _EXTRAS = {
     "psutil": "demo",
     "ray": "ray",
 }
-"""Package that a command may need -> the extra that brings it."""
+"""Package that a command may need -> extra that installs it."""
 _OWN_EXTRAS = {"demo": "demo"}
-"""Command that needs an extra of its own -> that extra."""
+"""Command with its own extra -> that extra."""
 _NEXT: Mapping[type[WindlassError], str] = {
     AuthenticationError: "set WINDLASS_TOKEN to the controller's token, or to one of a role that "
     "`windlass token` derives from it",
@@ -41,7 +41,7 @@ _NEXT: Mapping[type[WindlassError], str] = {
     EngineRefused: "`windlass doctor --engine-python PATH` looks into the engine's environment",
     TransportUnavailable: "`windlass doctor` says what this machine lacks, and how to mend it",
 }
-"""Error that does not say it itself -> what to do next."""
+"""Error whose text names no remedy -> remedy."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +95,7 @@ def _run(arguments: Sequence[str], chosen: str) -> int:
 
 
 def full_parser() -> argparse.ArgumentParser:
-    """The parser with the options of every command; a plugin that cannot be used has none."""
+    """Return the parser with the options of every command; a plugin that cannot be imported has no options."""
     parser, subparsers = _empty_parser()
     for name in COMMANDS.names():
         summary = _summary(name)
@@ -115,7 +115,7 @@ def _empty_parser() -> tuple[argparse.ArgumentParser, _Subparsers]:
 
 
 def _summary(name: str) -> str:
-    """For argparse, which formats it; a plugin that cannot be used says why."""
+    """Return a command's summary, escaped for argparse; for a plugin that cannot be imported, the reason."""
     try:
         return COMMANDS.find(name).summary.replace("%", "%%")
     except ConfigError as error:

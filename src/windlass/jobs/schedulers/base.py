@@ -27,15 +27,15 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: unique within the scheduler; log file and messages carry it.
         command: argument list; never passed through a shell.
-        environment: variables added to the scheduler's own environment; where there are several nodes,
-            WINDLASS_FIRST_NODE, the address of the first of them, is added to both.
-        num_nodes: nodes to reserve: all of them at once, or none.
+        environment: variables added to the scheduler's own environment. A process of a reservation with several
+            nodes also gets WINDLASS_FIRST_NODE, the address of the first node.
+        num_nodes: number of nodes to reserve; the cluster grants all of them at once.
         num_cpus: cores to reserve on each of them, where the scheduler reserves cores.
         num_gpus: GPUs to reserve on each of them.
-        colocate_with: name of a process, not yet deleted, whose reservation (nodes, cores and GPUs) this
-            one shares; empty for a reservation of its own.
-        node: of the reservation's nodes, the one to run on, counted from 0.
-        gpus: of the reservation's GPUs on that node, those to see, counted from 0; all when empty.
+        colocate_with: name of a process, not yet deleted, that owns a reservation (nodes, cores and GPUs). This
+            process shares that reservation. Empty for a separate reservation.
+        node: index of the node in the reservation, from 0.
+        gpus: indices, from 0, of the reserved GPUs on that node that the process sees; empty for all.
     """
 
     name: str
@@ -57,10 +57,10 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
             self.check_place(self)
 
     def check_place(self, reserved: ProcessSpec) -> None:
-        """Raise unless the node and the GPUs are among those that `reserved` asks for.
+        """Check that `reserved` asks for this process's node and GPUs.
 
         Raises:
-            ConfigError: names the first that is not.
+            ConfigError: the node, or a GPU, is not in the reservation; names the first of them.
         """
         if self.node >= reserved.num_nodes:
             raise ConfigError(
@@ -74,17 +74,17 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first_node(spec: ProcessSpec, address: str) -> dict[str, str]:
-    """Return the variable that tells a process of several nodes the address of the first of them."""
+    """Return the variable with the first node's address; empty for a reservation of one node."""
     return {FIRST_NODE_VARIABLE: address} if spec.num_nodes > 1 else {}
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a process.
+    """State of a process.
 
     Attributes:
-        name: of its spec.
-        pid: process id on its host (Slurm: of its srun client here); 0 while it is queued.
-        returncode: None until it has ended; negative is a signal.
+        name: name in its spec.
+        pid: process id on its host, or with Slurm the id of its srun client on this host; 0 while it is queued.
+        returncode: exit status; None until the process has ended, and negative if a signal ended it.
     """
 
     name: str
@@ -93,7 +93,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterBackend(Protocol):
-    """What a scheduler needs of a host or a cluster.
+    """Operations of a host or a cluster that a scheduler uses.
 
     Attributes:
         queues: whether a process may have to wait before it runs.
@@ -102,7 +102,7 @@ class ClusterBackend(Protocol):
     queues: bool
 
     async def open(self) -> None:
-        """Reach the cluster.
+        """Connect to the cluster.
 
         Raises:
             ConfigError: it cannot be reached. TransportUnavailable: its software is missing.
@@ -110,15 +110,15 @@ class ClusterBackend(Protocol):
         ...
 
     async def reserve(self, spec: ProcessSpec) -> str:
-        """Ask for the spec's nodes, cores and GPUs; returns the reservation's id, granted or queued.
+        """Request the spec's nodes, cores and GPUs; return the id of the reservation, granted or queued.
 
         Raises:
-            ConfigError: refused.
+            ConfigError: the cluster refused the request.
         """
         ...
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
-        """Start the process there, once the reservation is granted; returns its pid.
+        """Wait until the reservation is granted, start the process in it, and return its pid.
 
         Raises:
             ConfigError: the program does not exist. PeerUnreachable: the reservation is never granted.
@@ -126,23 +126,23 @@ class ClusterBackend(Protocol):
         ...
 
     async def wait(self, name: str) -> int:
-        """The return code of a process that was launched, once it has ended."""
+        """Wait until a launched process has ended, and return its exit status."""
         ...
 
     async def signal(self, name: str, signal_number: int) -> None:
-        """Signal the process and everything it started; nothing when it has ended."""
+        """Signal the process and everything it started; do nothing if it has ended."""
         ...
 
     async def log_tail(self, name: str, num_lines: int) -> str:
-        """The last lines printed."""
+        """Return the last lines that the process printed."""
         ...
 
     async def release(self, reservation: str) -> None:
-        """Give the reservation back and kill whatever is left in it. Idempotent."""
+        """Return the reservation to the cluster, and kill all processes left in it. Idempotent."""
         ...
 
     async def close(self) -> None:
-        """Leave the cluster. Idempotent."""
+        """Disconnect from the cluster. Idempotent."""
         ...
 
 
@@ -150,7 +150,8 @@ class ClusterBackend(Protocol):
 class _Process:
     spec: ProcessSpec
     reservation: str
-    reserved: ProcessSpec  # that of the process which made the reservation
+    # Spec of the process that made the reservation.
+    reserved: ProcessSpec
     pid: int = 0
     returncode: int | None = None
     failure: str = ""
@@ -167,10 +168,10 @@ class _Process:
 
 
 class Scheduler:
-    """Starts and watches processes; roles and ranks are the caller's business.
+    """Starts processes and waits for their end. It does not know roles or ranks.
 
-    Enter it as a context, or call `open` and `close`. Used from one asyncio loop. Every method that
-    takes a name raises ConfigError when no such process is known. It owns its backend.
+    Enter it as a context, or call `open` and `close`. Use it from one asyncio loop. Every method that
+    takes a name raises ConfigError if there is no such process. It closes its backend.
     """
 
     def __init__(
@@ -181,18 +182,18 @@ class Scheduler:
         self._processes: dict[str, _Process] = {}
 
     async def open(self) -> None:
-        """Reach the cluster; raises as `ClusterBackend.open` does."""
+        """Connect to the cluster; raises as `ClusterBackend.open` does."""
         await self._backend.open()
 
     async def start(self, spec: ProcessSpec) -> ProcessStatus:
         """Create a process; it may be queued when this returns.
 
-        One that was deleted, and whose reservation another process shares, is started in that again.
+        If the process was deleted and another process still shares its reservation, it starts in that reservation
+        again.
 
         Raises:
-            ConfigError: the name is taken by a live process, the program does not exist, the GPUs
-                are not there, `colocate_with` names no process that is known, or its reservation has no such
-                node or GPU.
+            ConfigError: a live process has the name, the program does not exist, the host lacks the GPUs,
+                `colocate_with` names no known process, or the reservation has no such node or GPU.
         """
         known = self._processes.get(spec.name)
         if known is not None:
@@ -216,7 +217,7 @@ class Scheduler:
     async def _reserve(self, spec: ProcessSpec) -> _Process:
         if not spec.colocate_with:
             for other in self._processes.values():
-                # Who shares what it had reserved has kept that.
+                # A process that shares the reservation keeps it alive after its owner was deleted.
                 if other.reserved.name == spec.name and not other.ended.is_set():
                     spec.check_place(other.reserved)
                     return _Process(spec, other.reservation, other.reserved)
@@ -239,13 +240,13 @@ class Scheduler:
             process.ended.set()
 
     async def wait_healthy(self, name: str, *, deadline_s: float) -> ProcessStatus:
-        """Return once the process has left the queue and runs.
+        """Wait until the process has left the queue and runs.
 
-        Whether the program inside is ready is for the program to say: it connects.
+        The program may not be ready yet: it connects to the controller when it is.
 
         Raises:
-            PeerTimeout: still queued after `deadline_s`.
-            PeerUnreachable: it ended, or could not be placed; carries its log's tail.
+            PeerTimeout: the process is still queued after `deadline_s`.
+            PeerUnreachable: the process ended or could not be placed; the text contains the end of its log.
         """
         process = self._process(name)
         try:
@@ -261,27 +262,27 @@ class Scheduler:
         return self.status(name)
 
     async def wait(self, name: str) -> ProcessStatus:
-        """Return once the process has ended; another one of its name may have been started by then."""
+        """Wait until the process has ended. Another process of the same name may have been started by then."""
         process = self._process(name)
         await process.ended.wait()
         return process.status()
 
     def status(self, name: str) -> ProcessStatus:
-        """What is known now."""
+        """Return the current state of a process."""
         return self._process(name).status()
 
     def list(self) -> tuple[ProcessStatus, ...]:
-        """All processes that were started and not deleted, oldest first."""
+        """Return the state of all processes that were started and not deleted, oldest first."""
         return tuple(map(self.status, self._processes))
 
     async def signal(self, name: str, signal_number: int) -> None:
-        """Send a signal to the process and everything it started; nothing when it has ended."""
+        """Send a signal to the process and everything it started; do nothing if it has ended."""
         process = self._process(name)
         if process.is_running:
             await self._backend.signal(name, signal_number)
 
     async def log_tail(self, name: str, num_lines: int = 40) -> str:
-        """The last lines that the process printed."""
+        """Return the last lines that the process printed, or the reason why it was not started."""
         process = self._process(name)
         if not process.pid:
             return process.failure
@@ -292,10 +293,14 @@ class Scheduler:
         return f"{tail}{process.failure}"
 
     async def delete(self, name: str, *, grace_s: float = 5.0) -> None:
-        """End one process (terminate, wait `grace_s`, kill), free its reservation, forget it."""
+        """End one process (SIGTERM, wait `grace_s`, SIGKILL) and remove it from the list.
+
+        Its reservation is released unless another process shares it.
+        """
         process = self._process(name)
         if process.is_running:
-            for number in (signal.SIGTERM, signal.SIGCONT):  # a stopped one cannot end itself
+            # A stopped process handles SIGTERM only after SIGCONT.
+            for number in (signal.SIGTERM, signal.SIGCONT):
                 await self._try_signal(name, number)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
@@ -306,8 +311,9 @@ class Scheduler:
         elif process.pid:
             await self._try_signal(name, signal.SIGKILL)
         if not process.pid:
-            process.task.cancel()  # still queued
-        # One that hangs in the kernel (a file system that is gone) ends when that lets it.
+            # The process is still queued, so there is nothing to wait for.
+            process.task.cancel()
+        # A killed process may hang in a system call, for example on a file system whose server does not answer.
         _, pending = await asyncio.wait([process.task], timeout=END_DEADLINE_S)
         if pending:
             _log.error("%s was killed and has not ended within %s s", name, END_DEADLINE_S)
@@ -315,17 +321,17 @@ class Scheduler:
             await asyncio.wait(pending)
 
     async def _try_signal(self, name: str, number: int) -> None:
-        """One whose node is gone, or whose reservation was released meanwhile, has ended with it."""
+        """Send a signal, and only log a failure: a process whose node or reservation was lost has already ended."""
         try:
             await self._backend.signal(name, number)
         except WindlassError as error:
             _log.warning("%s: not signalled: %s", name, error)
 
     async def close(self, *, grace_s: float = 5.0) -> None:
-        """End every process, side by side: terminate, wait `grace_s`, kill. Idempotent."""
+        """End all processes at the same time (SIGTERM, wait `grace_s`, SIGKILL). Idempotent."""
         try:
             deletes = (self.delete(name, grace_s=grace_s) for name in list(self._processes))
-            # One that fails must not take the others' grace: the backend is closed behind it.
+            # Wait for every deletion before raising an error: closing the backend kills all processes at once.
             for error in await asyncio.gather(*deletes, return_exceptions=True):
                 if error is not None:
                     raise error

@@ -1,4 +1,4 @@
-"""Schedulers by configuration: what the demo and `windlass launch` choose from."""
+"""Configurations of all schedulers, and the function that creates a scheduler from one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SchedulerConfig = LocalSchedulerConfig | SlurmSchedulerConfig | RaySchedulerConf
 def create_scheduler(
     config: SchedulerConfig, log_dir: Path, environment: Mapping[str, str] | None = None
 ) -> Scheduler:
-    """The scheduler that `config` describes; enter it as a context.
+    """Return the scheduler that `config` describes; enter it as a context.
 
-    `NAME.log` is written to `log_dir` on this host; Ray keeps logs on the nodes.
+    The output of process NAME is written to `NAME.log` in `log_dir` on this host. Ray keeps logs on the nodes.
     """
     match config:
         case LocalSchedulerConfig(gpus=gpus):

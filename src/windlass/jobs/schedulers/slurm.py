@@ -38,7 +38,7 @@ from windlass.jobs.schedulers.local import LocalBackend
 
 COMMAND_DEADLINE_S = 30.0
 MAX_UNPROVEN = 64
-"""Connections that have sent no lease yet; beyond that the oldest is closed."""
+"""Largest number of connections that have sent no lease yet. A further connection closes the oldest."""
 JOB_ID = re.compile(r"(\d+)(;.*)?$")
 OWNED_OPTIONS = (
     *("array", "cpus-per-task", "error", "export", "gpus", "gpus-per-node", "gpus-per-socket"),
@@ -52,18 +52,18 @@ SEE_GPUS = (
     'CUDA_VISIBLE_DEVICES=$(printf %s "$CUDA_VISIBLE_DEVICES" | cut -d, -f "$1"); '
     'export CUDA_VISIBLE_DEVICES; shift; exec "$@"'
 )
-"""Slurm sets the variable in the step, after everything that is passed to it."""
+"""Shell text that selects GPUs inside the step, because Slurm overwrites a CUDA_VISIBLE_DEVICES that is passed to it."""
 TOOLS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 
 
 class SlurmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the user of a Slurm cluster says of jobs and steps.
+    """The user's options for Slurm jobs and steps.
 
     Attributes:
-        options: of `sbatch`: partition, account, QOS, time limit, constraint, memory.
-        srun_options: of the `srun` of every process: `--container-image` and the like of pyxis.
-        prefix: command that every process is started by: `apptainer exec --nv IMAGE`.
-        gpu_type: of the GPUs, where a cluster has several: `h100` asks for `gpu:h100:8`.
+        options: options of `sbatch`, such as partition, account, QOS, time limit, constraint and memory.
+        srun_options: options of the `srun` of every process, such as `--container-image` of pyxis.
+        prefix: command that starts every process, such as `apptainer exec --nv IMAGE`.
+        gpu_type: type of GPU on a cluster that has several: `h100` requests `gpu:h100:8`.
     """
 
     options: tuple[str, ...] = ()
@@ -97,16 +97,16 @@ class SlurmSchedulerConfig(
     """The Slurm cluster of this host.
 
     Attributes:
-        options, srun_options, prefix, gpu_type: of every process, see `SlurmOptions`.
-        host: address of this host as the nodes reach it; empty for its host name.
-        processes: what is added for those whose names fit the key: `trainer-*`, `engine-a`, `worker-*`.
+        options, srun_options, prefix, gpu_type: options of every process, see `SlurmOptions`.
+        host: address at which the nodes reach this host; empty for its host name.
+        processes: pattern of process names (`trainer-*`, `engine-a`, `worker-*`) -> options added for them.
     """
 
     host: str = ""
     processes: Mapping[str, SlurmOptions] = {}
 
     def options_of(self, name: str) -> SlurmOptions:
-        """Return the options of a process, those of patterns that its name fits last: Slurm goes by them."""
+        """Return the options of a process. Options of matching patterns come last, because Slurm uses the last one."""
         found: SlurmOptions = self
         for pattern, added in self.processes.items():
             if fnmatch.fnmatchcase(name, pattern):
@@ -121,7 +121,12 @@ class SlurmSchedulerConfig(
 
 @dataclass(slots=True)
 class _Job:
-    """`is_known`: the lease was taken, from the first node at `address`, or the job ended before that."""
+    """A Slurm job.
+
+    Attributes:
+        address: address of the first node, which has sent the lease.
+        is_known: set once the first node has sent the lease, or the job has ended without that.
+    """
 
     client: asyncio.subprocess.Process
     num_cpus: int
@@ -134,7 +139,7 @@ class _Job:
 
 @final
 class SlurmBackend(ClusterBackend):
-    """See the module. A reservation is a job id."""
+    """Backend of a Slurm cluster; see the module. The id of a reservation is the id of a Slurm job."""
 
     queues = True
 
@@ -213,7 +218,7 @@ class SlurmBackend(ClusterBackend):
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._unproven[writer] = None
         if len(self._unproven) > MAX_UNPROVEN:
-            # A node sends its lease at once, so the oldest connection is a stranger's.
+            # A node sends its lease at once, so the oldest connection is not from a node of a job.
             next(iter(self._unproven)).transport.abort()
         try:
             async with asyncio.timeout(COMMAND_DEADLINE_S):
@@ -231,7 +236,7 @@ class SlurmBackend(ClusterBackend):
         job.is_known.set()
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
-        # How long a job may queue is the caller's deadline on `wait_healthy`.
+        # This wait needs no deadline: the caller's deadline on `wait_healthy` limits the time in the queue.
         job = self._jobs[reservation]
         await job.is_known.wait()
         if job.lease is None:
@@ -246,7 +251,7 @@ class SlurmBackend(ClusterBackend):
             command=(
                 *("srun", f"--jobid={reservation}", "--overlap", "--nodes=1", "--ntasks=1"),
                 *(f"--relative={spec.node}", f"--job-name={spec.name}", "--export=ALL"),
-                # Steps that overlap would all be bound to the first cores if they asked for fewer.
+                # With fewer cores, Slurm would bind all overlapping steps to the same first cores.
                 f"--cpus-per-task={job.num_cpus}",
                 *(*options.srun_options, "--", *sees, *options.prefix, *spec.command),
             ),
@@ -256,7 +261,8 @@ class SlurmBackend(ClusterBackend):
 
     async def wait(self, name: str) -> int:
         code = await self._clients.wait(name)
-        return code if code <= 128 else 128 - code  # srun reports a signal as a shell does
+        # Like a shell, srun reports a signal as 128 plus its number.
+        return code if code <= 128 else 128 - code
 
     async def signal(self, name: str, signal_number: int) -> None:
         jobs = f"--jobs={self._job_of[name]}"
@@ -289,7 +295,7 @@ class SlurmBackend(ClusterBackend):
 
 
 async def _watch(reservation: str, job: _Job) -> None:
-    """`sbatch --wait` ends some seconds after its job."""
+    """Wait until the job has ended, and record its failure. `sbatch --wait` ends some seconds after its job."""
     said = [line async for line in _lines(job.client)]
     code = await job.client.wait()
     job.failure = (
@@ -311,7 +317,8 @@ async def _forget(job: _Job) -> None:
 async def _end_client(client: asyncio.subprocess.Process) -> None:
     if client.returncode is None:
         client.kill()
-    with contextlib.suppress(TimeoutError):  # it hangs in the kernel, and ends when that lets it
+    # A killed process can outlive the deadline only in a system call that hangs.
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(COMMAND_DEADLINE_S):
             await client.wait()
 
@@ -323,10 +330,10 @@ async def _lines(process: asyncio.subprocess.Process) -> AsyncIterator[str]:
 
 
 async def _run(*command: str, tolerate: bool = False) -> str:
-    """Run one of Slurm's commands; its output. With `tolerate` the job or step may be gone already.
+    """Run a command of Slurm and return its output. With `tolerate`, a failure is no error: the job may have ended.
 
     Raises:
-        ConfigError: it failed. PeerTimeout: no answer in time.
+        ConfigError: the command failed. PeerTimeout: it did not end in time.
     """
     process = await asyncio.create_subprocess_exec(
         *command,
