@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
+    "src/windlass/control": 3.0,
     "src/windlass/engines": 3.0,
     "src/windlass/layout": 3.0,
     "src/windlass/memory": 3.0,

@@ -44,8 +44,8 @@ from windlass.transports.base import TransportOffer
 from windlass.transports.choice import LinkChoice, choose_transport, unreachable_reason
 
 NEWCOMERS_SPREAD = 4
-"""Factor by which new engines spread their reads beyond their share of the trainer ranks with the same boxes. 1 would
-overload some ranks; all ranks would create engines x ranks links."""
+"""Factor that spreads the reads of new engines beyond their share of the trainer ranks with the same boxes. 1 would
+overload some ranks; reads from all ranks would create engines x ranks links."""
 JOIN_SHARE = 0.8
 """Fraction of the bind deadline given to agents, so that they time out before the coordinator and report the reason."""
 
@@ -83,7 +83,7 @@ class _LinkTransports:
 
     Attributes:
         choices: link -> its transport, with the reason for the choice.
-        strided: links whose source stores with strides.
+        strided: links with a source that stores with strides.
     """
 
     def __init__(self, sessions: Mapping[str, AgentSession]) -> None:
@@ -124,7 +124,7 @@ class _LinkTransports:
         return wrong
 
     def owns(self, worker: str, binding: DestinationBinding) -> bool:
-        """Return whether a rank has bound only memory of its own endpoints."""
+        """Return whether all memory that a rank has bound belongs to its endpoints."""
         owners = {binding.endpoint, *(region.endpoint for region in binding.regions)}
         own = {offer.endpoint for offer in self._offers(worker)}
         return binding.worker == worker and owners <= own
@@ -157,10 +157,10 @@ class _LinkTransports:
 def find_relay_groups(
     trainers: Group, engines: Sequence[Group], backend: UpdateBackend
 ) -> tuple[RelayGroup, ...]:
-    """Return the relay groups: disjoint groups of at least two ranks, each of another engine.
+    """Return the relay groups: disjoint groups of at least two ranks, all from different engines.
 
-    The engines of a group can send, and their ranks hold identical boxes at identical places. Ranks whose kernels
-    store into the memory of peers are in no group.
+    The engines of a group can send, and their ranks hold identical boxes at identical places. Engines that write by
+    kernels (`strided_stores`) are in no group, and trainers that do so have none.
     """
     if not isinstance(backend, P2pBackend) or backend.relay is RelayShape.OFF:
         return ()
@@ -195,7 +195,7 @@ def _below(group: RelayGroup, member: str) -> tuple[str, ...]:
 def _least_loaded(
     sources: Sequence[ShardManifest], kept: Binding, num_engines: int
 ) -> tuple[ShardManifest, ...]:
-    """Return the sources for `num_engines` new engines: of each set of identical sources, those that send least."""
+    """Return the sources for `num_engines` new engines: the least loaded ranks of each set of identical sources."""
     sent, share = kept.sent_by, NEWCOMERS_SPREAD * num_engines / (num_engines + len(kept.engines))
     alike: dict[str, list[ShardManifest]] = {}
     for manifest in sources:
@@ -214,8 +214,8 @@ def _least_loaded(
 class FleetBinder:
     """Compiler of one plan, which then has every rank bind it.
 
-    With `held`, engines of that binding whose processes are the same get no command, and trainers keep their links to
-    them. Only the changes are planned and bound.
+    With `held`, engines of that binding with unchanged processes get no command, and trainers keep their links to them.
+    Only the changes are planned and bound.
 
     Args:
         trainers: group of the sources; the ranks of an engine in a catch-up.

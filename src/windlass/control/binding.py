@@ -113,7 +113,7 @@ class Binding:
     def part_for(
         self, trainers: frozenset[Identity], engines: Mapping[str, frozenset[Identity]]
     ) -> Binding | None:
-        """Return the part of the binding that still holds: its engines whose processes are the same.
+        """Return the part of the binding that is still valid: its engines with unchanged processes.
 
         Args:
             trainers: processes of the trainers.

@@ -156,7 +156,7 @@ class TrainerChannel(AgentChannel):
         self.ended.add_done_callback(self._end_announcement)
 
     def announce(self, version: int, deadline_s: float) -> UpdateReport:
-        """Announce `version`, whose weights the trainer keeps unchanged, and wait for the report of the round.
+        """Announce `version` and wait for the report of its round; the trainer must not change its weights before.
 
         Raises:
             PeerTimeout: no report within `deadline_s`. An announcement that still waited for other ranks is

@@ -74,7 +74,7 @@ class Comparisons:
     def of_round(self, version: int, binding: Binding) -> tuple[Replicated | None, int, int]:
         """Return the boxes to compare in a round, the turn, and the number of turns that cover every box once.
 
-        The boxes are None if the round compares nothing.
+        Without a comparison it returns None for the boxes.
         """
         replicated = binding.replicated
         if replicated is None:

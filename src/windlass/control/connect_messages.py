@@ -51,8 +51,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         rank: rank in the group.
         world_size: number of ranks in the group.
         manifest: `ShardManifest.encode()`.
-        offers: one offer for each transport by which the rank can write and be written; at least one. No other rank of
-            the fleet has the same endpoints.
+        offers: one offer for each transport that the rank can use to write and to be written; at least one. No other
+            rank of the fleet has the same endpoints.
         host: `host_identity()` of the rank's process.
         url: HTTP address of the engine, sent by rank 0 of an engine, else empty.
         served_version: version that an engine rank holds, or the published version that the controller last reported
@@ -61,7 +61,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
             version sends the lineage of its previous controller; else empty.
         job: for a trainer rank, identity of its start: equal for all ranks of one start of the trainers, and different
             for every other start.
-        epoch: epoch of the last command that the agent carried out; a restarted controller needs it.
+        epoch: epoch of the newest command that the agent has received; a restarted controller needs it.
         round: round of that command.
         mixed_weights: whether live weights may be of two versions.
         can_send: whether an engine rank can send its weights to another engine.
@@ -201,8 +201,8 @@ class ConnectRelay(msgspec.Struct, frozen=True, tag="connect_relay"):
 
     Attributes:
         groups: for a trainer, the groups that it sends to; for an engine, its own group.
-        bindings: for a trainer, the bindings of all members; for an engine, those of the ranks that it forwards to.
-        addresses: for a trainer, the addresses of all roots; for an engine, those of the ranks that it forwards to.
+        bindings: bindings of all members for a trainer, or of the ranks that the engine forwards to.
+        addresses: addresses of all roots for a trainer, or of the ranks that the engine forwards to.
     """
 
     groups: tuple[RelayGroup, ...]
@@ -237,7 +237,7 @@ class ChangeLinks(msgspec.Struct, frozen=True, tag="change_links"):
 
     Attributes:
         since: epoch of the last command that bound this rank, which identifies its present links.
-        gone: destinations whose links end, including destinations that are bound again.
+        gone: destinations of the links that end, including destinations that are bound again.
         plan: the rank's own part of a plan for the new destinations; empty without new destinations.
         bindings: addresses of the new destinations.
     """

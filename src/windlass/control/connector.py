@@ -24,7 +24,7 @@ from windlass.wording import counted
 
 _log = logging.getLogger(__name__)
 MAX_LATE = 2
-"""Bindings in which an engine may fail to answer. An engine that is late once more is refused."""
+"""Number of late answers to bind commands that the controller allows an engine. After one more it refuses the engine."""
 
 
 @final
@@ -91,7 +91,7 @@ class Connector:
         )
 
     async def bind_ahead(self) -> None:
-        """Bind what has changed, so that the next round need not. A failure is logged; the next round tries again."""
+        """Bind the changes of the fleet before the next round. A failure is logged, and the next round tries again."""
         trainers = self._fleet.trainers()
         if trainers is None or not trainers.complete or not self._fleet.writable_engines():
             return
@@ -99,12 +99,13 @@ class Connector:
             await self.ensure_bound()
         except WindlassError as error:
             _log.warning("binding failed, the next round tries again: %s", error)
-            if isinstance(error, PlanError | ConfigError):  # the next round fails in the same way
+            # With these errors the next round would fail in the same way.
+            if isinstance(error, PlanError | ConfigError):
                 self._members.unbindable = f"{type(error).__name__}: {error}"
                 self._changes.notify()
 
     async def ensure_bound(self) -> Binding:
-        """Return the binding of the fleet as it is now; bind what has changed.
+        """Bind the changes of the fleet, and return the present binding.
 
         Raises:
             PeerUnreachable: no complete trainer job or no complete engine is connected.

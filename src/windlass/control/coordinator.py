@@ -3,7 +3,7 @@
 Start reading at `Coordinator._publish`, which names the steps of a publish in their order. Each step belongs to one of
 these parts. A part knows only the parts above it in this list, and gets functions for the rest:
 
-- `run.Run`: versions, the journal, and the fleet (`fleet.Fleet`): who is connected and what they hold.
+- `run.Run`: versions, the journal, and the fleet (`fleet.Fleet`): connected ranks and their weights.
 - `members.Members`: the agents' connections.
 - `connector.Connector`: binds the fleet: plans, memory, links.
 - `round_runner.RoundRunner`: runs rounds (`driver.RoundDriver`, `rounds.RoundMachine`).
@@ -68,13 +68,13 @@ class Coordinator:
 
     Args:
         config: mode, deadlines, retries.
-        journal_path: file in which rounds are recorded; None keeps them in memory.
+        journal_path: file for the journal of the rounds; None keeps it in memory.
         planner: compiles plans; a parameter so that tests can make it fail.
 
     Attributes:
         config: as given.
         run: versions and the journal.
-        fleet: agents that are connected, and what they hold.
+        fleet: connected agents and their weights.
         changes: wakes coroutines that wait for the fleet or for a version.
         tasks: tasks that end with `close`.
         members: connections of the agents.
@@ -160,7 +160,7 @@ class Coordinator:
         """Note that a trainer rank waits with a version. The last of the ranks begins the publish.
 
         Raises:
-            ProtocolError: the sender is no trainer rank.
+            ProtocolError: the sender is not a trainer rank.
         """
         trainers, hello = self.fleet.trainers(), session.agent.hello
         if trainers is None or (hello.group, hello.role) != (trainers.name, trainers.role):
@@ -183,7 +183,7 @@ class Coordinator:
             self._naming = self._name_missing_later()
 
     def _gave_up(self, session: AgentSession, frame: Withdraw) -> None:
-        """End the announcement of a trainer rank whose caller waits no longer, and send it the missing ranks."""
+        """End an announcement because its caller no longer waits, and send the trainer rank the missing ranks."""
         missing = self._missing_ranks()
         given_up = self._requests.give_up(session.peer, frame.attempt)
         if given_up is not None:
@@ -192,7 +192,7 @@ class Coordinator:
             self.tasks.spawn(self.members.report_to(session.agent.identity, report))
 
     def begin_publish(self, version: int, *, deadline_s: float) -> CalledUpdate:
-        """Publish a version with which all trainer ranks wait, on behalf of the controller's own process.
+        """Publish a version on behalf of the controller's own process, while all trainer ranks wait.
 
         Args:
             version: the version that all ranks are prepared for (`TrainerClient.prepare_publish`).
@@ -253,7 +253,7 @@ class Coordinator:
     async def _attempt_until_whole(
         self, announced: tuple[PendingPublish, ...], version: int, copied: asyncio.Event | None
     ) -> UpdateReport:
-        """Repeat an attempt in which all engines ended, or in which the group of a collective broke.
+        """Repeat an attempt after all engines have ended, or after the group of a collective has broken.
 
         Trainers wait all that time. One-sided writes and files need no second attempt for one engine: an engine that
         fails there does not break the others.
@@ -386,7 +386,7 @@ class Coordinator:
         self.rounds.replied(session, reply)
 
     def _lost(self, agent: Agent, reason: str, *, ended: bool) -> None:
-        """Have all parts go on without an agent that is not connected any more.
+        """Tell all parts to continue without an agent that has lost its connection.
 
         Args:
             agent: the agent.

@@ -92,7 +92,7 @@ class EngineHooks(Protocol):
         ...
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """Set the version with which the engine marks tokens that it generates from now on.
+        """Set the version that the engine stamps on tokens that it generates from now on.
 
         Idempotent; called before `resume`.
 

@@ -429,7 +429,7 @@ class Fleet:
     def _settle_for_predecessor(self, source: Identity, round_id: RoundId, result: Result) -> bool:
         """Quarantine the engines that an earlier controller's writes may still reach; return whether there are any.
 
-        A process whose Hello has epoch 0 took part in no round, so it neither wrote nor was written.
+        A process with epoch 0 in its Hello took part in no round, so it neither wrote nor was written.
         """
         writer = self.find(source[0])
         if writer is None or not 0 < round_id.epoch <= writer.hello.epoch:

@@ -50,7 +50,7 @@ class JournalKind(StrEnum):
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of the journal. The bounds of numbers and names are those of the messages.
+    """One line of the journal. Numbers and names have the same bounds as in messages.
 
     Attributes:
         kind: kind of the event.

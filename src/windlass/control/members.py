@@ -1,4 +1,4 @@
-"""Connections of agents: admits them, assigns their places, and closes those that are refused or replaced."""
+"""Connections of agents: admits agents, assigns their places, and closes refused or replaced connections."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ from windlass.net.server import CALLER
 
 _log = logging.getLogger(__name__)
 KEPT_REFUSALS = 256
-"""Refused ranks and engines whose reasons a controller shows; each reason has at most 2,000 characters."""
+"""Number of newest refusals that a controller shows; each reason has at most 2,000 characters."""
 
 
 class AgentLostListener(Protocol):
     """A function that is called when an agent's connection is lost."""
 
     def __call__(self, agent: Agent, reason: str, *, ended: bool) -> None:
-        """Go on without `agent`. `ended`: its own side ended the connection."""
+        """Continue without `agent`. `ended` says whether the agent itself closed the connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +284,7 @@ class Members:
         return writing or (job.complete and of_this_run)
 
     async def admitted(self, session: AgentSession) -> None:
-        """Note that an agent was welcomed, and bring up what it makes possible."""
+        """Record that an agent was welcomed, and start the work that its presence makes possible."""
         hello = session.agent.hello
         if hello.registered.num_regions:
             _log.info(
@@ -355,7 +355,7 @@ class Members:
         """Forget a connection, and tell the parts that use it.
 
         Args:
-            session: the connection; one that another has replaced is ignored.
+            session: the connection; a replaced connection is ignored.
             reason: why the connection is lost.
             ended: whether the agent's side ended the connection.
         """
@@ -465,10 +465,10 @@ def check_published(hello: Hello, host: str) -> None:
 
     Args:
         hello: the engine's first frame.
-        host: address of the host from which it has connected; empty for this one.
+        host: address of the host that the engine has connected from; empty for the controller's host.
 
     Raises:
-        ProtocolError: the URL is no plain address of a server, or an engine on another host gives an address that
+        ProtocolError: the URL is not a plain address of a server, or an engine on another host gives an address that
             only its own host can reach.
     """
     if not hello.url:
@@ -487,7 +487,7 @@ def check_published(hello: Hello, host: str) -> None:
 
 
 def shortened(reply: Reply[Result]) -> Reply[Result]:
-    """Return a reply whose text for people has at most `MAX_REASON_LENGTH` characters: it is stored and shown."""
+    """Return a reply with its text cut to `MAX_REASON_LENGTH` characters, because the text is stored and shown."""
     match reply.result:
         case Failure(message=text) as said if len(text) > MAX_REASON_LENGTH:
             short: Result = msgspec.structs.replace(said, message=text[:MAX_REASON_LENGTH])

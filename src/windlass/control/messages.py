@@ -55,7 +55,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce"):
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
-    """Withdrawal of announcement `attempt`, whose caller stopped waiting: it must not begin a round any more."""
+    """Withdrawal of announcement `attempt`. It must not begin a round any more, because its caller stopped waiting."""
 
     attempt: int
 
@@ -97,7 +97,7 @@ class Write(msgspec.Struct, frozen=True, tag="write"):
 
 
 class Receive(msgspec.Struct, frozen=True, tag="receive"):
-    """Command to an engine: receive in a collective whose other side is `Write`.
+    """Command to an engine: receive in a collective, while the trainer carries out `Write`.
 
     The controller does not await the answer, because `Verify` checks the received bytes.
 

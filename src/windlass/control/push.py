@@ -6,8 +6,7 @@
 
 Engines collect the tensors in a shadow copy, so a failed call leaves the old version whole. The last
 `continue_generation` then ends the round and names the failed call. Collectives run one at a time, in one order for
-all engines. The leaders declare this order (`PushOrder`), or else it is the order in which the controller receives the
-calls. So two leaders never reach two engines in opposite order, and no ring of waiting processes forms.
+all engines. The leaders declare this order (`PushOrder`), or else the order of arrival at the controller counts. So two leaders never reach two engines in opposite order, and no ring of waiting processes forms.
 """
 
 from __future__ import annotations
@@ -337,7 +336,7 @@ class PushUpdates:
     async def _begin_round(
         self, pause_s: float, session_s: float
     ) -> tuple[RoundDriver, asyncio.Task[UpdateReport]]:
-        """Wait for the running round, then begin one whose Write phase the trainer drives.
+        """Wait for the running round, then begin a round with a Write phase that the trainer drives.
 
         Args:
             pause_s: seconds from now until every engine has paused or is left out.

@@ -81,7 +81,7 @@ class CallbackRequest(msgspec.Struct, frozen=True):
         leader: name of the leader.
         call: the call.
         deadline_s: seconds for the call.
-        number: running number of this leader's calls in the update, of those that all engines carry out.
+        number: running number of the call among this leader's calls in the update that all engines carry out.
     """
 
     request_id: str

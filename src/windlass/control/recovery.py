@@ -47,7 +47,7 @@ from windlass.planning.plan import DTYPES, TransferPlan
 
 _log = logging.getLogger(__name__)
 KEPT_ATTEMPTS = 1024
-"""Engines whose attempts are remembered: the newest. Most of the others have left for good."""
+"""Number of newest engines with remembered attempts. Most of the older engines have left for good."""
 BACKOFF = Backoff(1.0, 30.0)
 MAX_ATTEMPTS = 8
 """Attempts for one process and one cause. The number is limited because rounds wait for each attempt."""
@@ -61,7 +61,7 @@ class _Attempts:
         newcomer: processes of the engine.
         version: the version.
         clean: whether the engine's weights were whole before the first attempt. Then all later writers are known.
-        unable: donors whose weights cannot make the engine exactly what the trainers would.
+        unable: donors with weights that cannot give the engine the same bytes as the trainers.
         failures: donor -> number of failed attempts.
         due_s: earliest time of the next attempt, on the loop's clock.
     """
@@ -379,7 +379,7 @@ def find_donor(
     trainers: Sequence[ShardManifest],
     planner: Planner,
 ) -> tuple[Group, TransferPlan] | None:
-    """Return the first engine whose weights make the newcomer exactly what the trainers would, with the plan.
+    """Return the first engine with weights that give the newcomer the same bytes as the trainers, with the plan.
 
     May take seconds with a large model.
 

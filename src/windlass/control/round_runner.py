@@ -1,4 +1,4 @@
-"""Rounds, one at a time: begins one, has it driven, and records what it leaves behind."""
+"""Rounds, one at a time: begins a round, has it driven, and records its outcome."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class RoundRunner:
             self._driver.on_reply(session, reply)
 
     def lost(self, agent: Agent, reason: str) -> None:
-        """Have the round that runs go on without an agent."""
+        """Tell the running round to continue without an agent."""
         if self._driver is not None:
             self._driver.post(AgentLost(agent.hello.worker, reason))
 
@@ -86,7 +86,7 @@ class RoundRunner:
     def spec_of(
         self, version: int, lineage: str, binding: Binding, *, is_new: bool = False
     ) -> RoundSpec:
-        """Return the round in which the sources of a binding write a version into its engines.
+        """Return the specification of a round: the sources of a binding write a version into its engines.
 
         Args:
             version: the version.
@@ -121,7 +121,7 @@ class RoundRunner:
     def start(
         self, spec: RoundSpec, binding: Binding, copied: asyncio.Event | None = None
     ) -> RoundDriver:
-        """Record that a round begins, and make it the one that runs. `finish` must follow.
+        """Record that a round begins, and make it the running round. `finish` must follow.
 
         Args:
             spec: the round.

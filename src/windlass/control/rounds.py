@@ -11,8 +11,8 @@ sans-I/O style of python-hyper/h11 and of dask's worker state machine). This fil
 Failures and their consequences:
 
 - An engine that dies, or does not answer by the deadline, is left out. The round continues with the other engines.
-- A link that failed, or whose bytes have the wrong digest, is written again, at most `max_rewrites` times. After that
-  its engine is left out. In `staged` mode this engine generates with the old weights, and the round ends if every
+- A link that failed, or that delivered bytes with the wrong digest, is written again, at most `max_rewrites` times.
+  After that its engine is left out. In `staged` mode this engine generates with the old weights, and the round ends if every
   engine has such a link.
 - A link with an unknown outcome is never written again. Its engine is left out and quarantined.
 - In a relay (at most once, before any rewrite) engines write too. Each engine reports the incomplete links, and
@@ -201,7 +201,7 @@ Event = Replied | AgentLost | DeadlinePassed | GiveUp | Sent
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Instruction to send a command. `expects_reply` is false for notices, whose reply the round does not await."""
+    """Instruction to send a command. `expects_reply` is false for notices: the round does not await their replies."""
 
     worker: str
     seq: int
@@ -229,7 +229,7 @@ class Finish:
         silent: engine ranks that did not answer by a deadline.
         carried: link -> bytes and seconds, for links that reported them separately.
         digests: digests of the links of engines that published.
-        is_unchanged: whether every byte equals that of the previous version.
+        is_unchanged: whether no byte differs from the previous version.
         non_finite: trainer parameters that contain NaN or infinity.
     """
 

@@ -1,4 +1,4 @@
-"""What a controller answers about weight updates, and where: agents, status, updates that a trainer drives itself."""
+"""HTTP routes of a controller for weight updates: agents, status, and updates that a trainer drives itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def mount_updates(coordinator: Coordinator, server: ControlServer) -> None:
 
 
 def status_of(coordinator: Coordinator) -> dict[str, object]:
-    """What `/v1/status` answers."""
+    """Return the answer of `/v1/status`."""
     trainers = coordinator.fleet.trainers()
     return {
         "epoch": coordinator.run.round_id.epoch,

@@ -16,8 +16,8 @@ from windlass.net.messages import RoundId
 
 _log = logging.getLogger(__name__)
 MAX_EPOCHS_AHEAD = 1 << 20
-"""Largest difference by which an agent's epoch may exceed the controller's. Agents can be ahead after the controller
-restarts, because binding raises the epoch without a journal entry."""
+"""Largest difference between an agent's epoch and a lower epoch of the controller. Agents can be ahead after a restart
+of the controller, because binding raises the epoch without a journal entry."""
 
 
 @final

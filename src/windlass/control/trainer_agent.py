@@ -81,7 +81,7 @@ class TrainerAgent:
         self._noting = threading.Lock()
 
     def hold(self, version: int) -> None:
-        """Expect rounds of `version`, whose weights the trainer keeps unchanged from now on."""
+        """Expect rounds of `version`; the trainer keeps its weights unchanged from now on."""
         self._version = version
         with self._noting:
             self._is_released = self._is_watched = False
@@ -149,7 +149,7 @@ class TrainerAgent:
         return Done()
 
     def _check_version(self, version: int) -> None:
-        """Check that the weights are still those of `version`.
+        """Check that the weights are unchanged since the trainer began to publish `version`.
 
         The controller requests a published version again when no engine serves it any more.
 
@@ -187,7 +187,7 @@ class TrainerAgent:
         if command.non_finite is Reaction.OFF:
             return
         if replica is not None and replica.is_taken(command.version):
-            # The replica was taken before, so the weights may be those of a later step.
+            # The replica was taken before, so the weights may belong to a later step.
             return
         is_refused = command.non_finite is Reaction.REFUSE
         self._non_finite = self._finite.find(everywhere=is_refused)
@@ -277,7 +277,7 @@ class TrainerAgent:
             self._sender.close()
 
     def _compare(self, command: Prepare) -> Prepared:
-        """Return digests of replicated boxes; for a replica, those of the weights that it was copied from."""
+        """Return digests of replicated boxes; for a replica, the digests taken before the copy."""
         compare_s = 0.0
         replica = self._one_sided.replica
         if replica is not None and replica.is_taken(command.version):
