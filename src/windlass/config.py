@@ -1,4 +1,4 @@
-"""Settings of the control plane, frozen and checked when they are made."""
+"""Settings of the control plane. They are frozen, and checked when they are created."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NameT = TypeVar("NameT", bound=StrEnum)
 
 
 def take_name(what: str, value: str, kind: type[NameT]) -> NameT:
-    """The member of an enumeration that has this name, or is it.
+    """Return the member of an enumeration that has this name; a member is returned as it is.
 
     Raises:
-        ConfigError: no such member; begins with `what`.
+        ConfigError: no member has this name. The message begins with `what`.
     """
     try:
         return kind(value)
@@ -31,13 +31,12 @@ def take_name(what: str, value: str, kind: type[NameT]) -> NameT:
 
 
 def take_names(settings: msgspec.Struct, kinds: Mapping[str, type[StrEnum]]) -> None:
-    """Accept the name of a member (`mode="staged"`) where settings hold an enumeration.
+    """Replace the names of enumeration members (`mode="staged"`) in settings by the members.
 
-    Called by `__post_init__`: later members are told apart by identity, and a mere string would
-    be none of them.
+    `__post_init__` calls this, because other code compares members by identity, and a string would equal none.
 
     Raises:
-        ConfigError: no such member.
+        ConfigError: no member has such a name.
     """
     for field, kind in kinds.items():
         value = msgspec.structs.asdict(settings)[field]
@@ -48,16 +47,16 @@ def take_names(settings: msgspec.Struct, kinds: Mapping[str, type[StrEnum]]) -> 
 def check_numbers(
     settings: object, least: Mapping[str, float], above: Collection[str] = (), *, where: str = ""
 ) -> None:
-    """Refuse what is no number, or too small, in the fields of a frozen value.
+    """Raise an error if a field of a frozen value is not a number, or too small.
 
     Args:
-        settings: read by field name.
-        least: field -> smallest value; an integer there asks for integers.
+        settings: object that has the fields.
+        least: field -> minimum. If the minimum is an integer, the value must be an integer, too.
         above: fields that must be greater than 0.
-        where: what stands before a field's name in an error; empty for the type's name.
+        where: text before the name of the field in an error; empty for the name of the type.
 
     Raises:
-        ConfigError: names type, field, rule and value.
+        ConfigError: a field is wrong; names type, field, rule and value.
     """
     for field in (*least, *above):
         value = attrgetter(field)(settings)
@@ -71,10 +70,10 @@ def check_numbers(
 
 
 class UpdateMode(StrEnum):
-    """Where one-sided writes land.
+    """Target of one-sided writes.
 
-    IN_PLACE: in the live parameters, inside the pause.
-    STAGED: in a shadow while the engine generates; the pause is one local copy.
+    IN_PLACE: the live parameters, while the engine is paused.
+    STAGED: a shadow copy, while the engine generates. The pause then lasts for one local copy.
     """
 
     IN_PLACE = "in_place"
@@ -82,10 +81,10 @@ class UpdateMode(StrEnum):
 
 
 class ReplicaPlace(StrEnum):
-    """Where the copy lies that a trainer rank sends from.
+    """Memory of the replica, the copy of the weights that a trainer rank sends.
 
-    OFF: there is none, parameters are read where they lie. AUTO: in memory of the weights' kind.
-    HOST: in host memory, pinned where weights are on a GPU. DEVICE: in the memory of the weights' GPU.
+    OFF: no replica; the parameters are read in place. AUTO: HOST or DEVICE, the same kind of memory as the weights.
+    HOST: host memory, pinned if the weights are on a GPU. DEVICE: memory of the GPU that has the weights.
     """
 
     OFF = "off"
@@ -95,9 +94,10 @@ class ReplicaPlace(StrEnum):
 
 
 class Reaction(StrEnum):
-    """What happens to a version that looks like a mistake.
+    """Reaction to a version that looks like a mistake.
 
-    OFF: nobody looks. WARN: it is published, with a line in the log and a count in its report. REFUSE: it is not published.
+    OFF: the version is not checked. WARN: it is published, with a line in the log and a count in its report.
+    REFUSE: it is not published.
     """
 
     OFF = "off"
@@ -106,11 +106,11 @@ class Reaction(StrEnum):
 
 
 class PauseMode(StrEnum):
-    """What happens to running requests, with SGLang's names and meanings.
+    """Treatment of running requests during a pause, with SGLang's names and meanings.
 
-    ABORT: they end now and return their partial tokens.
-    RETRACT: they go back to the queue, lose their KV cache, and are prefilled again.
-    IN_PLACE: they stop where they are and keep their KV cache.
+    ABORT: requests end now and return their partial tokens.
+    RETRACT: requests return to the queue, lose their KV cache, and are prefilled again.
+    IN_PLACE: requests stop, keep their KV cache, and continue after the pause.
     """
 
     ABORT = "abort"
@@ -119,14 +119,14 @@ class PauseMode(StrEnum):
 
 
 class PhaseDeadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """One deadline per phase, in seconds: the phases wait for different things.
+    """Deadlines of the phases of an update, in seconds.
 
     Attributes:
         connect_s: bind a plan: register memory, exchange addresses.
         prepare_s: pack into the arena; engines pause at the same time in `in_place` mode.
-        pause_s: drain or retract running requests, and come to rest.
+        pause_s: drain or retract running requests, and stop the engine.
         write_s: move the bytes.
-        verify_s: hash what landed. apply_s: unpack, flip, finalise. publish_s: stamp and resume.
+        verify_s: hash the received bytes. apply_s: unpack, flip, finalise. publish_s: stamp and resume.
         fleet_s: wait for enough engines before a round begins.
     """
 
@@ -144,18 +144,18 @@ class PhaseDeadlines(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CollectiveFabric(StrEnum):
-    """What carries collectives: gloo between CPUs, NCCL between GPUs."""
+    """Library that runs collectives: gloo between CPUs, NCCL between GPUs."""
 
     GLOO = "gloo"
     NCCL = "nccl"
 
 
 class RelayShape(StrEnum):
-    """How engines that want the same bytes get them.
+    """Route of the bytes that several engines need.
 
-    OFF: every engine from the trainers. CHAIN: one engine from the trainers, each hands on to the
-    next. TREE: two binary trees that carry half of the bytes each, so that the depth is
-    logarithmic and nobody sends more than one copy. AUTO: a chain of up to four, else trees.
+    OFF: every engine receives them from the trainers. CHAIN: one engine receives them from the trainers, and each
+    engine passes them to the next. TREE: two binary trees carry half of the bytes each, so that the depth is
+    logarithmic and no engine sends more than one copy. AUTO: a chain for up to four engines, trees for more.
     """
 
     OFF = "off"
@@ -166,16 +166,16 @@ class RelayShape(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendTraits:
-    """What the control plane must know of how bytes travel.
+    """Properties of a backend that the control plane takes into account.
 
     Attributes:
-        one_sided: by the ranks' transports: from a replica as well, and into memory of another
-            process.
-        collective: both halves of a write enter it, so that one rank that fails breaks the group.
-        lands_live: `in_place` writes touch live memory before they are verified.
-        catches_up: an engine can hand the published version on to another one.
-        relays: engines can pass on what they have verified, while it arrives.
-        driven_by_trainer: the trainer's own calls move the bytes, and not a plan.
+        one_sided: the ranks' transports move the bytes. They can also send from a replica and write into memory of
+            another process.
+        collective: sender and receivers both take part in each write, so a rank that fails breaks the group.
+        lands_live: `in_place` writes change live memory before they are verified.
+        catches_up: an engine can send the published version to another engine.
+        relays: engines can pass verified bytes on while further bytes arrive.
+        driven_by_trainer: calls of the trainer move the bytes, instead of a plan.
     """
 
     one_sided: bool = False
@@ -187,16 +187,16 @@ class BackendTraits:
 
 
 PUSH_TRAITS = BackendTraits(lands_live=False, driven_by_trainer=True)
-"""Of updates that a trainer drives itself (`RolloutCallback`): they land in a shadow copy."""
+"""Traits of updates that a trainer drives itself (`RolloutCallback`). They write to a shadow copy."""
 
 
 class P2pBackend(msgspec.Struct, frozen=True, tag="p2p", omit_defaults=True):
-    """One-sided writes, straight from the trainer rank that owns the bytes.
+    """Backend that writes one-sidedly and directly from the trainer rank that owns the bytes.
 
     Attributes:
-        relay: whether engines whose ranks hold the same boxes in the same memory layout pass the
-            bytes on among themselves.
-        relay_chunk_nbytes: what is verified and passed on at a time.
+        relay: route among engines. It applies to engines with the same boxes and the same memory layout on their
+            ranks.
+        relay_chunk_nbytes: bytes that a relay verifies and passes on at a time.
     """
 
     traits: ClassVar[BackendTraits] = BackendTraits(one_sided=True, catches_up=True, relays=True)
@@ -210,12 +210,12 @@ class P2pBackend(msgspec.Struct, frozen=True, tag="p2p", omit_defaults=True):
 
 
 class XcclBackend(msgspec.Struct, frozen=True, tag="xccl"):
-    """Collective broadcast: every trainer rank to the engine ranks that need its bytes.
+    """Backend in which every trainer rank broadcasts to the engine ranks that need its bytes.
 
     Attributes:
         fabric: gloo or NCCL.
-        bucket_nbytes: bytes per broadcast; two buckets are held at once on each rank.
-        num_buffers: 2 overlaps packing, broadcast and loading; 1 does them one after another.
+        bucket_nbytes: bytes per broadcast. Each rank allocates `num_buffers` buckets.
+        num_buffers: 2 overlaps packing, broadcast and loading; 1 runs them one after another.
     """
 
     traits: ClassVar[BackendTraits] = BackendTraits(collective=True)
@@ -236,11 +236,11 @@ class XcclBackend(msgspec.Struct, frozen=True, tag="xccl"):
 
 
 class DiskBackend(msgspec.Struct, frozen=True, tag="disk"):
-    """Safetensors files in a folder that trainers and engines share.
+    """Backend that writes safetensors files to a folder that trainers and engines share.
 
     Attributes:
-        folder: absolute path; the same for every rank.
-        keep_versions: versions that stay on disk, >= 1.
+        folder: absolute path, the same on every rank.
+        keep_versions: number of versions that stay on disk, >= 1.
     """
 
     traits: ClassVar[BackendTraits] = BackendTraits(lands_live=False)
@@ -252,7 +252,8 @@ class DiskBackend(msgspec.Struct, frozen=True, tag="disk"):
         given: object = self.folder
         if not isinstance(given, str | Path) or not Path(given).is_absolute():
             raise ConfigError(f"DiskBackend: folder must be an absolute path, got {self.folder!r}")
-        msgspec.structs.force_setattr(self, "folder", str(self.folder))  # a Path does not travel
+        # msgspec cannot encode a Path.
+        msgspec.structs.force_setattr(self, "folder", str(self.folder))
         check_numbers(self, {"keep_versions": 1})
 
 
@@ -260,8 +261,8 @@ class PluginBackend(msgspec.Struct, frozen=True, tag="plugin", omit_defaults=Tru
     """A backend that an installed package registers as an entry point of `windlass.backends`.
 
     Attributes:
-        name: of the entry point, on the controller and on every rank.
-        options: for both halves; plain values.
+        name: name of the entry point, on the controller and on every rank.
+        options: plain values that sender and receivers get.
     """
 
     name: str
@@ -269,7 +270,7 @@ class PluginBackend(msgspec.Struct, frozen=True, tag="plugin", omit_defaults=Tru
 
     @property
     def traits(self) -> BackendTraits:
-        """What the registered backend states.
+        """Return the traits of the registered backend.
 
         Raises:
             ConfigError: see `find_backend`.
@@ -279,10 +280,10 @@ class PluginBackend(msgspec.Struct, frozen=True, tag="plugin", omit_defaults=Tru
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredBackend:
-    """What an entry point of `windlass.backends` leads to; see `transfer.backends.Backend`.
+    """Base class of the objects of entry points in `windlass.backends`; see `transfer.backends.Backend`.
 
     Attributes:
-        traits: what the control plane must know of it.
+        traits: properties that the control plane takes into account.
     """
 
     traits: BackendTraits
@@ -291,7 +292,7 @@ class RegisteredBackend:
 BACKENDS: Registry[RegisteredBackend] = Registry(
     noun="backend", kind=RegisteredBackend, group="windlass.backends"
 )
-"""Backends of other packages, by name."""
+"""Registry of backends that other packages define."""
 
 
 @cache
@@ -299,7 +300,7 @@ def find_backend(name: str) -> RegisteredBackend:
     """Return the backend that an installed package has registered under this name.
 
     Raises:
-        ConfigError: none has, or it is not usable.
+        ConfigError: no package has registered this name, or the registered backend is not usable.
     """
     return BACKENDS.find(name)
 
@@ -308,7 +309,7 @@ UpdateBackend = P2pBackend | XcclBackend | DiskBackend | PluginBackend
 
 
 class RouterKind(StrEnum):
-    """What a router of others understands.
+    """Interface of an external router.
 
     WORKERS: the `/workers` routes of sglang-router (SGLang's model gateway) and of vllm-router.
     WEBHOOK: the whole fleet as JSON, posted to one address.
@@ -319,13 +320,13 @@ class RouterKind(StrEnum):
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A router in front of the engines that is told which of them may be sent requests.
+    """An external router in front of the engines; the controller reports to it which engines may receive requests.
 
     Attributes:
-        url: of the router; of a webhook the address that is posted to. A redirect is not followed.
-        kind: what it understands.
-        deadline_s: of one try.
-        num_tries: until it waits for the next change of the fleet.
+        url: address of the router, or the address to which a webhook's data is posted. Redirects are not followed.
+        kind: interface of the router.
+        deadline_s: seconds for one try.
+        num_tries: number of tries. After the last one the controller waits for the next change of the fleet.
     """
 
     url: str
@@ -339,22 +340,23 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the fleet is updated.
+    """Settings for updates of the fleet.
 
     Attributes:
-        mode: where writes land. pause_mode: what happens to running requests.
-        backend: how bytes travel; trainers and engines are told.
-        deadlines: per phase.
+        mode: target of writes. pause_mode: treatment of running requests.
+        backend: backend that moves the bytes. The controller sends it to trainers and engines.
+        deadlines: deadline of each phase.
         max_rewrites: how often a failed or mismatched link is written again in one round.
-        min_engines: engines that must be there before a round begins.
-        compare_share: of the time of updates that may go into comparing what trainer ranks hold in
-            common, in [0, 1]; the first update compares everything in any case, 1 compares in every one.
-        unchanged: what happens to a version of which every byte is that of the version before it, from the same trainers.
-        non_finite: what happens to a version in which a parameter contains NaN or infinity. REFUSE looks at all
-            parameters before anything is sent; WARN at 4 MiB of each rank, by turns.
-        heartbeat_s: a connection that answers no ping for this long is dead.
-        max_message_nbytes: larger frames close their connection.
-        routers: of others, that are told which engines may be sent requests.
+        min_engines: number of engines that must be connected before a round begins.
+        compare_share: maximum share of the update time for comparing replicated weights between trainer ranks, in
+            [0, 1]. The first update always compares everything; with 1, every update does.
+        unchanged: reaction to a version whose bytes all equal the previous version of the same trainers.
+        non_finite: reaction to a version in which a parameter contains NaN or infinity. REFUSE checks all
+            parameters before the first byte is sent. WARN checks 4 MiB per rank and update, a different part each
+            time.
+        heartbeat_s: seconds without an answer to a ping after which a connection counts as dead.
+        max_message_nbytes: maximum size of a frame. A larger frame closes its connection.
+        routers: external routers that learn which engines may receive requests.
     """
 
     mode: UpdateMode = UpdateMode.IN_PLACE

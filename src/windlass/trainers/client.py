@@ -43,7 +43,7 @@ def version_number(version: int, what: str) -> int:
     """Return `version` as a plain integer; numpy and torch integers are accepted.
 
     Raises:
-        ConfigError: `version` is no integer in [0, 2^53).
+        ConfigError: `version` is not an integer in [0, 2^53).
     """
     try:
         number = operator.index(version)
@@ -143,7 +143,7 @@ class TrainerClient(Closing):
         intercept: wraps the agent's handler of commands; for tests that inject faults.
 
     Raises:
-        ConfigError: `controller` is no URL, `arena_nbytes` is too small, this transport cannot send from such a
+        ConfigError: `controller` is not a URL, `arena_nbytes` is too small, this transport cannot send from such a
             replica, or there are several ranks and no `job`.
         AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`.
     """
@@ -231,7 +231,7 @@ class TrainerClient(Closing):
             deadline_s: seconds to wait for the end of the round.
 
         Raises:
-            ConfigError: `version` is no integer >= 0, or another version is still being published.
+            ConfigError: `version` is not an integer >= 0, or another version is still being published.
             RoundAborted: the version was not published; quotes the reason. The engines continue to serve the old one.
             PeerTimeout: no answer within `deadline_s`; the weights must still not change.
         """
@@ -244,7 +244,7 @@ class TrainerClient(Closing):
         future raises RoundAborted. This call runs `make_whole` in the calling thread before it returns.
 
         Raises:
-            ConfigError: `version` is no integer >= 0, or a version is still being published.
+            ConfigError: `version` is not an integer >= 0, or a version is still being published.
             ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
         return self._background.submit(self._begin("publish_soon", version, deadline_s))
@@ -260,7 +260,7 @@ class TrainerClient(Closing):
         runs after the copy.
 
         Raises:
-            ConfigError: `connect_trainer` was called without `replica`, `version` is no integer >= 0,
+            ConfigError: `connect_trainer` was called without `replica`, `version` is not an integer >= 0,
                 or a version is still being published.
             RoundAborted: the round was aborted before the weights were copied. The weights may change.
             PeerTimeout: the weights were not copied within `deadline_s`. If a copy was running then, the error is
@@ -289,7 +289,7 @@ class TrainerClient(Closing):
         has copied them.
 
         Raises:
-            ConfigError: `version` is no integer >= 0, or a version is still being published.
+            ConfigError: `version` is not an integer >= 0, or a version is still being published.
             ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
         number = version_number(version, "prepare_publish")

@@ -41,7 +41,7 @@ def connect_described(
     keep: Sequence[str],
     connect_deadline_s: float,
 ) -> TrainerClient:
-    """Connect this rank with what was described; arguments and errors are `connect_trainer`'s."""
+    """Connect this rank with described weights. For arguments and errors, see `connect_trainer`."""
     allowed = (
         *weights.allow_unused,
         *patterns_from("allow_unused", allow_unused),
@@ -71,7 +71,7 @@ def patterns_from(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
     """Return the checked patterns of the argument `what`.
 
     Raises:
-        ConfigError: a single string, or something that is no string.
+        ConfigError: `patterns` is a string, or an element is empty or no string.
     """
     if isinstance(patterns, str) or not all(
         isinstance(p, str) and p for p in list[object](patterns)
@@ -92,19 +92,23 @@ def _is_distributed() -> bool:
 
 
 def step_stream(memory_at: int) -> Callable[[], int] | None:
-    """The current stream of the calling thread on the GPU of this memory; None for host memory."""
+    """Return a function that returns the calling thread's current CUDA stream on the GPU of this memory.
+
+    Return None for host memory.
+    """
     if not memory_at or (ordinal := gpu_of(memory_at)) < 0:
         return None
     return lambda: int(torch.cuda.current_stream(ordinal).cuda_stream)
 
 
 def shared_job() -> str:
-    """The same for all ranks of this process group and for no other; empty without one.
+    """Return an identity of this process group that all its ranks share; empty without a process group.
 
-    The first rank that asks makes it. Asks the group's store, over the network; no collective.
+    The first rank that calls this makes the identity and records it in the store of the process group. The call uses
+    the network and is not collective.
 
     Raises:
-        ConfigError: the store cannot be asked.
+        ConfigError: the store cannot be reached.
     """
     if not _is_distributed():
         return ""
@@ -147,7 +151,7 @@ def describe_trainer(
 
 
 def _harmless(tensors: Sequence[HeldTensor], manifest: ShardManifest) -> tuple[str, ...]:
-    """Return patterns of the tensors that engines need not take: buffers, and second names of one memory."""
+    """Return patterns of tensors that no engine needs to take: buffers, and parameters that share one memory."""
     memory: dict[tuple[object, ...], str] = {}
     spared: set[str] = set()
     for held in tensors:
@@ -181,39 +185,42 @@ def connect_trainer(
 ) -> TrainerClient:
     """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
 
-    Called by every rank; not collective, gathers nothing. Rank and world size come from
-    `torch.distributed` where it is initialised, and its store tells the ranks of this start of the
-    trainers from those of any other one, unless WINDLASS_JOB does.
+    Every rank calls this. The call is not collective and gathers no weights. Rank and world size come from
+    `torch.distributed` if it is initialised. WINDLASS_JOB identifies this start of the trainers; if it is not set,
+    the store of `torch.distributed` does.
 
     Args:
-        module: the model being trained; its DTensor parameters are described where they lie.
+        module: model that is trained. Its DTensor parameters are described in place.
         controller: address of the controller.
-        token: its secret.
+        token: secret of the controller.
         group: name of the trainer job.
-        transport: name or configuration; `auto` offers every one that starts here and moves memory of the
-            weights' kind, and each link takes the fastest that both its ends have.
+        transport: name or configuration. `auto` offers every transport that works on this machine and moves the
+            weights' kind of memory; each link uses the fastest transport that both its ends have.
         arena_nbytes: memory for packed bytes; 0 for as much as one update packs.
-        name_map: from parameter name to checkpoint name, None for what is left out; identity when
-            omitted. `adapter_names()` keeps a LoRA adapter and nothing else.
-        stacked: experts that the framework stacks; `TRANSFORMERS_EXPERTS` when omitted. A model of transformers
-            with neither is published as `save_pretrained` writes it: names, and what is fused or taken apart.
-        replica: keep a copy of what is sent as it lies, as large as that, so that `begin_publish` need
-            not wait for the fleet, and parameters are never registered. HOST: in host memory, pinned
-            where weights are on a GPU (`cuda_ipc`). DEVICE: on the weights' GPU. AUTO: the one of the
-            weights' kind. OFF: none. A place or its name.
-        allow_unused: patterns (`fnmatch`) of tensors that engines need not take: a value head, the vision tower of a
-            model whose text part is served. Any other tensor that no engine takes is refused before anything is
-            sent. Buffers, rotary tables and layers that predict further tokens (MTP) need no pattern.
-        keep: patterns (`fnmatch`) of tensors that engines keep as they are, if no trainer has them: the vision tower of a
-            model whose text part is trained, a frozen half. Any other tensor that has no source is refused. Engines
-            verify by digests that what they keep has not changed since the trainers connected.
-        connect_deadline_s: how long to wait for the controller.
+        name_map: maps a parameter name to its checkpoint name, or to None to leave the parameter out; identity if
+            omitted. `adapter_names()` selects a LoRA adapter alone.
+        stacked: experts that the framework stacks; `TRANSFORMERS_EXPERTS` if omitted. With neither `name_map` nor
+            `stacked`, a transformers model is published as `save_pretrained` writes it: the same names, and the
+            same tensors fused or split.
+        replica: place of a copy of the sent weights (`ReplicaPlace` or its name), which takes as much memory as they
+            do. With a copy, `begin_publish` need not wait for the fleet, and parameters are never registered.
+            HOST: host memory, pinned if the weights are on a GPU (`cuda_ipc`). DEVICE: the weights' GPU. AUTO: the
+            weights' kind of memory. OFF: no copy.
+        allow_unused: patterns (`fnmatch`) of tensors that no engine needs to take, such as a value head, or the
+            vision tower if only the text part of a model is served. Any other tensor that no engine takes is refused
+            before the first byte is sent. Buffers, rotary tables and layers that predict further tokens (MTP) need no
+            pattern.
+        keep: patterns (`fnmatch`) of tensors that engines keep unchanged if no trainer has them, such as the vision
+            tower if only the text part of a model is trained. Any other tensor without a source is refused. Engines
+            verify by digests that these tensors have not changed since the trainers connected.
+        connect_deadline_s: seconds to wait for the controller.
 
     Raises:
-        ConfigError: `module` is no module, `controller` no URL, `transport` no transport (or none that
-            can send from such a replica), or `arena_nbytes` too small.
-        UnsupportedLayout: a parameter whose placement or dtype cannot be described.
-        TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see there.
+        ConfigError: `module` is not a module, `controller` not a URL, `transport` not a transport (or cannot send from
+            such a replica), or `arena_nbytes` is too small.
+        UnsupportedLayout: the placement or dtype of a parameter cannot be described.
+        TransportUnavailable: the transport cannot start on this machine.
+        AuthenticationError, ProtocolError, PeerTimeout: see `TrainerClient`.
     """
     described = describe_trainer(module, group=group, name_map=name_map, stacked=stacked)
     return connect_described(

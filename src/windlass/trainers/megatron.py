@@ -1,8 +1,8 @@
-"""The Megatron-core trainer adapter (0.16): local shards described where they lie, no gather.
+"""The Megatron-core trainer adapter (0.16). It describes local shards in place and gathers no weights.
 
-Tensor, pipeline (with virtual stages), expert and expert-tensor parallel ranks hold parts;
-context- and data-parallel ranks hold replicas, between which the planner chooses. Layer numbers
-come from the layers themselves, so any pipeline layout is understood.
+Tensor, pipeline (with virtual stages), expert and expert-tensor parallel ranks have parts of the weights. Context-
+and data-parallel ranks have replicas, and the planner chooses among them. The adapter reads layer numbers from the
+layers, so it supports any pipeline layout.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from windlass.transports.registry import TransportConfig
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BUFFERS = ("mlp.router.expert_bias",)
-"""Buffers that checkpoints hold."""
+"""Suffixes of the buffers that checkpoints contain."""
 _LAYER = re.compile(
     r"(decoder\.layers\.\d+|mtp\.layers\.\d+(?=\.transformer_layer))(?:\.transformer_layer)?"
 )
-"""Of the decoder, or within one for further tokens (MTP)."""
+"""Name of a decoder layer, or of the layer inside a block that predicts further tokens (MTP)."""
 
 
 def connect_megatron_trainer(
@@ -60,15 +60,15 @@ def connect_megatron_trainer(
 ) -> TrainerClient:
     """Connect this rank of a Megatron-core trainer.
 
-    Called by every rank, after `parallel_state.initialize_model_parallel`; not collective,
-    gathers nothing. Rank and world size come from `torch.distributed`.
+    Every rank calls this after `parallel_state.initialize_model_parallel`. The call is not collective and gathers no
+    weights. Rank and world size come from `torch.distributed`.
 
     Args:
         model: a `GPTModel`, wrapped or not, or the list of model chunks of virtual stages.
-        family: `model_type` of the checkpoint, or a naming table of your own.
-        vocab_size: of the checkpoint, without Megatron's padding.
+        family: `model_type` of the checkpoint, or a naming table of the caller.
+        vocab_size: vocabulary size of the checkpoint, without Megatron's padding.
         controller: address of the controller.
-        token: its secret.
+        token: secret of the controller.
         transport: name or configuration; see `connect_trainer`.
         arena_nbytes: memory for packed bytes; 0 for as much as one update packs.
         use_main_params: publish the optimizer's fp32 copies, not the bf16 parameters.
@@ -77,12 +77,12 @@ def connect_megatron_trainer(
         replica: see `connect_trainer`.
         allow_unused: see `connect_trainer`.
         keep: see `connect_trainer`.
-        connect_deadline_s: how long to wait for the controller.
+        connect_deadline_s: seconds to wait for the controller.
 
     Raises:
         UnsupportedLayout, ManifestError: see `describe_megatron_trainer`.
-        ConfigError: `controller` is no URL, `transport` no transport, or `arena_nbytes` too small.
-        TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see there.
+        ConfigError: `controller` is not a URL, `transport` not a transport, or `arena_nbytes` is too small.
+        TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see `connect_trainer`.
     """
     described = describe_megatron_trainer(
         model,
@@ -117,10 +117,10 @@ def describe_megatron_trainer(
     """Describe this rank's part of the model. Not collective.
 
     Raises:
-        UnsupportedLayout: a name without a rule, an attention or MLP that no table describes, fp32
-            copies that the distributed optimizer holds as flat ranges, parameters in fp8, or
-            parameters that a wrapper cuts over data-parallel ranks.
-        ManifestError: shapes that contradict the configuration.
+        UnsupportedLayout: no rule for the name of a parameter, no table for the kind of attention or MLP, fp32
+            copies that the distributed optimizer keeps as flat ranges, parameters in fp8, or a wrapper that
+            splits parameters over data-parallel ranks.
+        ManifestError: shapes contradict the configuration.
     """
     chunks = _chunks_of(model)
     _refuse_wrappers(chunks)
@@ -183,20 +183,20 @@ def describe_megatron_trainer(
 
 
 def make_whole(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
-    """Gather what the distributed optimizer has stepped and left for the next forward pass to gather.
+    """Gather the stepped parameters that the distributed optimizer leaves to the next forward pass.
 
-    That is how `overlap_param_gather=True` works: after `optimizer.step` a rank holds new values of the
-    parameters that it steps and old ones of all others. `TrainerClient` calls this before it publishes;
-    whoever reads parameters by himself, for a `WeightGroup` or for files, calls it before.
+    With `overlap_param_gather=True` a rank has, after `optimizer.step`, new values of the parameters that it steps
+    and old values of all others. `TrainerClient` calls this before it publishes. A caller that reads the parameters
+    itself, for a `WeightGroup` or for files, must call it first.
 
-    Collective: over the data-parallel ranks of each chunk, in the calling thread. The forward pass goes
-    on from what is gathered here and does not gather it again.
+    Collective: over the data-parallel ranks of each chunk, in the calling thread. The next forward pass uses the
+    gathered parameters and does not gather them again.
 
     Args:
         model: as for `connect_megatron_trainer`.
 
     Raises:
-        PlanError: parameters whose memory is freed.
+        PlanError: the memory of a parameter buffer is freed.
     """
     for chunk in _lazily_gathered(_chunks_of(model)):
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -205,10 +205,10 @@ def make_whole(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
 
 
 def check_whole(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
-    """Refuse a model that `make_whole` has not been called for since its last step. Not collective.
+    """Raise an error if `make_whole` was not called since the last optimizer step of a model. Not collective.
 
     Raises:
-        ConfigError: parameters of this rank may be those of an earlier step.
+        ConfigError: parameters of this rank may be the values of an earlier step.
     """
     for chunk in _lazily_gathered(_chunks_of(model)):
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -235,7 +235,7 @@ def _lazily_gathered(chunks: Sequence[torch.nn.Module]) -> Iterator[DistributedD
 
 
 def _refuse_wrappers(chunks: Sequence[torch.nn.Module]) -> None:
-    """Refuse what `make_whole` cannot make whole, or what no naming table describes."""
+    """Refuse wrappers whose parameters `make_whole` cannot gather or no naming table describes."""
     for wrapper in _wrappers(chunks):
         if isinstance(wrapper, FullyShardedDataParallel | TorchFullyShardedDataParallel):
             raise UnsupportedLayout(
@@ -250,7 +250,7 @@ def _refuse_wrappers(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def megatron_coords() -> Coords:
-    """This rank on the axes that cut parameters, from Megatron's own state."""
+    """Return the position of this rank on the axes that split parameters, from Megatron's parallel state."""
     state = parallel_state
     return Coords(
         tp=(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
@@ -263,7 +263,7 @@ def megatron_coords() -> Coords:
 
 
 def _main_param(name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """The optimizer's fp32 copy of a parameter."""
+    """Return the optimizer's fp32 copy of a parameter, or the parameter itself if it is fp32 and has no copy."""
     extra = parameter.__dict__
     if extra.get("main_param_sharded"):
         raise UnsupportedLayout(
@@ -282,7 +282,7 @@ def _main_param(name: str, parameter: torch.Tensor) -> torch.Tensor:
 def _held(
     chunks: Sequence[torch.nn.Module], use_main_params: bool, ignore: tuple[str, ...]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Global name and tensor of everything that a checkpoint holds, chunk by chunk."""
+    """Yield global name and tensor of all parameters and buffers of the checkpoint, chunk by chunk."""
     for chunk in map(_unwrap, chunks):
         numbers = _layer_numbers(chunk)
         for local_name, parameter in chunk.named_parameters():
@@ -297,7 +297,7 @@ def _held(
 
 
 def _wrappers(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
-    """Of each chunk the data-parallel, precision and compile wrappers from the outside in, and last the model."""
+    """Yield the data-parallel, precision and compile wrappers of each chunk from the outside in, and then its model."""
     for chunk in chunks:
         inner: torch.nn.Module | None = chunk
         while inner is not None:
@@ -310,7 +310,7 @@ def _unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def _layer_numbers(chunk: torch.nn.Module) -> dict[str, int]:
-    """Local prefix of each layer -> its number in the whole model, from 0; those for further tokens come last."""
+    """Return local prefix of each layer -> its number in the whole model, from 0. MTP layers have the last numbers."""
     return {
         found[1]: int(module.layer_number) - 1
         for name, module in chunk.named_modules()
