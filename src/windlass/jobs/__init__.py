@@ -1,4 +1,4 @@
-"""Whole jobs: from one file by `windlass launch CONFIG.toml`, or trainers started and called by a script."""
+"""Whole jobs: `windlass launch CONFIG.toml` runs a job from one file, or a script starts trainers and calls them."""
 
 from __future__ import annotations
 
@@ -32,5 +32,6 @@ if TYPE_CHECKING:
     from windlass.jobs.train_worker import TrainEngine as TrainEngine
     from windlass.jobs.train_worker import run_train_worker as run_train_worker
 
-if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+# Type checkers must not see `__getattr__`: with it they would accept any name.
+if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

@@ -1,4 +1,4 @@
-"""What `windlass launch` reads: a TOML file as frozen structs."""
+"""Configuration of `windlass launch`: a TOML file, read into frozen structs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RecipeSection(msgspec.Struct, frozen=True, kw_only=True):
     """The user's code that runs in the controller's process.
 
     Attributes:
-        file: Python file. name: a `Recipe` class in it, called without arguments.
+        file: Python file. name: `Recipe` class in the file; the job creates it without arguments.
     """
 
     file: str
@@ -41,11 +41,11 @@ class RecipeSection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControllerSection(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the controller listens.
+    """Address of the controller.
 
     Attributes:
-        host: address to bind. port: 0 lets the system choose.
-        advertise_host: what trainers, engines and workers connect to; empty for `host`.
+        host: address to bind. port: port to bind; 0 lets the system choose.
+        advertise_host: address that trainers, engines and workers connect to; empty for `host`.
     """
 
     host: str = "127.0.0.1"
@@ -57,20 +57,21 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks, which `TrainController` starts.
 
     Attributes:
-        script: calls `run_train_worker`. arguments: of the script.
-        world_size: ranks. num_cpus, num_gpus: reserved per rank.
-        data_parallel_size: ranks that get samples of their own; 0 for all. Tensor- and pipeline-parallel peers
-            share theirs. A step needs as many groups.
-        num_nodes: that the ranks are spread over, the same number on each; granted together.
-        python: interpreter; this one when empty.
-        environment: added to every rank's.
-        allow_unused: what the ranks find in WINDLASS_ALLOW_UNUSED, as `allow_unused` of `connect_trainer`.
-        step_deadline_s: of one optimiser step. publish_deadline_s: of one weight update.
+        script: script that calls `run_train_worker`. arguments: arguments of the script.
+        world_size: number of ranks. num_cpus, num_gpus: number of cores and GPUs reserved per rank.
+        data_parallel_size: number of data-parallel ranks; 0 for `world_size`. Tensor- and pipeline-parallel peers
+            get the same samples. A step needs at least one group per data-parallel rank.
+        num_nodes: number of nodes for the ranks, the same number of ranks on each; granted together.
+        python: interpreter of the ranks; empty for the interpreter of this process.
+        environment: variables added to the environment of every rank.
+        allow_unused: value of WINDLASS_ALLOW_UNUSED in the ranks, see `allow_unused` of `connect_trainer`.
+        step_deadline_s: deadline of one optimiser step. publish_deadline_s: deadline of one weight update.
         save_every: steps between checkpoints in `output_dir/checkpoints`; 0 for none.
-        keep: newest checkpoints that stay when another one is saved; 0 for all.
-        max_restarts: restarts of the ranks, from the newest checkpoint of the job, after one dies, hangs or raises,
-            before another checkpoint is saved; the job fails at the next, and where there is no checkpoint.
-        resume_from: checkpoint folder of a job; this job continues from its steps and its version.
+        keep: number of newest checkpoints to keep after each save; 0 for all.
+        max_restarts: number of restarts of the ranks between two checkpoints. After a rank dies, hangs or raises, the
+            ranks start again from the job's newest checkpoint. The job fails at one more failure, or without a
+            checkpoint.
+        resume_from: checkpoint folder of another job; this job continues from its steps and its version.
     """
 
     script: str
@@ -109,13 +110,13 @@ CHECKPOINT_RECORD = "job.json"
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job writes into a checkpoint's folder once all ranks have saved there: `job.json`.
+    """Record of a finished checkpoint. The job writes it as `job.json` once all ranks have saved into the folder.
 
     Attributes:
-        steps: optimiser steps that the weights have been trained.
-        version: number that the weights were published under.
-        recipe: what `Recipe.state` returned, msgpack; empty for None.
-        tasks: tasks that were drawn and not trained on, msgpack; empty unless the recipe has a state.
+        steps: number of optimiser steps that the weights have been trained.
+        version: version as which the weights were published.
+        recipe: value of `Recipe.state` in msgpack; empty for None.
+        tasks: tasks that were drawn and not trained on, in msgpack; empty unless the recipe has a state.
     """
 
     steps: int
@@ -125,10 +126,10 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_checkpoint(folder: str) -> Checkpoint:
-    """Return what a job has recorded of a checkpoint.
+    """Return the record of a finished checkpoint.
 
     Raises:
-        ConfigError: no folder, or none that a job has finished.
+        ConfigError: there is no such folder, or it contains no finished checkpoint.
     """
     if not Path(folder).is_dir():
         raise ConfigError(f"trainer.resume_from must be a folder, got {folder!r}")
@@ -142,9 +143,9 @@ def read_checkpoint(folder: str) -> Checkpoint:
 
 
 class Resume(StrEnum):
-    """What a job does with the checkpoints in its output folder.
+    """Use of the checkpoints in a job's output folder.
 
-    NEVER: refuse a folder that has another run. AUTO: continue from the newest; begin if there is none.
+    NEVER: refuse a folder that contains another run. AUTO: continue from the newest checkpoint, if there is one.
     """
 
     NEVER = "never"
@@ -155,19 +156,21 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout engine.
 
     Attributes:
-        name: identity in the fleet.
+        name: name of the engine in the fleet.
         kind: name in `windlass.engines.spec.ENGINES`. model: configuration or checkpoint folder.
-        tensor_parallel_size: ranks.
-        port: of its server; 0, where the system chooses, only for a kind that can. An engine on several
-            nodes also takes the ports after it, at most ten, on the first.
-        num_nodes: that its ranks are spread over, a part of its server on each; granted together.
-        arguments: passed on. python: interpreter; this one when empty.
-        environment: added to its own. num_cpus: reserved on each node.
-        num_gpus: reserved, the same number on each node; when it is not given, one per rank if the trainers
-            have GPUs, else none.
-        colocate_with: a rank, `trainer-0` for example, whose node and cores this engine shares, and the
-            GPUs from that rank's on, one per rank of its own; it reserves nothing then.
-        max_restarts: restarts after a death until the job has trained another step; the job fails at the next.
+        tensor_parallel_size: number of tensor-parallel ranks.
+        port: port of the engine's server; 0 lets the system choose, for kinds that support it. An engine on several
+            nodes also uses up to ten ports after it, on the first node.
+        num_nodes: number of nodes for the engine, with a part of its server on each; granted together.
+        arguments: arguments of the engine's launcher.
+        python: interpreter of the engine; empty for the interpreter of this process.
+        environment: variables added to the engine's environment. num_cpus: number of cores reserved on each node.
+        num_gpus: number of GPUs reserved in total, the same on each node. Omitted for one per rank if the trainers
+            have GPUs, and none otherwise.
+        colocate_with: name of a trainer rank, such as `trainer-0`. The engine then reserves nothing: it shares the
+            rank's node and cores, and uses one GPU per engine rank, starting at the trainer rank's first GPU.
+        max_restarts: number of restarts after deaths until the job has trained another step; the job fails at one
+            more.
     """
 
     name: str
@@ -195,24 +198,24 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
-    """Settings of rollouts, those of `RolloutConfig` among them.
+    """Settings of rollouts, including those of `RolloutConfig`.
 
     Attributes:
-        sampling: of every prompt.
-        groups_per_step: prompts or tasks that one step trains on.
-        samples_per_group: answers to each.
-        max_staleness: versions that the oldest token of a trained answer may be behind.
-        on_stale: what becomes of one that is older. max_resubmits: of `OnStale.RESUBMIT`.
-        max_concurrent: samples that run at a time.
-        num_workers: worker processes; 0 runs rollouts in the controller's own loop.
-        worker_script: calls `run_rollout_worker`; the plain worker when empty.
-        worker_arguments: added to its own.
-        python: interpreter of the worker processes; this one when empty.
-        max_worker_restarts: restarts of a worker after a death until the job has trained another step; the job fails
-            at the next.
-        batch_deadline_s: to wait for the groups of one step, all in all, those that take the place of
-            declined ones included; and for the recipe to score one.
-        rewards_at_once: groups that the recipe scores at a time, each in a thread.
+        sampling: sampling parameters of every prompt.
+        groups_per_step: number of prompts or tasks that one step trains on.
+        samples_per_group: number of answers per prompt or task.
+        max_staleness: largest number of versions that the oldest token of a trained answer may be behind.
+        on_stale: treatment of older answers. max_resubmits: limit for `OnStale.RESUBMIT`.
+        max_concurrent: number of samples that may run at a time.
+        num_workers: number of worker processes; 0 runs rollouts in the controller's own loop.
+        worker_script: script that calls `run_rollout_worker`; empty for the default worker.
+        worker_arguments: arguments added to the worker's command line.
+        python: interpreter of the worker processes; empty for the interpreter of this process.
+        max_worker_restarts: number of restarts of a worker after deaths until the job has trained another step; the
+            job fails at one more.
+        batch_deadline_s: total time to wait for the groups of one step, including replacements of declined groups.
+            It is also the deadline for the recipe to score one group.
+        rewards_at_once: number of groups that the recipe scores at a time, each in a thread.
     """
 
     _where: ClassVar[str] = "rollout."
@@ -249,18 +252,18 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
 
 
 class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A job.
+    """Configuration of a job.
 
     Attributes:
-        steps: optimiser steps, each followed by a published version.
+        steps: number of optimiser steps; the job publishes a version after each.
         output_dir: folder of logs, checkpoints, `metrics.jsonl`, `summary.json` and `report.html`.
-        resume: whether checkpoints in `output_dir` are continued from.
-        transport: of engines; trainers find it in WINDLASS_TRANSPORT.
-        replica: name of a `ReplicaPlace`: what trainers find in WINDLASS_REPLICA, for `connect_trainer`.
-        update: mode, backend, deadlines: `windlass.ControlConfig`.
-        environment: of every process.
-        start_deadline_s: until all processes have connected.
-        shutdown_s: what a step or an update that runs at SIGTERM has to end in.
+        resume: whether the job continues from checkpoints in `output_dir`.
+        transport: transport of the engines; trainers get it in WINDLASS_TRANSPORT.
+        replica: name of a `ReplicaPlace`; trainers get it in WINDLASS_REPLICA, for `connect_trainer`.
+        update: mode, backend and deadlines of updates, see `windlass.ControlConfig`.
+        environment: variables of every process.
+        start_deadline_s: time until all processes must have connected.
+        shutdown_s: time that a running step or update has to end after SIGTERM.
     """
 
     steps: int
@@ -298,11 +301,11 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_config(path: Path) -> LaunchConfig:
-    """Read and check a job's file. `{here}` in any string is the file's folder.
+    """Read and check a job's file. `{here}` in any string stands for the file's folder.
 
     Raises:
-        ConfigError: unreadable, not TOML, a key that is unknown or missing, a value that breaks
-            its rule, a script that does not exist; with the line to mend, see `mend_line`. Further mistakes are
+        ConfigError: the file is unreadable or not TOML, a key is unknown or missing, a value breaks
+            its rule, or a script does not exist. The error names the line, see `mend_line`. Further mistakes are
             its notes.
     """
     with mend_line(path):
@@ -313,7 +316,7 @@ def load_config(path: Path) -> LaunchConfig:
 
 
 def read_job(path: Path) -> tuple[LaunchConfig | None, list[str]]:
-    """Return the job of a file, and every mistake of the file; no job where a rule is broken.
+    """Return the job of a file and the list of all mistakes in it; the job is None if a value breaks a rule.
 
     Raises:
         ConfigError: the file is unreadable or not TOML.
@@ -354,11 +357,11 @@ def read_job(path: Path) -> tuple[LaunchConfig | None, list[str]]:
 
 
 def check_all(checks: Iterable[Callable[[], object]], mistakes: Iterable[str] = ()) -> None:
-    """Make every check, whatever the others raise.
+    """Run all checks, even if some of them fail, and raise all their mistakes together.
 
     Args:
-        checks: raise ConfigError for a mistake.
-        mistakes: that were found before.
+        checks: functions that raise ConfigError for a mistake.
+        mistakes: mistakes that earlier checks found.
 
     Raises:
         ConfigError: the first mistake; further ones are its notes, one each.
@@ -374,7 +377,7 @@ def check_all(checks: Iterable[Callable[[], object]], mistakes: Iterable[str] = 
 
 
 def mistakes_of(error: ConfigError) -> list[str]:
-    """Return a mistake and its notes."""
+    """Return the texts of an error and of its notes."""
     return [str(error), *vars(error).get("__notes__", ())]
 
 
@@ -390,7 +393,7 @@ def error_of(mistakes: Iterable[str]) -> ConfigError:
 
 @contextmanager
 def mend_line(path: Path) -> Iterator[None]:
-    """Have mistakes inside the block begin with the file, and the line of the key that each names.
+    """Prefix mistakes inside the block with the file and the line of the key that each mistake names.
 
     A key that is not in the file has no line.
     """
@@ -407,7 +410,7 @@ def _placed(path: Path, said: str) -> str:
 
 
 def _line_of(path: Path, said: str) -> int:
-    """Return the line of what an error begins with: a key, or an engine and its key or option; 0 for none."""
+    """Return the line of the key, or of the engine's key or option, that a mistake begins with; 0 if there is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -432,13 +435,13 @@ def _line_of(path: Path, said: str) -> int:
             return number
     if begins:
         return begins
-    # In an inline table, or said without its table.
+    # The key is in an inline table, or the mistake names it without its table.
     word = re.search(r"(\w+)(?= must| is no)", said)
     spelt = re.compile(rf"(^|[\s{{,]){re.escape(word[1] if word else key)}\s*=")
     found = [number for number, line in enumerate(lines, 1) if spelt.search(line)]
     if len(found) == 1:
         return found[0]
-    # The key is not in the file: say where its table begins.
+    # The key is not in the file: return the line where its table begins.
     parent = key.rpartition(".")[0]
     return next((number for number, place in own if parent and place == parent), 0)
 
@@ -460,14 +463,14 @@ def _places(lines: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def _convert(raw: dict[str, Any], meant: Collection[str]) -> tuple[LaunchConfig | None, list[str]]:
-    """Return the job if no rule is broken, and all broken rules that can be found.
+    """Return the job, or None if a value breaks a rule, and the broken rules.
 
-    The first broken rule ends a conversion. Later ones are found by converting again, with a value that the rule
-    names replaced by its default, or by one that its type allows.
+    A conversion ends at the first broken rule. To find more, replace the wrong value with its default, or with another
+    value that its type allows, and convert again.
 
     Args:
-        raw: the file's tables; stays as it is.
-        meant: required keys that were given under a wrong name.
+        raw: tables of the file; not changed.
+        meant: required keys that the file has under a misspelt name.
     """
     mistakes: list[str] = []
     replaced: set[tuple[str | int, ...]] = set()
@@ -501,7 +504,7 @@ def _place_of(error: msgspec.ValidationError) -> tuple[str | int, ...]:
 
 
 def _replace(raw: dict[str, Any], place: tuple[str | int, ...]) -> bool:
-    """Replace a value by its default, or by one that its type allows; return whether that was possible."""
+    """Replace a value with its default, or with another value of its type; return whether that was possible."""
     if not place:
         return False
     *steps, key = place
@@ -524,7 +527,7 @@ def _replace(raw: dict[str, Any], place: tuple[str | int, ...]) -> bool:
 
 
 def _without_union(raw: Any, kind: inspect.Type) -> tuple[Any, inspect.Type]:
-    """Return a table with the member of a union that its tag names; other values as they are."""
+    """Return a value with its type; for a union, the member that the table's tag names."""
     if isinstance(kind, inspect.UnionType):
         for _, _, member in _values("", raw, kind):
             return raw, member
@@ -536,7 +539,7 @@ _ALLOWED: Mapping[type[inspect.Type], Any] = {
     inspect.FloatType: 1.0,
     inspect.StrType: "x",
 }
-"""Type -> a value that no rule of a required key refuses."""
+"""Type -> value that satisfies the rules of all required keys of that type."""
 
 
 def _keys_of(where: str) -> list[str]:
@@ -551,7 +554,7 @@ def _keys_of(where: str) -> list[str]:
 
 
 def _convert_path(kind: type, value: object) -> object:
-    """Make a path of text; msgspec asks for the types that it does not know."""
+    """Convert text to a path. msgspec calls this for types that it does not know."""
     if kind is Path and isinstance(value, str):
         return Path(value)
     raise ValueError(f"Expected `{kind.__name__}`, got `{type(value).__name__}`")
@@ -568,10 +571,10 @@ def _expand(value: Any, here: str) -> Any:
 
 
 def _take_unknown(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, str, str]]:
-    """Take keys out that no field of `kind` has, at any depth; values of wrong types are left to msgspec.
+    """Remove keys that are no field of `kind`, at any depth. msgspec checks the types of the values later.
 
     Yields:
-        Place of the table, the key, and the mistake, which names all keys of the table, likely misspellings first.
+        Place of the table, key, and mistake. The mistake names all keys of the table, similar keys first.
     """
     if isinstance(kind, inspect.StructType) and isinstance(raw, dict):
         known = {field.encode_name for field in kind.fields}
@@ -584,14 +587,14 @@ def _take_unknown(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[st
 
 
 def _values(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, Any, inspect.Type]]:
-    """Yield the place, the value and the type of whatever stands in a table or a list."""
+    """Yield place, value and type of each item of a table or a list."""
     match kind, raw:
         case inspect.StructType(fields=fields), dict():
             for field in fields:
                 if (key := field.encode_name) in raw:
                     yield f"{where}{key}.", raw[key], field.type
         case inspect.UnionType(types=kinds), dict():
-            # The tables of a union are told apart by their tag.
+            # The tag of a table names the member of the union.
             for each in kinds:
                 if isinstance(each, inspect.StructType) and raw.get(each.tag_field) == each.tag:
                     yield where, raw, each
@@ -608,7 +611,7 @@ def _values(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, Any
 def _all_values(
     where: str, raw: Any, kind: inspect.Type
 ) -> Iterator[tuple[str, Any, inspect.Type]]:
-    """Yield the place, the value and the type of whatever stands in a table or a list, at any depth."""
+    """Yield place, value and type of each item of a table or a list, at any depth."""
     for place, value, value_kind in _values(where, raw, kind):
         yield place.rstrip("."), value, value_kind
         yield from _all_values(place, value, value_kind)
@@ -652,7 +655,7 @@ _KINDS = {
 
 
 def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
-    """Return msgspec's rule, after the place of the value if the rule does not say it, and the value."""
+    """Return a mistake with the key, the rule of msgspec and the value."""
     rule, _, place = str(error).partition(" - at `")
     key = place.rstrip("`").removeprefix("$").lstrip(".")
     if lacking := re.fullmatch(r"Object missing required field `(\w+)`", rule):

@@ -1,4 +1,4 @@
-"""A launched job: starts everything, trains, publishes, and ends in order."""
+"""A launched job: starts all processes, trains, publishes, and ends the processes in order."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 RANKS = "trainer"
 """Name of the ranks' controller: they are `trainer-0`, `trainer-1`, and so on."""
 LOG_LINES = 20
-"""Lines of a log that the job prints when the process has ended."""
+"""Number of log lines that the job prints when a process has ended."""
 RANKS_END_S = 10.0
-"""For ranks to hear that the job is over; those that have not connected never do."""
+"""Seconds for ranks to receive `Stop` and end. Ranks that have not connected never receive it."""
 
 
 async def run_job(
@@ -92,21 +92,21 @@ async def run_job(
     recipe: Recipe | None = None,
     progress: Progress | None = None,
 ) -> JobSummary:
-    """Run a job until its steps are done, its tasks end, or SIGTERM or SIGINT.
+    """Run a job until its steps are done, its tasks end, or this process gets SIGTERM or SIGINT.
 
-    A signal lets a running step or weight update end within `shutdown_s`, then stops the
-    trainers, the rollouts, the workers and engines, and the controller, in this order. A second
-    signal does not wait. What the scheduler started ends with it in every case.
+    After a signal, a running step or weight update has `shutdown_s` to end. The job then stops the trainers, the
+    rollouts, the workers and engines, and the controller, in this order. A second signal ends the wait. Every
+    process that the scheduler started ends with the job.
 
     Args:
-        config: of `load_config`.
-        notify: gets one line per event.
-        recipe: in the place of the one that `config` names.
-        progress: is told of the slow parts of the start.
+        config: configuration from `load_config`.
+        notify: function that gets one line per event.
+        recipe: recipe to use instead of the recipe that `config` names.
+        progress: view that shows the slow parts of the start.
 
     Raises:
-        ConfigError: see `check_job`, or another job runs in the output folder; before anything is started.
-        WindlassError: a process could not be started, died too often, or a deadline passed; or all
+        ConfigError: see `check_job`, or another job runs in the output folder. No process was started.
+        WindlassError: a process could not be started or died too often, a deadline passed, or all
             steps are done and the last update was not published.
     """
     check_job(config)
@@ -131,7 +131,7 @@ async def _run_in(
     environment = {
         **{name: value for name, value in inherited.items() if value},
         **config.environment,
-        # Each process is given the token of its role; the file has the owner's.
+        # The file contains the owner's token, but each process gets only the token of its role.
         TOKEN_FILE_VARIABLE: "",
         "WINDLASS_TRANSPORT": config.transport,
         "WINDLASS_REPLICA": config.replica,
@@ -158,7 +158,8 @@ async def _run_in(
     listen()
     try:
         async with scheduler, job.controller:
-            listen()  # again: Ray sets a handler of its own when it starts
+            # Ray replaces the signal handlers when it starts, so set them again.
+            listen()
             with recipe_code("started"):
                 recipe.started(config, job.controller, scheduler)
             summary = await job.run()
@@ -178,9 +179,9 @@ async def _run_in(
 
 
 def _check_last_update(summary: JobSummary, version: int) -> None:
-    """Raise WindlassError if the job ended by itself and its last version was not published.
+    """Raise WindlassError if no signal stopped the job and its last version was not published.
 
-    With a replica the last update ends while the ranks close, which returns no result.
+    With a replica, the last update may end while the ranks close, and closing them returns no result of an update.
     """
     if not summary.stopped_by and summary.version < version:
         raise WindlassError(
@@ -194,10 +195,10 @@ class _Job:
     """See `run_job`.
 
     Attributes:
-        controller: not entered here.
-        signals: numbers of those that came: the first asks, the second insists.
-        version: the last that was asked for; a number is never used again, though `steps`, that the ranks'
-            weights have been trained, are when the ranks go back to a checkpoint.
+        controller: controller of the job; the caller enters it as a context.
+        signals: numbers of received signals. The first lets a running step end; the second stops the job at once.
+        version: newest version that the job has requested. A version is never used again, even if the ranks go back to
+            a checkpoint and repeat steps.
     """
 
     def __init__(
@@ -216,16 +217,16 @@ class _Job:
         self._scheduler, self._notify, self._progress = scheduler, notify, progress
         self._token = token
         self._newest = start
-        """Checkpoint that the ranks start from, with its folder; None for the weights they begin with."""
+        """Folder and checkpoint that the ranks start from; None if they start with their initial weights."""
         self._first_steps = start[1].steps if start else 0
         self._recipe_state = b""
         """State of the recipe after the newest task that it has yielded."""
         self._drawn: Task | None = None
-        """Task that waits for room."""
+        """Task that the recipe has yielded, and that waits until the staleness bound admits it."""
         self._open: dict[int, tuple[Task, GroupHandle]] = {}
-        """Groups that were submitted, and neither trained on, declined nor failed."""
+        """Groups that are submitted and not yet trained on, declined or failed."""
         self._trained: list[str] = []
-        """A rollout of each group that was trained on since the newest checkpoint."""
+        """One rollout id of each group that was trained on since the newest checkpoint."""
         trainer, rollout = config.trainer, config.rollout
         self.controller = Controller(
             token=self._token,
@@ -270,7 +271,7 @@ class _Job:
         self._task_calls = CallThread("recipe tasks")
         self._asked_for_task_at: float | None = None
         self._in_step = asyncio.Lock()
-        """Held while the ranks are called for a step or an update, which a signal lets end."""
+        """Lock held during a step or an update of the ranks; after a signal the job waits for it."""
         self.signals: asyncio.Queue[int] = asyncio.Queue()
         self.version = -1
         self._steps = self._restarts = self._stopped_by = 0
@@ -278,7 +279,7 @@ class _Job:
         self._num_trained = self._restarts_since_checkpoint = 0
 
     async def run(self) -> JobSummary:
-        """Run it to its end, and end all that was started."""
+        """Run the job to its end, and end all its processes."""
         controller, config = self.controller, self._config
         self._notify(f"controller {controller.url}")
         work = asyncio.create_task(self._work())
@@ -293,15 +294,16 @@ class _Job:
                     task.result()
             rollouts = msgspec.to_builtins(controller.rollouts.stats())
         finally:
-            # Of a job that fails, too, and before members leave.
+            # A failed job gets a report too. Write it now, while it still shows the members.
             self._write_report()
-            in_call = not work.done()  # ranks that stand in a call hear nothing else
+            # Ranks inside a call do not read further commands, such as `Stop`.
+            in_call = not work.done()
             for task in (work, *others):
                 task.cancel()
             await asyncio.gather(work, *others, return_exceptions=True)
             grace_s = RANKS_END_S
             if config.replica != ReplicaPlace.OFF:
-                # The last update may still be on its way when all else has ended.
+                # The replicas may still be sending the last update when all steps are done.
                 grace_s = max(grace_s, config.shutdown_s)
             controller.coordinator.members.expect_departures()
             ranks_end = asyncio.create_task(
@@ -314,8 +316,8 @@ class _Job:
                     # Engines still serve the last version.
                     await self._call_ended(self._summary(rollouts))
             finally:
-                # Processes end while the rollout controller still takes what workers hand over: a closed one
-                # would refuse them until their deadline.
+                # End the processes before closing the rollout controller: workers hand over their tasks as they
+                # end, and would retry at a closed controller until their deadline.
                 controller.rollouts.pause()
                 names = [status.name for status in self._scheduler.list()]
                 workers = {_worker_name(number) for number in range(config.rollout.num_workers)}
@@ -355,14 +357,14 @@ class _Job:
         try:
             write_file(self._output_dir / REPORT, page.encode())
         except OSError as error:
-            # A full disk must not keep the processes from being ended in order.
+            # After a full disk the job must still end its processes in order.
             _log.warning("%s is not written: %s", self._output_dir / REPORT, error)
 
     async def _call_ended(self, summary: JobSummary) -> None:
-        """Call the recipe's `ended`, until a signal; after a signal for at most `shutdown_s`."""
+        """Call the recipe's `ended`. A signal cancels it; after an earlier signal it has `shutdown_s`."""
 
         async def call() -> None:
-            # Inside of the task: SystemExit would pass it, and end the loop.
+            # Convert errors inside the task: a SystemExit that leaves the task would end the event loop.
             with self._in_hook("ended"):
                 await self._recipe.ended(summary)
 
@@ -409,7 +411,7 @@ class _Job:
         return deadline_s
 
     async def _end_at_signal(self, work: asyncio.Task[None]) -> None:
-        """A signal lets a step or an update that runs end; dispatches stop at once."""
+        """Wait for a signal, stop dispatching rollouts, let a running step or update end, and cancel `work`."""
         self._stopped_by = await self.signals.get()
         self.controller.rollouts.pause()
         self._notify(f"{signal.Signals(self._stopped_by).name}: ending what runs")
@@ -432,9 +434,9 @@ class _Job:
             insisted.cancel()
 
     async def _guard(self, parts: Sequence[ProcessSpec], role: Access, max_restarts: int) -> None:
-        """Keep the parts of a process running; a fleet goes on without a member that comes back.
+        """Restart the parts of a process when one of them ends. The fleet continues while they are away.
 
-        When one of them ends, all are ended and started again, in another reservation.
+        When one part ends, this ends all parts and starts them in a new reservation.
         """
         restarts = num_trained = 0
         while True:
@@ -462,7 +464,7 @@ class _Job:
             restarts += 1
 
     async def _log_end(self, name: str) -> str:
-        """Return the end of a message about a process: the last lines of its log, and where that is."""
+        """Return the last part of a message about a process: the end of its log, and the path of the log."""
         tail = await self._scheduler.log_tail(name, LOG_LINES)
         path = self._output_dir / "logs" / f"{name}.log"
         return f"; its log, {path}, ends:\n{tail.rstrip()}"
@@ -500,10 +502,10 @@ class _Job:
                 await asyncio.gather(producer, return_exceptions=True)
 
     def _end_of_tasks(self) -> None:
-        """Say what is left over.
+        """Report the groups that were left over, after the recipe's tasks have ended.
 
         Raises:
-            WindlassError: this job has trained nothing.
+            WindlassError: the job has trained no step.
         """
         rollout, stats = self._config.rollout, self.controller.rollouts.stats()
         said = f"the recipe's tasks ended after {counted(self._steps, 'step')}"
@@ -554,7 +556,7 @@ class _Job:
             raise PeerTimeout(progress.text()) from error
 
     async def _start_ranks(self) -> None:
-        """Start the ranks, those before them ended, with the weights and the steps of the newest checkpoint."""
+        """End the old ranks, start new ranks, and load the newest checkpoint if there is one."""
         deadline_s = self._config.start_deadline_s
         await self._trainers.start(self.controller.url, deadline_s=deadline_s)
         num_groups, size = self._config.rollout.groups_per_step, self._trainers.data_parallel_size
@@ -570,15 +572,16 @@ class _Job:
             self._notify(f"resumed from {folder}: {self._steps} steps")
 
     def _journalled_version(self) -> int:
-        """Return the newest version that a journal of rollouts names; its number is not used for other weights."""
+        """Return the newest version in the journal of rollouts; the job must not reuse its number."""
         rollouts = self.controller.rollouts
         return rollouts.stats().version if rollouts.recovered.groups else -1
 
     async def _start_again(self, error: TrainerError) -> None:
-        """A call of the ranks has failed: go back to the newest checkpoint.
+        """Start the ranks again from the newest checkpoint after one of their calls has failed.
 
-        Its weights get a version of their own: engines may serve, or have been half written with, later
-        ones. Rollouts go on meanwhile; what was trained on since, and the batch at hand, is lost.
+        The checkpoint's weights are published as a new version, because engines may hold later weights, in whole or
+        in part. Rollouts continue while the ranks restart. The steps since the checkpoint and the current batch are
+        lost.
         """
         max_restarts = self._config.trainer.max_restarts
         while self._newest is not None and self._restarts_since_checkpoint < max_restarts:
@@ -616,7 +619,7 @@ class _Job:
         return f"{said}; not there: {', '.join(missing.values())}" if missing else said
 
     async def _save(self) -> None:
-        """Have the ranks save; a folder without a record is none to start from."""
+        """Save a checkpoint. The record is written last, because a job starts only from a folder that has one."""
         folder = self._output.checkpoint_folder(self._steps)
         (folder / CHECKPOINT_RECORD).unlink(missing_ok=True)
         # What is drawn and trained while the ranks save belongs to the next checkpoint.
@@ -633,7 +636,7 @@ class _Job:
         await asyncio.to_thread(self._output.prune, self._config.trainer.keep)
 
     def _open_tasks(self) -> bytes:
-        """Return the tasks that were drawn and not trained on; none where a journal keeps them."""
+        """Return the tasks that were drawn and not trained on; empty if a journal of rollouts records them."""
         if self._config.rollout.journal is not None or not self._recipe_state:
             return b""
         tasks = [task for task, _ in self._open.values()]
@@ -645,7 +648,7 @@ class _Job:
             return b""
 
     def _acknowledge(self, task_ids: Sequence[str]) -> None:
-        """Have the journal of rollouts forget groups, whose training is saved."""
+        """Remove groups from the journal of rollouts, because a checkpoint contains their training."""
         if self._config.rollout.acknowledge:
             self.controller.rollouts.acknowledge(task_ids)
 
@@ -718,7 +721,7 @@ class _Job:
             await self._submit(task, deadline_s)
 
     async def _next_task(self, tasks: Iterator[tuple[Task, bytes]]) -> tuple[Task, bytes] | None:
-        """Return the recipe's next task and its state, or None after the last, without holding up the loop."""
+        """Return the recipe's next task and its state, or None after the last; a thread runs the recipe."""
         self._asked_for_task_at = asyncio.get_running_loop().time()
         try:
             return await self._task_calls.call("tasks", lambda: next(tasks, None))
@@ -746,16 +749,16 @@ class _Job:
         handle.add_done_callback(partial(self._group_ended, handle.group_id))
 
     def _group_ended(self, group_id: int, ended: asyncio.Future[RolloutGroup]) -> None:
-        """Forget a group that failed; one that was handed out is trained on or declined later."""
+        """Remove a group that failed. A completed group stays until it is trained on or declined."""
         if ended.cancelled() or ended.exception() is not None:
             self._forget(group_id)
 
     def _forget(self, group_id: int) -> None:
-        """Forget a group that will not be trained on."""
+        """Remove a group that will not be trained on."""
         self._open.pop(group_id, None)
 
     def _describe_tasks(self) -> str:
-        """Return what is to be said of the recipe's tasks while the job waits for groups; empty for nothing."""
+        """Return a text for the waiting line if the recipe's `tasks` keeps the job waiting; else empty."""
         if self._asked_for_task_at is None:
             return ""
         waited_s = asyncio.get_running_loop().time() - self._asked_for_task_at
@@ -780,7 +783,7 @@ class _Job:
 
     @contextmanager
     def _waiting_for(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Say every `SAID_EVERY_S` what the job waits for inside the block."""
+        """Print every `SAID_EVERY_S`, while the block runs, what the job waits for."""
         began_s = asyncio.get_running_loop().time()
 
         async def say() -> None:
@@ -797,7 +800,7 @@ class _Job:
 
 
 def _check_metrics(number: int, result: StepResult) -> None:
-    """Raise unless a step has left weights that may be published.
+    """Check that the metrics of a step are finite, because only then its weights may be published.
 
     Raises:
         WindlassError: a metric is NaN or infinite.
@@ -820,7 +823,7 @@ def _pause_s(restarts: int) -> float:
 
 
 def _owner_token() -> str:
-    """Return the token of WINDLASS_TOKEN or of the file of WINDLASS_TOKEN_FILE; a new one where neither is set."""
+    """Return the token of WINDLASS_TOKEN or WINDLASS_TOKEN_FILE; a new token if neither is set."""
     if secret_value(TOKEN_VARIABLE) or environment_value(TOKEN_FILE_VARIABLE):
         return control_token()
     return secrets.token_hex(16)
@@ -830,21 +833,21 @@ def _owner_token() -> str:
 
 
 def check_job(config: LaunchConfig) -> None:
-    """Refuse what a start would be refused for, as far as this host can tell, and change nothing.
+    """Check a job's options and its output folder, and change nothing.
 
     Raises:
-        ConfigError: what `check_options` refuses, or an output folder of another run.
+        ConfigError: see `check_options`, or the output folder contains another run.
     """
     check_all([partial(find_start, config), partial(check_options, config)])
 
 
 def check_options(config: LaunchConfig) -> None:
-    """Refuse options that do not go together; look at no files.
+    """Check that the options of a job agree with each other; read no files.
 
     Raises:
-        ConfigError: an engine's options; processes on several hosts with an address or a transport of
-            one host, or several nodes of a host; GPUs that do not add up; an engine beside a process that
-            there is not; options of Slurm for processes that there are not. Further mistakes are its notes.
+        ConfigError: options of an engine are wrong; an address or a transport works on one host only and the
+            job has several hosts; `num_nodes` is above 1 and the scheduler has one host; the numbers of GPUs do
+            not match; or `colocate_with` or a Slurm pattern names no process. Further mistakes are its notes.
     """
     check_all(
         [
@@ -857,7 +860,7 @@ def check_options(config: LaunchConfig) -> None:
 
 
 def _check_nodes(config: LaunchConfig) -> None:
-    """Refuse several nodes where there is one host, and settings of one host where there are several."""
+    """Check that a job on one host asks for one node, and that the settings of other jobs work across hosts."""
     match config.scheduler:
         case LocalSchedulerConfig() | RaySchedulerConfig(address=""):
             engines = [(f"engines {each.name!r}: ", each.num_nodes) for each in config.engines]
@@ -873,7 +876,7 @@ def _check_nodes(config: LaunchConfig) -> None:
 
 
 def _check_processes(config: LaunchConfig) -> None:
-    """Refuse options for processes that the job does not have, and more GPUs than this host has."""
+    """Check that Slurm patterns match processes of the job, and that this host has enough GPUs."""
     scheduler = config.scheduler
     try:
         engines = _processes(config, "")
@@ -900,7 +903,7 @@ def _check_processes(config: LaunchConfig) -> None:
 
 
 def _check_context(config: LaunchConfig, engine: EngineSection) -> None:
-    """Refuse answers that are longer than an engine's context, as far as its options say that."""
+    """Check that the longest answer fits into an engine's context, if its options or defaults name the context."""
     max_new_tokens, spec = config.rollout.sampling.max_new_tokens, ENGINES.find(engine.kind)
     given = dict(options_of(engine.arguments)).get(spec.context_option, "")
     context = int(given) if given.isdecimal() else None if given else spec.default_context
@@ -912,11 +915,11 @@ def _check_context(config: LaunchConfig, engine: EngineSection) -> None:
 
 
 def check_host(config: LaunchConfig) -> None:
-    """Refuse programs, models and ports that a job of this host alone cannot have.
+    """Check the programs, models and ports of a job that runs on this host only.
 
     Raises:
-        ConfigError: a Python or a model does not exist, or two processes have one port. Further mistakes are its
-            notes.
+        ConfigError: a Python or a model does not exist, or two processes have the same port. Further mistakes are
+            its notes.
     """
     match config.scheduler:
         case LocalSchedulerConfig() | RaySchedulerConfig(address=""):
@@ -944,7 +947,7 @@ def _check_python(where: str, python: str) -> None:
 
 
 def _check_model(engine: EngineSection) -> None:
-    # A plugin says itself what it calls a model.
+    # For an engine of a plugin, `model` need not be a path.
     is_known = ENGINES.find(engine.kind).module.startswith("windlass.")
     if is_known and not Path(engine.model).exists():
         raise ConfigError(
@@ -961,7 +964,7 @@ def _check_port(engine: EngineSection, owner: str) -> None:
 
 
 def _check_hosts(config: LaunchConfig) -> None:
-    """Refuse what works on one host only."""
+    """Check that the addresses and the transport of a job work across hosts."""
     controller = config.controller
     reached = controller.advertise_host or controller.host
     if is_loopback(reached):
@@ -1003,9 +1006,9 @@ def _ranks(config: LaunchConfig) -> list[ProcessSpec]:
 
 
 def _processes(config: LaunchConfig, url: str) -> list[tuple[list[ProcessSpec], Access, int]]:
-    """Engines and rollout workers of the controller at `url`, their roles, and how often each is started again.
+    """Return engines and rollout workers of the controller at `url`, with their roles and numbers of restarts.
 
-    Each is of one part or, on several nodes, one on each.
+    An engine on several nodes has one part per node; any other process has one part.
 
     Raises:
         ConfigError: see `_engine`.
@@ -1034,10 +1037,13 @@ def _worker(config: LaunchConfig, number: int, url: str) -> ProcessSpec:
 
 
 def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> list[ProcessSpec]:
-    """Return what starts an engine on each of its nodes: on GPUs of its own, or those from the rank's on that it is beside.
+    """Return one process per node of the engine.
+
+    It gets its own GPUs or, with `colocate_with`, a trainer rank's, starting at that rank's first GPU.
 
     Raises:
-        ConfigError: an option that its launcher refuses, a place beside no rank, or GPUs or nodes that do not add up.
+        ConfigError: the engine's launcher refuses an option, `colocate_with` names no rank, or the numbers of GPUs or
+            nodes do not match.
     """
     where, spec, num_nodes = f"engines {engine.name!r}", ENGINES.find(engine.kind), engine.num_nodes
     if num_nodes > 1 and not spec.spans_nodes:
@@ -1108,10 +1114,10 @@ def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> list[Proce
 
 
 def _num_ranks(spec: EngineSpec, engine: EngineSection, words: Sequence[str]) -> int:
-    """Check the words of an engine's command line, and return how many ranks it has by them.
+    """Check an engine's command line, and return the number of ranks that it asks for.
 
     Raises:
-        ConfigError: the engine cannot be started with them.
+        ConfigError: the engine cannot be started with these arguments.
     """
     if spec.check is not None:
         spec.check(words)

@@ -28,10 +28,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 class LocalSchedulerConfig(
     msgspec.Struct, frozen=True, tag="local", tag_field="kind", forbid_unknown_fields=True
 ):
-    """Subprocesses of this host, which end with this process.
+    """Subprocesses on this host, which end with this process.
 
     Attributes:
-        gpus: those to give out, as CUDA_VISIBLE_DEVICES has them; all that this process sees when omitted.
+        gpus: GPUs that processes may reserve, named as in CUDA_VISIBLE_DEVICES; omitted for all that this process sees.
     """
 
     gpus: tuple[str, ...] | None = None
@@ -39,19 +39,19 @@ class LocalSchedulerConfig(
 
 @final
 class LocalScheduler(Scheduler):
-    """Subprocesses, each in a process group of its own, logging to `log_dir/NAME.log`.
+    """Scheduler of subprocesses. Each has its own process group and writes its output to `log_dir/NAME.log`.
 
-    A process and everything it started are signalled together, so that nothing outlives
-    `close`. Nothing is queued. GPUs are reserved: a process that asks for `num_gpus` sees those
-    alone, by CUDA_VISIBLE_DEVICES, and no other process of this scheduler is given them; one that
-    asks for none sees what this process sees. Cores are not reserved.
+    A signal goes to the whole process group, so that no child outlives `close`. Processes start at once, without
+    a queue. A process with `num_gpus` sees only the GPUs that it has reserved (by CUDA_VISIBLE_DEVICES), and no other
+    reservation of this scheduler gets them. A process without `num_gpus` sees the same GPUs as this process. Cores
+    are not reserved.
 
     Args:
-        log_dir: made if it is missing.
+        log_dir: folder of the logs; created if it is missing.
         environment: variables for every process.
-        watched: whether the processes also end when this process dies without `close`. Without
-            it they go on, and a controller that is started again finds them.
-        gpus: those to give out, as CUDA_VISIBLE_DEVICES has them; None for `visible_gpus()`.
+        watched: whether the processes also end if this process dies without `close`. If False they
+            continue to run, and a restarted controller finds them.
+        gpus: GPUs that processes may reserve, named as in CUDA_VISIBLE_DEVICES; None for `visible_gpus()`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LocalScheduler(Scheduler):
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the GPUs that CUDA shows a process started here, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that a process started on this host sees, named as in CUDA_VISIBLE_DEVICES."""
     if (listed := environment_value(VISIBLE)) or VISIBLE in inherited_environment():
         return tuple(name for each in listed.split(",") if (name := each.strip()))
     numbers = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
@@ -75,11 +75,11 @@ def visible_gpus() -> tuple[str, ...]:
 
 @final
 class LocalBackend(ClusterBackend):
-    """Subprocesses of this one; see `LocalScheduler`. A reservation is a name.
+    """Backend of `LocalScheduler`. The id of a reservation is a name.
 
     Args:
-        log_dir: made if it is missing; None for a temporary folder.
-        watched, gpus: see `LocalScheduler`; no `gpus` where another scheduler reserves them.
+        log_dir: folder of the logs, created if it is missing; None for a temporary folder.
+        watched, gpus: see `LocalScheduler`; `gpus` is empty if another scheduler reserves GPUs.
     """
 
     queues = False
@@ -171,7 +171,7 @@ class LocalBackend(ClusterBackend):
             self._temporary.cleanup()
 
     async def mark(self) -> Mapping[str, str]:
-        """Variables of a process that shall end when this one dies; none if not watched."""
+        """Return variables that mark a process for the watchdog, which kills it if this process dies."""
         if not self._mark:
             return {}
         if self._watchdog is None:
@@ -183,15 +183,17 @@ class LocalBackend(ClusterBackend):
 
 
 async def _start_watchdog(mark: str) -> int:
-    """Start what follows a pipe whose other end only this process holds; returns that end."""
-    read_end, write_end = os.pipe()  # not inherited by what is started later
+    """Start the watchdog, and return the write end of the pipe that it reads. Only this process has that end."""
+    # Python's pipes are not inherited, so no later child keeps the write end open.
+    read_end, write_end = os.pipe()
     try:
         starter = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", parent_watchdog.__file__, "marked", mark),
             stdin=read_end,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
-            env={},  # it must not carry the mark of a scheduler that started this process
+            # Empty, because the mark of a scheduler that started this process would get the watchdog killed.
+            env={},
         )
     finally:
         os.close(read_end)
@@ -206,10 +208,10 @@ async def _start_watchdog(mark: str) -> int:
 
 
 def _signal_group(process: asyncio.subprocess.Process, signal_number: int) -> None:
-    """Signal a process and what it started; of one that has ended, kill what it left behind.
+    """Signal a process and its children; if the process has ended, kill the children that are left.
 
-    The kernel gives the number of a process away again only when no process is left in the group of
-    that number: whoever has it then is another, and so is its group.
+    The kernel does not reuse a process id while a process group has that number. Once a new process has the id,
+    the old group is empty, and the signal must not be sent.
     """
     if process.returncode is not None and (
         signal_number != signal.SIGKILL or os.path.exists(f"/proc/{process.pid}")

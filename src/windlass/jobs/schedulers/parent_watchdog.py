@@ -1,12 +1,12 @@
-"""What ends processes whose owner died without ending them. Run as a script; standard library only.
+"""A script that kills processes after their owner died without ending them. It uses the standard library only.
 
-`parent_watchdog.py marked MARK` follows stdin to its end, which the kernel brings about however the owner
-died, and then kills every process that carries MARK in its environment. Children inherit it, so
-whatever left its process group is found too, and there is no list that could be out of date.
+`parent_watchdog.py marked MARK` reads stdin until its end. The kernel closes stdin when the owner dies for any
+reason. The script then kills every process with MARK in its environment. Children inherit the mark, so the script
+also finds a child that has left its process group, and needs no list of processes.
 
-`parent_watchdog.py lease HOST PORT` connects to the owner, says WINDLASS_LEASE, and stays until the
-connection ends; a host that fell silent is noticed by keep-alive within `SILENCE_S`. Slurm ends
-a job together with its batch script, which this is.
+`parent_watchdog.py lease HOST PORT` connects to the owner, sends WINDLASS_LEASE, and waits until the connection
+ends. TCP keep-alive ends the connection within `SILENCE_S` if the owner's host no longer answers. The script is the
+batch script of a Slurm job: Slurm ends the job when the script ends.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ CONNECT_DEADLINE_S = 30.0
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Make a connection to a host that is gone end within `SILENCE_S`."""
+    """Enable TCP keep-alive: a connection ends within `SILENCE_S` if the other host no longer answers."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, SILENCE_S // 4),
@@ -33,7 +33,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def wait_for_owner(host: str, port: int, lease: str) -> None:
-    """Return once the owner is gone."""
+    """Connect to the owner, send the lease, and wait until the connection ends."""
     with socket.create_connection((host, port), timeout=CONNECT_DEADLINE_S) as connection:
         keep_alive(connection)
         connection.settimeout(None)
@@ -43,7 +43,7 @@ def wait_for_owner(host: str, port: int, lease: str) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Follow stdin, then kill what is left."""
+    """Read stdin to its end, then kill all marked processes."""
     sys.stdin.read()
     entry = f"{MARK_VARIABLE}={mark}".encode()
     while victims := _carriers(entry):
@@ -56,7 +56,7 @@ def _carriers(entry: bytes) -> list[int]:
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environment:
-            # Of a process that has ended and is not yet waited for, this is empty.
+            # The environment of a zombie process is empty.
             if entry in environment.read().split(b"\0"):
                 found.append(int(pid))
     return found
@@ -64,7 +64,7 @@ def _carriers(entry: bytes) -> list[int]:
 
 if __name__ == "__main__":
     if sys.argv[1] == "marked":
-        # Not a child of the owner, or what ends the owner's children would end this first.
+        # Fork, so that the watchdog is no child of the owner: it must survive a kill of the owner's children.
         if os.fork():
             os._exit(0)
         os.setsid()

@@ -1,10 +1,10 @@
 """Processes in Ray placement groups.
 
-Ray places and Ray launches; it carries nothing else. A reservation is a placement group
-with a bundle and a launcher actor for each node, and a process is a subprocess of such an actor, so that
-colocated processes share cores and GPUs. Ray grants a placement group whole or not at all. Waiting for an end is one pending actor call. Ray ends
-the actors of a driver that died, and with the actor ends what it started.
-Ray deserialises with pickle: whoever may submit to the cluster is trusted by it.
+Windlass uses Ray to place and launch processes, and for no other traffic. A reservation is a placement group with
+one bundle and one launcher actor per node. A process is a subprocess of the launcher, so that colocated processes
+share cores and GPUs. Ray grants either the whole placement group or nothing. One pending actor call waits for the
+end of a process. If the driver dies, Ray ends its actors, and each actor ends its subprocesses.
+Ray deserialises with pickle, so every client that may submit to the cluster can run code on it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from windlass.wording import install_command
 
 MAX_CALLS = 1000
 CALL_DEADLINE_S = 60.0
-# Ray gives a node that it starts 30 s and cannot be told otherwise; a busy host needs more.
+# Ray waits a fixed 30 s for a node that it starts; a busy host needs several tries.
 START_TRIES = 3
 
 
@@ -34,8 +34,8 @@ class RaySchedulerConfig(
     """A Ray cluster.
 
     Attributes:
-        address: of a running one; empty starts one on this host that ends with the scheduler.
-        num_cpus: of a cluster that is started here; Ray counts the cores when omitted.
+        address: address of a running cluster; empty starts a cluster on this host that ends with the scheduler.
+        num_cpus: number of cores of a cluster started on this host; omitted for all cores.
     """
 
     address: str = ""
@@ -50,7 +50,7 @@ class RayBackend(ClusterBackend):
 
     def __init__(self, config: RaySchedulerConfig) -> None:
         self._config = config
-        # Ray's handles have no types that mypy knows.
+        # Ray's handles have no static types.
         self._groups: dict[str, Any] = {}
         self._launchers: dict[str, list[Any]] = {}
         self._launcher_of: dict[str, Any] = {}
@@ -61,7 +61,8 @@ class RayBackend(ClusterBackend):
             import ray
         except ImportError as error:
             raise TransportUnavailable(f"ray: not installed; {install_command('ray')}") from error
-        inherited_environment()  # takes the tokens out of what Ray's own processes inherit
+        # Removes the tokens from the environment that Ray's own processes inherit.
+        inherited_environment()
         address = self._config.address
         tries = 1 if address else START_TRIES
         while not self._opened:
@@ -76,7 +77,7 @@ class RayBackend(ClusterBackend):
                     logging_level="ERROR",
                 )
                 self._opened = True
-            # Ray's boundary: a node that does not start in time is an Exception of no kind.
+            # Ray raises a plain Exception for a node that does not start in time.
             except Exception as error:
                 ray.shutdown()
                 if not tries:
@@ -109,7 +110,7 @@ class RayBackend(ClusterBackend):
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
         launcher = self._launcher_of[spec.name] = self._launchers[reservation][spec.node]
-        # How long it may queue is the caller's deadline on `wait_healthy`.
+        # This wait needs no deadline: the caller's deadline on `wait_healthy` limits the time in the queue.
         await _answer(launcher.open.remote(), None)
         told = {**spec.environment, **first_node(spec, self._address_of(reservation))}
         spec = msgspec.structs.replace(spec, environment=told)
@@ -117,7 +118,7 @@ class RayBackend(ClusterBackend):
         return pid
 
     def _address_of(self, reservation: str) -> str:
-        """Of the first node of what was granted."""
+        """Return the address of the reservation's first node."""
         import ray
         from ray.util.placement_group import placement_group_table
 
@@ -156,17 +157,21 @@ class RayBackend(ClusterBackend):
 
 
 async def _close(launcher: Any) -> None:
-    """End what a launcher has started; one that is queued or gone has nothing left to end."""
+    """End the processes of a launcher; a launcher that is queued or dead has none."""
     with contextlib.suppress(PeerUnreachable, PeerTimeout):
         await _answer(launcher.close.remote(), 2.0)
 
 
 async def _answer(call: Awaitable[Any], deadline_s: float | None = CALL_DEADLINE_S) -> Any:
-    """The answer of an actor; None for what lasts as long as a process, whose end Ray tells.
+    """Wait for the answer of an actor and return it.
+
+    Args:
+        call: call of the actor.
+        deadline_s: None for a call that lasts as long as a process; Ray reports the actor's death.
 
     Raises:
-        PeerUnreachable: the actor or its node is gone. ConfigError: it refused.
-        PeerTimeout: no answer by the deadline.
+        PeerUnreachable: the actor or its node has died. ConfigError: the actor refused the call.
+        PeerTimeout: the actor did not answer by the deadline.
     """
     from ray.exceptions import RayError, RayTaskError
 

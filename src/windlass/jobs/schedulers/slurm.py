@@ -1,14 +1,15 @@
 """Processes as Slurm job steps.
 
-A reservation is one `sbatch` job of one or several nodes, which Slurm grants together, whose batch script (`parent_watchdog.py`) takes a lease: it connects to
-this process and says a secret. That connection is the grant, so nobody asks again and again, and
-it is what the job lives by: when it ends, however this process died, the script ends, and Slurm
-ends the job with everything in it. Processes are `srun` steps in the job, so that colocated ones
-share nodes, cores and GPUs: every step has all the cores and GPUs of its node of the job, and may be told to see
-some of the GPUs alone (by the variable, not by a cgroup, so that CUDA reaches the memory of the
-others). The `srun` client of a step runs here: its end is the step's end,
-at once and with the return code, and its output is the step's, without a shared file system. The
-environment, and with it the token, travels through `srun` and never stands on a command line.
+A reservation is one `sbatch` job; Slurm grants all its nodes together. The batch script (`parent_watchdog.py`) takes a
+lease: it connects to this process and sends a secret. The connection shows that the job was granted, so this process
+never polls Slurm. When the connection ends, for example because this process died, the script ends, and Slurm ends
+the job with all its processes.
+
+Each process is an `srun` step in the job, so that colocated processes share nodes, cores and GPUs. A step has all cores
+and GPUs of its node in the job. CUDA_VISIBLE_DEVICES may limit the GPUs that a step sees. No cgroup does, so that
+CUDA can still map the memory of the other GPUs. The `srun` client of a step runs on this host. It ends at once when
+the step ends, returns the exit status, and prints the step's output, which needs no shared file system.
+The environment, which contains the token, travels through `srun` and never appears on a command line.
 """
 
 from __future__ import annotations
