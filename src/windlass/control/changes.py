@@ -86,7 +86,8 @@ class Tasks:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        if self._is_closed:  # connections end after this, and their loss may begin tasks
+        # Connections end after `close`, and their loss may begin tasks.
+        if self._is_closed:
             task.cancel()
         return task
 

@@ -73,7 +73,8 @@ class Connector:
             await self._wait_for_engines(needed)
             binding = await self.ensure_bound()
             if len(binding.engines) >= needed:
-                return binding  # otherwise some engines were refused: wait for others
+                return binding
+            # Some engines were refused, so wait for other engines.
 
     async def _wait_for_engines(self, needed: int) -> None:
         deadline_s = self._config.deadlines.fleet_s
@@ -136,7 +137,8 @@ class Connector:
         Raises:
             WindlassError: a rank did not bind.
         """
-        if self.binding is not None:  # the newcomer's memory leaves the fleet's plan for this one
+        # The newcomer's memory can be part of one plan only.
+        if self.binding is not None:
             self.binding = self.binding.without((newcomer.name,))
         try:
             return await self._bind(donor, (newcomer,), planner)

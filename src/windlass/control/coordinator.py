@@ -177,7 +177,8 @@ class Coordinator:
             and (announced := self._requests.pop_all(trainers.workers))
         ):
             self._stop_naming()
-            with log_fields(version=frame.version):  # the new task inherits the field
+            # The new task inherits the log field.
+            with log_fields(version=frame.version):
                 self.tasks.spawn(self._publish(announced))
         elif self._naming is None:
             self._naming = self._name_missing_later()
@@ -199,7 +200,8 @@ class Coordinator:
             deadline_s: seconds within which a rank that has lost its connection must be back.
         """
         copied = asyncio.Event()
-        with log_fields(version=version):  # the new task inherits the field
+        # The new task inherits the log field.
+        with log_fields(version=version):
             report = self.tasks.spawn(self._publish_connected(version, deadline_s, copied))
         return CalledUpdate(copied, report)
 
@@ -240,7 +242,8 @@ class Coordinator:
             copied: set once no trainer rank reads its weights any more, where all send from replicas.
         """
         version = max(rank.version for rank in announced)
-        async with self.rounds.lock:  # one round at a time, and none while the fleet is bound
+        # One round runs at a time, and none while the controller binds the fleet.
+        async with self.rounds.lock:
             attempts = self._attempt_until_whole(announced, version, copied)
             report = await report_of(lambda: version, attempts)
         told = told_to_trainers(report)
@@ -270,7 +273,8 @@ class Coordinator:
         for _ in range(self.config.max_rewrites):
             if report.outcome is RoundOutcome.PUBLISHED or Phase.PUBLISH in report.phase_s:
                 break
-            if report.unchanged:  # another attempt would send the same bytes
+            # Another attempt would send the same bytes.
+            if report.unchanged:
                 break
             _log.warning("version %s: the group is formed again: %s", version, report.reason)
             self.connector.binding = None

@@ -229,9 +229,8 @@ class Members:
         if self._refusals.get(frame.group) != (frame.group, reason):
             _log.error("engine %s cannot join: %s", frame.group, reason)
         group = self._fleet.group_of(frame.group)
-        if (
-            group is None or not group.complete
-        ):  # a complete engine runs: only another start of it failed
+        # A complete engine runs, so only another start of it has failed.
+        if group is None or not group.complete:
             self._note_refusal(frame.group, frame.group, reason)
 
     async def _admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
@@ -243,7 +242,8 @@ class Members:
             await self.lost(old, "replaced by a newer connection of the same process")
             self._tasks.spawn(old.close())
         if hello.role is Role.TRAINER:
-            self._fleet.check(hello)  # before other agents are sent away for it
+            # An invalid Hello must not replace other agents.
+            self._fleet.check(hello)
             await self._free_name(hello)
             await self._make_room(hello)
         session = AgentSession(socket, self._fleet.admit(hello))
@@ -332,7 +332,8 @@ class Members:
         """Send a trainer rank the report of its attempt, if that process is connected."""
         session = self.sessions.get(trainer[0])
         if session is None or session.agent.identity != trainer:
-            return  # a process that connects again announces again, and gets its report then
+            # A process that connects again repeats its announcement, and then gets its report.
+            return
         try:
             await session.send(report)
         except PeerUnreachable as error:
@@ -383,7 +384,8 @@ class Members:
     async def _send_away(self, workers: Sequence[str], reason: str) -> None:
         found = [self.sessions[worker] for worker in workers if worker in self.sessions]
         for session in found:
-            await self.lost(session, reason)  # all of them before the first wait
+            # All agents leave the fleet before the first wait for a connection.
+            await self.lost(session, reason)
         for session in found:
             try:
                 await session.send(Refused(reason))
