@@ -29,7 +29,7 @@ from windlass.trainers.fsdp import connect_trainer
 from windlass.transports.registry import TransportConfig
 
 Samples = Sequence[Sequence[TrainingSample]]
-"""What a training step of one rank gets: its groups, each with its samples."""
+"""Groups that one rank gets in a training step, each with its samples."""
 
 
 def start_process_group(context: TrainContext, backend: str, device: torch.device) -> None:
@@ -46,7 +46,7 @@ def start_process_group(context: TrainContext, backend: str, device: torch.devic
 
 
 class LossMean(StrEnum):
-    """What a loss of the user's is the mean over: steps weigh the losses of ranks and micro-batches by it.
+    """Unit that the user's loss is the mean over. Steps weigh the losses of ranks and micro-batches by its number.
 
     SAMPLES: the samples that the loss is given. TOKENS: their generated tokens.
     """
@@ -106,7 +106,7 @@ def micro_batches(
 @final
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """How many ranks the axes of the trainers' mesh have; FSDP2 shards over all others. Names are torchtitan's.
+    """Sizes of the axes of the trainers' mesh, named as in torchtitan; FSDP2 shards over the remaining ranks.
 
     Attributes:
         dp_replicate: copies of the shards (HSDP): gradients are averaged over them.
@@ -161,7 +161,7 @@ class FsdpEngine(TrainEngine):
         sizes: of the mesh, which `mesh` is after `setup`; a loss cuts sequences by `mesh["cp"]`.
         tensor_parallel: cuts the module over `mesh["tp"]`, by torch's `parallelize_module` for example; before
             FSDP2 does. It must be given where `sizes.tp` > 1.
-        loss_mean: what `loss` is the mean over, by which ranks and micro-batches are weighed.
+        loss_mean: unit that `loss` is the mean over; its number gives the weights of ranks and micro-batches.
         num_groups: bound for the groups of a micro-batch; 0 for one micro-batch of all. A step runs as many on
             every rank.
         lr_schedule: from the optimizer, stepped after it; saved and loaded with it.
@@ -234,7 +234,7 @@ class FsdpEngine(TrainEngine):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Of all ranks, with the axes of `ParallelSizes.axes`.
+        """Mesh of all ranks, with the axes of `ParallelSizes.axes`.
 
         Raises:
             ConfigError: before `setup`.
@@ -283,7 +283,7 @@ class FsdpEngine(TrainEngine):
     def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:
         if step or self._sampling is None:
             return self._train_step(groups)
-        # The engines have served no other weights than these yet.
+        # Before the first step, engines serve the same weights as the trainer.
         check = LogprobCheck([s for group in groups for s in group], self._sampling)
         with check.watching(self.model):
             metrics = self._train_step(groups)
@@ -295,7 +295,8 @@ class FsdpEngine(TrainEngine):
         losses = []
         pieces = micro_batches(groups, self._num_groups, self._loss_mean, self._device)
         for number, (micro_batch, weight) in enumerate(pieces, 1):
-            if isinstance(model, FSDPModule):  # replicas are averaged once, shards each time
+            # Average gradients over replicas once per step, but reduce them over shards in each micro-batch.
+            if isinstance(model, FSDPModule):
                 model.set_requires_all_reduce(number == len(pieces))
             loss = self._loss(model, micro_batch) * weight
             torch.autograd.backward(loss)
@@ -319,7 +320,7 @@ class FsdpEngine(TrainEngine):
         return self._replica is not ReplicaPlace.OFF
 
     def save(self, path: str) -> None:
-        """Model and optimiser, as a distributed checkpoint: it may be loaded by another number of ranks."""
+        """Save model and optimiser as a distributed checkpoint, which another number of ranks may load."""
         from torch.distributed.checkpoint.state_dict_saver import save
 
         Path(path).mkdir(parents=True, exist_ok=True)

@@ -622,7 +622,7 @@ class _Job:
         """Save a checkpoint. The record is written last, because a job starts only from a folder that has one."""
         folder = self._output.checkpoint_folder(self._steps)
         (folder / CHECKPOINT_RECORD).unlink(missing_ok=True)
-        # What is drawn and trained while the ranks save belongs to the next checkpoint.
+        # Copy the state first: tasks that are drawn while the ranks save belong to the next checkpoint.
         state, tasks, trained = self._recipe_state, self._open_tasks(), self._trained
         self._trained = []
         with self._waiting_for(lambda: f"the trainer ranks: checkpoint {self._steps}"):

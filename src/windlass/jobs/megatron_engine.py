@@ -41,12 +41,13 @@ from windlass.trainers.megatron import connect_megatron_trainer
 from windlass.transports.registry import TransportConfig
 
 BuildChunk = Callable[[TransformerConfig, bool, bool, int | None], torch.nn.Module]
-"""From the configuration, whether the chunk has the embedding, whether it has the output layer, and its virtual stage
-(None without virtual stages) to a `GPTModel`: what Megatron's own scripts call a model provider."""
+"""Function that builds a `GPTModel`; Megatron's scripts call it a model provider. Its arguments: the configuration,
+whether the chunk has the embedding, whether it has the output layer, and its virtual stage (None without them)."""
 
 LossOf = Callable[[torch.Tensor], torch.Tensor]
 Forward = Callable[[torch.nn.Module, Samples], tuple[torch.Tensor, LossOf]]
-"""From a chunk and the groups of a micro-batch to its output, and to what makes a scalar of the last stage's output."""
+"""Function of a chunk and the groups of a micro-batch. It returns the chunk's output, and the function that computes
+the scalar loss from the last stage's output."""
 
 
 @final
@@ -66,7 +67,7 @@ class MegatronEngine(TrainEngine):
         vocab_size: of that checkpoint.
         ddp: of Megatron's wrapper.
         lr_schedule: Megatron's, from the optimizer; stepped after it by 1, saved and loaded with it.
-        loss_mean: what the loss is the mean over, by which ranks and micro-batches are weighed.
+        loss_mean: unit that the loss is the mean over; its number gives the weights of ranks and micro-batches.
         num_groups: bound for the groups of a micro-batch; 0 for one micro-batch of all. A step runs as many on
             every rank.
         seq_length: of every micro-batch; pipeline stages exchange tensors of that shape. Not needed without pipeline
@@ -159,7 +160,8 @@ class MegatronEngine(TrainEngine):
         self._optimizer = get_megatron_optimizer(self._options, list(self._chunks))
         config.grad_scale_func = self._optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
-        if self._ddp.overlap_grad_reduce:  # of the last micro-batch alone
+        # Reduce gradients in the last micro-batch only.
+        if self._ddp.overlap_grad_reduce:
             waiting = [chunk.no_sync for chunk in self._chunks]
             config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
         if self._build_lr_schedule is not None:
@@ -224,7 +226,7 @@ class MegatronEngine(TrainEngine):
     def _forward_step(
         self, num_pieces: int, pieces: Iterator[tuple[Samples, float]], chunk: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
-        """Do what Megatron's schedules ask for each micro-batch; they divide each loss by the number of these."""
+        """Run one micro-batch for Megatron's schedule, which divides each loss by the number of micro-batches."""
         groups, weight = next(pieces)
         output, loss_of = self._forward(chunk, groups)
 
@@ -253,7 +255,7 @@ class MegatronEngine(TrainEngine):
         return self._replica is not ReplicaPlace.OFF
 
     def save(self, path: str) -> None:
-        """Model, optimizer and schedule, as Megatron's distributed checkpoint.
+        """Save model, optimizer and schedule as Megatron's distributed checkpoint.
 
         Any layout may load it; with a distributed optimizer, one that differs in the number of data-parallel ranks
         (with torch's Adam, Megatron 0.16.1 cannot load its own form for any layout). States of random generators are not in it.
@@ -271,14 +273,15 @@ class MegatronEngine(TrainEngine):
         self._num_steps = found["num_steps"]
         self._set_steps()
         if self._lr_schedule is not None:
-            self._lr_schedule.num_steps = 0  # to which it adds
+            # Loading adds the saved number of steps to this number.
+            self._lr_schedule.num_steps = 0
             self._lr_schedule.load_state_dict(found["lr_schedule"])
 
     def _set_steps(self) -> None:
-        """Have every parameter its own number of steps, if torch's Adam stands in for Transformer Engine's.
+        """Give every parameter a separate step counter, if torch's Adam replaces Transformer Engine's.
 
-        Megatron's distributed optimizer (0.16.1) takes a state of it for granted before a load, and leaves there a number
-        that all parameters share, so that each would count for all.
+        Megatron's distributed optimizer (0.16.1) needs an optimizer state before a load, and leaves one counter that
+        all parameters share. Each parameter's step would then increase the counter for all.
         """
         if not USING_PYTORCH_OPTIMIZER or self._options.optimizer != "adam":
             return

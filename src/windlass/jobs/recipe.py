@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 MODULE = "windlass_launched_recipe"
 _END = object()
-"""What stands after the last task; a recipe may yield None by mistake."""
+"""Mark of the end of the tasks. None cannot be the mark, because a recipe may yield it by mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Task:
     """One group to draw: samples of a prompt, or runs of a workflow.
 
     Attributes:
-        prompt_ids: of a plain prompt. workflow: name; empty for a plain prompt.
-        arguments: of the workflow. metadata: given back with the group.
+        prompt_ids: tokens of a plain prompt. workflow: name of a workflow; empty for a plain prompt.
+        arguments: arguments of the workflow. metadata: value returned with the group.
     """
 
     prompt_ids: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ class Task:
 
 
 class Recipe(ABC):
-    """What is asked and how it is scored.
+    """The user's code of a job: it yields tasks and scores the answers.
 
     `tasks` runs in a thread of its own, and `rewards` and `samples` in several threads at a time
     (`rollout.rewards_at_once`); the other methods are called in the controller's loop.
@@ -81,9 +81,9 @@ class Recipe(ABC):
         """
 
     def samples(self, group: RolloutGroup) -> Sequence[TrainingSample]:
-        """Return what the trainers get of a group: one sample per answer, and of a workflow one per turn.
+        """Return the samples of a group for the trainers: one per answer, or one per turn of a workflow.
 
-        An empty sequence declines the group (all rewards are equal, say): another one takes its place.
+        An empty sequence declines the group, for example if all rewards are equal. Another group then replaces it.
         """
         return training_samples(group, self.rewards(group))
 
@@ -95,7 +95,7 @@ class Recipe(ABC):
     async def before_step(  # noqa: B027 - as above
         self, step: int, samples: Sequence[TrainingSample]
     ) -> None:
-        """See what step `step`, from 0, trains on; it begins when this returns. In the controller's loop."""
+        """Handle the samples of step `step`, from 0, before it begins. Runs in the controller's loop."""
 
     async def after_step(  # noqa: B027 - as above
         self, step: int, result: StepResult
@@ -107,13 +107,13 @@ class Recipe(ABC):
         """
 
     async def ended(self, summary: JobSummary) -> None:  # noqa: B027 - as above
-        """See how the job ended, while engines still serve the last version. Not called for a job that fails.
+        """Handle the end of the job, while engines still serve the last version. Not called for a job that fails.
 
-        In the controller's loop. A signal ends it.
+        Runs in the controller's loop. A signal cancels it.
         """
 
     def state(self) -> object:
-        """Return where the recipe stands in its tasks, msgpack-plain, for a checkpoint; None if it keeps nothing.
+        """Return the recipe's position in its tasks for a checkpoint, msgpack-plain; None if it has no state.
 
         Called after each task that `tasks` yields, in the same thread. Tasks that were yielded and not trained on are
         saved with it, and are submitted again by a job that continues from there.
@@ -127,7 +127,7 @@ class Recipe(ABC):
         """
 
     def workflows(self) -> Mapping[str, Workflow]:
-        """Workflows that the controller's loop runs when there are no worker processes."""
+        """Return the workflows that the controller's loop runs if there are no worker processes."""
         return {}
 
 
@@ -144,7 +144,7 @@ def find_recipe(file: Path, name: str) -> type[Recipe]:
     sys.modules[MODULE] = module  # dataclasses look their own module up
     folder = str(file.resolve().parent)
     if folder not in sys.path:
-        # As for a script that Python is started with.
+        # Python does the same for the folder of a script that it runs.
         sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
@@ -284,7 +284,7 @@ def recipe_error(what: str, error: BaseException) -> WindlassError:
 
 @contextmanager
 def recipe_code(what: str) -> Iterator[None]:
-    """Have whatever the recipe raises inside end the job with a line that names `what`.
+    """Convert any exception of the recipe inside the block to an error that names `what` and ends the job.
 
     Raises:
         WindlassError: the recipe raised.

@@ -55,11 +55,11 @@ HEARTBEAT_S = 20.0
 LOG_LINES = 20
 DEATH_GRACE_S = 1.0
 BROKEN_GRACE_S = 1.0
-"""Ranks that may stand in a half-entered collective do not end by themselves."""
+"""Seconds for ranks to end after a failure. A rank that waits in a collective for a failed peer cannot end itself."""
 
 
 class _RankEnded(Exception):
-    """More to the point than what a rank's peers say of it."""
+    """A rank's process has ended. This error is reported before the errors that the end causes at its peers."""
 
 
 class _RankFailed(TrainerError):
@@ -82,14 +82,14 @@ def rank_specs(
     num_gpus: int,
     num_nodes: int,
 ) -> list[ProcessSpec]:
-    """Return what starts the ranks of a `TrainController` with these arguments, in rank order."""
+    """Return the processes of the ranks of a `TrainController` with these arguments, in rank order."""
     per_node, specs = world_size // num_nodes, []
     for rank in range(world_size):
         node, local = divmod(rank, per_node)
         environment = {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
-            # A rank that has GPUs sees its own alone, and counts them from 0.
+            # A rank with GPUs sees only the GPUs reserved for it, numbered from 0.
             "LOCAL_RANK": "0" if num_gpus else str(local),
             "LOCAL_WORLD_SIZE": "1" if num_gpus else str(per_node),
         }
@@ -111,7 +111,7 @@ def rank_specs(
 
 @final
 class _Rank(Session[TrainCommand, TrainResult]):
-    """A rank: one session, which goes on over every connection that its process makes."""
+    """Session of a rank. The session continues when the rank's process connects again."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         super().__init__(spec.name, keeps_calls=True)
@@ -124,10 +124,10 @@ class _Rank(Session[TrainCommand, TrainResult]):
 
 @final
 class TrainController:
-    """See the module. Used from one asyncio loop; one collective call at a time.
+    """Starts trainer ranks and calls them collectively. Use it from one asyncio loop, for one call at a time.
 
-    After a rank died, hung or raised, the others may stand in a half-entered collective: every
-    later call raises the same error, until `start` ends all ranks and starts them anew.
+    After a rank died, hung or raised, the other ranks may wait for it in a collective. Every later call then raises
+    the same error, until `start` ends all ranks and starts them again.
 
     Attributes:
         ranks_started: set while the scheduler has all ranks.
@@ -251,7 +251,7 @@ class TrainController:
     async def train_step(
         self, step: int, groups: Sequence[Sequence[TrainingSample]], *, deadline_s: float
     ) -> StepResult:
-        """One optimiser step: group i goes to data-parallel rank i modulo their number.
+        """Run one optimiser step on all ranks: group i goes to data-parallel rank i modulo their number.
 
         Raises:
             ConfigError: a value of a group is no `TrainingSample`.
@@ -265,11 +265,11 @@ class TrainController:
         return StepResult(step, found, _weighted_mean(found, weights))
 
     async def publish(self, version: int, *, deadline_s: float) -> None:
-        """Publish the weights of all ranks as `version`: they stand still, and the coordinator publishes.
+        """Publish the weights of all ranks as `version`; the weights do not change until the coordinator has read them.
 
-        Where all ranks send from replicas it returns once they are copied: the next call, or `close`, waits
-        for the fleet and raises what became of them. The first one waits itself, since nothing is
-        served before it.
+        If all ranks send from replicas, this returns once the weights are copied. The next call waits for
+        the fleet and raises a failure of this update. The first call always waits for the fleet, because engines serve
+        no version before it.
 
         Raises:
             ConfigError: made without a coordinator.
@@ -291,17 +291,17 @@ class TrainController:
         self._coordinator.catch_ups.serve_again()
 
     async def _finish_update(self, deadline: Deadline) -> None:
-        """Wait for the one under way."""
+        """Wait for the update in progress, if there is one."""
         update, self._under_way = self._under_way, None
         if update is not None:
             await self._wait_for(_published(update), deadline)
 
     async def _wait_for(self, work: Coroutine[Any, Any, TrainResult], deadline: Deadline) -> None:
-        """A rank that ends meanwhile is the reason, as in every call."""
+        """Wait for `work`. If a rank ends before, the error names that rank, as in every call."""
         await self._wait_for_all([asyncio.create_task(work)] * len(self._ranks), deadline)
 
     async def save(self, path: str, *, deadline_s: float) -> None:
-        """All ranks write a checkpoint.
+        """Write a checkpoint of all ranks.
 
         Raises:
             TrainerError: see `train_step`.
@@ -309,7 +309,7 @@ class TrainController:
         await self._collective([Save(path)] * len(self._ranks), deadline_s)
 
     async def load(self, path: str, *, deadline_s: float) -> None:
-        """All ranks go on from a checkpoint that `save` has written.
+        """Load a checkpoint that `save` has written into all ranks.
 
         Raises:
             TrainerError: see `train_step`.
@@ -319,12 +319,12 @@ class TrainController:
     async def call(
         self, operation: str, argument: object = None, *, deadline_s: float
     ) -> tuple[Any, ...]:
-        """All ranks run one of their own operations (`run_train_worker`); values in rank order.
+        """Run an operation that `run_train_worker` was given on all ranks; return the values in rank order.
 
         Args:
-            operation: its name.
-            argument: msgpack-plain, the same for all.
-            deadline_s: for all of it.
+            operation: name of the operation.
+            argument: msgpack-plain argument, the same for all ranks.
+            deadline_s: deadline of the whole call.
 
         Raises:
             ConfigError: a rank has no such operation, or `argument` is not msgpack-plain; nothing
@@ -338,10 +338,10 @@ class TrainController:
     async def map(
         self, operation: str, items: Sequence[object], *, deadline_s: float
     ) -> tuple[Any, ...]:
-        """As `call`, with items dealt as `train_step` deals groups; results in the order of items.
+        """Run an operation on items, distributed as `train_step` distributes groups; return results in item order.
 
-        A rank's argument is the list of its items, which may be empty, and its value must be a list
-        with one result for each. Of ranks with the same items the lowest one's results count.
+        A rank's argument is the list of its items, which may be empty. Its value must be a list with one result per
+        item. If several ranks get the same items, the results of the lowest rank are returned.
 
         Raises:
             ConfigError, TrainerError: see `call`; a value that has not one result per item.
@@ -365,11 +365,11 @@ class TrainController:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks that get samples of their own, known after `start`."""
+        """Number of data-parallel ranks, known after `start`."""
         return max(rank.data_parallel.data_parallel_size for rank in self._ranks)
 
     def _shard_indices(self) -> list[tuple[int, int]]:
-        """(index of its first item, distance between items) of every rank: data-parallel rank and size."""
+        """Return (index of the first item, distance between items) per rank: its data-parallel rank and size."""
         return [
             (each.data_parallel.data_parallel_rank, each.data_parallel.data_parallel_size)
             for each in self._ranks
@@ -387,7 +387,7 @@ class TrainController:
         return [Operation(operation, encode_value(what, argument)) for argument in arguments]
 
     async def close(self, *, grace_s: float = 10.0) -> None:
-        """Ask all ranks to stop, then end what is left. Idempotent.
+        """Ask all ranks to stop, then end the processes that still run. Idempotent.
 
         Args:
             grace_s: for ranks to stop, and then to end; after a failure at most `BROKEN_GRACE_S`.
@@ -405,9 +405,9 @@ class TrainController:
         await self._end_ranks(min(grace_s, BROKEN_GRACE_S) if broken else grace_s)
 
     async def _end_ranks(self, grace_s: float) -> None:
-        """End every rank that was started, side by side; each has `grace_s`.
+        """End all started ranks at the same time; each has `grace_s`.
 
-        One that cannot be ended keeps none from its end; the first such error is raised afterwards.
+        If some ranks cannot be ended, the others are ended nevertheless. Then the first error is raised.
         """
         self.ranks_started.clear()
 
@@ -451,9 +451,9 @@ class TrainController:
     async def _wait_for_all(
         self, waits: Sequence[_Wait], deadline: Deadline, *, from_ranks: bool = False
     ) -> tuple[Done, ...]:
-        """Wait for all; the first rank that dies or raises, or the deadline, fails all.
+        """Wait for the answers of all ranks. The first rank that dies or raises, or the deadline, fails the call.
 
-        A rank that has answered may end afterwards: that is how `Stop` looks.
+        A rank may end after its answer: a rank does so after `Stop`.
         """
         answers = [
             asyncio.create_task(_answer(rank, wait, deadline.purpose))
@@ -480,7 +480,7 @@ class TrainController:
             if errors:
                 self._failure = str(errors[0])
                 if from_ranks and isinstance(errors[0], _RankFailed):
-                    # The traceback is there: a rank logs it before it answers.
+                    # The log contains the traceback, because a rank logs it before it answers.
                     tail = await self._log_tail(errors[0].rank)
                     self._failure += f"; its log ends:\n{tail}"
                 raise TrainerError(self._failure) from errors[0]
@@ -544,7 +544,7 @@ class TrainController:
 
 
 async def _answer(rank: _Rank, wait: _Wait, what: str) -> Done:
-    """What a rank answers, unless its process ends before."""
+    """Return the answer of a rank; raise if its process ends before it answers."""
     watches = [rank.watch] if rank.watch is not None else []
     await asyncio.wait([wait, *watches], return_when=asyncio.FIRST_COMPLETED)
     if not wait.done():
@@ -556,7 +556,7 @@ async def _answer(rank: _Rank, wait: _Wait, what: str) -> Done:
 
 
 def _value_of(rank: _Rank, done: Done) -> Any:
-    """What an operation returned; nothing of it is decoded before it was asked for."""
+    """Decode the value that an operation of a rank has returned."""
     try:
         return msgspec.msgpack.decode(done.value)
     except DECODE_ERRORS as error:

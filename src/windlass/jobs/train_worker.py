@@ -1,8 +1,8 @@
-"""The trainer rank's end of a `TrainController`: user code calls `run_train_worker(engine)`.
+"""The trainer rank's side of a `TrainController`: user code calls `run_train_worker(engine)`.
 
-The user's script is what the scheduler starts; the network carries typed commands and never the
-name of code to run. Commands run in the calling thread, one after another; a daemon thread keeps
-the connection, so that a long step does not look like a dead rank.
+The scheduler starts the user's script. The controller sends typed commands and never sends code. Commands run in the
+calling thread, one after another. A daemon thread serves the connection, so that the controller does not take a rank
+in a long step for dead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STORE_DEADLINE_S = 300.0
 LOGPROB_DIFFERENCE = "logprob_difference"
 """Name of a metric of the first step, in nats; see `TrainEngine.train_step`."""
 LARGEST_DIFFERENCE = 0.1
-"""Value of that metric that rounding explains: engines in bfloat16 are about 0.02 away from their trainer."""
+"""Largest value of that metric that rounding explains. Engines in bfloat16 differ by about 0.02 from their trainer."""
 
 Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class TrainStep(msgspec.Struct, frozen=True, tag="train_step"):
 
 
 class PreparePublish(msgspec.Struct, frozen=True, tag="prepare_publish"):
-    """Have the weights stand still as `version`; answered with `Done.sends_copies` filled in."""
+    """Prepare the weights for `version` and do not change them; answered with `Done.sends_copies` filled in."""
 
     version: int
 
@@ -102,15 +102,15 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """Go on from a checkpoint."""
+    """Load a checkpoint and continue from it."""
 
     path: str
 
 
 class Operation(msgspec.Struct, frozen=True, tag="operation"):
-    """Run what the rank's owner has put under this name; the answer is `Done.value`.
+    """Run the user's operation of this name; the answer contains `Done.value`.
 
-    `argument` is msgpack: nobody decodes it but who has asked for the operation.
+    `argument` is msgpack, and the rank decodes it when it runs the operation.
     """
 
     name: str
@@ -128,9 +128,9 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     """The call returned.
 
     Attributes:
-        metrics: of the engine. data_parallel_rank, data_parallel_size: after `Setup`.
-        sends_copies: after `PreparePublish`: the weights may change once they are copied.
-        value: msgpack of what an operation returned; empty for other commands.
+        metrics: metrics of the engine. data_parallel_rank, data_parallel_size: answer to `Setup`.
+        sends_copies: answer to `PreparePublish`: whether the weights may change once they are copied.
+        value: value of an operation in msgpack; empty for other commands.
     """
 
     metrics: dict[str, float] = {}
@@ -161,19 +161,19 @@ CONTROLLER_FRAMES: Codec[ControllerFrame] = Codec(
 
 @dataclass(frozen=True, slots=True)
 class TrainContext:
-    """What an engine is told when it is set up.
+    """Arguments of an engine's `setup`.
 
-    The environment says the same as `torchrun`'s does: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, and
-    MASTER_ADDR and MASTER_PORT of the store, so that `torch.distributed.init_process_group` needs no
-    argument.
+    The environment has the same variables as under `torchrun`: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, and
+    MASTER_ADDR and MASTER_PORT of the store. `torch.distributed.init_process_group` therefore needs no argument.
 
     Attributes:
-        rank, world_size: in the job. store_host, store_port: of a `torch.distributed.TCPStore`
-            that rank 0 has bound; join it with `is_master=False`.
-        controller: address of the controller, for `connect_trainer`. token: its secret.
-        deadline_s: for the first collective.
-        sampling: of the job's rollouts, by which an engine may compare their log-probabilities with its own; None
-            where the job has not said it.
+        rank, world_size: rank of this process and number of ranks in the job.
+        store_host, store_port: address of a `torch.distributed.TCPStore` that rank 0 has bound; join it
+            with `is_master=False`.
+        controller: address of the controller, for `connect_trainer`. token: secret of the controller.
+        deadline_s: deadline of the first collective.
+        sampling: sampling parameters of the job's rollouts. With them an engine may compare the rollouts'
+            log-probabilities with its own. None if the job has not given them.
     """
 
     rank: int
@@ -187,10 +187,10 @@ class TrainContext:
 
 
 class TrainEngine(Protocol):
-    """What user code implements, one object per rank. Called from one thread, collectively."""
+    """Interface that user code implements, one object per rank. All ranks call each method, from one thread."""
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
-        """Build model and optimiser; returns (data-parallel rank, data-parallel size).
+        """Build model and optimiser; return (data-parallel rank, data-parallel size).
 
         Ranks with the same data-parallel rank (tensor and pipeline peers) get the same samples.
         """
@@ -207,12 +207,12 @@ class TrainEngine(Protocol):
         ...
 
     def prepare_publish(self, version: int) -> bool:
-        """Have the weights stand still as `version`, until the controller has published them.
+        """Prepare the weights for `version`, and do not change them until the controller has published them.
 
         `TrainerClient.prepare_publish` does so.
 
         Returns:
-            Whether they are sent from a replica, and may change once the controller has copied them.
+            Whether the weights are sent from a replica. They may then change once they have been copied.
         """
         ...
 
@@ -221,7 +221,7 @@ class TrainEngine(Protocol):
         ...
 
     def load(self, path: str) -> None:
-        """Go on from what `save` wrote."""
+        """Load a checkpoint that `save` wrote."""
         ...
 
     def close(self) -> None:
@@ -230,7 +230,7 @@ class TrainEngine(Protocol):
 
 
 TrainOperation = Callable[[Any], object]
-"""From a msgpack-plain argument to a msgpack-plain value; runs collectively, in `TrainEngine`'s thread."""
+"""Function from a msgpack-plain argument to a msgpack-plain value. All ranks run it, in `TrainEngine`'s thread."""
 
 
 def run_train_worker(
@@ -242,9 +242,9 @@ def run_train_worker(
     until the controller could not be reached for 30 s.
 
     Args:
-        engine: carries out what every trainer does.
-        operations: what else this job calls (log-probabilities, an evaluation), by name; the same
-            names on every rank. A name is a key of this mapping and nothing else.
+        engine: object that runs the commands common to all trainers.
+        operations: name -> further function that the job calls, such as an evaluation. All ranks need the same
+            names. The controller can call no other code.
 
     Raises:
         ConfigError: WINDLASS_TRAIN_URL, RANK or WORLD_SIZE are missing: not started by a controller.
@@ -269,7 +269,7 @@ def run_train_worker(
 
 @final
 class _CallingThread(concurrent.futures.Executor):
-    """Runs what is submitted in the thread that calls `run_next`: user code is called there."""
+    """Executor whose jobs, which call user code, run in the thread that calls `run_next`."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -284,7 +284,7 @@ class _CallingThread(concurrent.futures.Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(job(*args))
-                # As every executor: it is raised where the result is asked for.
+                # The future raises it where the caller asks for the result.
                 except Exception as error:  # noqa: BLE001
                     future.set_exception(error)
 
@@ -357,7 +357,7 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
         return self._joined
 
     def on_frame(self, frame: Welcome) -> None:
-        """A welcome says nothing else."""
+        """Do nothing: a welcome has no content."""
 
     def failed(self, error: Exception, command: TrainCommand | None) -> Failed:
         name = "unreadable command" if command is None else type(command).__name__
@@ -382,7 +382,7 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
                     {
                         "MASTER_ADDR": host,
                         "MASTER_PORT": str(port),
-                        # torch: the store is there already, and is joined. Its prefix is of an attempt.
+                        # torch then joins the existing store, and takes the restart count as the keys' prefix.
                         "TORCHELASTIC_USE_AGENT_STORE": "True",
                         "TORCHELASTIC_RESTART_COUNT": "0",
                     }
@@ -412,7 +412,7 @@ class _Worker(Client[TrainCommand, TrainResult, Welcome]):
 
 
 def _metrics(found: object) -> dict[str, float]:
-    """Return what an engine's `train_step` returned, as numbers of Python; none if it returned None.
+    """Convert the metrics that an engine's `train_step` returned to Python numbers; None becomes an empty dict.
 
     Raises:
         ConfigError: anything but a mapping of names to numbers.

@@ -55,7 +55,7 @@ class WorstAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TornReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the check found.
+    """Result of the check.
 
     Attributes:
         checked: answers compared. torn: answers that fit no published version they name.
@@ -94,7 +94,7 @@ def check_served(
         context_is_kept: whether engines may have kept keys and values across an update. An answer may then fit
             either way, because a request whose engine died is sent again.
         device: torch device that computes the check.
-        progress: gets the number of samples that have been compared so far.
+        progress: function that gets the number of samples compared until then.
     """
     by_dtype: dict[str, list[int]] = defaultdict(list)
     unpublished = torch.zeros(len(samples), dtype=torch.bool)

@@ -51,14 +51,15 @@ def reward(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> float:
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast a job went, from its first version to its last.
+    """Speed of a job, from its first version to its last.
 
     Attributes:
-        seconds: between the two. samples_per_hour: that were trained on. tokens_per_s: of these.
-        mean_staleness: versions that the oldest token of a sample was behind.
-        paused_share: of the time, in pauses of the slowest engine, from the command on: steps that are under
-            way then are part of it.
-        idle_share: in which trainers waited for answers. step_share: in which they trained.
+        seconds: time between the two versions.
+        samples_per_hour: trained samples per hour. tokens_per_s: trained tokens per second.
+        mean_staleness: mean number of versions that the oldest token of a sample was behind.
+        paused_share: share of the time that the slowest engine was paused, counted from the pause command. It includes
+            the engine's steps that ran at the command.
+        idle_share: share in which trainers waited for answers. step_share: share in which they trained.
     """
 
     seconds: float
@@ -72,7 +73,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class PaceClock:
-    """Notes when updates end and steps begin; updates and steps take turns."""
+    """Records the ends of updates and the begins of steps; updates and steps alternate."""
 
     def __init__(self) -> None:
         self._updates: list[tuple[float, float, float]] = []
@@ -80,18 +81,18 @@ class PaceClock:
         self._num_samples = self._num_tokens = self._num_versions = 0
 
     def updated(self, update_s: float, pause_s: float) -> None:
-        """A version has just been published. The first one begins the job."""
+        """Record that a version has just been published. The first version starts the clock."""
         self._updates.append((time.monotonic(), update_s, pause_s))
 
     def stepping(self, samples: Sequence[TrainingSample], version: int) -> None:
-        """A step begins, while `version` is served, with samples that have just come."""
+        """Record that a step begins with samples that have just arrived, while engines serve `version`."""
         self._waited_s += time.monotonic() - self._updates[-1][0]
         self._num_samples += len(samples)
         self._num_tokens += sum(len(sample.output_ids) for sample in samples)
         self._num_versions += sum(version - min(sample.versions) for sample in samples)
 
     def pace(self) -> Pace:
-        """Return how fast it went; at least one step must have been published."""
+        """Return the speed of the job; at least one step must have been published."""
         seconds, later = self._updates[-1][0] - self._updates[0][0], self._updates[1:]
         updating_s = sum(update_s for _, update_s, _ in later)
         return Pace(
@@ -112,10 +113,10 @@ class RepeatOperand(Recipe):
     In the update to version `kill_engine_at` the last engine is killed with SIGKILL; 0 for never.
 
     Attributes:
-        served: what was trained on. rewards_by_step: their mean.
-        staleness: how many samples were so many versions old when they were trained on.
-        updates: every round, as it ended. events: one line each. clock: of the job's pace.
-        show: called in the controller's loop after every update and event.
+        served: samples that were trained on. rewards_by_step: mean reward of each step.
+        staleness: age in versions -> number of samples of that age when they were trained on.
+        updates: reports of all rounds. events: one line per event. clock: clock of the job's pace.
+        show: function that the controller's loop calls after every update and event.
     """
 
     def __init__(self, seed: int = 0, kill_engine_at: int = 0) -> None:
@@ -143,9 +144,9 @@ class RepeatOperand(Recipe):
         controller.coordinator.on_phase(self._on_phase)
 
     async def before_step(self, step: int, samples: Sequence[TrainingSample]) -> None:
-        """Record what is trained on, and let the last step wait until an engine that was killed is back.
+        """Record the samples of the step. The last step first waits until a killed engine has connected again.
 
-        Its peers hold other dtypes: it can catch up by an update of the trainers only.
+        The other engines have different dtypes, so only an update from the trainers can bring it up to date.
         """
         config, version = self._config, self._controller.coordinator.fleet.published
         self.clock.stepping(samples, version)
@@ -180,7 +181,7 @@ class RepeatOperand(Recipe):
 
     async def _kill_engine(self, name: str) -> None:
         engine = self._config.engines[-1]
-        # The launcher of a server of somebody else's is not the engine; told to end, it kills all of that.
+        # A server's launcher is not the engine process itself; on SIGTERM the launcher kills the server.
         is_engine = ENGINES.find(engine.kind).server is None
         await self._scheduler.signal(name, signal.SIGKILL if is_engine else signal.SIGTERM)
         await self._scheduler.wait(name)

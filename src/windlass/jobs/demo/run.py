@@ -42,10 +42,10 @@ ROOM_FOR_PROGRESS = 3
 
 
 def check_output(config: LaunchConfig) -> None:
-    """Refuse an output folder that `make_directory` must not empty; change nothing.
+    """Check that `make_directory` may empty the output folder; change nothing.
 
     Raises:
-        ConfigError: the folder has something else than an earlier demo, or another demo runs in it.
+        ConfigError: the folder contains files of no earlier demo, or another demo runs in it.
     """
     folder = Path(config.output_dir)
     made = [folder / "job.json", folder / "versions"]
@@ -64,7 +64,7 @@ def check_output(config: LaunchConfig) -> None:
 
 
 def make_directory(config: LaunchConfig) -> None:
-    """Make the output folder, and delete what an earlier demo has left there.
+    """Create the output folder, and delete the files of an earlier demo in it.
 
     Raises:
         ConfigError: see `check_output`; or the folder cannot be made.
@@ -81,17 +81,17 @@ def make_directory(config: LaunchConfig) -> None:
 
 
 def engine_install(kind: str) -> str:
-    """Return how a person gets an engine for this machine: the repository's own are built for CPUs."""
+    """Return a text that tells the user how to install an engine for this machine."""
     if visible_gpus():
         return f"`pip install {kind}` there, docs/integrations/{kind}.md"
     return "`make engines` first"
 
 
 def check_demo(config: LaunchConfig) -> None:
-    """Refuse what the demo would be refused for; change nothing on disk.
+    """Check the demo's configuration; change nothing on disk.
 
     Raises:
-        ConfigError: an output folder of something else, a server that is not installed, or what `check_options` refuses.
+        ConfigError: see `check_output` and `check_options`, or the server is not installed.
     """
     check_output(config)
     server = config.engines[0]
@@ -114,7 +114,7 @@ def check_demo(config: LaunchConfig) -> None:
 def prepare_server(config: LaunchConfig) -> None:
     """Write the checkpoint that a server starts with.
 
-    Its weights are not the trainer's: what is served later came by updates.
+    Its weights differ from the trainer's, so that only an update can give the server the right weights.
     """
     server = config.engines[0]
     model_config, _, seed, _ = config.trainer.arguments
@@ -122,7 +122,7 @@ def prepare_server(config: LaunchConfig) -> None:
     model = build_model(Path(model_config)).to(torch.bfloat16)
     model.save_pretrained(server.model)  # type: ignore[operator]
     if path := server.environment.get("PYTHONPATH"):
-        # The package alone, without what is installed beside it.
+        # Link only this package, so that the server does not see the other packages of this environment.
         link = Path(path) / "windlass"
         link.parent.mkdir(parents=True)
         link.symlink_to(Path(windlass.__file__).parent, target_is_directory=True)
@@ -130,10 +130,10 @@ def prepare_server(config: LaunchConfig) -> None:
 
 @final
 class DemoView:
-    """Shows a recipe's record, live on a terminal and as lines without one, or where `plain` asks for them.
+    """Shows a recipe's record: live on a terminal, or as lines without one or with `plain`.
 
     Attributes:
-        shown: entered for as long as the job runs.
+        shown: context to enter while the job runs.
     """
 
     def __init__(self, config: LaunchConfig, recipe: RepeatOperand, *, plain: bool) -> None:
@@ -145,7 +145,7 @@ class DemoView:
         self._num_events = self._num_updates = 0
 
     def show(self, controller: Controller) -> None:
-        """Show what has happened since the last call."""
+        """Show the events and updates since the last call."""
         recipe, rewards = self._recipe, self._recipe.rewards_by_step
         if self.shown.is_drawn:
             training = self._training()
@@ -190,16 +190,16 @@ class DemoView:
 async def run_demo(
     config: LaunchConfig, recipe: RepeatOperand, *, json_path: Path | None, plain: bool
 ) -> int:
-    """Run the demo to its end, with `recipe` in the place of the one that `config` names.
+    """Run the demo to its end, with `recipe` instead of the recipe that `config` names.
 
-    What was measured is written to `json_path`; to `demo.json` in the output folder when that is None.
+    The measurements are written to `json_path`, or to `demo.json` in the output folder if that is None.
 
     Returns:
-        0, 1 when it showed something that it must not show, or 128 and the number of the signal that ended it.
+        0 for success, 1 if the demo found a problem, or 128 plus the number of the signal that ended it.
 
     Raises:
-        ConfigError: a folder that cannot be written, or holds something else than a demo's output.
-        WindlassError: a process could not be started, or died; carries its log's tail.
+        ConfigError: the output folder cannot be written, or contains files of no earlier demo.
+        WindlassError: a process could not be started, or died; the error contains the end of its log.
     """
     await asyncio.to_thread(check_demo, config)
     make_directory(config)
@@ -254,7 +254,7 @@ async def run_demo(
 
 
 def check_answers(config: LaunchConfig, recipe: RepeatOperand, view: DemoView) -> TornReport:
-    """Compare all answers with the trainer's weights, on all cores, and show how far that has come."""
+    """Compare all answers with the trainer's weights, on all cores, and show the progress."""
     num_answers = len(recipe.served)
     what = f"checking {num_answers} answers against the trainer's own weights"
     progress = Progress(is_shown=view.shown.is_drawn)
@@ -277,7 +277,8 @@ def check_answers(config: LaunchConfig, recipe: RepeatOperand, view: DemoView) -
 def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
     """Return lines that tell a new user which files to read and which commands to try next."""
     folder, program = shortest_path(Path(config.output_dir)), "windlass"
-    if shutil.which(program) is None:  # the environment is not active: `make demo` has made it
+    # After `make demo` the environment is not active, so the command is not on PATH.
+    if shutil.which(program) is None:
         program = shortest_path(Path(sys.executable).with_name(program))
     rows = [
         (f"{folder}/report.html", "in a browser: updates, rollouts"),
@@ -297,7 +298,7 @@ def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
 def find_problems(
     config: LaunchConfig, recipe: RepeatOperand, job: JobSummary, torn: TornReport
 ) -> list[str]:
-    """Return what a demo must not show, one line each; empty when it went well."""
+    """Return the problems that the demo found, one line each; empty if it went well."""
     updates, rewards = recipe.updates, recipe.rewards_by_step
     found = [f"torn answers: {torn.torn}"] if torn.torn else []
     if job.rollouts["lost"]:
