@@ -33,13 +33,13 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 CLOSE_S = 30.0
 MARGIN_S = 30.0
-"""By which the controller's thread may answer after its deadline."""
+"""Seconds that a caller waits for the controller's thread beyond the deadline of the call."""
 _NUMBERS = itertools.count()
-"""Ranks make what is collective in one order, so the same number says the same thing on each."""
+"""Numbers of collective objects. All ranks create them in the same order, so the numbers agree."""
 
 
 class HostAddress(msgspec.Struct, frozen=True):
-    """Where ranks of one role connect. `token` opens the controller to that role, and nothing else."""
+    """Address to which ranks of one role connect. `token` permits that role alone."""
 
     url: str
     token: str
@@ -49,7 +49,7 @@ class HostAddress(msgspec.Struct, frozen=True):
 
 
 def _no_setup(_: Controller) -> None:
-    """Of a controller that needs none."""
+    """Do nothing: the setup of a controller that needs none."""
 
 
 TELLS_S = 10.0
@@ -61,9 +61,9 @@ class HostedController:
     """A `Controller` whose loop runs in a thread of this process until `close`.
 
     Args:
-        towards: URLs of those that connect besides the trainer's ranks; says which address is bound.
-        config: of its updates; the defaults where it is omitted.
-        setup: called with the controller in its loop, before anybody can connect.
+        towards: URLs of the servers that connect, in addition to trainer ranks. They decide which address is bound.
+        config: settings of updates; the defaults if omitted.
+        setup: called with the controller in its loop, before the server accepts connections.
 
     Attributes:
         controller: to be used from its loop only, see `call`.
@@ -255,7 +255,8 @@ class TrainerRanks:
         except Exception as error:
             reason = f"rank {self.rank} of the trainer: {type(error).__name__}: {error}"
             for waited in (connected[self.rank],) if self.rank else (address, joined):
-                try:  # those that wait for this rank hear at once that they wait in vain
+                try:
+                    # Report the failure, so that ranks that wait for this one end at once.
                     self.tell(waited, reason=reason)
                 except PeerUnreachable as unheard:
                     _log.warning("%s", unheard)

@@ -44,7 +44,7 @@ __all__ = ["WeightUpdater", "install"]
 _log = logging.getLogger(__name__)
 _ACTOR = "slime.backends.megatron_utils.actor"
 DEADLINE_S = 600.0
-"""For all servers to join, and then for every version."""
+"""Seconds for all servers to join, and then for every version."""
 
 
 def install(args: Namespace) -> None:
@@ -182,16 +182,16 @@ class WeightUpdater:
         )
 
     def update_weights(self) -> None:
-        """Have every server serve the weights as they are now, as version `weight_version + 1`. Collective; blocks.
+        """Publish the current weights to every server as version `weight_version + 1`. Collective; blocks.
 
-        A server that has died or fails is left out, and keeps nobody: slime starts it again, and
-        `connect_rollout_engines` has it join.
+        A server that is dead or fails is left out, and the update does not wait for it. slime starts it again, and
+        `connect_rollout_engines` lets it join.
         Memory: the weights must not change before this returns.
 
         Raises:
             ProtocolError: no engine has been connected.
-            RoundAborted: it was not published; the servers go on with the weights that they have.
-            PeerTimeout: no end within `DEADLINE_S`.
+            RoundAborted: the version was not published; the servers keep their weights.
+            PeerTimeout: the update did not end within `DEADLINE_S`.
         """
         if self._trainer is None:
             raise ProtocolError("update_weights: connect_rollout_engines must come first")
@@ -211,7 +211,7 @@ class WeightUpdater:
         return metrics
 
     def close(self) -> None:
-        """Leave the fleet; the servers go on with what they have. Idempotent."""
+        """Leave the fleet. The servers keep their weights. Idempotent."""
         if self._trainer is not None:
             self._trainer.close()
         if self._fleet is not None:

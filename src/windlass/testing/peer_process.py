@@ -1,4 +1,4 @@
-"""A peer in a process of its own: it exposes an arena, does as it is told, and can be killed.
+"""A peer in a child process: it exposes an arena, executes commands, and can be killed.
 
 with PeerProcess(CmaConfig(), 1 << 20) as peer:
     transport.write(...peer.region...)
@@ -76,16 +76,16 @@ def digest_of(data: bytes | memoryview) -> str:
 class PeerProcess(Closing):
     """A child process with one arena, all bytes 0xEE at first.
 
-    Memory: the child's; gone when it ends.
+    Memory: the arena belongs to the child and ends with it.
 
     Args:
         config: transport of the child.
         nbytes: size of its arena.
-        environment: variables for the child beside this process's own.
+        environment: variables for the child, in addition to those of this process.
 
     Raises:
-        ProtocolError: the child did not start; its own error went to stderr.
-        PeerTimeout: it did not answer within 30 s.
+        ProtocolError: the child did not start; its error is on stderr.
+        PeerTimeout: the child did not answer within 30 s.
     """
 
     def __init__(

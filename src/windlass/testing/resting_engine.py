@@ -12,13 +12,13 @@ class RestingEngine:
     """`EngineHooks` of a rank that generates nothing."""
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-        """Nothing runs."""
+        """Do nothing, because no request runs."""
 
     def resume(self, deadline_s: float) -> None:
-        """Nothing to resume."""
+        """Do nothing, because no request was paused."""
 
     def finalise(self) -> None:
-        """Nothing is derived from weights."""
+        """Do nothing, because this engine derives no data from weights."""
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """No token carries it."""
+        """Do nothing, because this engine generates no tokens that would carry the version."""

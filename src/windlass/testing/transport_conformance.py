@@ -1,4 +1,4 @@
-"""What every `OneSidedTransport` must do: subclass it in a test module.
+"""Conformance tests of `OneSidedTransport`; subclass them in a test module.
 
     class TestCma(TransportConformance):
         config = CmaConfig()
@@ -39,7 +39,7 @@ NBYTES = 8 << 20
 GUARD = 0xEE
 DEADLINE_S = 10.0
 PROMPT_S = 6.0
-"""How long an error may take where nothing has to be waited for."""
+"""Maximum seconds until an error that needs no waiting."""
 
 
 def check(fact: bool, what: str) -> None:
@@ -127,7 +127,7 @@ class Rig:
         raise AssertionError(f"{what}: {len(wrong)} bytes differ, the first at {int(wrong[0])}")
 
     def check_untouched(self, what: str) -> None:
-        """No byte has landed at the peer."""
+        """Check that no byte has arrived at the peer."""
         self.check_peer(np.full(NBYTES, GUARD, np.uint8), what)
 
     def refused(
@@ -192,7 +192,7 @@ class TransportConformance:
 
     @pytest.fixture
     def mortal(self) -> Iterator[Rig]:
-        """A rig of its own, whose peer may be killed."""
+        """Yield a rig for one test, which may kill the peer."""
         rig = _make_rig(self)
         yield rig
         _close_rig(rig)

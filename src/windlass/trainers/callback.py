@@ -1,4 +1,4 @@
-"""What a trainer rank holds to drive an update itself, half of each collective at a time.
+"""Callback with which a trainer rank drives an update itself, bucket by bucket.
 
     callback = windlass.RolloutCallback(url, token, leader="pp0")
     callback.pause_generation()
@@ -7,8 +7,8 @@
         group.broadcast(bucket)                            # both halves of a broadcast
     callback.continue_generation(version)                  # publishes, or raises and nothing changed
 
-Calls that are one half of a collective return a future at once, because the other half is the
-caller's: a call that waited would keep it from entering.
+Calls that make the engines enter a collective return a future at once. The caller must then enter the same
+collective, which it could not do if the call waited.
 """
 
 from __future__ import annotations
@@ -68,24 +68,23 @@ BACKOFF = Backoff(0.05, 1.0)
 
 @final
 class RolloutCallback(Closing):
-    """One leader's way to the controller. May be used from several threads.
+    """Connection of one leader (a trainer rank that drives updates) to the controller. Thread-safe.
 
     Args:
-        controller: address. token: secret.
-        leader: name of this leader, unique among those that drive one update together.
-        client: for `update_weights`; not closed.
-        check_weights: called by `pause_generation` first, to refuse weights that are not whole:
+        controller: address of the controller. token: its secret.
+        leader: name of this leader, unique among the leaders of one update.
+        client: client for `update_weights`. The callback does not close it.
+        check_weights: `pause_generation` calls this first, to refuse weights that are not gathered, for example
             `functools.partial(windlass.trainers.megatron.check_whole, model)`.
-        stage: which of the leaders this one is, its pipeline stage for example.
-        num_stages: how many leaders there are.
-            Engines then take the calls of all leaders in the order (call, stage), whichever
-            arrives first, and the update ends when all leaders have called
-            `continue_generation`. All leaders declare this or none.
-        deadline_s: of every call that names no other.
+        stage: number of this leader, such as its pipeline stage.
+        num_stages: number of leaders. Engines then execute the calls of all leaders in the order (call, stage),
+            independent of their arrival, and the update ends when all leaders have called `continue_generation`.
+            Either all leaders set this or none.
+        deadline_s: deadline in seconds of every call that has no deadline of its own.
 
     Raises:
-        ConfigError: no URL of a server, a token that no header can carry, a stage out of range or
-            without a number of stages, a deadline that is not > 0.
+        ConfigError: `controller` is not a URL, an HTTP header cannot carry the token, `stage` is out of range or
+            `num_stages` is missing, or `deadline_s` is not > 0.
     """
 
     def __init__(
@@ -119,17 +118,17 @@ class RolloutCallback(Closing):
     def pause_generation(
         self, *, session_s: float = 600.0, deadline_s: float | None = None
     ) -> None:
-        """Begin an update, or join the one that another leader has begun: engines come to rest.
+        """Pause the engines and begin an update, or join the update that another leader has begun.
 
         Args:
-            session_s: the engines go on with the old version if the leaders do not end it by then; at most
-                a day.
-            deadline_s: of this call.
+            session_s: seconds after which the engines continue with the old version if the leaders have not ended
+                the update; at most a day.
+            deadline_s: deadline of this call.
 
         Raises:
-            RoundAborted: an engine did not come to rest.
+            RoundAborted: an engine did not pause.
             PeerTimeout, AuthenticationError: see `continue_generation`.
-            WindlassError: what `check_weights` raises; no engine has been paused.
+            WindlassError: `check_weights` raised it; no engine was paused.
         """
         if self._check_weights is not None:
             self._check_weights()
@@ -138,26 +137,25 @@ class RolloutCallback(Closing):
         self._call(PauseCall(session_s, self._stage, self._num_stages), deadline_s)
 
     def continue_generation(self, version: int, *, deadline_s: float | None = None) -> None:
-        """End the update; returns when the last leader has called it and the version is served.
+        """End the update. Return when the last leader has called this and the engines serve the version.
 
         Raises:
-            RoundAborted: some call of some leader had failed, or tensors are missing: the old version
-                is served, everywhere.
-            PeerTimeout: no answer within the deadline; the version may be served all the same.
-            AuthenticationError: wrong token.
-            ConfigError: the version is no integer >= 0; the update has been ended as one that failed.
+            RoundAborted: a call of a leader failed, or tensors are missing. All engines serve the old version.
+            PeerTimeout: no answer within the deadline; the engines may serve the version nevertheless.
+            AuthenticationError: the token is wrong.
+            ConfigError: the version is not an integer >= 0; the update was ended as failed.
         """
         try:
             number = version_number(version, "continue_generation")
         except ConfigError:
-            # Engines stand still: they must not wait for the end of the session.
+            # End the update now, or the engines would stay paused until the session ends.
             with contextlib.suppress(WindlassError):
                 self._call(ContinueCall(-1), deadline_s)
             raise
         self._call(ContinueCall(number), deadline_s)
 
     def engine_ranks(self, *, deadline_s: float | None = None) -> tuple[str, ...]:
-        """The receiving members of every group, in rank order; valid until the update ends."""
+        """Return the engine ranks that are members of every group, in rank order. Valid until the update ends."""
         return self._call(MembersCall(), deadline_s)
 
     def init_weights_update_group(
@@ -167,13 +165,13 @@ class RolloutCallback(Closing):
         fabric: CollectiveFabric = CollectiveFabric.GLOO,
         deadline_s: float | None = None,
     ) -> Future[None]:
-        """Have every engine rank enter a group whose rank 0 is the caller; at once a future."""
+        """Make every engine rank enter a group in which the caller is rank 0. Return a future at once."""
         return self._start(JoinPushGroup(offer, fabric, deadline_s or self._deadline_s), deadline_s)
 
     def update_weights_from_distributed(
         self, group: str, tensors: Sequence[WireTensor], *, deadline_s: float | None = None
     ) -> Future[None]:
-        """Have every engine rank receive one bucket of whole tensors; at once a future."""
+        """Make every engine rank receive one bucket of whole tensors. Return a future at once."""
         return self._start(
             ReceiveTensors(group, tuple(tensors), deadline_s or self._deadline_s), deadline_s
         )
@@ -181,23 +179,23 @@ class RolloutCallback(Closing):
     def update_weights_from_disk(
         self, folder: str, *, deadline_s: float | None = None
     ) -> Future[None]:
-        """Have every engine rank read its boxes from a checkpoint folder; at once a future."""
+        """Make every engine rank read its boxes from a checkpoint folder. Return a future at once."""
         return self._start(ReadFiles(folder), deadline_s)
 
     def update_weights(
         self, version: int, *, deadline_s: float | None = None
     ) -> Future[UpdateReport]:
-        """`TrainerClient.publish_soon`: by the controller's own backend, no pause needed.
+        """Publish with `TrainerClient.publish_soon`, through the controller's backend. No pause is needed.
 
         Raises:
-            ConfigError: the callback was made without a client; see also there.
+            ConfigError: the callback was made without a client; see also `TrainerClient.publish_soon`.
         """
         if self._client is None:
             raise ConfigError("update_weights: the callback was made without a client")
         return self._client.publish_soon(version, deadline_s=deadline_s or self._deadline_s)
 
     def close(self) -> None:
-        """End the threads; calls under way end at their deadline. Idempotent."""
+        """Stop the threads. Calls that wait for an answer end at their deadline at the latest. Idempotent."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -213,7 +211,7 @@ class RolloutCallback(Closing):
     def _call(
         self, call: CallbackCall, deadline_s: float | None, number: int = 0
     ) -> tuple[str, ...]:
-        """Ask until there is an answer: the request id makes a repetition the same call."""
+        """Send a call until the controller answers. The request id marks repetitions as the same call."""
         seconds = deadline_s or self._deadline_s
         asked = CallbackRequest(uuid.uuid4().hex, self.leader, call, seconds, number)
         body, ends = msgspec.msgpack.encode(asked), time.monotonic() + seconds + MARGIN_S
@@ -251,19 +249,20 @@ class RolloutCallback(Closing):
 
 @final
 class WeightGroup:
-    """Both halves of a named group: this process is rank 0, every engine rank is a member.
+    """A named group for broadcasts: this process is rank 0, and every engine rank is a member.
 
-    The port is bound before it is published. Groups live side by side and stay from one update to
-    the next. Made between `pause_generation` and `continue_generation`.
+    Make a group between `pause_generation` and `continue_generation`. Several groups can exist at the same time, and
+    a group can be used in later updates. The port is bound before engines learn of it.
 
     Args:
-        callback: of this leader. name: unique among the groups of all leaders.
-        bucket_nbytes: the largest bucket. fabric: gloo or NCCL.
-        deadline_s: of forming it, and of every broadcast.
+        callback: callback of this leader. name: unique among the groups of all leaders.
+        bucket_nbytes: maximum size of a bucket. fabric: gloo or NCCL.
+        deadline_s: seconds to form the group, and for every broadcast.
 
     Raises:
-        ConfigError: no such fabric.
-        RoundAborted: an engine did not enter. PlanError, PeerTimeout, TransferFailed: own half.
+        ConfigError: the fabric is unknown, or it is NCCL and this process has no CUDA device.
+        RoundAborted: an engine did not enter the group.
+        PlanError, PeerTimeout, TransferFailed: this process could not enter the group.
     """
 
     def __init__(
@@ -297,11 +296,11 @@ class WeightGroup:
         entered.result(deadline_s + MARGIN_S)
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send one bucket of whole tensors under their checkpoint names. Blocks until it is taken.
+        """Send one bucket of whole tensors under their checkpoint names. Block until the engines have received it.
 
         Raises:
             ConfigError: the bucket is too large.
-            RoundAborted: an engine did not take it; `TransferFailed`: the broadcast failed.
+            RoundAborted: an engine did not receive it. TransferFailed: the broadcast failed.
         """
         from windlass.memory.torch_dtypes import dtype_of
 
@@ -324,7 +323,7 @@ class WeightGroup:
             self._group.finish(0, self._deadline_s)
             self._group.drain(self._deadline_s)
         finally:
-            # Whatever became of this half: the engines' answer says more than a broken socket.
+            # Raise the engines' error, if any, instead of this side's: it says more than a broken socket.
             taken.result(self._deadline_s + MARGIN_S)
 
     def close(self) -> None:
@@ -333,10 +332,10 @@ class WeightGroup:
 
 
 def _current_gpu() -> Gpu:
-    """Torch's current device.
+    """Return torch's current CUDA device.
 
     Raises:
-        ConfigError: there is none. TransportUnavailable: its kernels cannot be compiled.
+        ConfigError: there is no CUDA device. TransportUnavailable: its kernels cannot be compiled.
     """
     import torch
 

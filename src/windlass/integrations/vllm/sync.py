@@ -33,20 +33,20 @@ logger = logging.getLogger(__name__)
 REASON_S = 1.0
 """For the reason of a refusal to come, once a server has answered that it refuses."""
 CALL_S = 30.0
-"""For a route that does nothing that takes long."""
+"""Deadline in seconds of routes that answer quickly."""
 PROBE_S = 2.0
-"""For a server that had died to say that it is there again: whoever sends waits for it."""
+"""Seconds that `send_weights` waits for a dead server to answer again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentWeights:
-    """What became of a version.
+    """Result of `WeightSync.send_weights`.
 
     Attributes:
-        version: which.
-        servers: URLs of those that serve it now.
-        left_out: URLs of those that do not, and why; they are brought up to date when they can be.
-        report: of the round: bytes, seconds per phase, pause.
+        version: number of the version.
+        servers: URLs of the servers that serve the version now.
+        left_out: URL of a server that does not serve it -> reason. The server gets the version as soon as possible.
+        report: report of the round: bytes, seconds per phase, pause.
     """
 
     version: int
@@ -146,20 +146,20 @@ class WeightSync:
             undo.pop_all()
 
     def send_weights(self, version: int) -> SentWeights:
-        """Have every server serve the weights as they are now. Collective; blocks.
+        """Publish the current weights to every server. Collective; blocks.
 
-        A server that has died, or fails, is left out, and keeps nobody: the others serve the version when
-        this returns. One that is there again at its URL joins first.
+        A server that is dead or fails is left out, and the update does not wait for it: all other servers serve the
+        version when this returns. A server that runs again at its URL joins before the update.
         Memory: the weights must not change before this returns.
 
         Args:
-            version: greater than every one before.
+            version: greater than all earlier versions.
 
         Raises:
-            ConfigError: `version` is no integer >= 0.
-            RoundAborted: it was not published; the servers go on with the weights that they have.
-            PeerUnreachable: no server is there, or another rank has failed; quotes the reason.
-            PeerTimeout: no end within `deadline_s`.
+            ConfigError: `version` is not an integer >= 0.
+            RoundAborted: the version was not published; the servers keep their weights.
+            PeerUnreachable: no server can be reached, or another rank has failed; quotes the reason.
+            PeerTimeout: the update did not end within `deadline_s`.
         """
         self._num_sent += 1
         going = f"send/{self._num_sent}"
@@ -187,7 +187,7 @@ class WeightSync:
         return SentWeights(version=version, servers=served, left_out=left_out, report=report)
 
     def shutdown(self) -> None:
-        """Leave the fleet; the servers go on with what they have, and may join another trainer. Idempotent."""
+        """Leave the fleet. The servers keep their weights and may join another trainer. Idempotent."""
         self._trainer.close()
         if self._fleet is not None:
             self._fleet.close()
