@@ -149,16 +149,16 @@ class ParallelSizes:
 class FsdpEngine(TrainEngine):
     """The `TrainEngine` of an FSDP2 rank.
 
-    Without `sizes` every rank is a data-parallel rank of its own; tensor- and context-parallel peers are one, and
-    get the same samples. The gradient of a step is that of the mean over the samples (or tokens) of all ranks,
-    however many each rank has.
+    Without `sizes` every rank is a data-parallel rank. Tensor- and context-parallel peers form one data-parallel rank
+    and get the same samples. A step's loss is the mean over the samples (or tokens) of all ranks, even if the ranks
+    have different numbers of samples.
 
     Args:
-        model: builds the module; called after the process group exists, seeded alike on all ranks.
+        model: builds the module; called after the process group exists, with the same seed on all ranks.
         optimizer: from the sharded module. loss: from the module and this rank's groups; a
             scalar that depends on the module, since every rank must enter its collectives.
         units: submodules to shard on their own, usually decoder layers.
-        sizes: of the mesh, which `mesh` is after `setup`; a loss cuts sequences by `mesh["cp"]`.
+        sizes: sizes of the mesh; after `setup` it is the attribute `mesh`. A loss cuts sequences by `mesh["cp"]`.
         tensor_parallel: cuts the module over `mesh["tp"]`, by torch's `parallelize_module` for example; before
             FSDP2 does. It must be given where `sizes.tp` > 1.
         loss_mean: unit that `loss` is the mean over; its number gives the weights of ranks and micro-batches.

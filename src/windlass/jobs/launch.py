@@ -126,7 +126,7 @@ async def _run_in(
     notify: Callable[[str], None],
     progress: Progress,
 ) -> JobSummary:
-    """Run a job whose output folder is locked; see `run_job`."""
+    """Run a job after its output folder was locked; see `run_job`."""
     inherited = {name: environment_value(name) for name in (*LOG_VARIABLES, *TLS_VARIABLES)}
     environment = {
         **{name: value for name, value in inherited.items() if value},
@@ -829,7 +829,7 @@ def _owner_token() -> str:
     return secrets.token_hex(16)
 
 
-# --- what it is made of -----------------------------------------------------------------------
+# --- processes of the job, and checks of its options ------------------------------------------
 
 
 def check_job(config: LaunchConfig) -> None:

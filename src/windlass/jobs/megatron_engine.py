@@ -54,9 +54,9 @@ the scalar loss from the last stage's output."""
 class MegatronEngine(TrainEngine):
     """The `TrainEngine` of a Megatron-core rank.
 
-    Tensor-, pipeline- and context-parallel peers get the same samples. The gradient of a step is that of the mean over the
-    samples (or tokens) of all ranks. Context-parallel ranks' gradients are summed: there a rank's loss is its part's
-    share of the whole.
+    Tensor-, pipeline- and context-parallel peers get the same samples. A step's loss is the mean over the samples (or
+    tokens) of all ranks. The gradients of context-parallel ranks are summed, so each of their losses must be the
+    share of the rank's part of the sequence.
 
     Args:
         config: of the model; its sizes of parallel groups are those that are made.

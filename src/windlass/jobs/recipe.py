@@ -67,7 +67,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def tasks(self) -> Iterator[Task]:
-        """Yield tasks, as fast as the staleness bound admits them; the end ends the job.
+        """Yield tasks, as fast as the staleness bound admits them. The job ends after the last task.
 
         Runs in a thread, so it may wait for what it yields.
         """
@@ -230,7 +230,7 @@ class CallThread:
             WindlassError: the code raised; names `what`.
         """
         result: Future[_T] = Future()
-        # The caller may give up; the thread goes on.
+        # The caller may stop waiting; the thread continues.
         result.set_running_or_notify_cancel()
         self._calls.put(partial(_run_into, result, contextvars.copy_context(), what, call))
         return await asyncio.wrap_future(result)
@@ -251,7 +251,7 @@ async def in_thread(what: str, call: Callable[[], _T]) -> _T:
         WindlassError: the code raised.
     """
     result: Future[_T] = Future()
-    # The caller may give up; the thread goes on.
+    # The caller may stop waiting; the thread continues.
     result.set_running_or_notify_cancel()
     run = partial(_run_into, result, contextvars.copy_context(), what, call)
     threading.Thread(target=run, name="recipe", daemon=True).start()
@@ -269,7 +269,7 @@ def _run_into(
 
 
 def recipe_error(what: str, error: BaseException) -> WindlassError:
-    """Return an error of the job for an exception of the recipe, whose traceback is logged."""
+    """Log the traceback of an exception of the recipe, and return the error of the job for it."""
     if isinstance(error, WindlassError):
         return error
     _log.error("recipe: %s raised", what, exc_info=error)

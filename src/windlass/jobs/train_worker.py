@@ -42,7 +42,7 @@ LARGEST_DIFFERENCE = 0.1
 Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
 
-# --- what a train controller and its ranks say; a collective call is one call of every rank ----------
+# --- messages of a train controller and its ranks; a collective call is one call of every rank -------
 
 MAX_MESSAGE_NBYTES = 1 << 30
 
@@ -292,7 +292,7 @@ class _CallingThread(concurrent.futures.Executor):
         return future
 
     def put(self, job: Callable[[], object]) -> None:
-        """Have `run_next` call this, and raise what it raises."""
+        """Queue a job for `run_next`, which raises the job's exceptions."""
         self._jobs.put(job)
 
     def run_next(self) -> None:

@@ -1,1 +1,1 @@
-"""One command per file: the name of the file is that of the command."""
+"""One command per file; the file has the command's name."""

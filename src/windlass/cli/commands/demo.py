@@ -31,7 +31,7 @@ PAUSE_MODES = {"cpu": PauseMode.ABORT, "cuda": PauseMode.IN_PLACE}
 SERVER_TRANSPORTS = {"cpu": ("cma", "mooncake"), "cuda": ("cuda_ipc",)}
 """The first one is the default."""
 MAX_NEW_TOKENS = {"embedded": 12, "server": 60}
-"""What the engines' settings leave beside a prompt of four tokens."""
+"""Largest number of answer tokens that fit into the engines' context after a prompt of four tokens."""
 SCHEDULERS: Mapping[str, SchedulerConfig] = {
     "local": LocalSchedulerConfig(),
     "slurm": SlurmSchedulerConfig(host="127.0.0.1"),

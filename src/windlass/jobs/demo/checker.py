@@ -35,13 +35,13 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 BATCH = 1024
 NUM_WORST = 4
 NUM_LOADED = 8
-"""Versions whose weights are in memory at a time."""
+"""Number of versions with weights in memory at a time."""
 
 Weights = Mapping[str, torch.Tensor]
 
 
 class WorstAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer with a large distance, and what tells rounding from a token that another version made.
+    """An answer with a large distance, and the values that distinguish rounding from a token of another version.
 
     Attributes:
         distance: mean |logprob difference| over its tokens.

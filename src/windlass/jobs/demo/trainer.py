@@ -95,7 +95,7 @@ def _save_version(model: torch.nn.Module, path: Path) -> None:
 def make_engine(
     config: Path, versions_dir: Path, seed: int, device: str, *, publish_to_fleet: bool = True
 ) -> FsdpEngine:
-    """Make what a rank runs; `publish_to_fleet` is `FsdpEngine`'s."""
+    """Return the engine of a rank; see `FsdpEngine` for `publish_to_fleet`."""
     torch.set_num_threads(1)
     versions = itertools.count()
 
