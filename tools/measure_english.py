@@ -29,6 +29,8 @@ LIMITS = {
     "src/windlass/observability": 3.0,
     "src/windlass/planning": 3.0,
     "src/windlass/rollout": 3.0,
+    "src/windlass/testing": 3.0,
+    "src/windlass/trainers": 3.0,
     "src/windlass/transfer": 3.0,
     "src/windlass/transports": 3.0,
 }

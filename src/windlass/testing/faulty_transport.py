@@ -1,4 +1,4 @@
-"""A transport that goes wrong on purpose, at the write you name."""
+"""A transport that injects faults into chosen writes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from windlass.transports.base import (
 
 
 class FaultKind(StrEnum):
-    """What goes wrong.
+    """Kind of an injected fault.
 
     FAIL_BEFORE: nothing is sent; `TransferFailed`.
     FAIL_HALFWAY: the first half of the pieces is sent; `TransferFailed`.
     DROP_PIECE: the last piece is not sent, and the write reports success.
     FLIP_BYTE: the first byte of the first piece arrives inverted; success.
     UNKNOWN: nothing is sent; `TransferOutcomeUnknown`.
-    UNKNOWN_LANDED: everything is sent; `TransferOutcomeUnknown` all the same.
+    UNKNOWN_LANDED: everything is sent; `TransferOutcomeUnknown` nevertheless.
     DELAY: sent `delay_s` late; success, or `TransferOutcomeUnknown` past the deadline.
     """
 
@@ -46,9 +46,9 @@ class Fault:
     """One scripted fault.
 
     Attributes:
-        kind: what goes wrong.
+        kind: kind of the fault.
         delay_s: seconds, for DELAY.
-        endpoint: only writes to this peer go wrong; None for any.
+        endpoint: the fault applies only to writes to this peer; None for any peer.
     """
 
     kind: FaultKind
@@ -64,11 +64,11 @@ class Fault:
 
 
 class FaultyTransport(WrappedTransport):
-    """Wraps a transport; everything but the named writes passes through. Thread-safe.
+    """Wraps a transport; all calls except the chosen writes pass through. Thread-safe.
 
     Args:
-        inner: the real transport. Closed with this one.
-        faults: by number of the write, counted from 0 over all peers.
+        inner: the real transport. `close` closes it, too.
+        faults: number of the write -> its fault; writes are counted from 0 over all peers.
     """
 
     def __init__(self, inner: OneSidedTransport, faults: Mapping[int, Fault]) -> None:
@@ -80,12 +80,12 @@ class FaultyTransport(WrappedTransport):
 
     @property
     def num_writes(self) -> int:
-        """Writes begun so far."""
+        """Number of writes that have begun."""
         with self._lock:
             return self._num_writes
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.write`; goes wrong when its number is in the script."""
+        """Write as `OneSidedTransport.write` does, with the fault of this write's number, if any."""
         with self._lock:
             number = self._num_writes
             self._num_writes += 1

@@ -118,7 +118,7 @@ class PeerProcess(Closing):
         return self._ask("read", offset, nbytes).data
 
     def digest(self) -> str:
-        """xxh3-128 of the whole arena."""
+        """Return the xxh3-128 digest of the whole arena."""
         return self._ask("digest").data.decode()
 
     def fill(self, value: int) -> None:
@@ -142,17 +142,18 @@ class PeerProcess(Closing):
         self._ask("signal_on_write", offset, int(number))
 
     def stop(self) -> None:
-        """SIGSTOP: memory stays, nothing runs any more when this returns, if it is a child of ours."""
+        """Send SIGSTOP. A child of this process has stopped when this returns; its memory stays."""
         self._process.send_signal(signal.SIGSTOP)
-        with contextlib.suppress(ChildProcessError):  # somebody else has forked it
+        # Another process may be the parent.
+        with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone. Idempotent."""
+        """Send SIGKILL and wait for the end of the child. Idempotent."""
         self._process.kill()
         self._process.wait(ANSWER_S)
         for pipe in (self._input, self._output):
@@ -202,7 +203,7 @@ def _watch(arena: Arena, offset: int, number: int) -> None:
 
 
 def serve(config: TransportConfig, nbytes: int) -> None:
-    """The child: answers commands from standard input until that ends."""
+    """Answer commands from standard input until it ends. The child process runs this."""
     transport = create_transport(config)
     arena = Arena(transport, nbytes)
     arena.bytes[:] = 0xEE

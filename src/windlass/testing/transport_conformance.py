@@ -442,7 +442,7 @@ class TransportConformance:
 
 
 class ProcessConformance(TransportConformance):
-    """More of it, for transports whose peers are processes."""
+    """Further conformance tests, for transports between processes."""
 
     def process(self, rig: Rig) -> PeerProcess:
         """Return the peer of `rig`, as the process that it is."""

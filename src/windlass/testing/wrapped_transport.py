@@ -1,4 +1,4 @@
-"""A transport that passes everything on to another one: what a fault is put in front of."""
+"""A transport that passes every call to another transport; base class for fault injection."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from windlass.transports.traits import MemoryAllocator, TransportTraits, WireRep
 
 
 class WrappedTransport(OneSidedTransport):
-    """`OneSidedTransport` in front of another one; override what is to differ.
+    """`OneSidedTransport` that passes every call to `inner`; override the calls that must differ.
 
     Args:
-        inner: does the work. Closed with this one.
+        inner: transport that does the work. `close` closes it, too.
     """
 
     def __init__(self, inner: OneSidedTransport) -> None:

@@ -1,4 +1,4 @@
-"""Trainer adapters, and the client with which a trainer rank publishes weights."""
+"""Trainer adapters, and the client that publishes the weights of a trainer rank."""
 
 from __future__ import annotations
 

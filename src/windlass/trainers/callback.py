@@ -1,4 +1,4 @@
-"""Callback with which a trainer rank drives an update itself, bucket by bucket.
+"""Callback for a trainer rank that drives an update itself, bucket by bucket.
 
     callback = windlass.RolloutCallback(url, token, leader="pp0")
     callback.pause_generation()
