@@ -104,6 +104,8 @@ def test_a_launch_that_starts_nothing_writes_nothing(
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv("WINDLASS_TOKEN", raising=False)
+    # An earlier test of this process may have had a token.
+    monkeypatch.setattr("windlass.envs._secrets", {})
     if token_file:
         monkeypatch.setenv("WINDLASS_TOKEN_FILE", str(tmp_path / token_file))
     path = job(tmp_path, *changes)
