@@ -472,38 +472,42 @@ class Fleet:
 
     def routable(self) -> tuple[EngineInfo, ...]:
         """Return engines that may get traffic: they serve the published version and generate."""
-        states = filter(lambda state: state.routable, self.states())
-        return tuple(EngineInfo(state.name, state.url, state.version) for state in states)
+        engines = filter(self._is_routable, self.engines())
+        return tuple(EngineInfo(g.name, g.url, g.version) for g in engines)
 
     def states(self) -> tuple[EngineState, ...]:
         """Return the state of every engine with a connected rank, in the order of `engines`."""
         return tuple(self._state_of(group) for group in self.engines())
 
     def _state_of(self, group: Group) -> EngineState:
-        """Return the state of an engine, which alone decides whether it gets traffic."""
-        status, reason = EngineStatus.WAITING, ""
-        if self.serves(group) and not group.not_resumed:
-            status = EngineStatus.SERVING
-        elif group.silent:
-            status, reason = EngineStatus.SILENT, group.silent
-        elif group.quarantined:
-            status, reason = EngineStatus.QUARANTINED, group.left_out or QUARANTINE_REASON
-        elif group.mixed_weights:
-            status, reason = EngineStatus.MIXED_WEIGHTS, group.left_out
-        elif group.left_out:
-            status, reason = EngineStatus.LEFT_OUT, group.left_out
-        elif group.not_resumed:
-            status, reason = EngineStatus.NOT_RESUMED, group.not_resumed
-        elif not group.complete:
-            status = EngineStatus.INCOMPLETE
+        status, reason = self._status_of(group)
         return EngineState(
             group.name, group.url, self._version_of(group), status, printable(reason)
         )
 
+    def _status_of(self, group: Group) -> tuple[EngineStatus, str]:
+        """Return the state of an engine, which alone decides whether it gets traffic, and the reason."""
+        if self.serves(group) and not group.not_resumed:
+            return EngineStatus.SERVING, ""
+        if group.silent:
+            return EngineStatus.SILENT, group.silent
+        if group.quarantined:
+            return EngineStatus.QUARANTINED, group.left_out or QUARANTINE_REASON
+        if group.mixed_weights:
+            return EngineStatus.MIXED_WEIGHTS, group.left_out
+        if group.left_out:
+            return EngineStatus.LEFT_OUT, group.left_out
+        if group.not_resumed:
+            return EngineStatus.NOT_RESUMED, group.not_resumed
+        return (EngineStatus.WAITING if group.complete else EngineStatus.INCOMPLETE), ""
+
+    def _is_routable(self, group: Group) -> bool:
+        return self._status_of(group)[0] is EngineStatus.SERVING
+
     @property
     def unserved(self) -> str:
         """Reason why no engine can answer although a version is published; empty if an engine serves it."""
-        if self.published < 0 or any(state.routable for state in self.states()):
+        if self.published < 0 or any(map(self._is_routable, self.engines())):
             return ""
         return f"no engine serves version {self.published}"
 
