@@ -9,5 +9,6 @@ from windlass.lazy import public
 if TYPE_CHECKING:
     from windlass.integrations.trl.weight_transfer import WeightTransfer as WeightTransfer
 
-if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+# Hidden from type checkers, so that they still report unknown names.
+if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

@@ -1,8 +1,8 @@
 """TRL: `AsyncGRPOTrainer(..., weight_transfer=WeightTransfer(["http://host:8000", ...]))`.
 
-The interface is TRL's `WeightTransferProtocol`; what `attach` replaces is its `AsyncGRPOTrainer._sync_weight_merged`
-and the loop of its `AsyncRolloutWorker` (huggingface/trl, trl/experimental/async_grpo/async_grpo_trainer.py and
-async_rollout_worker.py, 1.16). The servers are plain ones of vLLM with
+`WeightTransfer` implements TRL's `WeightTransferProtocol`. `attach` replaces `AsyncGRPOTrainer._sync_weight_merged` and
+the loop of `AsyncRolloutWorker` (huggingface/trl 1.16, trl/experimental/async_grpo/async_grpo_trainer.py and
+async_rollout_worker.py). The servers are plain vLLM servers, started with
 `--weight-transfer-config '{"backend": "windlass"}'`.
 """
 
@@ -31,33 +31,35 @@ from windlass.layout.naming.stacked import StackedRule
 __all__ = ["WeightTransfer"]
 
 FAILED_FOR_S = 30.0
-"""How long a server that failed a request gets none, while another one has not failed."""
+"""Seconds that a server gets no requests after it failed one, unless all servers have failed."""
 _SERVER: ContextVar[str] = ContextVar("windlass_server", default="")
+"""URL of the server that the running asyncio task sends its request to."""
 
 
 @final
 class WeightTransfer:
-    """Weights of an `AsyncGRPOTrainer` into vLLM servers, all of them in one transaction.
+    """Weight transfer from an `AsyncGRPOTrainer` to vLLM servers; one transaction updates all servers.
 
-    As TRL's `weight_transfer=` alone it is for a trainer of one rank, whose parameters are read where they
-    lie. `attach` is for any number of ranks, and gathers nothing.
+    A trainer of one rank needs only the `weight_transfer=` argument. Windlass reads its parameters in place.
+    A trainer of several ranks must also call `attach`, which works for any number of ranks. No rank gathers a
+    parameter after `attach`.
 
-    The fleet is paused inside `send_weights`, once the weights are ready; TRL's `pause` and `resume` do
-    nothing here. A server that dies is left out, and joins again when it is back; the others go on.
+    `send_weights` pauses the servers once the weights are ready. TRL's `pause` and `resume` do nothing here.
+    Updates leave out a server that dies, and the other servers continue. The server joins again once it runs.
 
     Args:
-        servers: URLs of the servers, in one order on every rank.
-        config: see `WeightSync`, as for all that follow.
+        servers: URLs of the servers, in the same order on every rank.
+        config: see `WeightSync`.
         transport: name of the transport, or its configuration in JSON.
         stacked: see `connect_trainer`.
         allow_unused: see `connect_trainer`.
         keep: see `connect_trainer`.
-        pause: one of `PAUSE_MODES`, or None.
-        api_key: what the servers were started to ask for; empty for nothing.
-        deadline_s: for all servers to join, and then for every version.
+        pause: one of `PAUSE_MODES`, or None; see `WeightSync`.
+        api_key: API key of the servers; empty if they require none.
+        deadline_s: deadline in seconds for all servers to join, and then for each version.
 
     Raises:
-        ConfigError: no server, one that is no URL, or one twice.
+        ConfigError: `servers` is empty, contains an invalid URL, or contains a URL twice.
     """
 
     def __init__(
@@ -92,13 +94,13 @@ class WeightTransfer:
         self._version = 0
 
     def attach(self, trainer: AsyncGRPOTrainer) -> None:
-        """Have every rank of `trainer` send its own shards, and rollouts go to all servers.
+        """Make every rank of `trainer` send its own shards, and spread rollouts over all servers.
 
-        Called by every rank, once, between the trainer's constructor and `train`. TRL's gather of each parameter
-        is not called any more. Rollouts are spread where the rollout worker is TRL's own.
+        Every rank calls this once, after the trainer's constructor and before `train`. TRL no longer gathers
+        parameters afterwards. Rollouts are spread only if the rollout worker is TRL's own class.
 
         Raises:
-            ConfigError: `trainer` was given another `weight_transfer`.
+            ConfigError: the `weight_transfer` of `trainer` is another object.
         """
         if trainer.accelerator.is_main_process and trainer.weight_transfer is not self:
             raise ConfigError(
@@ -113,10 +115,13 @@ class WeightTransfer:
             worker._loop_kwargs["vllm_server_url"] = " ".join(self._servers)
 
     def init_weight_transfer(self) -> None:
-        """Connect, where `attach` has named the model; otherwise the first `send_weights` does.
+        """Connect to the servers, if `attach` was called; otherwise the first `send_weights` connects.
+
+        The connection is collective over the trainer ranks.
 
         Raises:
-            ConfigError: a trainer of several ranks was not attached. Besides, see `WeightSync`.
+            ConfigError: the trainer has several ranks and did not call `attach`.
+            WindlassError: any error of `WeightSync`.
         """
         if self._trainer is not None:
             self._connect_model(self._trainer)
@@ -130,7 +135,9 @@ class WeightTransfer:
         """Do nothing: `send_weights` pauses."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Have every server serve the tensors that TRL hands over. They must not change before this returns.
+        """Publish the tensors of `iterator` to every server. Blocks.
+
+        Memory: the caller must not change the tensors before this returns.
 
         Raises:
             WindlassError: any error of `WeightSync` and of `WeightSync.send_weights`.
@@ -142,26 +149,30 @@ class WeightTransfer:
         self._send(self._sync)
 
     def resume(self) -> None:
-        """Do nothing: the servers go on when `send_weights` returns."""
+        """Do nothing: the servers have resumed when `send_weights` returns."""
 
     def destroy(self) -> None:
-        """Leave the servers, which go on with what they have. Idempotent."""
+        """Disconnect from the servers, which keep their weights and continue to serve. Idempotent."""
         sync, self._sync = self._sync, None
         if sync is not None:
             sync.shutdown()
 
     def _connect_model(self, trainer: AsyncGRPOTrainer) -> WeightSync:
-        """Collective."""
+        """Connect the model of `trainer`, unless it is connected, and return the connection. Collective."""
         if self._sync is None:
             model = trainer.accelerator.unwrap_model(trainer.model)
             names = _merged_names(model.prefix) if is_peft_model(model) else None
             self._sync = self._connect(model, name_map=names)
-            # Only rank 0 is told by TRL with which version a run that is resumed begins.
+            # TRL gives the first version of a resumed run to rank 0 only.
             self._version = broadcast_object_list([trainer.model_version], from_process=0)[0]
         return self._sync
 
     def _send_shards(self, trainer: AsyncGRPOTrainer, t0: float) -> tuple[float, float, float]:
-        """In the place of `_sync_weight_merged`: the times at which pause, barrier and transfer were over."""
+        """Publish the weights; replaces TRL's `_sync_weight_merged`. Collective.
+
+        Returns:
+            Times at which the pause, the barrier and the transfer ended, in seconds as of `time.time`.
+        """
         sync = self._connect_model(trainer)
         trainer.accelerator.wait_for_everyone()
         ready = time.time()
@@ -186,7 +197,7 @@ class WeightTransfer:
 
 @final
 class _LeaveAtEnd(TrainerCallback):  # type: ignore[misc]  # transformers is not typed here
-    """TRL calls `destroy` on rank 0 only."""
+    """Callback that disconnects every rank when training ends, because TRL calls `destroy` on rank 0 only."""
 
     def __init__(self, transfer: WeightTransfer) -> None:
         self._transfer = transfer
@@ -194,12 +205,13 @@ class _LeaveAtEnd(TrainerCallback):  # type: ignore[misc]  # transformers is not
     def _leave(self, *_: Any, **__: Any) -> None:
         self._transfer.destroy()
 
-    on_train_end = _leave  # which is handed everything that a callback may want
+    # transformers passes many arguments to this method, which needs none of them.
+    on_train_end = _leave
 
 
 @final
-class _FleetLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # nor is TRL
-    """TRL's rollout loop over several servers: a request goes to the one that has the fewest."""
+class _FleetLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # TRL is not typed here
+    """TRL's rollout loop for several servers: sends each request to the server with the fewest open requests."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -209,12 +221,12 @@ class _FleetLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # nor is TRL
 
     @property
     def vllm_server_url(self) -> str:
-        """Of the request that the running task makes."""
+        """URL of the server that the running task sends its request to."""
         return _SERVER.get()
 
     @vllm_server_url.setter
     def vllm_server_url(self, _: str) -> None:
-        """Set by TRL's constructor."""
+        """Ignore the value, which TRL's constructor assigns."""
 
     async def _post(self, *request: Any, **settings: Any) -> Any:
         def load(url: str) -> tuple[bool, int]:
@@ -233,7 +245,11 @@ class _FleetLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # nor is TRL
 
 
 def _merged_names(prefix: str) -> Callable[[str], str | None]:
-    """The base model's names once an adapter is merged; `prefix` is that of the adapter's own parameters."""
+    """Return a map from parameter names of a merged PEFT model to names of its base model.
+
+    Args:
+        prefix: prefix of the adapter's own parameters. The map returns None for these and for `original_module`.
+    """
 
     def name_map(name: str) -> str | None:
         name = name.removeprefix("base_model.model.")
