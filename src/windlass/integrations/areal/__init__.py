@@ -1,4 +1,4 @@
-"""AReaL's `PPOTrainer` with plain vLLM servers: `install()` before it is made."""
+"""AReaL's `PPOTrainer` with plain vLLM servers: call `install()` before you create the trainer."""
 
 from __future__ import annotations
 
@@ -12,5 +12,6 @@ if TYPE_CHECKING:
     from windlass.integrations.areal.engines import RemotevLLMEngine as RemotevLLMEngine
     from windlass.integrations.areal.engines import install as install
 
-if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+# Hidden from type checkers, so that they still report unknown names.
+if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

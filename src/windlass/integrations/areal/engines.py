@@ -1,14 +1,15 @@
-"""AReaL: FSDP2 ranks write their shards straight into the vLLM servers that it rolls out with.
+"""AReaL: FSDP2 ranks write their shards directly into the vLLM servers of the rollout.
 
     from windlass.integrations.areal import install
 
-    install()  # before `PPOTrainer(...)`; the rest of the script stays
+    install()  # before `PPOTrainer(...)`; the rest of the script does not change
 
-Read at AReaL 1.0.4 (inclusionAI/AReaL): `FSDPEngine.connect_engine` and `update_weights`
-(`areal/engine/fsdp_engine.py`), which its trainer calls in every rank or has its controller call on every worker
-(`areal/infra/controller/train_controller.py`), and `RemoteInfEngine` (`areal/infra/remote_inf_engine.py`). Nothing is
-gathered, and no process group is made with the servers. These are plain ones of vLLM with
-`--weight-transfer-config '{"backend": "windlass"}'`: ones that AReaL is told of, or starts by `RemotevLLMEngine`.
+This module was written for AReaL 1.0.4 (inclusionAI/AReaL). It overrides `FSDPEngine.connect_engine` and
+`update_weights` (`areal/engine/fsdp_engine.py`) and `RemoteInfEngine` (`areal/infra/remote_inf_engine.py`). AReaL's
+trainer calls the first two in every rank, or its controller calls them on every worker
+(`areal/infra/controller/train_controller.py`). No rank gathers tensors, and no process group includes the servers. The
+servers are plain vLLM servers with `--weight-transfer-config '{"backend": "windlass"}'`. The user gives AReaL their
+addresses, or AReaL starts them through `RemotevLLMEngine`.
 """
 
 from __future__ import annotations
@@ -49,23 +50,23 @@ __all__ = ["FSDPEngine", "FSDPPPOActor", "RemotevLLMEngine", "install"]
 _log = logging.getLogger(__name__)
 PYTHON_VARIABLE = "WINDLASS_VLLM_PYTHON"
 DEADLINE_S = 600.0
-"""For all servers to join, and then for every version."""
+"""Deadline in seconds for all servers to join, and then for each version."""
 
 
 def install() -> None:
-    """Have AReaL's `PPOTrainer` train with `FSDPPPOActor` and roll out with `RemotevLLMEngine` of this module.
+    """Make AReaL's `PPOTrainer` use `FSDPPPOActor` and `RemotevLLMEngine` of this module.
 
-    Called once, in the process that makes the trainer, before it does. Workers of AReaL's controller import what
-    they need by its name.
+    The process that creates the trainer calls this once, before it does so. Workers of AReaL's controller need no
+    call, because they import these classes by name.
     """
     vars(areal.engine)["FSDPPPOActor"] = FSDPPPOActor
     vars(areal.trainer.rl_trainer)["RemotevLLMEngine"] = RemotevLLMEngine
 
 
 class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not typed here
-    """AReaL's FSDP engine, whose weights Windlass sends; for scripts that make engines themselves.
+    """AReaL's FSDP engine with weight updates by Windlass, for scripts that create engines themselves.
 
-    Memory: the shards are read, and servers' weights written, within `update_weights` alone.
+    Memory: trainer ranks read their shards and write the servers' weights during `update_weights` only.
     """
 
     def __init__(self, config: TrainEngineConfig) -> None:
@@ -73,19 +74,22 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
         self._sync: WeightSync | None = None
 
     def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
-        """Have the servers of `engine` join. Collective; blocks. A second call with the same servers does nothing.
+        """Connect to the servers of `engine`. Collective; blocks.
+
+        A second call with the same servers keeps the connection. A call with other servers replaces it.
 
         Args:
-            engine: a `RemotevLLMEngine` of this module; in a worker what AReaL's controller gives for one.
-            meta: AReaL's; `type` is `xccl`.
+            engine: a `RemotevLLMEngine` of this module; in a worker, the `ServersCallback` from the controller.
+            meta: AReaL's description of the update; its `type` must be `xccl`.
 
         Raises:
-            ConfigError: an engine, or a setting of this one, with which weights cannot be sent.
+            ConfigError: Windlass cannot send weights to `engine`, or with a setting of this engine.
             EngineRefused, PeerUnreachable, PeerTimeout, UnsupportedLayout: see `WeightSync`.
         """
         servers = _servers_of(engine)
         _require_plain_weights(self.config, meta)
-        self.weight_update_group_initialized = True  # so that AReaL makes none
+        # AReaL would otherwise create a process group with the servers.
+        self.weight_update_group_initialized = True
         known = self.rollout_engine
         super().connect_engine(engine, meta)
         if self._sync is not None and known is not None:
@@ -95,20 +99,23 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
         self._sync = WeightSync(self.model, servers=servers, pause="abort", deadline_s=DEADLINE_S)
 
     def update_weights(self, meta: WeightUpdateMeta) -> list[str]:
-        """Have every server serve the weights as they are now. Collective; blocks.
+        """Publish the current weights to every server. Collective; blocks.
 
-        A server that has died, or fails, is left out and gets no requests; one that is there again at its address joins
-        first. As with AReaL's own engine the caller pauses the rollout before and tells it the version after.
-        Memory: the weights must not change before this returns.
+        The update leaves out a server that is dead or fails, and the rollout sends no requests to it. A server that
+        runs again at its address joins before the update. The caller pauses the rollout before this call and sets its
+        version afterwards, as with AReaL's own engine.
+
+        Memory: the caller must not change the weights before this returns.
 
         Args:
-            meta: AReaL's; its `version` is greater than every one before.
+            meta: AReaL's description of the update; its `version` must be greater than all earlier versions.
 
         Returns:
-            Addresses of the servers that serve the version.
+            Addresses of the servers that serve the version, as `HOST:PORT`.
 
         Raises:
-            RuntimeError: AReaL's: `connect_engine` has not been called. ConfigError: `meta` has no version.
+            RuntimeError: `connect_engine` was not called; raised by AReaL.
+            ConfigError: `meta` has no version.
             RoundAborted, PeerUnreachable, PeerTimeout: see `WeightSync.send_weights`.
         """
         self._check_rollout_engine_connected()
@@ -121,7 +128,10 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
         return serving
 
     def destroy(self) -> None:
-        """Leave the servers, which go on with what they have, and do what AReaL does. Idempotent."""
+        """Disconnect from the servers, then destroy AReaL's engine. Idempotent.
+
+        The servers keep their weights and continue to serve.
+        """
         self._leave()
         super().destroy()
 
@@ -133,14 +143,14 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
 
 @final
 class FSDPPPOActor(FSDPEngine, fsdp_engine.FSDPPPOActor):  # type: ignore[misc]
-    """AReaL's PPO actor on `FSDPEngine`."""
+    """AReaL's PPO actor, based on `FSDPEngine` of this module."""
 
     @classmethod
     def as_controller(cls, config: PPOActorConfig, scheduler: Scheduler) -> ActorController:
-        """Make the controller of such actors.
+        """Create the controller of these actors.
 
         Raises:
-            ConfigError: `config` asks for AReaL's second kind of controller, which updates by awex.
+            ConfigError: `config` selects AReaL's second kind of controller, which updates weights by awex.
         """
         _require_v1(config)
         return ActorController(train_engine=cls, config=config, scheduler=scheduler)
@@ -148,20 +158,27 @@ class FSDPPPOActor(FSDPEngine, fsdp_engine.FSDPPPOActor):  # type: ignore[misc]
 
 @dataclass
 class ServersCallback(rollout_callback.RolloutCallback):  # type: ignore[misc]
-    """What workers hold for a `RolloutController`: AReaL's, and where the servers are, which that does not tell them."""
+    """AReaL's callback from workers to a `RolloutController`, with the addresses of the servers added.
+
+    Attributes:
+        addresses: addresses of all servers, as `HOST:PORT`.
+    """
 
     addresses: list[str] = field(default_factory=list)
 
 
 @final
 class ActorController(PPOActorController):  # type: ignore[misc]
-    """AReaL's, which tells its workers where servers are, and the rollout which of them serve."""
+    """AReaL's controller of PPO actors, which also sends server addresses to its workers.
+
+    After each update it gives the rollout the addresses of the servers that serve the version.
+    """
 
     def connect_engine(self, rollout: RolloutController, meta: WeightUpdateMeta) -> None:
-        """Have every worker connect.
+        """Call `FSDPEngine.connect_engine` on every worker.
 
         Raises:
-            ConfigError: `rollout` is not that of a `RemotevLLMEngine` of this module.
+            ConfigError: `rollout` is not the controller of a `RemotevLLMEngine` of this module.
         """
         if not isinstance(rollout, RolloutController):
             _refuse_rollout(rollout)
@@ -179,17 +196,17 @@ class ActorController(PPOActorController):  # type: ignore[misc]
 
 @final
 class RolloutController(rollout_controller.RolloutController):  # type: ignore[misc]
-    """AReaL's, which gives no work to a worker whose server was left out."""
+    """AReaL's rollout controller, which gives no work to a worker whose server was left out."""
 
     _serving: frozenset[str] | None = None
 
     @property
     def server_addresses(self) -> list[str]:
-        """One per worker."""
+        """Address of each worker's server, as `HOST:PORT`."""
         return [format_hostport(info.host, info.port) for info in self.server_infos]
 
     def send_only_to(self, addresses: Collection[str]) -> None:
-        """Give work to the workers of these servers alone, until this is called again."""
+        """Give work only to the workers of these servers, until the next call."""
         self._serving = frozenset(addresses)
 
     def _choose_worker(self) -> tuple[Any, int]:
@@ -205,10 +222,11 @@ class RolloutController(rollout_controller.RolloutController):  # type: ignore[m
 
 @final
 class RemotevLLMEngine(vllm_remote.RemotevLLMEngine):  # type: ignore[misc]
-    """AReaL's engine for vLLM, whose servers are plain ones.
+    """AReaL's engine for vLLM, with plain vLLM servers.
 
-    `initialize` takes the addresses of running servers, as ever. `launch_server` starts one with the
-    interpreter of WINDLASS_VLLM_PYTHON (`python3`), Windlass's backend, and AReaL's own options.
+    `initialize` takes the addresses of running servers, as in AReaL. `launch_server` starts a server with
+    Windlass's backend and AReaL's own options. It uses the Python interpreter that WINDLASS_VLLM_PYTHON names, by
+    default `python3`.
     """
 
     def __init__(self, config: InferenceEngineConfig) -> None:
@@ -217,21 +235,21 @@ class RemotevLLMEngine(vllm_remote.RemotevLLMEngine):  # type: ignore[misc]
 
     @property
     def addresses(self) -> list[str]:
-        """Of all servers, `HOST:PORT`."""
+        """Addresses of all servers, as `HOST:PORT`."""
         return list(self._engine.addresses)
 
     def send_only_to(self, addresses: Collection[str]) -> None:
-        """Send requests to these servers alone, until this is called again."""
+        """Send requests only to these servers, until the next call."""
         self._engine.send_only_to(addresses)
 
     @classmethod
     def as_controller(
         cls, config: InferenceEngineConfig, scheduler: Scheduler
     ) -> RolloutController:
-        """Make the controller of such engines.
+        """Create the controller of these engines.
 
         Raises:
-            ConfigError: `config` asks for AReaL's second kind of controller.
+            ConfigError: `config` selects AReaL's second kind of controller.
         """
         _require_v1(config)
         return RolloutController(cls, config=config, scheduler=scheduler)
@@ -239,19 +257,27 @@ class RemotevLLMEngine(vllm_remote.RemotevLLMEngine):  # type: ignore[misc]
 
 @dataclass
 class _Stamps:
-    """Of the tokens of one answer, which may come in several parts."""
+    """Versions of the tokens of one answer, which the server may return in several parts.
+
+    Attributes:
+        sent_at: version at which the newest request for a part was sent.
+        versions: version of each token so far.
+    """
 
     sent_at: int = 0
     versions: list[int] = field(default_factory=list)
 
 
 _STAMPS: ContextVar[_Stamps] = ContextVar("windlass_stamps")
-"""Of the running task."""
+"""Versions of the answer that the running asyncio task waits for."""
 
 
 @final
 class _Servers(RemoteInfEngine):  # type: ignore[misc]
-    """Requests to those that serve the version, and tokens stamped with the one that they come from."""
+    """AReaL's client of inference servers, which sends requests only to servers that serve the version.
+
+    It labels each token with the version that produced it.
+    """
 
     def __init__(self, config: InferenceEngineConfig) -> None:
         super().__init__(config, _PlainVllm(self.get_version))
@@ -297,7 +323,7 @@ class _Servers(RemoteInfEngine):  # type: ignore[misc]
 
 @final
 class _PlainVllm(vllm_remote.VLLMBackend):  # type: ignore[misc]
-    """What a `vllm serve` is asked, where AReaL asks a server program of its own, which needs vLLM 0.17."""
+    """Requests to a plain `vllm serve`; AReaL's own backend needs AReaL's server program, which needs vLLM 0.17."""
 
     def __init__(self, get_version: Callable[[], int]) -> None:
         self._get_version = get_version
@@ -311,7 +337,8 @@ class _PlainVllm(vllm_remote.VLLMBackend):  # type: ignore[misc]
     def parse_generation_response(self, response: dict[str, Any]) -> HttpGenerationResult:
         result = super().parse_generation_response(response)
         stamps = _STAMPS.get()
-        # AReaL stamps with the version of now; an update takes less time than an aborted answer may need to be read.
+        # AReaL labels tokens with the current version. An update may end before the client reads an answer that the
+        # update aborted, so this label would be too new.
         ended_by_update = result.stop_reason == "abort"
         version = stamps.sent_at if ended_by_update else self._get_version()
         stamps.versions += [version] * len(result.output_tokens)
@@ -326,7 +353,8 @@ class _PlainVllm(vllm_remote.VLLMBackend):  # type: ignore[misc]
     def launch_server(self, server_args: dict[str, Any]) -> subprocess.Popen[bytes]:
         options = {
             **server_args,
-            "worker_extension_cls": None,  # of AReaL's own server program
+            # Only AReaL's own server program has this class.
+            "worker_extension_cls": None,
             "weight_transfer_config": '{"backend": "windlass"}',
         }
         program = get_py_cmd("vllm.entrypoints.openai.api_server", options)
@@ -337,14 +365,18 @@ class _PlainVllm(vllm_remote.VLLMBackend):  # type: ignore[misc]
 
 
 def _servers_of(engine: object) -> list[str]:
-    """Return the servers' URLs, in one order on every rank."""
+    """Return the URLs of the servers, in the same order on every rank."""
     if not isinstance(engine, RemotevLLMEngine | ServersCallback):
         _refuse_rollout(engine)
     return [f"http://{address}" for address in sorted(engine.addresses)]
 
 
 def _require_plain_weights(config: TrainEngineConfig, meta: WeightUpdateMeta) -> None:
-    """Raises ConfigError: weights that are not in the model's parameters, or go in another way."""
+    """Check that AReaL keeps all weights in the model's parameters and sends them by `xccl`.
+
+    Raises:
+        ConfigError: an option keeps the weights elsewhere or sends them in another way.
+    """
     for option, given, allowed in (
         ("use_lora", config.use_lora or meta.use_lora, False),
         ("weight_update_mode", meta.type, "xccl"),
