@@ -196,7 +196,7 @@ class ActorController(PPOActorController):  # type: ignore[misc]
 
 @final
 class RolloutController(rollout_controller.RolloutController):  # type: ignore[misc]
-    """AReaL's rollout controller, which gives no work to a worker whose server was left out."""
+    """AReaL's rollout controller; it gives no work to workers of servers that the update left out."""
 
     _serving: frozenset[str] | None = None
 
@@ -257,7 +257,7 @@ class RemotevLLMEngine(vllm_remote.RemotevLLMEngine):  # type: ignore[misc]
 
 @dataclass
 class _Stamps:
-    """Versions of the tokens of one answer, which the server may return in several parts.
+    """Versions of the tokens of one answer; the server may return the answer in several parts.
 
     Attributes:
         sent_at: version at which the newest request for a part was sent.

@@ -1,6 +1,6 @@
-"""verl's checkpoint engines "windlass" and "windlass_shards", which are registered when this is imported.
+"""Checkpoint engines "windlass" and "windlass_shards" for verl; importing this package registers them.
 
-verl imports it by `checkpoint_engine.custom_backend_module`, or by its entry point.
+verl imports the package if `checkpoint_engine.custom_backend_module` names it, or through its entry point.
 """
 
 from __future__ import annotations

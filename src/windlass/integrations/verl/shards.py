@@ -1,13 +1,13 @@
-"""The checkpoint engine `windlass_shards` of verl: every actor rank's shards, straight into vLLM's own memory.
+"""Checkpoint engine `windlass_shards` for verl: every actor rank writes its shards directly into vLLM's memory.
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=windlass_shards
     actor_rollout_ref.rollout.checkpoint_manager_class=windlass.integrations.verl.ShardCheckpointManager
 
-verl 0.9.1 hands its training engine to a backend where a manager asks for the mode `delta_sharded`, whatever the
-backend is called (`ActorRolloutRefWorker.update_weights`, `verl/workers/engine_workers.py`). The engine exports what
-each rank holds, and which part of which tensor that is (`BaseEngine.get_per_tensor_param_shard`,
-`verl/workers/engine/spec.py`). Nothing is gathered, and nothing passes through verl's rollout workers: vLLM receives
-by its weight-transfer backend "windlass".
+verl 0.9.1 passes its training engine to the checkpoint engine if the manager requests the mode `delta_sharded`. The
+name of the backend does not matter (`ActorRolloutRefWorker.update_weights`, `verl/workers/engine_workers.py`). The
+training engine exports each rank's shards, and the position of each shard in its tensor
+(`BaseEngine.get_per_tensor_param_shard`, `verl/workers/engine/spec.py`). No rank gathers tensors, and no weights pass
+through verl's rollout workers: vLLM receives them through its weight-transfer backend "windlass".
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ __all__ = ["ShardCheckpointEngine", "ShardCheckpointManager"]
 
 BACKEND = "windlass_shards"
 HANDS_OVER_ENGINE = "delta_sharded"
+"""Mode in which verl passes its training engine to `send_weights`, instead of gathered tensors."""
 
 
 class Sent(TypedDict):
-    """What one actor rank answers to its manager, by Ray.
+    """Result that one actor rank returns to its manager through Ray.
 
     Attributes:
-        metrics: for verl's trainer to log. left_out: URLs of servers that do not serve the weights, and why.
+        metrics: metrics for verl's trainer to log.
+        left_out: URL of a server that does not serve the weights -> reason.
     """
 
     metrics: dict[str, float]
@@ -54,7 +56,11 @@ class Sent(TypedDict):
 
 @final
 class _Shards:
-    """A copy of what verl exports of this rank, at addresses that stay; `module` says what of."""
+    """Copy of the shards that verl exports on this rank, at fixed addresses.
+
+    Attributes:
+        module: module that contains the copies as parameters, under verl's names.
+    """
 
     def __init__(self, engine: BaseEngine) -> None:
         self.module = TensorModule()
@@ -64,10 +70,10 @@ class _Shards:
             self.module.place(name, _described(name, self._copies[name], spec))
 
     def copy_from(self, engine: BaseEngine) -> None:
-        """Copy what verl exports now.
+        """Copy the shards that verl exports now to the same addresses.
 
         Raises:
-            UnsupportedLayout: it is not what was exported first.
+            UnsupportedLayout: names or shapes differ from the first export.
         """
         left = {*self._copies}
         for name, shard, _ in engine.get_per_tensor_param_shard()[0]:
@@ -83,10 +89,10 @@ class _Shards:
 
 
 def _described(name: str, shard: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """Return `shard`, which is flat, as the part of a tensor that it is.
+    """Return the flat tensor `shard` in its own shape, as a `DTensor` if it is part of a larger tensor.
 
     Raises:
-        UnsupportedLayout: a part that `spec` does not say in placements of torch.
+        UnsupportedLayout: torch's placements cannot describe the part that `spec` defines.
     """
     if any(extra is not None for extra in (spec.place, spec.to_hf_chunk, spec.hf_slots)):
         raise UnsupportedLayout(
@@ -110,17 +116,18 @@ def _described(name: str, shard: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 @final
 @CheckpointEngineRegistry.register(BACKEND)
 class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has no types
-    """One actor rank's end; in rollout ranks, where verl makes one as well, it does nothing.
+    """Checkpoint engine of one actor rank. verl creates one in every rollout rank too, where it does nothing.
 
-    Memory: a copy of this rank's shards as verl exports them (bfloat16), from the first update on.
+    Memory: from the first update, a copy of this rank's shards as verl exports them (bfloat16).
 
     Args:
-        bucket_size: not used, as `is_master`: every rank sends its own.
+        bucket_size: not used, because shards are not sent in buckets.
+        is_master: not used, because every rank sends its own shards.
         transport, deadline_s: see `WeightSync`.
         mode: see `ControlConfig`.
 
     Raises:
-        ConfigError: there is no such mode.
+        ConfigError: `mode` is not a name of an update mode.
     """
 
     def __init__(
@@ -141,10 +148,12 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
         self._version = 0
 
     def set_servers(self, servers: Sequence[str]) -> None:
-        """Name the servers of the next updates; the same on every rank.
+        """Set the servers of the next updates. Every rank must pass the same servers in the same order.
+
+        If they differ from the current servers, this rank disconnects from the current ones.
 
         Args:
-            servers: their URLs.
+            servers: URLs of the servers.
         """
         if tuple(servers) != self._servers:
             self.finalize()
@@ -152,24 +161,25 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
 
     @torch.no_grad()
     async def send_weights(self, weights: BaseEngine, global_steps: int | None = None) -> Sent:  # noqa: ARG002
-        """Have every server serve the weights as they are now, as version 1, 2 and so on. Collective.
+        """Publish the current weights to every server, as version 1, 2 and so on. Collective over the actor ranks.
 
-        The first call after `set_servers` has them join.
+        The first call after `set_servers` connects to the servers.
 
         Args:
             weights: verl's training engine.
-            global_steps: verl's step; the manager tells it to verl's servers.
+            global_steps: verl's training step; not used, because the manager sends it to verl's servers.
 
         Raises:
-            ConfigError: `weights` are gathered tensors, which verl's own manager hands over.
-            UnsupportedLayout: a parameter that verl's engine exports in another way than FSDP's does.
+            ConfigError: `weights` are gathered tensors, as verl's own manager passes them.
+            UnsupportedLayout: verl's engine exports a parameter in another way than its FSDP engine.
             EngineRefused, RoundAborted, PeerUnreachable, PeerTimeout: see `WeightSync` and its `send_weights`.
         """
         from verl.workers.engine import BaseEngine
 
         if not isinstance(weights, BaseEngine):
             _refuse_manager()
-        # In this thread, which has this rank's GPU as its current one; the rest waits for others.
+        # Copy in this thread, because this rank's GPU is its current device. The update waits for other ranks, so it
+        # runs in another thread.
         if self._shards is None:
             self._shards = _Shards(weights)
         else:
@@ -186,7 +196,8 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
                 servers=self._servers,
                 config=self._config,
                 transport=self._transport,
-                pause=None,  # verl's manager does
+                # verl's manager pauses and resumes the servers.
+                pause=None,
                 deadline_s=self._deadline_s,
             )
         sent = self._sync.send_weights(self._version)
@@ -198,13 +209,13 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
         return {"metrics": metrics, "left_out": dict(sent.left_out)}
 
     def finalize(self) -> None:
-        """Leave the servers, which go on with what they have. Idempotent."""
+        """Disconnect from the servers, which keep their weights and continue to serve. Idempotent."""
         sync, self._sync = self._sync, None
         if sync is not None:
             sync.shutdown()
 
     def prepare(self) -> NoReturn:
-        """Refuse: verl's own manager calls it first, and would call the methods below after.
+        """Refuse verl's own manager, which calls this first and the methods below afterwards.
 
         Raises:
             ConfigError: always.
@@ -222,30 +233,30 @@ def _refuse_manager() -> NoReturn:
 
 
 class ShardCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]
-    """verl's manager, whose updates go from actor ranks to vLLM servers alone.
+    """verl's checkpoint engine manager, with updates that go directly from actor ranks to vLLM servers.
 
-    Requests are aborted before an update and go on after it, by verl's own calls, so that verl's labels of tokens stay
-    true. The servers are verl's, of `rollout.name=vllm`, with
-    `rollout.engine_kwargs.vllm.weight_transfer_config={backend: windlass}`, without sleep mode, and with
-    VLLM_SERVER_DEV_MODE=1 in the environment.
+    The manager uses verl's own calls to abort running requests before an update and to continue them after it.
+    Therefore verl labels tokens with the correct step. verl starts the servers with `rollout.name=vllm`,
+    `rollout.engine_kwargs.vllm.weight_transfer_config={backend: windlass}`, no sleep mode, and VLLM_SERVER_DEV_MODE=1
+    in the environment.
     """
 
     @auto_await  # type: ignore[untyped-decorator]
     async def update_weights(self, global_steps: int | None = None) -> dict[str, float]:
-        """Have every replica serve the actor's weights as they are now, as one transaction.
+        """Publish the actor's current weights to every replica in one transaction.
 
         Args:
-            global_steps: that tokens are labelled with from now on; None for no change.
+            global_steps: step with which verl labels tokens after the update; None to keep the current label.
 
         Returns:
-            Figures for verl's trainer to log.
+            Metrics for verl's trainer to log.
 
         Raises:
-            ConfigError: a replica that is no vLLM.
-            PeerUnreachable: a replica does not serve the weights; quotes the reason. It is not resumed; the others
-                serve them. After `remove_replicas` the next update goes on without it.
-            ray.exceptions.RayTaskError: of what `ShardCheckpointEngine.send_weights` raises. As with verl's own
-                manager no replica is resumed before an update that succeeds.
+            ConfigError: a replica does not run vLLM.
+            PeerUnreachable: a replica does not serve the weights; quotes the reason. This replica stays paused, and
+                all other replicas serve the weights. Call `remove_replicas` to update without it.
+            ray.exceptions.RayTaskError: `ShardCheckpointEngine.send_weights` raised an error. All replicas then stay
+                paused until an update succeeds, as with verl's own manager.
         """
         others = {replica.config.name for replica in self.replicas} - {"vllm"}
         if others:

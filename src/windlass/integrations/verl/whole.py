@@ -1,8 +1,8 @@
-"""The checkpoint engine `windlass` of verl: whole tensors from the actor's rank 0 to every rollout rank.
+"""Checkpoint engine `windlass` for verl: sends whole tensors from the actor's rank 0 to every rollout rank.
 
-The interface is verl's `CheckpointEngine` (verl 0.9.1, `verl/checkpoint_engine/base.py`); there
-`CheckpointEngineManager.update_weights` calls `prepare`, `build_topology`, `init_process_group`, then
-`send_weights` and `receive_weights`, then `finalize`, for every update.
+The interface is verl's `CheckpointEngine` (verl 0.9.1, `verl/checkpoint_engine/base.py`). For every update,
+`CheckpointEngineManager.update_weights` calls `prepare`, `build_topology` and `init_process_group`, then
+`send_weights` and `receive_weights`, then `finalize`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ __all__ = ["WindlassCheckpointEngine"]
 @final
 @CheckpointEngineRegistry.register("windlass")
 class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has no types
-    """One rank's end. verl makes one in every actor rank and in every rollout rank.
+    """Checkpoint engine of one rank. verl creates one in every actor rank and in every rollout rank.
 
-    The actor's rank 0 sends and hosts the fleet's controller; other actor ranks take part in the gathers
-    only. What is open stays open between updates, unless `rebuild_group`.
+    The actor's rank 0 sends the tensors and hosts the controller. Other actor ranks only take part in the gathers.
+    Connections and buckets stay open between updates, unless `rebuild_group` is set.
+
+    Memory: two buckets at the sender, one bucket at every receiver.
 
     Args:
-        bucket_size: bytes of a bucket, at most; two of them at the sender, one at every receiver.
-        is_master: given to the actor's rank 0 by verl.
+        bucket_size: maximum size of a bucket in bytes.
+        is_master: whether this rank is the actor's rank 0; verl sets it.
         transport, mode, device, deadline_s: see `StreamEnd`.
-        rebuild_group: give memory back and close connections after every update.
+        rebuild_group: whether every update ends by freeing the buckets and closing the connections.
 
     Raises:
         ConfigError, TransportUnavailable: see `StreamEnd`.
@@ -62,7 +64,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         self._is_master, self._rebuild_group = is_master, rebuild_group
 
     def prepare(self) -> dict[str, Any]:
-        """Say how this rank is reached: the sender's address, or a receiver's name.
+        """Return the address of the sender, or the name of a receiver, for `build_topology`.
 
         Raises:
             ConfigError, TransportUnavailable, TransferFailed: see `BucketSender.open`.
@@ -76,10 +78,15 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Say who sends, and to whom; runs in verl's driver.
+        """Return the arguments of `init_process_group` for actor ranks and for rollout ranks. Runs in verl's driver.
+
+        Args:
+            actor_wg_world_size: number of actor ranks.
+            rollout_world_size: number of rollout ranks, at least 1.
+            metadata: result of `prepare` of each actor rank, then of each rollout rank.
 
         Raises:
-            ConfigError: not one answer of `prepare` per rank, or rank 0 of the actor does not send.
+            ConfigError: `metadata` does not have one result per rank, or the actor's rank 0 is not the sender.
         """
         if len(metadata) != actor_wg_world_size + rollout_world_size or not rollout_world_size:
             raise ConfigError(
@@ -104,11 +111,11 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         return kwargs(["send", *idle]), kwargs(["receive"] * rollout_world_size)
 
     def init_process_group(self, role: str, address: dict[str, Any], members: list[str]) -> None:
-        """Connect; collective over the sender and all receivers.
+        """Connect the sender and all receivers. Collective over these ranks.
 
         Args:
-            role: `send`, `receive`, or `gather` for an actor rank that does neither.
-            address: of the sender.
+            role: `send`, `receive`, or `gather` for actor ranks that only take part in gathers.
+            address: address of the sender.
             members: names of all receivers.
 
         Raises:
@@ -120,7 +127,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
             self._end.receiver.connect(msgspec.convert(address, StreamAddress))
 
     def finalize(self) -> None:
-        """Verl calls it after every update that did not fail."""
+        """Close this rank's end if `rebuild_group` is set. verl calls this after every successful update."""
         if self._rebuild_group:
             self._end.close()
 
@@ -130,14 +137,14 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         weights: Generator[tuple[str, torch.Tensor], None, None],
         global_steps: int | None = None,  # noqa: ARG002 - verl's interface
     ) -> dict[str, float]:
-        """Send every tensor; on other actor ranks, take part in the gathers.
+        """Send every tensor, or take part in the gathers only. Collective over the actor ranks.
 
         Args:
-            weights: of `get_per_tensor_param`, collective over the actor ranks.
-            global_steps: verl's step; versions here count buckets.
+            weights: tensors of verl's `get_per_tensor_param`; reading them is collective over the actor ranks.
+            global_steps: verl's training step; not used, because versions count buckets.
 
         Returns:
-            Figures for verl's trainer to log; empty on ranks that send nothing.
+            Metrics for verl's trainer to log; empty on ranks that send nothing.
 
         Raises:
             PeerUnreachable, RoundAborted, PeerTimeout, UnsupportedLayout: see `StreamEnd.send`.
@@ -158,7 +165,10 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
         self,
         global_steps: int | None = None,  # noqa: ARG002 - verl's interface
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor); a tensor is valid until the next one is asked for.
+        """Yield each tensor with its name. A tensor is valid until the caller requests the next one.
+
+        Args:
+            global_steps: verl's training step; not used.
 
         Raises:
             ConfigError, PeerUnreachable, PeerTimeout, ProtocolError: see `BucketReceiver.receive`.
