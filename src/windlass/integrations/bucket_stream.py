@@ -1,9 +1,9 @@
-"""Streams of whole tensors from one process to several, bucket by bucket, by one-sided writes.
+"""Streams of whole tensors from one sender to several receivers, bucket by bucket, by one-sided writes.
 
-Every bucket is a version and every version a round: the one that sends is a trainer rank of a fleet of its
-own, those that receive are engine ranks, and what they hold is one parameter, the bucket. So the links take
-the fastest transport that both ends have, bytes are verified, and a member that dies is a closed
-connection that ends the stream for all the others at once.
+A stream uses a separate fleet: the sender is its only trainer rank, and every receiver is an engine. The only
+parameter is the bucket. Each bucket is published as one version, in one update round. Each link therefore uses the
+fastest transport that both ends have, and bytes are verified. If a member dies, its connection closes, and the
+stream ends for all other members at once.
 """
 
 from __future__ import annotations
@@ -63,25 +63,26 @@ __all__ = [
 ]
 
 FLEET_S = 1.0
-"""For a receiver to be there when a bucket is sent: all of them were before the first one."""
+"""Seconds that a round waits for a receiver to connect; all receivers were connected before the first bucket."""
 NUM_SLOTS = 2
-"""Buckets at the sender: one is filled while the other is sent."""
+"""Number of the sender's buckets: the sender fills one while it sends the other."""
 SHRINK = 0.9
-"""A bucket that can be smaller than this part of its size is made anew."""
+"""Fraction of the bucket size; the sender replaces its buckets if a smaller size than this suffices."""
 SENDER = "sender"
 
 
 class StreamSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a stream is sent.
+    """Settings of a stream.
 
     Attributes:
-        bucket_nbytes: of a bucket, at most; it becomes smaller once a stream has shown what is needed.
+        bucket_nbytes: largest size of a bucket in bytes; `BucketSender.open` may choose a smaller one after a stream.
         transport: see `connect_trainer`.
-        mode: `in_place`: a receiver is written once it has done with the bucket before; `staged`: while
-            it still reads that, into a second one, which costs it a copy and as much memory again.
-        gpu: ordinal of the GPU that buckets lie on; -1 for host memory.
-        deadline_s: for a receiver to be done with one bucket, and for one bucket to be sent.
-        connect_s: for all members to find each other.
+        mode: time of a write. With `in_place` the sender writes after the receiver has read the previous bucket. With
+            `staged` it writes into a second bucket while the receiver reads; this costs the receiver a copy and
+            twice the memory.
+        gpu: ordinal of the GPU that stores the buckets; -1 for host memory.
+        deadline_s: longest time in seconds for a receiver to read one bucket, and for the sender to write one.
+        connect_s: longest time in seconds for all members to connect.
     """
 
     bucket_nbytes: int
@@ -98,21 +99,26 @@ class StreamSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamAddress(HostAddress, frozen=True):
-    """Where receivers connect."""
+    """Address to which receivers connect.
+
+    Attributes:
+        bucket_nbytes: size of the sender's buckets in bytes.
+    """
 
     bucket_nbytes: int
 
 
 @dataclass(slots=True)
 class StreamReport:
-    """What one stream took.
+    """Figures of one stream.
 
     Attributes:
-        num_tensors, num_buckets: sent. nbytes: of the buckets, once for every receiver.
-        fill_s: seconds in which the sender took tensors from its caller and filled buckets.
-        wire_s: inside the transports' writes, of the slowest link of every bucket.
-        update_s: of all rounds. seconds: from the first tensor to the last reply.
-        transports: name -> links that took it.
+        num_tensors, num_buckets: number of sent tensors and buckets.
+        nbytes: bytes of the buckets, counted once for every receiver.
+        fill_s: seconds that the sender spent on taking tensors from its caller and filling buckets.
+        wire_s: seconds inside the transports' writes: the sum over buckets of the slowest link's time.
+        update_s: seconds of all rounds. seconds: time from the first tensor to the last reply.
+        transports: name -> number of links that used it for the last bucket.
     """
 
     num_tensors: int = 0
@@ -125,7 +131,7 @@ class StreamReport:
     transports: dict[str, int] | None = None
 
     def add(self, report: UpdateReport) -> None:
-        """Count a bucket."""
+        """Add the figures of one bucket's round."""
         self.num_buckets += 1
         self.nbytes += report.nbytes
         self.wire_s += report.wire_s
@@ -146,15 +152,15 @@ def _bucket_view(transport: OneSidedTransport, arena: Arena) -> torch.Tensor:
 
 @final
 class BucketSender:
-    """Sends streams of tensors to every receiver, and hosts their controller.
+    """Sender of streams of tensors to all receivers; it also hosts the fleet's controller.
 
     Memory: two buckets, from `open` to `close`.
 
     Args:
-        settings: of every stream.
+        settings: settings of every stream.
 
     Attributes:
-        was_opened: whether `open` has been called, be it closed now or not.
+        was_opened: whether `open` was ever called; `close` does not reset it.
     """
 
     def __init__(self, settings: StreamSettings) -> None:
@@ -166,10 +172,13 @@ class BucketSender:
         self.was_opened = False
 
     def open(self, host: str) -> StreamAddress:
-        """Be there for receivers; what is open already stays, unless buckets are better made smaller.
+        """Start the controller, allocate the buckets, and return the address for receivers.
+
+        A sender that is already open stays open. It closes and opens again if the previous stream showed that
+        buckets smaller than `SHRINK` of their size suffice.
 
         Args:
-            host: address of this process that every receiver reaches.
+            host: address of this process that every receiver can reach.
 
         Raises:
             ConfigError, PeerUnreachable, TransportUnavailable, TransferFailed: see `HostedController`, `create_transport`
@@ -187,12 +196,12 @@ class BucketSender:
         return StreamAddress(address.url, address.token, self._bucket_nbytes)
 
     def wait_for(self, members: Sequence[str]) -> None:
-        """Return once these receivers are connected: they, and no others, get the next streams.
+        """Wait until these receivers are connected. Only these receivers get the next streams.
 
         Raises:
-            ConfigError: it is not open, or there are none.
-            EngineRefused: one of them cannot take part; quotes the reason.
-            PeerTimeout: names who is missing after `connect_s`.
+            ConfigError: the sender is not open, or `members` is empty.
+            EngineRefused: a receiver cannot take part; quotes the reason.
+            PeerTimeout: receivers are missing after `connect_s`; names them.
         """
         if self._owned is None:
             raise ConfigError("wait_for: the stream must be open")
@@ -204,13 +213,14 @@ class BucketSender:
     async def send(self, weights: AsyncIterator[tuple[str, torch.Tensor]]) -> StreamReport:
         """Send one stream; return once every receiver has all of it.
 
-        Memory: a tensor is read when it comes, and not after the next one is asked for.
+        After any error the sender is closed, and the receivers' streams end at once.
+
+        Memory: the sender reads a tensor when `weights` yields it, and not after it requests the next one.
 
         Raises:
-            ConfigError: no receivers are waited for, or a tensor that cannot be sent.
-            UnsupportedLayout: a dtype that checkpoints do not have.
-            PeerUnreachable: a receiver is gone. It is closed, as after every other error, and the others'
-                streams end at once.
+            ConfigError: `wait_for` was not called, or a tensor cannot be sent.
+            UnsupportedLayout: a tensor has a dtype that checkpoints do not have.
+            PeerUnreachable: a receiver did not get a bucket, for example because its connection closed.
             RoundAborted, PeerTimeout: a bucket was not delivered.
         """
         if self._owned is None or not self._members:
@@ -218,11 +228,12 @@ class BucketSender:
         try:
             return await self._send(weights)
         except BaseException:
-            self.close()  # the receivers' connections close, and they hear of it by that
+            # This closes the receivers' connections, so their streams end now and not at their deadlines.
+            self.close()
             raise
 
     def close(self) -> None:
-        """End every session, free the buckets. Idempotent."""
+        """Close every connection, end the controller, and free the buckets. Idempotent."""
         owned, self._owned = self._owned, None
         if owned is not None:
             owned.close()
@@ -295,7 +306,11 @@ class BucketSender:
     async def _next(
         self, sending: Future[UpdateReport] | None, end: bytes, report: StreamReport
     ) -> Future[UpdateReport]:
-        """Send the bucket that is full, once the one before is delivered; go on in the other one."""
+        """Publish the full bucket after the previous bucket is delivered, and switch to the other bucket.
+
+        Returns:
+            The report of the round that now sends the full bucket.
+        """
         import torch
 
         bucket = self._slots[self._slot]
@@ -322,7 +337,7 @@ class BucketSender:
 
 @final
 class _Turns:
-    """`EngineHooks` of a receiver: whose turn the bucket is, the fleet's or the reader's."""
+    """`EngineHooks` of a receiver. They let either the fleet write the bucket or the reader read it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -331,13 +346,13 @@ class _Turns:
         self._version = self._seen = -1
 
     def expect(self, expected: bool) -> None:
-        """Whether buckets may come."""
+        """Set whether the receiver expects buckets, and mark the bucket as empty."""
         with self._changed:
             self._is_expected, self._is_filled = expected, False
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """No bucket will come any more."""
+        """Record that no bucket will come any more; only the first reason is kept."""
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()
@@ -348,10 +363,11 @@ class _Turns:
         return bool(self._failure)
 
     def wait_filled(self, deadline_s: float) -> None:
-        """Return once there is a bucket to read.
+        """Wait until there is a bucket to read.
 
         Raises:
-            PeerUnreachable: the sender is gone. PeerTimeout: none within `deadline_s`.
+            PeerUnreachable: `fail` was called; quotes its reason.
+            PeerTimeout: no bucket came within `deadline_s`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_filled or self._failure, deadline_s):
@@ -360,13 +376,18 @@ class _Turns:
                 raise PeerUnreachable(f"receive: {self._failure}")
 
     def give_back(self) -> None:
-        """The bucket has been read."""
+        """Record that the reader has read the bucket."""
         with self._changed:
             self._is_filled = False
             self._changed.notify_all()
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:  # noqa: ARG002
-        """See `EngineHooks`: return once the bucket has been read."""
+        """See `EngineHooks`. Wait until the reader has read the bucket.
+
+        Raises:
+            PeerTimeout: the reader did not read the bucket within `deadline_s`.
+            RoundAborted: the receiver has failed, or expects no bucket.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._is_filled or self._failure, deadline_s):
                 raise PeerTimeout(f"pause: a bucket was not read within {deadline_s} s")
@@ -375,31 +396,31 @@ class _Turns:
                 raise RoundAborted(self._failure)
 
     def resume(self, deadline_s: float) -> None:  # noqa: ARG002
-        """See `EngineHooks`: the reader's turn, if what is there is new."""
+        """See `EngineHooks`. Let the reader read the bucket if its version is new."""
         with self._changed:
             if self._version > self._seen:
                 self._seen, self._is_filled = self._version, True
                 self._changed.notify_all()
 
     def finalise(self) -> None:
-        """See `EngineHooks`: nothing is derived from a bucket."""
+        """See `EngineHooks`. Do nothing: the receiver derives nothing from a bucket."""
 
     def set_version(self, version: int, deadline_s: float) -> None:  # noqa: ARG002
-        """See `EngineHooks`."""
+        """See `EngineHooks`. Record the version of the bucket."""
         self._version = version
 
 
 @final
 class BucketReceiver:
-    """Receives the streams of a `BucketSender`.
+    """Receiver of the streams of a `BucketSender`.
 
     Memory: one bucket, or two (`staged`), from `connect` to `close`.
 
     Args:
-        settings: see `StreamSettings`; a bucket is as large as the sender's.
+        settings: see `StreamSettings`; the sender's address gives the size of the bucket.
 
     Attributes:
-        name: of this receiver, for `BucketSender.wait_for`; no other process has it.
+        name: unique name of this receiver, for `BucketSender.wait_for`.
     """
 
     def __init__(self, settings: StreamSettings) -> None:
@@ -410,7 +431,7 @@ class BucketReceiver:
         self._turns = _Turns()
 
     def connect(self, address: StreamAddress) -> None:
-        """Be one of the sender's receivers; nothing where it is already, and the connection holds.
+        """Connect to the sender and expect a stream. A working connection to the same address is kept.
 
         Raises:
             AuthenticationError, ProtocolError, PeerTimeout, PeerUnreachable: see `Client.connect`.
@@ -426,15 +447,17 @@ class BucketReceiver:
         self._turns.expect(True)
 
     async def receive(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
-        """Yield the (name, tensor)s of one stream, bucket by bucket. A reader that stops earlier leaves the fleet.
+        """Yield (name, tensor) pairs of one stream, one list per bucket.
 
-        Memory: tensors are valid until the next bucket is asked for; see `BucketReader.tensors`.
+        The receiver leaves the fleet if its caller stops before the last bucket, and after any error.
+
+        Memory: tensors are valid until the caller requests the next bucket; see `BucketReader.tensors`.
 
         Raises:
-            ConfigError: it is not connected.
-            PeerUnreachable: the sender is gone, or has given up because another receiver is.
-            PeerTimeout: no bucket within `deadline_s`.
-            ProtocolError: a bucket that cannot be read.
+            ConfigError: the receiver is not connected.
+            PeerUnreachable: the sender's connection closed. The sender also closes it if another receiver fails.
+            PeerTimeout: no bucket came within `deadline_s`.
+            ProtocolError: a bucket cannot be read.
         """
         if self._owned is None:
             raise ConfigError("receive: connect must have been called")
@@ -452,7 +475,7 @@ class BucketReceiver:
         turns.expect(False)
 
     def close(self) -> None:
-        """Leave the fleet, free the bucket. Idempotent."""
+        """Leave the fleet and free the bucket. Idempotent."""
         self._turns.fail("this receiver is closed")
         owned, self._owned = self._owned, None
         if owned is not None:
@@ -490,16 +513,19 @@ class BucketReceiver:
 
 @final
 class StreamEnd:
-    """One rank's end for checkpoint engines, which are told late, or never, whether they send, receive, or neither.
+    """Sender and receiver of one rank, for a checkpoint engine of a framework.
+
+    A framework tells its checkpoint engine late, or never, whether the rank sends, receives, or does neither.
 
     Args:
-        bucket_nbytes: see `StreamSettings`, as for `mode` and `deadline_s`.
+        bucket_nbytes, mode, deadline_s: see `StreamSettings`.
         transport: see `connect_trainer`.
-        device: where buckets lie: `cuda`, `cpu`, or `auto`: on this process's GPU if it has one.
-        option: how messages name the place of these in the framework's configuration.
+        device: memory of the buckets: `cuda`, `cpu`, or `auto` for this process's GPU if it has one.
+        option: name of the section of the framework's configuration, for error messages.
 
     Attributes:
-        sender: to be opened by the one that sends. receiver: to be connected by those that receive.
+        sender: sender, which the sending rank opens.
+        receiver: receiver, which every receiving rank connects.
 
     Raises:
         ConfigError: an argument is out of range. TransportUnavailable: see `parse_transport`.
@@ -530,23 +556,23 @@ class StreamEnd:
         self.sender, self.receiver = BucketSender(settings), BucketReceiver(settings)
 
     async def send(self, weights: AsyncIterator[tuple[str, torch.Tensor]]) -> StreamReport | None:
-        """Send every tensor; where the sender was never opened, take part in the gathers and return None.
+        """Send every tensor. A rank that never opened its sender only takes part in the gathers and returns None.
 
         Args:
-            weights: collective over the ranks of a trainer.
+            weights: (name, tensor) pairs; taking the next one is collective over the ranks of a trainer.
 
         Raises:
-            PeerUnreachable, RoundAborted, PeerTimeout, UnsupportedLayout: see `BucketSender.send`; the
-                receivers have been told before the rest of `weights` is taken.
+            ConfigError, PeerUnreachable, RoundAborted, PeerTimeout, UnsupportedLayout: see `BucketSender.send`. The
+                receivers' streams end before the rest of `weights` is taken.
         """
         try:
             return await self.sender.send(weights) if self.sender.was_opened else None
         finally:
-            # The other ranks go on with gathers that wait for this one, whatever has failed here.
+            # The other ranks continue their gathers, which wait for this rank even after an error here.
             async for _ in weights:
                 pass
 
     def close(self) -> None:
-        """End every connection, free the buckets. Idempotent; both ends can be opened again."""
+        """Close every connection and free the buckets. Idempotent; sender and receiver can be opened again."""
         self.sender.close()
         self.receiver.close()

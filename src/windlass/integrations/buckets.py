@@ -1,8 +1,8 @@
-"""Whole tensors in a bucket: bytes at the front, the table of what they are at the back.
+"""Layout of whole tensors in a bucket: the tensors' bytes at the front, a table of the tensors at the back.
 
-A bucket is one run of bytes of fixed size, in host memory or on a GPU. Its last 8 bytes say how long the
-table is that lies before them; tensors begin at multiples of 64 from the front. A tensor that is
-larger than a bucket comes in parts, in successive buckets.
+A bucket is a contiguous run of bytes of fixed size, in host memory or on a GPU. Its last 8 bytes contain the length
+of the table, which precedes them. Each tensor begins at a multiple of 64 bytes from the front. A tensor that is larger
+than a bucket is cut into parts in successive buckets.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ MIN_BUCKET_NBYTES = 64 << 10
 MAX_NAME_LENGTH = 1024
 TRAILER_NBYTES = 8
 TABLE_FRAME_NBYTES = 32
-"""Of a table without its entries, at most."""
+"""Largest size in bytes of a table without its entries."""
 
 
 class BucketEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor, or a part of one, in a bucket.
+    """Place of a tensor, or of a part of a tensor, in a bucket.
 
     Attributes:
-        name: of the tensor. dtype: of its elements. shape: of the whole tensor.
-        begin: first byte of the tensor that lies here.
-        offset: in the bucket, a multiple of 64. nbytes: of the part.
+        name: name of the tensor. dtype: dtype of its elements. shape: shape of the whole tensor.
+        begin: offset of the part in the tensor, in bytes.
+        offset: offset of the part in the bucket, in bytes; a multiple of 64.
+        nbytes: size of the part in bytes.
     """
 
     name: str
@@ -55,12 +56,17 @@ class BucketEntry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def tensor_nbytes(self) -> int:
-        """Of the whole tensor."""
+        """Size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class BucketTable(msgspec.Struct, frozen=True):
-    """What lies in a bucket. `is_last`: no other bucket of this stream follows."""
+    """Table of a bucket's contents.
+
+    Attributes:
+        entries: places of the tensors and parts.
+        is_last: whether this bucket is the last one of its stream.
+    """
 
     entries: tuple[BucketEntry, ...]
     is_last: bool
@@ -71,13 +77,13 @@ _TABLES: Codec[BucketTable] = Codec(BucketTable, "bucket table")
 
 @final
 class BucketFiller:
-    """Fills buckets of one size, one after the other. Not thread-safe.
+    """Allocator of places in buckets of one size, one bucket after the other. Not thread-safe.
 
     Args:
-        capacity_nbytes: of a bucket, table included; at least `MIN_BUCKET_NBYTES`.
+        capacity_nbytes: size of a bucket in bytes, including the table; at least `MIN_BUCKET_NBYTES`.
 
     Attributes:
-        parts: (nbytes, bytes of its entry in the table) of every part of the stream that was placed.
+        parts: for every placed part of the stream: its size, and the size of its entry in the table, in bytes.
 
     Raises:
         ConfigError: `capacity_nbytes` is too small.
@@ -95,15 +101,15 @@ class BucketFiller:
         self.parts: list[tuple[int, int]] = []
 
     def place(self, name: str, tensor: torch.Tensor) -> Iterator[BucketEntry | None]:
-        """Find room for a tensor, part by part.
+        """Find places for a tensor, part by part.
 
         Yields:
-            The place of the next part in this bucket; None when this bucket is full and the caller must
-            take what `close_bucket` returns before it goes on.
+            The place of the next part in this bucket; None when this bucket is full. After None the caller must call
+            `close_bucket` before it takes the next place.
 
         Raises:
             ConfigError: the name is too long.
-            UnsupportedLayout: a dtype that checkpoints do not have.
+            UnsupportedLayout: the tensor has a dtype that checkpoints do not have.
         """
         from windlass.memory.torch_dtypes import dtype_of
 
@@ -130,7 +136,7 @@ class BucketFiller:
             yield part
 
     def close_bucket(self, *, is_last: bool) -> bytes:
-        """Return the end of this bucket, table and trailer, and begin the next one."""
+        """Return the last bytes of this bucket, the table and its length, and begin the next bucket."""
         table = encode(BucketTable(tuple(self._entries), is_last))
         self._entries, self._used, self._table_nbytes = [], 0, TABLE_FRAME_NBYTES
         return table + len(table).to_bytes(TRAILER_NBYTES, "little")
@@ -147,10 +153,10 @@ class BucketFiller:
 
 @final
 class BucketReader:
-    """Turns buckets back into tensors. Not thread-safe.
+    """Reader that turns buckets back into tensors. Not thread-safe.
 
     Args:
-        bucket: (nbytes,) uint8: the memory that every bucket of the stream lies in, in its turn.
+        bucket: (nbytes,) uint8: memory that contains every bucket of the stream, one after the other.
     """
 
     def __init__(self, bucket: torch.Tensor) -> None:
@@ -159,10 +165,10 @@ class BucketReader:
         self._next: tuple[str, DType, tuple[int, ...], int] | None = None
 
     def table(self) -> BucketTable:
-        """Read the table of the bucket that lies there now.
+        """Return the table of the current bucket.
 
         Raises:
-            ProtocolError: it is none, or says what cannot be.
+            ProtocolError: the bytes are not a table, or an entry is out of bounds.
         """
         end = self._bucket.numel() - TRAILER_NBYTES
         nbytes = int.from_bytes(self._host_bytes(end, TRAILER_NBYTES), "little")
@@ -176,11 +182,11 @@ class BucketReader:
     def tensors(self, table: BucketTable) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of every tensor that ends in this bucket.
 
-        Memory: one that lies in one bucket is a view of it, valid until the bucket is filled again; one
-        that came in parts has memory of its own.
+        Memory: a tensor that fits in one bucket is a view of the bucket, valid until the bucket is filled again. A
+        tensor in parts is joined in new memory.
 
         Raises:
-            ProtocolError: parts of a tensor that do not follow one another.
+            ProtocolError: the parts of a tensor do not follow one another.
         """
         import torch
 
@@ -231,11 +237,11 @@ def _check(entry: BucketEntry, limit: int) -> None:
 
 
 def least_capacity(parts: Sequence[tuple[int, int]], limit_nbytes: int) -> int:
-    """Return the smallest bucket in which these parts need no more buckets than in one of `limit_nbytes`.
+    """Return the smallest bucket size in bytes that needs no more buckets for these parts than `limit_nbytes`.
 
     Args:
         parts: see `BucketFiller.parts`.
-        limit_nbytes: that they were placed with.
+        limit_nbytes: size in bytes of the buckets that contain the parts now.
     """
     fixed = TRAILER_NBYTES + TABLE_FRAME_NBYTES
 

@@ -1,10 +1,10 @@
-"""The checkpoint engine of NeMo-RL: whole tensors from the policy's rank 0 to every vLLM rank.
+"""Checkpoint engine for NeMo-RL: the policy's rank 0 sends whole tensors to every vLLM rank.
 
     policy.generation.refit_transport: "windlass.integrations.nemo_rl:WindlassCheckpointEngine"
 
 The interface is NeMo-RL's `CheckpointEngine` (NVIDIA-NeMo/RL, main at 7ea279abf, `nemo_rl/utils/checkpoint_engines/base.py`);
-its `CheckpointEngineWeightSynchronizer` calls `prepare` and `init_..._process_group` once, or after every `finalize`,
-then `send_weights` and `receive_weight_batches` for every update.
+its `CheckpointEngineWeightSynchronizer` calls `prepare` and `init_..._process_group` once, and again after every
+`finalize`. It then calls `send_weights` and `receive_weight_batches` for every update.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ CONNECT_S = 60.0
 
 @final
 class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-RL is not typed here
-    """One rank's end. NeMo-RL makes one in every policy rank and in every vLLM rank, and does not say in which.
+    """Checkpoint engine of one rank. NeMo-RL creates it in every policy rank and every vLLM rank, without the role.
 
-    The policy's rank 0 sends and hosts the fleet's controller; other policy ranks take part in the gathers only. The
-    address, with a token of a receiver's role, reaches vLLM's ranks through a store of torch.distributed.
+    The policy's rank 0 sends, and hosts the fleet's controller. Other policy ranks only take part in the gathers. vLLM's
+    ranks get the controller's address, and a token of the receivers' role, through a store of torch.distributed.
 
     Args:
-        bucket_size: bytes of a bucket, at most; two of them at the sender, one at every receiver.
-        release_after_refit: NeMo-RL's, which calls `finalize` by it.
+        bucket_size: largest size of a bucket in bytes. The sender has two buckets; every receiver has one, or two with
+            the mode `staged`.
+        release_after_refit: not used: NeMo-RL calls `finalize` after an update if this option is set.
         transport, mode, device, deadline_s: see `StreamEnd`.
 
     Raises:
@@ -64,10 +65,14 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
             option="policy.generation.refit_cfg",
         )
         self._store: TCPStore | None = None
-        self._address: StreamAddress | None = None  # of the sender, on a rank that receives
+        # Address of the sender; None except on a rank that receives.
+        self._address: StreamAddress | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Say what this rank is called as a receiver, and where its store is, should it be the sender."""
+        """Return this rank's name as a receiver, its host, and the port of its store; rank 0 creates the store.
+
+        On every other rank the port is 0. vLLM's ranks use the host and port of the first answer, which is the sender's.
+        """
         host = ray.util.get_node_ip_address().strip("[]")
         if self._store is None and dist.get_rank() == 0:
             self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -82,16 +87,17 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
         rollout_world_size: int,
         metadata: list[dict[str, Any]],
     ) -> None:
-        """On the policy's rank 0: connect with all receivers.
+        """Open the sender and wait for all receivers, on the policy's rank 0. On other ranks only check the arguments.
 
         Args:
-            worker_rank: of this one.
-            train_world_size: ranks of the policy, whose answers of `prepare` come first in `metadata`.
-            rollout_world_size: the others.
-            metadata: of all ranks.
+            worker_rank: rank of this process in the policy.
+            train_world_size: number of policy ranks.
+            rollout_world_size: number of vLLM ranks.
+            metadata: results of `prepare` from all ranks; the policy's come first.
 
         Raises:
-            ConfigError: not one answer per rank, or none of a receiver.
+            ConfigError: `metadata` does not have one entry per rank, or there is no vLLM rank.
+            PeerUnreachable, TransportUnavailable, TransferFailed: see `BucketSender.open`.
             EngineRefused, PeerTimeout: see `BucketSender.wait_for`.
         """
         if len(metadata) != train_world_size + rollout_world_size or not rollout_world_size:
@@ -113,16 +119,16 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
         rollout_world_size: int,  # noqa: ARG002
         metadata: list[dict[str, Any]],
     ) -> None:
-        """Connect with the sender.
+        """Get the sender's address from its store, and connect to the sender.
 
         Args:
-            rollout_rank: not used, as the next two.
-            train_world_size: see there.
-            rollout_world_size: see there.
-            metadata: of all ranks.
+            rollout_rank: not used.
+            train_world_size: not used.
+            rollout_world_size: not used.
+            metadata: results of `prepare` from all ranks; the first is the sender's.
 
         Raises:
-            PeerUnreachable: the sender's store, or the sender, could not be reached, or has failed.
+            PeerUnreachable: the sender or its store could not be reached, or has failed.
             AuthenticationError, ProtocolError, PeerTimeout: see `BucketReceiver.connect`.
         """
         sender = metadata[0]
@@ -140,13 +146,13 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
         self._end.receiver.connect(self._address)
 
     def finalize(self) -> None:
-        """End every connection, free the buckets. Idempotent; `prepare` begins anew."""
+        """Close every connection and free the buckets. Idempotent; NeMo-RL may call `prepare` again afterwards."""
         self._end.close()
         self._store = None
 
     @torch.no_grad()
     async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
-        """Send every tensor; on other policy ranks, take part in the gathers.
+        """Send every tensor from the policy's rank 0. Other policy ranks only take part in the gathers.
 
         Raises:
             PeerUnreachable, RoundAborted, PeerTimeout, UnsupportedLayout: see `StreamEnd.send`.
@@ -156,7 +162,9 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
     async def receive_weight_batches(
         self,
     ) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
-        """Yield (name, tensor)s, bucket by bucket; they are valid until the next bucket is asked for.
+        """Yield (name, tensor) pairs, one list per bucket.
+
+        Memory: tensors are valid until the caller requests the next bucket.
 
         Raises:
             ConfigError, PeerUnreachable, PeerTimeout, ProtocolError: see `BucketReceiver.receive`.
@@ -164,9 +172,8 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
         async for bucket in self._end.receiver.receive():
             yield bucket
         if self._address is not None:
-            self._end.receiver.connect(
-                self._address
-            )  # for the next stream, of which nothing else tells
+            # NeMo-RL does not announce the next stream, so expect it from now on.
+            self._end.receiver.connect(self._address)
 
 
 async def _one_by_one(

@@ -1,12 +1,12 @@
-"""slime: Megatron-core ranks write their shards straight into the SGLang servers that it rolls out with.
+"""Weight updater for slime: Megatron-core ranks write their shards directly into slime's SGLang servers.
 
     train.py ... --custom-megatron-init-path windlass.integrations.slime.install
 
-slime (read at its commit 624b824a8) has no option for a weight updater of one's own, but calls this function in every
-Megatron rank (`backends/megatron_utils/initialize.py`) before its actor chooses one
-(`backends/megatron_utils/actor.py`). `WeightUpdater` has the interface of its `UpdateWeightFromDistributed`
-(`update_weight/update_weight_from_distributed.py`): nothing is gathered, nothing is converted, and all servers
-switch as one. Servers are SGLang's own, with Windlass installed and WINDLASS_CONTROLLER=wait.
+slime (read at its commit 624b824a8) has no option for a custom weight updater. It calls `install` in every Megatron
+rank (`backends/megatron_utils/initialize.py`) before its actor chooses a weight updater
+(`backends/megatron_utils/actor.py`). `WeightUpdater` has the interface of slime's `UpdateWeightFromDistributed`
+(`update_weight/update_weight_from_distributed.py`). It gathers nothing and converts nothing, and all servers switch to
+a version together. The servers are unmodified SGLang servers, with Windlass installed and WINDLASS_CONTROLLER=wait.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ __all__ = ["WeightUpdater", "install"]
 _log = logging.getLogger(__name__)
 _ACTOR = "slime.backends.megatron_utils.actor"
 DEADLINE_S = 600.0
-"""Seconds for all servers to join, and then for every version."""
+"""Longest time in seconds for all servers to join, and for each update."""
 
 
 def install(args: Namespace) -> None:
-    """Have slime's actor send weights by `WeightUpdater`. Called by slime in every Megatron rank.
+    """Make slime's actor use `WeightUpdater`. slime calls this function in every Megatron rank.
 
     Args:
-        args: slime's.
+        args: slime's arguments.
 
     Raises:
-        ConfigError: an option with which weights are not where they can be read, or are sent in another way.
+        ConfigError: an option moves weights out of this rank's memory, or chooses another way to send them.
     """
     for option, allowed in (
         ("colocate", False),
@@ -83,30 +83,32 @@ class _Call(Protocol):
 
 
 class EngineHandle(Protocol):
-    """The part of slime's Ray actor of a server that is used."""
+    """The part of slime's Ray actor of a server that `WeightUpdater` uses."""
 
     @property
     def get_url(self) -> _Call:
-        """Its address; None for one that is no server's first node."""
+        """Remote method that returns the server's URL, or None if the actor is not the server's first node."""
         ...
 
 
 @final
 class WeightUpdater:
-    """slime's weight updater, of one Megatron rank.
+    """slime's weight updater of one Megatron rank.
 
-    Every rank makes one and calls the same methods in the same order: all are collective. Rank 0 hosts the
-    controller, whose updates pause and resume the servers; slime's own `pause_generation` is not called.
+    Every rank creates an updater and calls the same methods in the same order: all are collective. Rank 0 hosts the
+    controller. The controller pauses and resumes the servers for each update; `WeightUpdater` does not call slime's
+    `pause_generation`.
 
-    Memory: the shards are read, and engines' weights written, within `update_weights` alone.
+    Memory: the trainer reads shards and writes engines' weights only during `update_weights`.
 
     Args:
-        args: slime's; `hf_checkpoint` is a folder with the model's config.json, `vocab_size` that of the checkpoint.
-        model: chunks of this rank.
-        weights_getter, model_name, quantization_config: of slime's own updaters; not used.
+        args: slime's arguments. `hf_checkpoint` is a folder with the model's config.json, and `vocab_size` is the
+            checkpoint's vocabulary size.
+        model: model chunks of this rank.
+        weights_getter, model_name, quantization_config: arguments of slime's own updaters; not used.
 
     Attributes:
-        weight_version: of the last update; the actor sets where it begins.
+        weight_version: version of the last update; slime's actor sets its first value.
 
     Raises:
         ConfigError: `args.hf_checkpoint` has no config.json that names a `model_type`.
@@ -138,21 +140,22 @@ class WeightUpdater:
         engine_gpu_offsets: Sequence[int] | None = None,  # noqa: ARG002
         engine_parallel_configs: Sequence[Mapping[str, object]] | None = None,  # noqa: ARG002
     ) -> None:
-        """Have servers join that are not in the fleet. Collective; blocks.
+        """Make all servers that are not in the fleet join it. Collective; blocks.
 
         Args:
-            rollout_engines: all servers of now.
-            rollout_engine_lock: not used: a round has the fleet for itself.
-            engine_gpu_counts: not used, like the next two: servers tell what they are.
-            engine_gpu_offsets: see there.
-            engine_parallel_configs: see there.
+            rollout_engines: all current servers.
+            rollout_engine_lock: not used: the controller runs one round at a time.
+            engine_gpu_counts: not used: servers report their own layout.
+            engine_gpu_offsets: not used, for the same reason.
+            engine_parallel_configs: not used, for the same reason.
 
         Raises:
-            ConfigError: there is no token, in WINDLASS_TOKEN or the file of WINDLASS_TOKEN_FILE.
+            ConfigError: neither WINDLASS_TOKEN nor the file of WINDLASS_TOKEN_FILE has a token, or a server has no
+                valid URL.
             UnsupportedLayout, ManifestError: see `connect_megatron_trainer`.
-            EngineRefused: a server cannot be updated; quotes its reason. On every rank but 0:
-            PeerUnreachable: another rank has failed; quotes its reason; or a server could not be reached.
-            PeerTimeout: not all have joined within `DEADLINE_S`.
+            EngineRefused: a server cannot be updated; quotes its reason. Only rank 0 raises this error.
+            PeerUnreachable: another rank has failed; quotes its reason. Or a server could not be reached.
+            PeerTimeout: a server or a rank has not joined within `DEADLINE_S`.
         """
         self._num_connected += 1
 
@@ -184,12 +187,13 @@ class WeightUpdater:
     def update_weights(self) -> None:
         """Publish the current weights to every server as version `weight_version + 1`. Collective; blocks.
 
-        A server that is dead or fails is left out, and the update does not wait for it. slime starts it again, and
-        `connect_rollout_engines` lets it join.
-        Memory: the weights must not change before this returns.
+        The update leaves out a server that is dead or fails, and does not wait for it. slime starts the server again,
+        and `connect_rollout_engines` lets it join.
+
+        Memory: the weights must not change before this method returns.
 
         Raises:
-            ProtocolError: no engine has been connected.
+            ProtocolError: `connect_rollout_engines` was not called.
             RoundAborted: the version was not published; the servers keep their weights.
             PeerTimeout: the update did not end within `DEADLINE_S`.
         """
@@ -206,7 +210,7 @@ class WeightUpdater:
         }
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the figures of the last update, once."""
+        """Return the figures of the last update, and clear them."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -229,10 +233,10 @@ def _model_type(checkpoint: Path) -> str:
 
 
 def _urls_of(engines: Sequence[EngineHandle]) -> list[str]:
-    """Return the servers' addresses.
+    """Return the servers' URLs.
 
     Raises:
-        ConfigError: one has none that is an address; or there is none at all.
+        ConfigError: there is no server, or an address is not a valid URL.
     """
     import ray
 
@@ -247,7 +251,7 @@ def _urls_of(engines: Sequence[EngineHandle]) -> list[str]:
 
 @final
 class _Fleet:
-    """What rank 0 has besides: the controller, and which servers are in its fleet."""
+    """Controller of rank 0, with the names of the servers that have joined its fleet."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._token = control_token()
@@ -255,10 +259,12 @@ class _Fleet:
         self.hosted = HostedController(urls)
 
     def join(self, urls: Sequence[str]) -> None:
-        """Have servers join that are not there, at once.
+        """Make all missing servers join in parallel, and wait until all servers are in the fleet.
 
         Raises:
-            EngineRefused: one cannot be updated; quotes its reason. PeerUnreachable. PeerTimeout.
+            EngineRefused: a server has no route for joining, or cannot be updated; quotes its reason.
+            PeerUnreachable: a server could not be reached, or its answer is not one of Windlass.
+            PeerTimeout: a server did not answer or join within `DEADLINE_S`.
         """
         address = self.hosted.address(Access.ENGINE)
         missing = self.hosted.missing([*self._names.values()])
@@ -271,7 +277,13 @@ class _Fleet:
         self.hosted.wait_for_fleet([self._names[url] for url in urls], DEADLINE_S)
 
     def _ask(self, order: JoinOrder, url: str) -> str:
-        """Return the name under which a server has joined."""
+        """Send a server the order to join, and return the server's name in the fleet.
+
+        Raises:
+            EngineRefused: the server has no such route.
+            PeerTimeout: the server did not answer within `DEADLINE_S`.
+            PeerUnreachable: the server could not be reached, or its answer is not one of Windlass.
+        """
         try:
             answer = EngineHttp(url, api_key=self._token).post(JOIN_PATH, order, DEADLINE_S)
         except NoSuchRoute as error:
@@ -284,5 +296,5 @@ class _Fleet:
             raise PeerUnreachable(f"{url}{JOIN_PATH}: not Windlass's answer: {error}") from error
 
     def close(self) -> None:
-        """End the controller. Idempotent."""
+        """Close the controller. Idempotent."""
         self.hosted.close()
