@@ -1,6 +1,6 @@
 """Weight updates of plain `vllm serve` servers: `--weight-transfer-config '{"backend": "windlass"}'`.
 
-Every trainer rank:
+Every trainer rank runs:
 
     sync = WeightSync(model, servers=["http://127.0.0.1:8000"])
     sync.send_weights(version)
@@ -20,5 +20,6 @@ if TYPE_CHECKING:
     from windlass.integrations.vllm.trainer import ModuleShards as ModuleShards
     from windlass.integrations.vllm.trainer import TrainerInit as TrainerInit
 
-if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+# Hidden from type checkers, so that they still report unknown names.
+if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = public(__name__)

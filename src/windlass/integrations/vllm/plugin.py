@@ -1,7 +1,7 @@
-"""The entry point of the group `vllm.general_plugins`.
+"""Entry point for the group `vllm.general_plugins`.
 
-vLLM calls it in its API server, in every EngineCore and in every worker, before any of them does anything
-(`vllm/plugins/__init__.py`, 0.24 and 0.32); in an engine with another backend, or none, nothing is changed.
+vLLM calls `register` first in its API server, in every EngineCore and in every worker (`vllm/plugins/__init__.py`, 0.24
+and 0.32). An engine with another backend, or with none, behaves as before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def register() -> None:
     from vllm.config import get_current_vllm_config
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    with contextlib.suppress(ValueError):  # it has been called before in this process
+    # vLLM raises ValueError if this process has registered the backend before.
+    with contextlib.suppress(ValueError):
         WeightTransferEngineFactory.register_engine(
             BACKEND, "windlass.engines.vllm.weight_transfer", "WindlassTransferEngine"
         )

@@ -1,7 +1,7 @@
-"""vLLM's own routes for weight updates, of several servers side by side.
+"""Client of vLLM's own routes for weight updates; it calls several servers in parallel.
 
-In 0.24 `vllm/entrypoints/serve/dev/rlhf/api_router.py`, in 0.32 `vllm/entrypoints/rl/online/api_router.py`;
-a server has them with VLLM_SERVER_DEV_MODE=1.
+vLLM defines the routes in `vllm/entrypoints/serve/dev/rlhf/api_router.py` (0.24) and
+`vllm/entrypoints/rl/online/api_router.py` (0.32). A server offers them with VLLM_SERVER_DEV_MODE=1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 BACKOFF = Backoff(0.1, 2.0)
 FLAG = """--weight-transfer-config '{"backend": "windlass"}'"""
 PAUSE_MODES = ("abort", "wait", "keep")
-"""Of `/pause`: running requests end, are waited for, or go on afterwards where they are."""
+"""Modes of `/pause`. Running requests end (`abort`), finish first (`wait`), or continue after the pause (`keep`)."""
 
 
 class _WorldSize(msgspec.Struct, frozen=True):
@@ -34,10 +34,10 @@ class _WorldSize(msgspec.Struct, frozen=True):
 
 
 def server_urls(urls: Sequence[str]) -> tuple[str, ...]:
-    """Return the URLs without a slash at their end.
+    """Return the URLs without trailing slashes.
 
     Raises:
-        ConfigError: no URL, one that is none, or one twice.
+        ConfigError: `urls` is empty, contains an invalid URL, or contains a URL twice.
     """
     if isinstance(urls, str) or not urls:
         raise ConfigError(f"servers: must be a sequence of one URL or more, got {urls!r}")
@@ -53,33 +53,35 @@ def server_urls(urls: Sequence[str]) -> tuple[str, ...]:
 class VllmServers:
     """Servers that were started with `--weight-transfer-config '{"backend": "windlass"}'`.
 
-    Calls go to all servers at once and block. But for `init_weight_transfer_engine` they return, and
-    log, why a server could not be asked, by URL: one that has died must not keep the others.
+    Every method blocks. Calls to several servers run in parallel. `world_size` and `init_weight_transfer_engine` raise
+    an error if a server fails. The other methods log the reason and return it by URL, so that a dead server does not
+    stop the update of the others.
 
     Args:
-        urls: of the servers.
-        api_key: what they were started to ask for; empty for nothing.
+        urls: URLs of the servers.
+        api_key: API key of the servers; empty if they require none.
 
     Raises:
-        ConfigError: no URL, one that is none, or one twice.
+        ConfigError: `urls` is empty, contains an invalid URL, or contains a URL twice.
     """
 
     def __init__(self, urls: Sequence[str], *, api_key: str = "") -> None:
         self.urls = server_urls(urls)
         self._http = {url: EngineHttp(url, api_key=api_key) for url in self.urls}
-        # One thread more for each: a call may last as long as weights are mixed.
+        # Two threads per server: `/update_weights` blocks for as long as a server's weights may be of two versions.
         self._pool = ThreadPoolExecutor(2 * len(self.urls), "windlass-vllm")
 
     def world_size(self, url: str, deadline_s: float, *, listens_within_s: float = 0.0) -> int:
         """Return the number of ranks of a server, replicas included.
 
         Args:
-            url: the server.
-            deadline_s: for its answer.
-            listens_within_s: for a server that still starts to listen.
+            url: URL of the server.
+            deadline_s: seconds within which the server must answer.
+            listens_within_s: seconds to wait for a server that does not listen yet.
 
         Raises:
-            PeerUnreachable, PeerTimeout: the server does not listen, does not answer, or has no such route.
+            PeerUnreachable: the server does not listen, cannot be reached, or does not have the route.
+            PeerTimeout: the server does not answer within `deadline_s`.
         """
         gives_up_at = time.monotonic() + listens_within_s
         try:
@@ -98,7 +100,10 @@ class VllmServers:
         return msgspec.json.decode(answer, type=_WorldSize).world_size
 
     def _when_listening(self, url: str, deadline_s: float, gives_up_at: float) -> bytes:
-        """GET the world size, again and again until the server listens: nothing can signal that it does."""
+        """Return the server's answer to `/get_world_size`, and retry until it listens.
+
+        A server sends no signal when it starts to listen.
+        """
         is_told, pauses = False, BACKOFF.pauses()
         while True:
             try:
@@ -117,14 +122,14 @@ class VllmServers:
     def init_weight_transfer_engine(
         self, init_info: Mapping[str, Mapping[str, object]], deadline_s: float
     ) -> None:
-        """POST `/init_weight_transfer_engine` to the servers named, each with its own body.
+        """POST `/init_weight_transfer_engine` to the servers in `init_info`, each with its own body.
 
         Args:
-            init_info: by URL.
-            deadline_s: for each to answer.
+            init_info: body for each URL.
+            deadline_s: seconds within which each server must answer.
 
         Raises:
-            PeerUnreachable: a server could not be reached, or refused; quotes each reason.
+            PeerUnreachable: a server could not be reached, did not answer, or refused; quotes each reason.
         """
         reasons = self._post(
             "/init_weight_transfer_engine",
@@ -139,15 +144,17 @@ class VllmServers:
             raise PeerUnreachable("; ".join(reasons.values()) + what_to_do)
 
     def pause(self, among: Collection[str], mode: str, deadline_s: float) -> dict[str, str]:
-        """POST `/pause?mode=...`; vLLM's caches are not cleared: they are kept apart by version.
+        """POST `/pause?mode=...` and return the reasons of failures by URL.
+
+        vLLM does not clear its caches, because Windlass separates them by version.
 
         Args:
-            among: the URLs that are asked.
+            among: URLs of the servers to pause.
             mode: one of `PAUSE_MODES`.
-            deadline_s: for each.
+            deadline_s: seconds within which each server must answer.
 
         Raises:
-            ConfigError: no such mode.
+            ConfigError: `mode` is not one of `PAUSE_MODES`.
         """
         if mode not in PAUSE_MODES:
             raise ConfigError(f"pause: must be one of {PAUSE_MODES}, got {mode!r}")
@@ -155,22 +162,23 @@ class VllmServers:
         return self._post(path, among, _nothing, deadline_s)
 
     def resume(self, among: Collection[str], deadline_s: float) -> dict[str, str]:
-        """POST `/resume`."""
+        """POST `/resume` and return the reasons of failures by URL."""
         return self._post("/resume", among, _nothing, deadline_s)
 
     def update_weights(
         self, among: Collection[str], version: int, deadline_s: float, *, held_s: float
     ) -> dict[str, str]:
-        """POST `/update_weights`: hold every worker until the round of `version` has ended.
+        """POST `/update_weights`, which holds every worker until the round of `version` has ended.
 
-        This is the whole update: `/start_weight_update` and `/finish_weight_update` are of no use around it. Tokens are
-        stamped with the version that is served after it, where vLLM does so (0.32).
+        Return the reasons of failures by URL. This call is the whole update; `/start_weight_update` and
+        `/finish_weight_update` are not needed. vLLM 0.32 then labels tokens with the version that it serves after the
+        call.
 
         Args:
-            among: the URLs that are asked.
-            version: that comes.
-            deadline_s: for each to answer, which they do after the round.
-            held_s: for the round to reach a worker; it is let go if none does.
+            among: URLs of the servers to hold.
+            version: version that the trainer is about to publish.
+            deadline_s: seconds within which each server must answer; a server answers after the round.
+            held_s: seconds within which the round must reach a worker; the worker continues if it does not.
         """
         body = {"update_info": {"version": version, "deadline_s": held_s, WHOLE: True}}
         return self._post("/update_weights", among, lambda _url: body, deadline_s)
@@ -178,13 +186,16 @@ class VllmServers:
     def shutdown_weight_transfer_engine(
         self, among: Collection[str], deadline_s: float
     ) -> dict[str, str]:
-        """POST `/shutdown_weight_transfer_engine`, where the release has it (0.32)."""
+        """POST `/shutdown_weight_transfer_engine` and return the reasons of failures by URL.
+
+        A release without this route (0.24) is not a failure.
+        """
         return self._post(
             "/shutdown_weight_transfer_engine", among, _nothing, deadline_s, may_lack=True
         )
 
     def close(self) -> None:
-        """Wait for no call that is under way. Idempotent."""
+        """Cancel calls that have not started, and do not wait for running calls. Idempotent."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _post(
@@ -196,7 +207,15 @@ class VllmServers:
         *,
         may_lack: bool = False,
     ) -> dict[str, str]:
-        """POST the body of each URL, side by side; `may_lack`: a release may have no such route."""
+        """POST to all servers in parallel and return the reasons of failures by URL.
+
+        Args:
+            path: path of the route.
+            among: URLs of the servers.
+            body: function that returns the body for a URL.
+            deadline_s: seconds within which each server must answer.
+            may_lack: whether a server without this route counts as success.
+        """
 
         def post(url: str) -> str:
             try:
@@ -216,7 +235,7 @@ class VllmServers:
 
 
 def _lacks_backend(reasons: Iterable[str]) -> bool:
-    """Return whether a server has no weight-transfer backend, or another one than ours."""
+    """Return whether a server has no weight-transfer backend, or a backend other than "windlass"."""
     return any("transfer not configured" in told or "Invalid init_info" in told for told in reasons)
 
 

@@ -1,8 +1,8 @@
-"""vLLM's trainer-side slot, filled by "windlass": importing this module registers it.
+"""Trainer engine of vLLM's weight-transfer backend "windlass"; importing this module registers it.
 
-`WeightTransferTrainerFactory` (vLLM 0.32, `vllm/distributed/weight_transfer/factory.py`; 0.24 has none) makes the
-trainer's half of a backend out of an init info, a client and a source. This one hands all of it to `WeightSync`, on
-every trainer rank:
+`WeightTransferTrainerFactory` (vLLM 0.32, `vllm/distributed/weight_transfer/factory.py`; 0.24 has none) creates the
+trainer's half of a backend from an init info, a client and a source. The engine of this module passes them to
+`WeightSync`. Every trainer rank runs:
 
     engine = WeightTransferTrainerFactory.trainer_init(
         TrainerInit(rank=rank), client=HTTPVLLMWeightSyncClient(url), source=ModuleShards(model)
@@ -38,9 +38,9 @@ __all__ = ["ModuleShards", "TrainerInit", "WindlassTrainerEngine"]
 
 @final
 class ModuleShards(ModuleSource):  # type: ignore[misc]
-    """The model being trained, of which every rank sends its own shards.
+    """Model that is trained; every rank sends its own shards of it.
 
-    Iterated by vLLM's own backends it is their `ModuleSource`, which gathers.
+    vLLM's own backends can iterate over it like over their `ModuleSource`, which gathers tensors.
 
     Args:
         module: see `WeightSync`.
@@ -53,14 +53,14 @@ class ModuleShards(ModuleSource):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class TrainerInit(TrainerInitInfo):  # type: ignore[misc]
-    """What `WeightTransferTrainerFactory.trainer_init` is given for this backend.
+    """Arguments of `WeightTransferTrainerFactory.trainer_init` for this backend.
 
     Attributes:
-        rank: of this process among the trainer's, as torch.distributed has it.
-        servers: URLs of all servers, in one order on every rank; empty for the one of an
-            `HTTPVLLMWeightSyncClient`.
+        rank: rank of this process in torch.distributed.
+        servers: URLs of all servers, in the same order on every rank; if empty, the URL of the
+            `HTTPVLLMWeightSyncClient` is used.
         config, transport, api_key, deadline_s: see `WeightSync`.
-        pause: see `WeightSync`; None by default, since callers of vLLM's trainer engines pause and resume.
+        pause: see `WeightSync`; None by default, because callers of vLLM's trainer engines pause and resume.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -75,7 +75,7 @@ class TrainerInit(TrainerInitInfo):  # type: ignore[misc]
 
 @final
 class WindlassTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """One trainer rank's. Made by `trainer_init`; every method is collective, as `WeightSync`'s are."""
+    """Trainer engine of one rank. Create it with `trainer_init`. Every method is collective, as in `WeightSync`."""
 
     init_info_cls = TrainerInit
 
@@ -93,15 +93,17 @@ class WindlassTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         client: VLLMWeightSyncClient,
         source: WeightSource | None = None,
     ) -> Self:
-        """Have the servers join the fleet of this trainer's ranks. Collective; blocks.
+        """Connect this trainer's ranks to the servers. Collective; blocks.
 
         Args:
             init_info: see `TrainerInit`.
-            client: an `HTTPVLLMWeightSyncClient` says where the server is. Nothing of it is called.
+            client: an `HTTPVLLMWeightSyncClient` whose URL is used if `init_info.servers` is empty. None of its methods
+                is called.
             source: a `ModuleShards`.
 
         Raises:
-            ConfigError: an argument; and as `WeightSync` raises, with its other errors.
+            ConfigError: an argument is invalid.
+            WindlassError: any error of `WeightSync`.
         """
         rank = TrainerRanks().rank
         if init_info.rank != rank:
@@ -133,7 +135,7 @@ class WindlassTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         return cls(sync, client, source)
 
     def send_weights(self) -> SentWeights:
-        """Have every server serve the weights as they are now, as version 1, 2 and so on. Collective.
+        """Publish the current weights to every server, as version 1, 2 and so on. Collective; blocks.
 
         Raises:
             WindlassError: see `WeightSync.send_weights`.
@@ -142,7 +144,7 @@ class WindlassTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         return self._sync.send_weights(self._num_sent)
 
     def shutdown(self) -> None:
-        """See `WeightSync.shutdown`."""
+        """Disconnect from the servers; see `WeightSync.shutdown`."""
         self._sync.shutdown()
 
 
