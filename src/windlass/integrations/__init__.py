@@ -1,1 +1,1 @@
-"""Windlass inside other frameworks, each on its own hook."""
+"""Integrations of Windlass into other frameworks, each through a hook of the framework."""

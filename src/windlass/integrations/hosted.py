@@ -1,7 +1,7 @@
-"""A controller in a thread of the trainer's rank 0, and what its ranks tell each other of it.
+"""Controller in a thread of the trainer's rank 0, and messages between trainer ranks about it.
 
-So a user of a framework starts no process and handles no secret: the address and a token of its role reach
-every trainer rank through the store of `torch.distributed`, and every engine through a call of its framework's.
+A user of a framework therefore starts no extra process and handles no secret. Every trainer rank gets the address and
+a token of its role through the store of `torch.distributed`. Every engine gets them through a call of its framework.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ _NUMBERS = itertools.count()
 
 
 class HostAddress(msgspec.Struct, frozen=True):
-    """Address to which ranks of one role connect. `token` permits that role alone."""
+    """Address to which ranks of one role connect.
+
+    Attributes:
+        url: URL of the controller.
+        token: token that permits this role only.
+    """
 
     url: str
     token: str
@@ -53,7 +58,7 @@ def _no_setup(_: Controller) -> None:
 
 
 TELLS_S = 10.0
-"""Seconds that trainer ranks wait beyond the deadline of rank 0, so that they hear its reason."""
+"""Seconds that other trainer ranks wait beyond the deadline of rank 0, so that they receive its reason."""
 
 
 @final
@@ -61,15 +66,17 @@ class HostedController:
     """A `Controller` whose loop runs in a thread of this process until `close`.
 
     Args:
-        towards: URLs of the servers that connect, in addition to trainer ranks. They decide which address is bound.
+        towards: URLs of the servers that connect, in addition to trainer ranks. The first URL that is not a
+            loopback address decides which address of this host the controller binds.
         config: settings of updates; the defaults if omitted.
         setup: called with the controller in its loop, before the server accepts connections.
 
     Attributes:
-        controller: to be used from its loop only, see `call`.
+        controller: the controller; only coroutines in its loop may use it, see `call`.
 
     Raises:
-        ConfigError, PeerUnreachable: no address of this host leads to one of them.
+        ConfigError: a URL is not valid, or WINDLASS_HOST is not an address of this host.
+        PeerUnreachable: no address of this host leads to the server.
     """
 
     def __init__(
@@ -107,17 +114,17 @@ class HostedController:
             runner.run(serve())
 
     def address(self, role: Access) -> HostAddress:
-        """Where ranks of a role connect."""
+        """Return the address and token for ranks of a role."""
         return HostAddress(self.controller.url, role_token(self._secret, role))
 
     def wait_for_fleet(
         self, engines: Sequence[str], deadline_s: float, *, num_trainers: int = 0
     ) -> None:
-        """Return once these engines, and as many trainer jobs, are in the fleet.
+        """Wait until these engines and `num_trainers` trainer ranks are in the fleet.
 
         Raises:
-            EngineRefused: one cannot be updated; quotes its reason.
-            PeerTimeout: names who is missing after `deadline_s`.
+            EngineRefused: an engine cannot be updated; quotes its reason.
+            PeerTimeout: members are missing after `deadline_s`; names them.
         """
         there = self.controller.wait_for_fleet(
             num_trainers=num_trainers, engines=tuple(engines), deadline_s=deadline_s
@@ -125,7 +132,7 @@ class HostedController:
         self.call(there).result(deadline_s + MARGIN_S)
 
     def missing(self, engines: Sequence[str]) -> list[str]:
-        """Which of these engines are not in the fleet now."""
+        """Return the named engines that are not in the fleet now."""
 
         async def find() -> list[str]:
             found = []
@@ -141,18 +148,23 @@ class HostedController:
         return self.call(find()).result(MARGIN_S)
 
     def call(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Have its loop do `work`."""
+        """Run `work` in the controller's loop, and return its future result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """End it, and every connection to it. Idempotent."""
+        """End the controller and every connection to it. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(CLOSE_S)
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """`reason` is why there is nothing to tell."""
+    """Message of one rank to the others.
+
+    Attributes:
+        text: content of the message.
+        reason: reason why the rank failed instead; empty if it did not fail.
+    """
 
     text: str = ""
     reason: str = ""
@@ -160,9 +172,10 @@ class _Told(msgspec.Struct, frozen=True):
 
 @final
 class TrainerRanks:
-    """The ranks of this trainer, which tell each other things through `torch.distributed`'s store.
+    """Messages between the ranks of this trainer through the store of `torch.distributed`.
 
-    Made by every rank, in one order; without `torch.distributed` there is one rank. Not collective.
+    Every rank must create these objects in the same order. Creating an object is not collective. Without
+    `torch.distributed` the trainer has one rank.
     """
 
     def __init__(self) -> None:
@@ -178,10 +191,17 @@ class TrainerRanks:
             self._store = _get_default_store()
 
     def tell(self, what: str, text: str = "", *, reason: str = "") -> None:
-        """Tell every rank that asks or will ask: once for each `what`.
+        """Store a message for all ranks, which read it now or later. Call this method once for each `what`.
+
+        Does nothing if the trainer has one rank. Not collective.
+
+        Args:
+            what: name of the message.
+            text: content of the message.
+            reason: reason why this rank failed, for ranks that wait for the message.
 
         Raises:
-            PeerUnreachable: the store is gone.
+            PeerUnreachable: the store cannot be reached.
         """
         if self._store is None or self.world_size == 1:
             return
@@ -193,11 +213,12 @@ class TrainerRanks:
             raise PeerUnreachable(f"{what}: the store of torch.distributed: {error}") from error
 
     def hear(self, what: str, deadline_s: float) -> str:
-        """Wait for what another rank tells.
+        """Wait for the message `what` of another rank, and return its text. Not collective.
 
         Raises:
-            PeerUnreachable: it told a reason, which this quotes; or the store is gone.
-            PeerTimeout: it told nothing within `deadline_s`.
+            PeerUnreachable: the other rank failed; quotes its reason. Or the store cannot be reached, or the trainer
+                has one rank.
+            PeerTimeout: no message came within `deadline_s`.
         """
         if self._store is None:
             raise PeerUnreachable(f"{what}: this trainer has one rank")
@@ -223,18 +244,19 @@ class TrainerRanks:
         join: Callable[[], None],
         deadline_s: float,
     ) -> None:
-        """Have rank 0 host a controller, every rank connect to it, and then servers join it. Collective.
+        """Start a controller on rank 0, connect every rank to it, and then let servers join. Collective.
 
         Args:
-            what: the same on every rank, and another one for every call.
-            host: called on rank 0: returns where trainer ranks connect.
-            connect: called on every rank with that.
-            join: called on rank 0, once all ranks have connected.
-            deadline_s: for each wait for another rank.
+            what: name of the call: equal on all ranks, and different for every call.
+            host: function that rank 0 calls; it returns the address for trainer ranks.
+            connect: function that every rank calls with this address.
+            join: function that rank 0 calls after all ranks have connected.
+            deadline_s: longest time in seconds of each wait for another rank.
 
         Raises:
-            WindlassError: whatever was raised here.
-            PeerUnreachable: another rank has failed; quotes its reason. PeerTimeout: see `hear`.
+            WindlassError: `host`, `connect` or `join` raised it on this rank.
+            PeerUnreachable: another rank has failed; quotes its reason.
+            PeerTimeout: see `hear`.
         """
         address, joined = f"{what}/address", f"{what}/joined"
         connected = [f"{what}/connected/{rank}" for rank in range(self.world_size)]
@@ -250,7 +272,7 @@ class TrainerRanks:
             else:
                 connect(msgspec.json.decode(self.hear(address, deadline_s), type=HostAddress))
                 self.tell(connected[self.rank])
-                # Rank 0 waits for servers until its own deadline, and tells why none came.
+                # Rank 0 waits for servers until its own deadline, and then reports which are missing.
                 self.hear(joined, deadline_s + TELLS_S)
         except Exception as error:
             reason = f"rank {self.rank} of the trainer: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""A module of the tensors that a framework hands over, under the names that it gives them."""
+"""Module of tensors that a framework passes with their names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["TensorModule"]
 
 @final
 class TensorModule(torch.nn.Module):
-    """Holds tensors under dotted names, as the model whose tensors they are would; copies nothing."""
+    """Module whose parameters are given tensors, under the dotted names of the original model. It copies nothing."""
 
     def place(self, name: str, tensor: torch.Tensor) -> None:
-        """Hold a tensor, in the place of the one before."""
+        """Register a tensor as the parameter `name`, or replace the data of the existing parameter."""
         path, _, leaf = name.rpartition(".")
         module: torch.nn.Module = self
         for part in path.split(".") if path else ():
