@@ -1,1 +1,1 @@
-"""`windlass demo`: a launched job that trains for real, its recipe and its checker."""
+"""Job of `windlass demo`: a real training run, its recipe, and its checker."""

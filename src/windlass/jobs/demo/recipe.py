@@ -1,8 +1,8 @@
-"""The demo's recipe: attend to the operator of a prompt and repeat the token that it points at.
+"""Recipe of the demo: the model must repeat the operand that the prompt's operator selects.
 
-A prompt is `[operator, a, b, go]`; the answer is `a` repeated when the operator is FIRST and
-`b` repeated when it is SECOND. Attention is needed, the reward is dense enough to train on
-from scratch, and a right answer cannot be given without reading the prompt.
+A prompt is `[operator, a, b, go]`. The right answer repeats `a` if the operator is FIRST, and `b` if it is SECOND. The
+task needs attention, because a model cannot answer without reading the prompt. The reward is dense enough to train
+from scratch.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
         seconds: time between the two versions.
         samples_per_hour: trained samples per hour. tokens_per_s: trained tokens per second.
         mean_staleness: mean number of versions that the oldest token of a sample was behind.
-        paused_share: share of the time that the slowest engine was paused, counted from the pause command. It includes
-            the engine's steps that ran at the command.
-        idle_share: share in which trainers waited for answers. step_share: share in which they trained.
+        paused_share: share of the time that the slowest engine was paused, from the pause command on. It includes the
+            engine's steps that ran when the command came.
+        idle_share: share of the time that trainers waited for answers.
+        step_share: share of the time that trainers trained.
     """
 
     seconds: float
@@ -73,7 +74,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class PaceClock:
-    """Records the ends of updates and the begins of steps; updates and steps alternate."""
+    """Clock that records when updates end and steps begin; updates and steps alternate."""
 
     def __init__(self) -> None:
         self._updates: list[tuple[float, float, float]] = []
@@ -108,12 +109,15 @@ class PaceClock:
 
 @final
 class RepeatOperand(Recipe):
-    """Asks, scores, keeps what was trained on and how updates went, and may kill an engine.
+    """Recipe that yields prompts, scores answers, and records trained samples and updates. It may kill an engine.
 
-    In the update to version `kill_engine_at` the last engine is killed with SIGKILL; 0 for never.
+    Args:
+        seed: seed of the prompts.
+        kill_engine_at: version whose update kills the last engine; 0 for never. An embedded engine gets SIGKILL, and a
+            server's launcher gets SIGTERM.
 
     Attributes:
-        served: samples that were trained on. rewards_by_step: mean reward of each step.
+        served: samples that trainers trained on. rewards_by_step: mean reward of each step.
         staleness: age in versions -> number of samples of that age when they were trained on.
         updates: reports of all rounds. events: one line per event. clock: clock of the job's pace.
         show: function that the controller's loop calls after every update and event.
@@ -144,9 +148,9 @@ class RepeatOperand(Recipe):
         controller.coordinator.on_phase(self._on_phase)
 
     async def before_step(self, step: int, samples: Sequence[TrainingSample]) -> None:
-        """Record the samples of the step. The last step first waits until a killed engine has connected again.
+        """Record the samples of the step. Before the last step, wait until a killed engine has connected again.
 
-        The other engines have different dtypes, so only an update from the trainers can bring it up to date.
+        The other engines have different dtypes, so only an update from the trainers can give it the current weights.
         """
         config, version = self._config, self._controller.coordinator.fleet.published
         self.clock.stepping(samples, version)

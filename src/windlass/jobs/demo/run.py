@@ -1,4 +1,4 @@
-"""A demo's run: launches the job, checks every answer, and judges."""
+"""Run of a demo: it launches the job, checks every answer, and reports problems."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ BARS = " ▁▂▃▄▅▆▇█"
 NUM_BARS = 60
 LAST_UPDATES = 5
 ROOM_FOR_PROGRESS = 3
-"""Lines of a terminal that the view leaves for the slow part that a job is in."""
+"""Number of terminal lines that the view leaves for the progress of a slow part."""
 
 
 def check_output(config: LaunchConfig) -> None:
     """Check that `make_directory` may empty the output folder; change nothing.
 
     Raises:
-        ConfigError: the folder contains files of no earlier demo, or another demo runs in it.
+        ConfigError: the folder contains files that are not from an earlier demo, or another demo runs in it.
     """
     folder = Path(config.output_dir)
     made = [folder / "job.json", folder / "versions"]
@@ -103,7 +103,7 @@ def check_demo(config: LaunchConfig) -> None:
     check_options(config)
     try:
         build_model(Path(config.trainer.arguments[0]))
-    # A configuration of the user's may fail in any line of transformers.
+    # The user's configuration may raise any error in transformers.
     except Exception as error:
         raise ConfigError(
             f"demo: --model must be the configuration of a causal LM of transformers, got "
@@ -130,10 +130,12 @@ def prepare_server(config: LaunchConfig) -> None:
 
 @final
 class DemoView:
-    """Shows a recipe's record: live on a terminal, or as lines without one or with `plain`.
+    """View of a recipe's record: live on a terminal, or as lines if there is no terminal or with `plain`.
 
     Attributes:
+        console: console that prints the record.
         shown: context to enter while the job runs.
+        progress: progress of the job's current slow part.
     """
 
     def __init__(self, config: LaunchConfig, recipe: RepeatOperand, *, plain: bool) -> None:
@@ -171,7 +173,7 @@ class DemoView:
         self._num_events, self._num_updates = len(recipe.events), len(recipe.updates)
 
     def _draw(self) -> RenderableType:
-        """Return the newest frame, and the slow part with the seconds that it has taken by now."""
+        """Return the newest frame and the current slow part with its duration until now."""
         return Group(self._frame, *filter(None, [self.progress.text()]))
 
     def _training(self) -> Text:
@@ -192,13 +194,17 @@ async def run_demo(
 ) -> int:
     """Run the demo to its end, with `recipe` instead of the recipe that `config` names.
 
-    The measurements are written to `json_path`, or to `demo.json` in the output folder if that is None.
+    Args:
+        config: job of the demo.
+        recipe: recipe, which also records the measurements.
+        json_path: file for the measurements; None for `demo.json` in the output folder.
+        plain: whether to print lines instead of a live view.
 
     Returns:
         0 for success, 1 if the demo found a problem, or 128 plus the number of the signal that ended it.
 
     Raises:
-        ConfigError: the output folder cannot be written, or contains files of no earlier demo.
+        ConfigError: the output folder cannot be written, or contains files that are not from an earlier demo.
         WindlassError: a process could not be started, or died; the error contains the end of its log.
     """
     await asyncio.to_thread(check_demo, config)
@@ -277,7 +283,7 @@ def check_answers(config: LaunchConfig, recipe: RepeatOperand, view: DemoView) -
 def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
     """Return lines that tell a new user which files to read and which commands to try next."""
     folder, program = shortest_path(Path(config.output_dir)), "windlass"
-    # After `make demo` the environment is not active, so the command is not on PATH.
+    # After `make demo` the environment is not active, so PATH does not contain the command.
     if shutil.which(program) is None:
         program = shortest_path(Path(sys.executable).with_name(program))
     rows = [
@@ -291,7 +297,7 @@ def what_next(config: LaunchConfig, problems: list[str]) -> list[str]:
             (f"{program} doctor", "what works on this machine"),
             (f"{program} launch JOB.toml", "yours, like examples/launch"),
         ]
-    # A terminal of 80 columns has no room for both on one line.
+    # A terminal of 80 columns has no room for a command and its purpose on one line.
     return ["\nnext:", *(f"  {command}\n      {why}" for command, why in rows)]
 
 

@@ -1,6 +1,6 @@
-"""The demo's trainer rank: the model, the loss, and a copy of every version for the checker.
+"""Trainer rank of the demo: the model, the loss, and a copy of every version for the checker.
 
-Started by the launched job as `trainer.py MODEL_CONFIG VERSIONS_DIR [SEED [DEVICE]]`, once per rank.
+The job starts `trainer.py MODEL_CONFIG VERSIONS_DIR [SEED [DEVICE]]` once per rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from windlass.rollout.messages import TrainingSample
 
 CLIP = 0.2
 LEARNING_RATE, OF_HIDDEN_SIZE = 2e-3, 128
-"""Wider models take smaller steps (Adam's rate goes with 1 / width: muP, arXiv:2203.03466)."""
+"""Learning rate, and the largest width that uses it. Wider models use a rate that is proportional to 1 / width (muP,
+arXiv:2203.03466)."""
 
 
 def build_model(config: Path) -> torch.nn.Module:
@@ -50,8 +51,7 @@ def token_logprobs(
 def grpo_loss(model: torch.nn.Module, samples: Sequence[TrainingSample]) -> torch.Tensor:
     """Return the clipped policy-gradient loss with group-normalised advantages (GRPO, arXiv:2402.03300).
 
-    The ratio is taken against the logprobs that the engine served, so answers begun under
-    an older version are corrected token by token.
+    The ratio is relative to the engine's logprobs, so it corrects each token that an older version generated.
     """
     device = next(model.parameters()).device
     prompts = torch.tensor([s.prompt_ids for s in samples], device=device)
@@ -80,9 +80,9 @@ def _advantages(samples: Sequence[TrainingSample]) -> list[float]:
 
 
 def _save_version(model: torch.nn.Module, path: Path) -> None:
-    """Gather the weights and write them from rank 0: the checker's truth. Collective.
+    """Gather the weights, and write them from rank 0 for the checker. Collective.
 
-    Windlass itself gathers nothing.
+    Only the checker needs this gather; a weight update of Windlass gathers nothing.
     """
     weights = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
@@ -120,7 +120,7 @@ def make_engine(
 
 
 def main(config: str, versions_dir: str, seed: str = "0", device: str = "cpu") -> None:
-    """Serve the job's train controller until it says stop."""
+    """Serve the job's train controller until it sends stop."""
     run_train_worker(make_engine(Path(config), Path(versions_dir), int(seed), device))
 
 
