@@ -21,8 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
+    "src/windlass/cli": 3.0,
     "src/windlass/control": 3.0,
     "src/windlass/engines": 3.0,
+    "src/windlass/jobs": 3.0,
     "src/windlass/layout": 3.0,
     "src/windlass/memory": 3.0,
     "src/windlass/net": 3.0,

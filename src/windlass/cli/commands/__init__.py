@@ -1,1 +1,1 @@
-"""One command per file; the file has the command's name."""
+"""Commands of the CLI; each file contains one command and has its name."""

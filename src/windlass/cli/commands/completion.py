@@ -10,12 +10,12 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The shell that is to complete."""
+    """Add the argument that names the shell."""
     parser.add_argument("shell", choices=SHELLS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a script for the shell, made from the options of every command."""
+    """Print a completion script for the shell; it contains the options of every command."""
     import shtab
 
     from windlass.cli.main import full_parser

@@ -1,4 +1,4 @@
-"""`windlass demo`: the job of `jobs/demo/job.toml`, with options."""
+"""`windlass demo`: run the job of `jobs/demo/job.toml`, with options."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ FOLDER = Path(jobs.__file__).parent / "demo"
 MODELS = {"cpu": "model.json", "cuda": "model_gpu.json"}
 PAUSE_MODES = {"cpu": PauseMode.ABORT, "cuda": PauseMode.IN_PLACE}
 SERVER_TRANSPORTS = {"cpu": ("cma", "mooncake"), "cuda": ("cuda_ipc",)}
-"""The first one is the default."""
+"""Device -> transports that a server can use; the first one is the default."""
 MAX_NEW_TOKENS = {"embedded": 12, "server": 60}
 """Largest number of answer tokens that fit into the engines' context after a prompt of four tokens."""
 SCHEDULERS: Mapping[str, SchedulerConfig] = {
     "local": LocalSchedulerConfig(),
     "slurm": SlurmSchedulerConfig(host="127.0.0.1"),
-    # More processes than a laptop has cores; they take turns as they do without Ray.
+    # The demo has more processes than a laptop has cores. They share the cores, as they do without Ray.
     "ray": RaySchedulerConfig(num_cpus=5),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options; the defaults end in under four minutes on two cores."""
+    """Add the options. With the defaults the demo takes less than four minutes on two cores."""
     parser.add_argument("--steps", type=int, default=40, help="optimiser steps (default 40)")
     parser.add_argument("--engine", default="embedded", choices=ENGINES.names())
     parser.add_argument(
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; 1 when it showed something that it must not show."""
+    """Run the demo and return its exit status; 1 if it found a problem."""
     configure_logging("controller")
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"demo: --json must be a file in a folder that exists, got {args.json}")
@@ -89,10 +89,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def demo_config(args: argparse.Namespace) -> LaunchConfig:
-    """Return the job with these options.
+    """Return the demo's job with these options.
 
     Raises:
-        ConfigError: a value that breaks its rule, or options that do not go together.
+        ConfigError: a value breaks its rule, or options cannot be combined.
     """
     job, folder = load_config(FOLDER / "job.toml"), args.output.resolve()
     engines, trainer, rollout, seed = job.engines, job.trainer, job.rollout, str(args.seed)
@@ -130,7 +130,7 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
     if args.device == "cuda":
         trainer, engines = _on_gpus(trainer, engines)
     elif is_server:
-        # Steps of a size that it answers in seconds on two cores.
+        # A server on two cores answers the prompts of such a step within seconds.
         rollout = replace(rollout, groups_per_step=16)
     backends = {
         "p2p": P2pBackend(),
@@ -170,7 +170,7 @@ def _check_server_options(args: argparse.Namespace, transport: str) -> None:
 
 
 def _server(args: argparse.Namespace, folder: Path, name: str) -> EngineSection:
-    """One unmodified server: in an environment of its own, or in this one where it is installed here."""
+    """Return the section of an unmodified server, in a separate environment unless this one contains the engine."""
     kind, spec = args.engine, ENGINES.find(args.engine)
     on_gpu, environment = args.device == "cuda", {"TOKENIZERS_PARALLELISM": "false"}
     if not on_gpu:
@@ -197,7 +197,7 @@ def _server(args: argparse.Namespace, folder: Path, name: str) -> EngineSection:
 def _on_gpus(
     trainer: TrainerSection, engines: tuple[EngineSection, ...]
 ) -> tuple[TrainerSection, tuple[EngineSection, ...]]:
-    """Give every engine a GPU of its own and the ranks the others; if there are none, they share.
+    """Assign one GPU to every engine and the remaining GPUs to trainer ranks. With too few GPUs, both share them.
 
     Raises:
         ConfigError: no GPU is visible.

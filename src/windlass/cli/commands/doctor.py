@@ -1,4 +1,4 @@
-"""`windlass doctor`: what will and will not work here, and how to mend it."""
+"""`windlass doctor`: report which parts work in this environment, and how to repair the others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Report = dict[str, tuple[Finding, ...]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `windlass doctor`."""
+    """Add the options of `windlass doctor`."""
     parser.add_argument(
         "--require", action="append", default=[], metavar="NAME",
         help="exit with 1 unless this check says that it works; may be repeated",
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every finding; 1 when a required one is not there."""
+    """Print every finding; return 1 if a required check or the framework does not work."""
     flags = tuple(check_flags(command, args.checkpoint) for command in args.engine_flags)
     here = run_checks(args.checkpoint)
     if args.framework and not args.engine_python:
@@ -97,7 +97,7 @@ def _print(report: Mapping[str, Sequence[Finding]]) -> None:
 
 
 def _check_interpreter(path: str, framework: str | None) -> tuple[Finding, ...]:
-    """The same checks, made by another interpreter."""
+    """Run the checks in another interpreter and return its findings."""
     command = [path, "-m", "windlass.cli.main", "doctor", "--json"]
     command += ["--framework", framework] if framework else []
     try:
@@ -132,7 +132,7 @@ def _check_interpreter(path: str, framework: str | None) -> tuple[Finding, ...]:
 
 
 def _other_project(path: str) -> str:
-    """Return the version of the distribution `windlass`, which is not ours, in the environment of an interpreter."""
+    """Return the version of the unrelated distribution `windlass` in an interpreter's environment; empty if absent."""
     code = f"import importlib.metadata as m; print(m.version({OTHER_PROJECT!r}))"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
@@ -152,7 +152,7 @@ def _missing(report: Mapping[str, Sequence[Finding]], required: list[str]) -> li
 
 
 def _finds_windlass(framework: str | None, report: Report) -> bool:
-    """Whether one of these environments has the framework, and can import what that loads."""
+    """Return whether the environments have the framework and can import the module of Windlass that it loads."""
     if framework is None:
         return True
     good = {f.name for there in report.values() for f in there if f.status is not FAILS}

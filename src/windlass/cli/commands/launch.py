@@ -1,4 +1,4 @@
-"""`windlass launch CONFIG.toml`."""
+"""`windlass launch CONFIG.toml`: run a job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.wording import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The file names everything; WINDLASS_TOKEN is used when it is set."""
+    """Add the arguments. The file contains all settings, except the token, which WINDLASS_TOKEN may set."""
     parser.add_argument("config", type=Path, help="TOML file: trainer, engines, rollout, ...")
     parser.add_argument(
         "--check",
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job; 128 + the signal's number when a signal ended it."""
+    """Run the job; return 0, or 128 plus the signal's number if a signal ended it."""
     from windlass.jobs.config import check_all, error_of, mend_line, read_job
     from windlass.jobs.launch import check_host, check_job, run_job
     from windlass.jobs.recipe import find_recipe
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             partial(check_host, config),
         ]
         if args.check and (recipe := Path(config.recipe.file)).is_file():
-            # Code of the user's must not find the token.
+            # Read the token now, which removes it from the environment: the user's code must not find it.
             secret_value(TOKEN_VARIABLE)
             checks.append(partial(find_recipe, recipe, config.recipe.name))
         check_all(checks, mistakes)
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.config}: {steps}, {engines}: valid")
         return 0
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
-    # The view is empty while nothing slow is under way. Where none is drawn, the log says it.
+    # The view is empty while no slow part runs. If no view can be drawn, the log reports slow parts.
     progress = Progress(is_shown=can_draw(console))
     with LiveView(console, progress.text, is_transient=True):
         summary = asyncio.run(run_job(config, notify=_print, progress=progress))

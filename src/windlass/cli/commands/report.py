@@ -1,4 +1,4 @@
-"""`windlass report URL`: the last updates of a running controller against the speed of light, and its page as a file."""
+"""`windlass report URL`: compare a controller's last updates with the speed of light, and save its page as a file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from windlass.observability.speed_of_light import SpeedOfLight, save_plot
 
 
 class _Shown(msgspec.Struct):
-    """What is read here of an overview, of whatever else is in it."""
+    """Fields of an overview that the command reads; it ignores all others."""
 
     engines: list[dict[str, Any]]
     rounds: list[UpdateReport]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `windlass report`."""
+    """Add the options of `windlass report`."""
     add_controller(parser)
     parser.add_argument(
         "--ceiling-gbps",
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every published update that the controller remembers."""
+    """Print every published update in the controller's overview, and write the requested files."""
     if args.links < 1:
         raise ConfigError(f"report: --links must be >= 1, got {args.links}")
     if args.ceiling_gbps is not None and not args.ceiling_gbps > 0:

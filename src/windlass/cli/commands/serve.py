@@ -1,4 +1,4 @@
-"""`windlass serve`."""
+"""`windlass serve`: run a controller."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The token comes from WINDLASS_TOKEN, never from the command line."""
+    """Add the options. The token comes from WINDLASS_TOKEN, never from the command line."""
     parser.add_argument("--host", default="127.0.0.1", help="address to bind")
     parser.add_argument("--port", type=int, default=0, help="0 lets the system choose")
     parser.add_argument(
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; prints the address as soon as it is known."""
+    """Print the controller's URL as soon as it is known, and serve until SIGTERM or SIGINT."""
     configure_logging("controller")
     config = ControlConfig(
         mode=UpdateMode(args.mode),
@@ -79,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_backend(text: str) -> UpdateBackend:
-    """A name, or a configuration as JSON.
+    """Return the backend of a name or of a configuration in JSON.
 
     Raises:
-        ConfigError: neither; or a name alone does not say enough.
+        ConfigError: the text is neither, or the backend of this name needs more settings.
     """
     spelt_out = text if text.startswith("{") else msgspec.json.encode({"type": text})
     try:

@@ -1,4 +1,4 @@
-"""`windlass status URL`."""
+"""`windlass status URL`: show the state of a controller's fleet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windlass.observability.terminal import status_of, status_within
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `windlass status`."""
+    """Add the options of `windlass status`."""
     add_controller(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print what the controller answered")
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _watch(args: argparse.Namespace, console: Console) -> None:
-    """Show a live view on a terminal, one view after the other elsewhere; the controller says when."""
+    """Show each change that the controller sends: in a live view on a terminal, else as one printed view per change."""
     views = follow_overview(args.url.rstrip("/"), control_token(), args.deadline_s)
     newest: RenderableType = ""
     with LiveView(console, lambda: newest, fills_screen=True) as shown:

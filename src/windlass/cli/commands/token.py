@@ -1,4 +1,4 @@
-"""`windlass token ROLE`."""
+"""`windlass token ROLE`: print the token of a role."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from windlass.net.access import Access, role_environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The owner's secret comes from WINDLASS_TOKEN, never from the command line."""
+    """Add the argument. The owner's secret comes from WINDLASS_TOKEN, never from the command line."""
     roles = [role.value for role in Access if role is not Access.OWNER]
     parser.add_argument("role", choices=roles, help="what the process that gets it is")
 
