@@ -1,4 +1,4 @@
-"""A trainer's side of vLLM's weight-transfer backend "windlass"."""
+"""Trainer's side of vLLM's weight-transfer backend "windlass"."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["SentWeights", "WeightSync"]
 
 logger = logging.getLogger(__name__)
 REASON_S = 1.0
-"""For the reason of a refusal to come, once a server has answered that it refuses."""
+"""Seconds that rank 0 waits for the reason of a refusal, after a server has answered that it refuses."""
 CALL_S = 30.0
 """Deadline in seconds of routes that answer quickly."""
 PROBE_S = 2.0
@@ -57,37 +57,41 @@ class SentWeights:
 
 @final
 class WeightSync:
-    """Send the weights of a trainer to plain vLLM servers, shard by shard, as one transaction.
+    """Connection of a trainer to plain vLLM servers; each version goes to all servers in one transaction.
 
-    Every trainer rank makes one and calls the same methods in the same order: all of them are
-    collective. No tensor is gathered. Rank 0 hosts the controller and calls the servers' routes:
-    `/init_weight_transfer_engine` when this is made, and for every version `/update_weights` of servers of several
-    ranks, and `/pause` and `/resume` where `pause` says so. Servers are started with
+    Every trainer rank creates one and calls the same methods in the same order. The constructor and all methods are
+    collective. Each rank sends its own shards, and no rank gathers tensors.
+
+    Rank 0 hosts the controller and calls the servers' routes. The constructor calls `/init_weight_transfer_engine`. For
+    each version, rank 0 calls `/update_weights` of servers that have several ranks. With the pause modes `abort` and
+    `wait`, it calls `/pause`, `/update_weights` and `/resume` of every server. Start the servers with
     `--weight-transfer-config '{"backend": "windlass"}'` and VLLM_SERVER_DEV_MODE=1.
 
-    Memory: engines' weights are written by the trainer's ranks from here to `shutdown`.
+    Memory: trainer ranks may write the servers' weights from the constructor until `shutdown`.
 
     Args:
-        module: the model being trained, of FSDP2, tensor parallel, both, or neither.
-        servers: URLs, in one order on every rank.
-        config: of updates: mode, deadlines; its `pause_mode` is not used, see `pause`.
+        module: model that is trained, with FSDP2, tensor parallelism, both, or neither.
+        servers: URLs of the servers, in the same order on every rank.
+        config: mode and deadlines of updates. Its `pause_mode` is not used; see `pause`.
         transport: name of the transport, or its configuration in JSON.
         name_map: see `connect_trainer`.
         stacked: see `connect_trainer`.
         allow_unused: see `connect_trainer`.
         keep: see `connect_trainer`.
-        pause: one of `PAUSE_MODES`: what becomes of running requests. With `keep` they stop between two steps and go
-            on where they are; for the others `/pause` is asked before a version, and `/resume` follows. None where
-            the caller has it pause and resume, which is as `keep` if nobody does.
-        api_key: what the servers were started to ask for; empty for nothing.
-        deadline_s: for all servers to join, and then for every version.
+        pause: treatment of running requests, one of `PAUSE_MODES` or None. With `keep`, requests stop between two steps
+            and continue in place after the update. With the other modes, rank 0 calls `/pause` before a version and
+            `/resume` after it. With None, the caller pauses and resumes the servers; without such a pause, None works
+            like `keep`.
+        api_key: API key of the servers; empty if they require none.
+        deadline_s: deadline in seconds for all servers to join, and then for each version.
 
     Raises:
-        ConfigError: an argument; or a transport, a module or servers that do not go together.
-        UnsupportedLayout: a parameter of the module that cannot be described.
-        EngineRefused: a server cannot be updated; quotes its reason. On every rank but 0:
-        PeerUnreachable: a server, or another rank, could not be reached or has failed; quotes its reason.
-        PeerTimeout: not all have joined within `deadline_s`.
+        ConfigError: an argument is invalid, or the transport, the module and the servers do not fit together.
+        UnsupportedLayout: Windlass cannot describe a parameter of the module.
+        EngineRefused: a server cannot be updated; quotes its reason. Rank 0 raises this; other ranks raise
+            PeerUnreachable with the same reason.
+        PeerUnreachable: a server or another rank could not be reached or has failed; quotes the reason.
+        PeerTimeout: some servers or ranks did not join within `deadline_s`.
     """
 
     def __init__(
@@ -107,7 +111,8 @@ class WeightSync:
     ) -> None:
         if pause is not None and pause not in PAUSE_MODES:
             raise ConfigError(f"pause: must be one of {PAUSE_MODES} or None, got {pause!r}")
-        routes = VllmServers(servers, api_key=api_key)  # checks them on every rank
+        # Every rank creates this, so that every rank checks the URLs. Only rank 0 calls the routes.
+        routes = VllmServers(servers, api_key=api_key)
         self._urls = {_engine_name(url): url for url in routes.urls}
         self._deadline_s = deadline_s
         self._ranks = TrainerRanks()
@@ -200,14 +205,14 @@ class WeightSync:
 
 
 def _engine_name(url: str) -> str:
-    """The same for one server in every fleet that it joins."""
+    """Return the engine name of a server. A server has the same name in every fleet that it joins."""
     parts = check_url(url, "servers")
     return f"vllm-{parts.hostname}-{parts.port or parts.scheme}"
 
 
 @final
 class _Fleet:
-    """What rank 0 has besides: the controller, and the servers' routes in step with its rounds."""
+    """Controller of rank 0, and the calls of the servers' routes during its rounds."""
 
     def __init__(
         self,
@@ -220,19 +225,21 @@ class _Fleet:
     ) -> None:
         self._routes, self._urls = routes, urls
         self._transport, self._deadline_s = transport, deadline_s
-        # Whoever holds a server lets its requests stay where they are: of vLLM's `keep` nothing is left to be asked.
+        # A hold already keeps running requests in place, so `keep` needs no call of `/pause`.
         self._pause = None if pause == "keep" else pause
         kept = PauseMode.IN_PLACE if self._pause is None else PauseMode.ABORT
         config = msgspec.structs.replace(config, pause_mode=kept)
         self._held_s = config.deadlines.pause_s
-        # From here on engines wait for their loops to be held.
+        # First phase in which engines wait for a hold of their loops.
         self._holds_in = Phase.PAUSE if config.mode is UpdateMode.STAGED else Phase.PREPARE
         self._joined: set[str] = set()
-        self._round_over = threading.Event()  # of the last round
+        # Set when the newest round ends.
+        self._round_over = threading.Event()
         self._joining = ThreadPoolExecutor(len(urls), "windlass-join")
-        # One each: what a server is asked for one round comes after all that it was asked for another.
+        # One thread per server, so that a server's calls of one round end before its calls of the next round begin.
         self._holding = {name: ThreadPoolExecutor(1, f"windlass-{name}") for name in urls}
-        self._paused: dict[str, Future[None]] = {}  # in the last round, until resumed
+        # Calls to servers that the newest round pauses; each ends after `/resume`.
+        self._paused: dict[str, Future[None]] = {}
         self.hosted = HostedController(routes.urls, config, self._listen)
         self._coordinator = self.hosted.controller.coordinator
 
@@ -244,16 +251,18 @@ class _Fleet:
         answer_s: float = CALL_S,
         are_starting: bool = False,
     ) -> None:
-        """Have servers capture their layouts and join.
+        """Make servers capture their layouts and join the fleet. Blocks.
 
         Args:
-            names: of the servers.
-            deadline_s: for all of them to join.
-            answer_s: for each to say that it is there.
-            are_starting: wait for servers that do not listen yet.
+            names: engine names of the servers.
+            deadline_s: deadline in seconds for all of them to join.
+            answer_s: seconds within which each server must return its world size.
+            are_starting: whether to wait for servers that do not listen yet.
 
         Raises:
-            EngineRefused: one cannot be updated; its reason. PeerUnreachable. PeerTimeout.
+            EngineRefused: a server cannot be updated; quotes its reason.
+            PeerUnreachable: a server could not be reached, or refused; quotes the reason.
+            PeerTimeout: a server did not answer or join in time.
         """
         address, ends_at = self.hosted.address(Access.ENGINE), time.monotonic() + deadline_s
 
@@ -279,20 +288,21 @@ class _Fleet:
         try:
             self._routes.init_weight_transfer_engine(infos, max(left_s(), 1.0))
         except PeerUnreachable:
-            # Of a refusal the answer says less than the rank that has told the controller.
+            # If a server refuses, its rank reports a more precise reason to the controller. Raise that reason if it
+            # arrives.
             with suppress(PeerTimeout):
                 self.hosted.wait_for_fleet(names, REASON_S)
             raise
         self.hosted.wait_for_fleet(names, max(left_s(), 1.0))
 
     def rejoin(self, deadline_s: float) -> Mapping[str, str]:
-        """Have servers join that are not in the fleet, at once.
+        """Make all servers that are not in the fleet join it, in parallel. Blocks.
 
         Returns:
-            Why some could not, by URL.
+            URL of a server that could not join -> reason.
 
         Raises:
-            PeerUnreachable: none is in the fleet.
+            PeerUnreachable: no server is in the fleet.
         """
         tries = {
             name: self._joining.submit(self.join, [name], deadline_s, answer_s=PROBE_S)
@@ -312,7 +322,7 @@ class _Fleet:
         controller.coordinator.on_phase(self._on_phase)
 
     def _on_phase(self, version: int, phase: Phase) -> None:
-        """Called in the controller's loop: have the loops held of the servers that a round is about."""
+        """Start to hold the servers that the round updates. Called in the controller's loop."""
         if phase is Phase.DONE:
             self._round_over.set()
         if phase is not self._holds_in:
@@ -325,20 +335,20 @@ class _Fleet:
         for name in self._joined - served:
             if self._pause is None and self._comes_to_rest(name):
                 continue
-            # A server that is only brought up needs not be paused: it is held between two steps.
+            # A server that only catches up with the published version needs a hold between two steps, but no pause.
             pause = self._pause if is_news else None
             held = self._holding[name].submit(self._hold, name, version, pause, over)
             if pause is not None:
                 self._paused[name] = held
 
     def _comes_to_rest(self, name: str) -> bool:
-        """Whether the agent of a server holds it by itself; called in the controller's loop."""
+        """Return whether a server's own agent holds its loop. Called in the controller's loop."""
         group = self._coordinator.fleet.group_of(name)
         first = None if group is None else group.agents.get(0)
         return first is not None and first.hello.comes_to_rest
 
     def _hold(self, name: str, version: int, pause: str | None, over: threading.Event) -> None:
-        """Have a server's loops held until the round is over, and then have it go on."""
+        """Hold the loops of a server until the round is over; pause it before and resume it after if `pause` is set."""
         if over.is_set():
             return
         among, routes, held_s = (self._urls[name],), self._routes, self._held_s
@@ -349,11 +359,14 @@ class _Fleet:
             routes.resume(among, CALL_S)
 
     def wait_resumed(self, names: Collection[str]) -> None:
-        """Return once these servers, which serve a new version, go on: others do by themselves, when they are let go."""
+        """Wait until these servers, which serve the new version, have resumed; at most `CALL_S` seconds.
+
+        A server that was not paused continues when its hold ends.
+        """
         wait([self._paused[name] for name in names if name in self._paused], CALL_S)
 
     def close(self) -> None:
-        """End the controller, and have the servers know. Idempotent."""
+        """End the controller, and tell the servers to leave the fleet. Idempotent."""
         self.hosted.close()
         for pool in (self._joining, *self._holding.values()):
             pool.shutdown(wait=False, cancel_futures=True)

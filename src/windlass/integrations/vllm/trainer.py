@@ -97,8 +97,8 @@ class WindlassTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
 
         Args:
             init_info: see `TrainerInit`.
-            client: an `HTTPVLLMWeightSyncClient` whose URL is used if `init_info.servers` is empty. None of its methods
-                is called.
+            client: an `HTTPVLLMWeightSyncClient`; its URL is used if `init_info.servers` is empty. Its methods are not
+                called.
             source: a `ModuleShards`.
 
         Raises:
