@@ -14,10 +14,11 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "launch"
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Return the content of every file below a folder; None for a folder."""
+    """Return the content of every file below a folder; None for a folder. Bytecode is Python's own, and left out."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
+        if "__pycache__" not in path.parts
     }
 
 
