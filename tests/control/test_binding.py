@@ -1,4 +1,4 @@
-"""What is bound again when the fleet changes: what has changed, and nothing else."""
+"""A change of the fleet binds only the ranks that it concerns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Asked = list[tuple[str, Command]]
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """Commands by which ranks of controllers in this process were bound, in order."""
+    """Provide a list of the commands that bind ranks, as the controllers of this process send them."""
     found: Asked = []
     call = AgentSession.call
 
@@ -54,7 +54,7 @@ async def until(fleet: FakeFleet, holds: Callable[[], bool]) -> None:
 
 
 async def settled(fleet: FakeFleet, num_engines: int) -> None:
-    """Once so many engines are bound and nobody binds."""
+    """Wait until `num_engines` engines are bound and no binding is under way."""
     async with asyncio.timeout(WITHIN_S):
         while True:
             async with fleet.coordinator.rounds.lock:
@@ -65,7 +65,7 @@ async def settled(fleet: FakeFleet, num_engines: int) -> None:
 
 
 def check_served(fleet: FakeFleet, version: int, engines: set[str]) -> None:
-    """Every element of every engine is what its trainer sent for that version."""
+    """Check that every engine element equals the value that its trainer sent for that version."""
     assert fleet.routable == dict.fromkeys(engines, version)
     for rank in fleet.engines.values():
         if rank.worker.rpartition("/")[0] in engines:
@@ -74,7 +74,7 @@ def check_served(fleet: FakeFleet, version: int, engines: set[str]) -> None:
                 assert (rank.live[source] == payload(version, source)).all()
 
 
-# --- what a binding is without some engines, and with others ---------------------------------------
+# --- a binding without some engines, and with new ones ---------------------------------------------
 
 
 def link_choice(name: str) -> LinkChoice:
@@ -137,7 +137,7 @@ def test_a_binding_is_that_of_its_engines_however_they_came_and_went(
     )
 
 
-# --- who is asked -----------------------------------------------------------------------------------
+# --- ranks that are asked ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
@@ -159,7 +159,8 @@ async def test_an_engine_that_is_started_again_is_bound_alone(
         engines = [(w, c) for w, c in asked if not w.startswith("trainer/")]
         assert names_of(engines) == [("b/0", "ConnectEngine"), ("b/1", "ConnectEngine")]
         for trainer in rig.trainers:
-            # While only one of its ranks was there, the links to the old ones may have been ended.
+            # The trainer may have ended the links to the old ranks when only one new rank was
+            # connected.
             *ended, last = [c for w, c in asked if w == trainer]
             assert isinstance(last, ChangeLinks)
             assert [binding.worker for binding in last.bindings] == ["b/0", "b/1"]
@@ -225,7 +226,7 @@ async def test_a_newcomer_that_does_not_bind_leaves_the_others_bound(asked: Aske
 
 
 class Choosy:
-    """A trainer rank that cannot write to one destination."""
+    """Trainer rank that cannot write to one destination."""
 
     def __init__(self, rank: FakeTrainerRank, unwanted: str) -> None:
         self._rank, self._unwanted = rank, unwanted
@@ -261,7 +262,7 @@ async def test_a_newcomer_that_one_trainer_cannot_write_leaves_the_others_bound(
         await until(rig, lambda: "c" in str(status_of(rig.coordinator)["refused"]))
         assert (await rig.publish(1)).engines == ("a", "b")
         check_served(rig, 1, {"a", "b"})
-        # trainer/0 has a link to it, which ends when something is bound next.
+        # trainer/0 has a link to c/0 and ends it when the controller binds again.
         assert names_of(asked) == [
             ("c/0", "ConnectEngine"),
             ("trainer/0", "ChangeLinks"),
@@ -283,7 +284,8 @@ async def test_a_trainer_that_was_bound_in_another_epoch_has_everything_bound_an
     async with FakeFleet() as rig:
         await rig.start({"a": 1, "b": 1})
         await rig.publish(0)
-        rig.trainers["trainer/1"]._bound_in = 1 << 20  # by another controller meanwhile
+        # As if another controller had bound this rank in a later epoch.
+        rig.trainers["trainer/1"]._bound_in = 1 << 20
         await rig.add_engine("c")
         asked.clear()
         report = await rig.publish(1)
@@ -296,7 +298,7 @@ async def test_a_trainer_that_was_bound_in_another_epoch_has_everything_bound_an
 
 
 async def test_relays_are_bound_all_at_once(asked: Asked) -> None:
-    """They are groups of engines: another member is another group."""
+    """Relays are groups of engines, so a new engine changes the group of every rank."""
     config = ControlConfig(backend=P2pBackend(relay=RelayShape.CHAIN))
     async with running_fleet(config, 1, can_send=True) as fleet:
         for name in ("a", "b"):

@@ -1,4 +1,4 @@
-"""What goes wrong at an edge stays there: listeners, hooks, closing, a port that is taken."""
+"""Failures of listeners, hooks, `close()` and a port in use do not spread to other parts."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ async def test_whoever_waits_for_a_batch_is_told_that_the_controller_closes() ->
     policy = windlass.StalenessPolicy.unbounded(1)
     async with RolloutController(StaticEngines(), policy) as rollouts:
         waiting = [asyncio.create_task(rollouts.next_batch(1, deadline_s=600)) for _ in range(2)]
-        await asyncio.sleep(0)  # they wait; if not yet, they are refused as well
+        # Both calls wait now. A call that has not started yet is refused as well.
+        await asyncio.sleep(0)
     async with asyncio.timeout(WITHIN_S):
         for each in waiting:
             with pytest.raises(ConfigError, match="next_batch needs an open controller"):
@@ -211,7 +212,9 @@ def test_old_versions_that_cannot_be_removed_fail_no_round(
 
 @pytest.fixture
 def large_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A pair's second descriptor is too large for `select.select`, where the system allows it."""
+    """Make the second descriptor of each pair too large for `select.select`, where the limit
+    allows.
+    """
     pair = socket.socketpair
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_files = 1200 if hard == resource.RLIM_INFINITY else min(1200, hard)
@@ -251,7 +254,8 @@ def test_a_relay_that_cannot_take_a_visitor_does_not_ask_without_end(
                 assert asked.acquire(timeout=WITHIN_S)
             assert time.monotonic() - began >= 3 * ACCEPT_AGAIN_S
             room.set()
-            visitor.sendall(b"\xff" * 64)  # no frame: whoever reads it closes
+            # These bytes are not a frame, so the relay closes the connection.
+            visitor.sendall(b"\xff" * 64)
             assert visitor.recv(1) == b""
     finally:
         listener.close()

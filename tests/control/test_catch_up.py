@@ -1,4 +1,4 @@
-"""Which engine may bring a newcomer up: only one whose weights make it exactly what trainers would."""
+"""Only an engine with exactly the trainers' weights may bring a new engine up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that brings a newcomer up fails in the middle of that: real processes, real memory."""
+"""An engine fails while it brings a new engine up, with real processes and real memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_a_newcomer_whose_source_fails_in_mid_write_is_brought_up_by_anoth
     async with windlass.Controller(token=TOKEN, config=config) as controller:
         fleet = Fleet(controller.url, 1, can_send=True)
         try:
-            # The first one that is connected is the first one that is asked.
+            # The controller asks the engine that connected first.
             fleet.add_engine("first", fault=fault)
             assert await fleet.engines["first"][0].read() == "ready"
             fleet.add_engine("second")
@@ -50,7 +50,7 @@ async def test_a_newcomer_whose_source_fails_in_mid_write_is_brought_up_by_anoth
             assert await newcomer.read() == "ready"
             async with asyncio.timeout(WAIT_S):
                 await whole.wait()
-            # It has said that it serves before it is routed.
+            # An engine reports that it serves before the controller routes rollouts to it.
             assert await fleet.held("newcomer") == [(5, "5", False)]
             assert coordinator.num_updates == 1, "a trainer was asked"
         finally:

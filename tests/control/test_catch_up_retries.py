@@ -1,4 +1,4 @@
-"""When a newcomer is brought up again after an attempt that failed: the coordinator, without a clock."""
+"""The coordinator retries a failed catch-up at the expected times, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStat
 WRITE_S = 5.0
 VERSION = 3
 BACKOFFS_S = [0, 1, 3, 7, 15, 31, 61, 91]
-"""After the first attempt; the waits between them double from one second up to thirty."""
+"""Seconds from the first attempt to each attempt. The waits double from 1 s to 30 s."""
 
 
 def hello_of(name: str, served: int, incarnation: str = "first", role: Role = Role.ENGINE) -> Hello:
@@ -54,7 +54,7 @@ def hello_of(name: str, served: int, incarnation: str = "first", role: Role = Ro
 
 
 class Socket:
-    """Of a rank that does what it is told, but for what `Rig.on_write` says."""
+    """Socket of a rank that obeys all commands, except the writes that `Rig.on_write` decides."""
 
     def __init__(self, rig: Rig, name: str) -> None:
         self.rig, self.name = rig, name
@@ -107,13 +107,14 @@ class Socket:
 
 
 class Rig:
-    """A coordinator that knows engines which serve `VERSION`."""
+    """Coordinator with engines that serve `VERSION`."""
 
     def __init__(self, mode: UpdateMode, loop: SimulatedLoop) -> None:
         self.loop = loop
         config = ControlConfig(mode=mode, max_rewrites=0, deadlines=PhaseDeadlines(write_s=WRITE_S))
         self.coordinator = Coordinator(config)
-        self.coordinator.run.reserved = VERSION  # as its journal may say: engines settle it
+        # A journal may say this. The versions that engines report settle it.
+        self.coordinator.run.reserved = VERSION
         self.writes: list[tuple[float, str]] = []
         self.on_write: Callable[[str], LinkStatus | None] = lambda _donor: LinkStatus.OK
         self.make: Callable[[Rig, str], Socket] = Socket
@@ -154,7 +155,7 @@ class Rig:
         return {engine.name for engine in self.coordinator.routable()}
 
     def since(self, begin_s: float) -> list[tuple[int, str]]:
-        """Attempts: whole seconds after the first, donor."""
+        """Return each attempt as whole seconds since `begin_s`, and the donor."""
         return [(round(at - begin_s), donor) for at, donor in self.writes]
 
 
@@ -218,7 +219,10 @@ def test_no_phase_is_shown_after_a_catch_up_however_it_ended(mode: UpdateMode) -
 
 @BOTH
 def test_a_copy_under_way_is_not_the_past_of_a_job_that_starts_meanwhile(mode: UpdateMode) -> None:
-    """A controller without a journal has learnt from trainers of an earlier run, which have left."""
+    """The controller has no journal.
+
+    It learnt the version from trainers of an earlier run that have left.
+    """
 
     async def scenario(rig: Rig) -> None:
         arrivals: list[asyncio.Task[Socket]] = []
@@ -249,9 +253,8 @@ def test_a_copy_of_an_older_version_frees_no_number_that_engines_were_told(
 ) -> None:
     async def scenario(rig: Rig) -> None:
         await rig.join("a")
-        rig.coordinator.run.reserved = (
-            VERSION + 1
-        )  # told to engines that are away, in a round that failed
+        # A failed round told this number to engines that are away.
+        rig.coordinator.run.reserved = VERSION + 1
         await rig.join("c", served=-1)
         await asyncio.sleep(0.5)
         assert rig.routable == {"a", "c"}
@@ -271,7 +274,7 @@ def test_attempts_are_made_less_and_less_often_and_end(mode: UpdateMode) -> None
         begin_s = rig.writes[0][0]
         assert rig.since(begin_s) == [(after_s, "a") for after_s in BACKOFFS_S]
         assert len(BACKOFFS_S) == MAX_ATTEMPTS
-        # A process that comes back over another connection begins anew.
+        # A process that connects again starts with a full set of attempts.
         rig.on_write = lambda _donor: LinkStatus.OK
         await rig.leave(newcomer, ended=True)
         await rig.join("c", served=-1)
@@ -318,7 +321,7 @@ def test_while_a_silent_donor_may_still_be_writing_nobody_else_does(mode: Update
         await asyncio.sleep(20 * WRITE_S)
         assert len(rig.writes) == 1
         assert rig.routable == {"b"}
-        # It is back, and says how its write ended.
+        # The donor reconnects and reports how its write ended.
         back = await rig.join("a")
         (write,) = (frame for frame in donor.told if isinstance(frame.command, Write))
         failed = LinkOutcome("c/0", LinkStatus.FAILED, 0, "", "told to fail")

@@ -1,4 +1,4 @@
-"""The whole system on a simulated clock, under schedules of everything that can go wrong."""
+"""The whole system runs on a simulated clock under schedules that contain every kind of fault."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from windlass.config import UpdateMode
 SMOKE_SEEDS = (*range(1000, 1006), *range(ATTACKED_FROM, ATTACKED_FROM + 4))
 PROCESSES = len(os.sched_getaffinity(0))
 
-# What the suite has found in the product, as it was found.
+# Schedules with which this suite found a bug in the product, unchanged.
 FOUND = {
     "a write that is lost with its connection holds its engines for ever": (
         '{"seed":6,"mode":"in_place","duration_s":5.0,"events":['
@@ -98,7 +98,8 @@ def test_what_was_found_once_does_not_come_back(what: str) -> None:
 def test_an_upgrade_and_the_loss_of_its_connection_that_wake_an_agent_together_are_told_apart() -> (
     None
 ):
-    # Of the simulation itself: asyncio's transports report a loss after whoever waits has run.
+    # The bug was in the simulation: transports of asyncio report a lost connection only after the
+    # waiting task has run.
     schedule = (
         '{"seed":3166,"mode":"in_place","duration_s":6.6388,"events":['
         '{"at_s":0.2129,"kind":"wire","who":"trainer/0","other":"c/0","fault":"short","count":4},'
@@ -142,7 +143,7 @@ REAL = (("cma", "in_place", 20), ("cma", "staged", 16), ("shm", "in_place", 16))
 
 
 def run_real(cases: Sequence[tuple[str, str, int]]) -> None:
-    """Side by side: they wait for deadlines most of the time."""
+    """Run the cases in parallel, because the processes mostly wait for deadlines."""
     script = str(Path(__file__).parents[1] / "support" / "chaos_real.py")
     with ExitStack() as stack:
         running = []
@@ -164,7 +165,7 @@ def run_real(cases: Sequence[tuple[str, str, int]]) -> None:
 
 
 def test_two_rounds_of_real_processes_break_no_invariant() -> None:
-    """With rollouts, which all end: that the processes are still started as they can be."""
+    """Check also that all rollouts end and that the command lines of the processes still work."""
     run_real([("cma", "in_place", 2)])
 
 
@@ -195,7 +196,7 @@ def test_ten_thousand_rounds_break_no_invariant() -> None:
 
 @pytest.fixture(scope="module")
 def searches() -> dict[str, Found]:
-    """The search for every planted bug, over all cores."""
+    """Search for every planted bug on all cores."""
     found = {}
     for each in find_bugs(PROCESSES, max_schedules=MAX_SCHEDULES):
         print(describe(each), flush=True)

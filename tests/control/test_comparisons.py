@@ -1,4 +1,4 @@
-"""What comparing replicas may cost: an account, by its properties."""
+"""Properties of the account that limits the time for comparing replicas."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from windlass.errors import ConfigError
 
 SECONDS = st.floats(1e-6, 1e3)
 UPDATES = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=60)
-"""(what a comparison costs, the rest of the update)."""
+"""Pairs of seconds: the comparison, and the rest of the update."""
 
 
 def run(
     comparisons: Comparisons, updates: Sequence[tuple[float, float]], sources: str = "a"
 ) -> list[tuple[Comparison | None, float, float]]:
-    """Publish them one after the other: (decision, compare_s, update_s)."""
+    """Publish the updates in order and return (decision, compare_s, update_s) of each."""
     done = []
     for version, (cost, rest) in enumerate(updates):
         decided = comparisons.begin(version, sources)
@@ -63,7 +63,8 @@ def test_equal_updates_compare_as_often_as_the_share_allows(
     charged = sum(spent for _, spent, _ in done[1:])
     assert charged > 0
     allowed = share * sum(update_s for _, _, update_s in done)
-    if share * (cost + rest) < cost:  # some are left out: not for more than two comparisons' worth
+    # Some updates do not compare. The unused time is at most that of two comparisons.
+    if share * (cost + rest) < cost:
         assert charged >= allowed - 2 * cost - share * (cost + rest) - 1e-6 * allowed
 
 

@@ -1,4 +1,4 @@
-"""The coordinator and its agents over real sockets, with fake weights that tell versions apart."""
+"""The coordinator and its agents over real sockets. The fake weights differ in every version."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ async def test_an_engine_of_another_model_is_refused_and_the_others_go_on() -> N
 
 
 async def test_trainers_that_fit_no_engine_are_told_at_once_and_the_engines_stay() -> None:
-    """A trainer with a wrong configuration must not cost the fleet its engines."""
+    """A trainer with a wrong configuration must not remove the engines from the fleet."""
     async with FakeFleet() as rig:
         await rig.add_trainer(0)
         await rig.add_trainer(1)
@@ -304,7 +304,7 @@ async def test_an_absent_controller_is_a_timeout_that_says_what_happened() -> No
 
 
 async def raw(rig: FakeFleet, *frames: bytes | str) -> list[object]:
-    """Send frames over a socket of our own; returns what came back until it was closed."""
+    """Send frames over a separate socket and return all received frames up to the close."""
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with (
         aiohttp.ClientSession(headers=headers) as http,
@@ -435,7 +435,7 @@ async def test_the_same_process_may_replace_its_own_broken_connection() -> None:
             assert isinstance(welcome, Welcome)
 
 
-# --- what dies -----------------------------------------------------------------------------------
+# --- processes that die --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -486,7 +486,8 @@ async def test_an_engine_killed_in_any_phase_is_left_out_at_once_and_comes_back(
         await wait(num_trainers=2, engines=("a", "b"), deadline_s=20)
         began = time.monotonic()
         report = await rig.publish(0)
-        assert time.monotonic() - began < 10  # a closed connection, not a deadline
+        # The closed connection ends the wait, not the deadline.
+        assert time.monotonic() - began < 10
         assert report.outcome is RoundOutcome.PUBLISHED
         assert report.engines == ("b",)
         assert "a" in report.left_out
@@ -538,7 +539,7 @@ async def test_a_trainer_lost_while_writing_ends_the_round_and_old_weights_stay_
 
         def vanish(command: Command) -> None:
             if isinstance(command, Write):
-                # The connection breaks while the command is being carried out.
+                # The connection breaks while the rank carries out the command.
                 session = rig.coordinator.members.sessions["trainer/1"]
                 asyncio.run_coroutine_threadsafe(session.close(), loop).result(10)
 
@@ -556,14 +557,14 @@ async def test_a_trainer_lost_while_writing_ends_the_round_and_old_weights_stay_
                 assert rank.mixed_weights
         assert rig.routable == ({"a": 0, "b": 0} if mode is UpdateMode.STAGED else {})
         rig.trainers["trainer/1"].on_command = lambda _command: None
-        # Its late answer came over the new connection: nothing is in flight any more.
+        # The late answer of trainer/1 came over the new connection, so nothing is in flight.
         assert (await rig.publish(2)).outcome is RoundOutcome.PUBLISHED
         assert rig.routable == {"a": 2, "b": 2}
         assert channel is rig.channels["trainer/1"]
 
 
 class Gate:
-    """Holds a trainer inside its next Write."""
+    """Callable that stops a trainer in its next `Write` until the test opens it."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -603,7 +604,7 @@ async def test_a_write_that_ends_late_and_unknown_quarantines_its_engine() -> No
         gate.open.set()
         report = await rig.publish(1)
         assert "needs 1 engine, 0 were there" in report.reason
-        # The same process stays quarantined over a new connection; another process does not.
+        # A new connection of the same process stays quarantined. A new process does not.
         await asyncio.to_thread(rig.channels["a/0"].close)
         await rig.add_engine("a")
         assert "needs 1 engine" in (await rig.publish(2)).reason
@@ -652,7 +653,8 @@ async def test_a_trainer_that_was_replaced_after_it_announced_is_not_written_fro
         first = asyncio.create_task(rig.announce("trainer/0", 0))
         second = asyncio.create_task(rig.announce("trainer/1", 0))
         done, _ = await asyncio.wait([first, second], timeout=0.3)
-        assert not done  # it waits for an engine
+        # The round waits for an engine.
+        assert not done
         await asyncio.to_thread(rig.channels["trainer/1"].close)
         with pytest.raises(PeerUnreachable):
             await second
@@ -668,9 +670,11 @@ async def test_no_announcement_outlives_its_attempt() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         with pytest.raises(PeerTimeout):
-            await rig.announce("trainer/0", 7, 0.2)  # gives up and may change its weights
+            # The rank gives up and may change its weights.
+            await rig.announce("trainer/0", 7, 0.2)
         with pytest.raises(PeerTimeout):
-            await rig.announce("trainer/1", 7, 0.3)  # alone: the other rank stands still no more
+            # The other rank no longer waits, so no round starts.
+            await rig.announce("trainer/1", 7, 0.3)
         assert rig.coordinator.fleet.published == -1
         assert "Pause" not in rig.engines["a/0"].handled
         assert (await rig.publish(8)).outcome is RoundOutcome.PUBLISHED
@@ -704,7 +708,7 @@ async def test_a_restarted_controller_knows_what_is_published_and_agents_find_it
         await rig.publish(3)
         epoch = rig.coordinator.run.round_id.epoch
         await rig.close_controller()
-        # The agents say what they hold when they come back.
+        # The agents reconnect and report the versions that they hold.
         async with FakeFleet(quick(mode), journal_path=journal, port=rig.port) as second:
             assert second.coordinator.run.round_id.epoch > epoch
             assert second.coordinator.fleet.published == 3
@@ -782,7 +786,8 @@ async def test_whoever_waits_for_an_engine_that_is_refused_is_told_why_at_once(h
                 coordinator.members.wait_for_version(1, engines=("b",), deadline_s=60)
             )
         ]
-        if how == "by its Hello":  # else it is there for a moment
+        # In the other case the engine is a member for a moment, and the wait ends.
+        if how == "by its Hello":
             there = coordinator.members.wait_for_fleet(
                 num_trainers=2, engines=("a", "b"), deadline_s=60
             )
@@ -800,7 +805,8 @@ async def test_whoever_waits_for_an_engine_that_is_refused_is_told_why_at_once(h
         await coordinator.members.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=5)
         with pytest.raises(EngineRefused, match="wait_for_fleet: engine b was refused"):
             await coordinator.members.wait_for_fleet(num_trainers=2, engines=("b",), deadline_s=5)
-        await rig.add_engine("b", incarnation="second")  # as it should have been
+        # This process has the right configuration.
+        await rig.add_engine("b", incarnation="second")
         await coordinator.members.wait_for_fleet(num_trainers=2, engines=("a", "b"), deadline_s=5)
         assert (await rig.publish(1)).outcome is RoundOutcome.PUBLISHED
 
@@ -997,7 +1003,7 @@ def test_a_damaged_line_is_an_error_that_names_it(tmp_path: Path) -> None:
         Journal(path)
 
 
-# --- the agent's end -----------------------------------------------------------------------------
+# --- the agent's side ----------------------------------------------------------------------------
 
 
 class Recorder:
@@ -1099,7 +1105,7 @@ async def test_publish_names_the_trainer_ranks_that_it_waits_for(
             f"publish: no report of version 0 within 0.3 s: it waited for {missing}"
         )
         assert f"publish waits for {missing}" in caplog.text
-        # Nothing is left of the announcement.
+        # The controller has discarded the announcement.
         await rig.add_trainer(2)
         await rig.add_engine("a")
         assert (await rig.publish(1)).outcome is RoundOutcome.PUBLISHED
@@ -1108,7 +1114,7 @@ async def test_publish_names_the_trainer_ranks_that_it_waits_for(
 async def test_publish_names_no_rank_that_is_only_some_seconds_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The time counts from the first announcement of this version, not of an earlier one."""
+    """The time starts at the first announcement of this version, not of an earlier version."""
     monkeypatch.setattr("windlass.control.coordinator.NAME_MISSING_S", 2.0)
     async with FakeFleet(quick()) as rig:
         await rig.start({"a": 1})

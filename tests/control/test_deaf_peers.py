@@ -1,4 +1,4 @@
-"""Peers whose connections stay open and who read nothing, as stopped processes do."""
+"""Peers that keep their connections open and read nothing, as a stopped process does."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WebSocket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 async def deaf_agent(
     handler: Callable[[web.WebSocketResponse], Awaitable[None]],
 ) -> AsyncIterator[None]:
-    """`handler` of one connection runs to its end; the other side never reads."""
+    """Run `handler` for one connection to its end. The other side never reads."""
     handled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def serve(request: web.Request) -> web.WebSocketResponse:
@@ -87,7 +87,7 @@ async def deaf_agent(
 
 
 def stop_reading(connection: aiohttp.ClientWebSocketResponse) -> None:
-    """What the other side sends stays in the buffers between the two."""
+    """Pause reading, so that data from the other side stays in the socket buffers."""
     below = connection._response.connection
     assert below is not None
     assert isinstance(below.transport, asyncio.Transport)
@@ -111,7 +111,8 @@ async def test_an_agent_that_reads_nothing_is_unreachable_by_the_deadline_of_a_f
         session = AgentSession(socket, agent_named("engine-a/0"), send_deadline_s=0.3)
         with pytest.raises(PeerUnreachable, match=r"engine-a/0: .*does not read: waited 0\.3 s"):
             await session.send(Refused(LARGE))
-        with pytest.raises(PeerUnreachable):  # and it is known from now on
+        # The session remembers it.
+        with pytest.raises(PeerUnreachable):
             await session.send(Refused(LARGE))
         await session.close()
 
@@ -141,7 +142,8 @@ async def test_an_engine_that_is_cut_off_because_it_does_not_read_may_still_be_w
         connection = await http.ws_connect(f"{server.url}/v1/agents")
         try:
             await connection.send_bytes(encode(hello))
-            await connection.receive_bytes()  # Welcome
+            # This frame is the `Welcome`.
+            await connection.receive_bytes()
             session = coordinator.members.sessions["engine-a/0"]
             if deaf:
                 stop_reading(connection)
@@ -162,7 +164,8 @@ async def test_an_engine_that_is_cut_off_because_it_does_not_read_may_still_be_w
 async def test_closing_a_connection_that_nobody_reads_ends_by_its_deadline() -> None:
     async def converse(socket: web.WebSocketResponse) -> None:
         sending = asyncio.create_task(socket.send_bytes(LARGE.encode()))
-        await asyncio.sleep(0)  # it has begun, and waits for room
+        # The send has started and waits for room in the buffer.
+        await asyncio.sleep(0)
         await close_socket(socket, deadline_s=0.3)
         with pytest.raises((ConnectionError, RuntimeError)):
             await sending
@@ -188,7 +191,8 @@ async def test_an_agent_leaves_a_controller_that_reads_nothing_and_connects_agai
         num_connections += 1
         socket = web.WebSocketResponse(max_msg_size=2 * len(LARGE))
         await socket.prepare(request)
-        AGENT_FRAMES.decode(await socket.receive_bytes())  # Hello
+        # This frame is the `Hello`.
+        AGENT_FRAMES.decode(await socket.receive_bytes())
         await socket.send_bytes(encode(Welcome(1, "run")))
         if num_connections == 1:
             await socket.send_bytes(encode(Envelope(1, 1, 1, Apply(1))))
@@ -196,12 +200,14 @@ async def test_an_agent_leaves_a_controller_that_reads_nothing_and_connects_agai
             await socket.close()
         elif num_connections == 2:
             assert isinstance(request.transport, asyncio.Transport)
-            request.transport.pause_reading()  # what the agent answered is sent again
+            # The agent sends its answer again over the next connection.
+            request.transport.pause_reading()
             await third.wait()
         else:
             third.set()
             async for _ in socket:
-                pass  # to its end: an agent that leaves has nothing under way then
+                # Read to the end, so that nothing of the agent is under way when it leaves.
+                pass
         return socket
 
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
@@ -221,7 +227,7 @@ async def test_an_agent_leaves_a_controller_that_reads_nothing_and_connects_agai
 async def test_incomplete_first_frames_take_limited_memory_and_do_not_keep_others_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Five connections made the server keep 200 MiB each while they sent a part every 20 s."""
+    """Five connections that sent a part every 20 s used to make the server keep 200 MiB each."""
     monkeypatch.setattr(rpc_server, "MAX_WAITING_NBYTES", 4 * PART_NBYTES)
     coordinator, server = (
         Coordinator(ControlConfig()),
@@ -255,7 +261,7 @@ async def test_incomplete_first_frames_take_limited_memory_and_do_not_keep_other
 
 
 async def test_a_call_whose_connection_is_lost_while_it_is_sent_is_unreachable() -> None:
-    """The call raised KeyError, which ended the task that brings engines up."""
+    """The call used to raise KeyError, which ended the task that brings engines up."""
 
     async def converse(socket: web.WebSocketResponse) -> None:
         session = AgentSession(socket, agent_named("engine-a/0"), send_deadline_s=0.3)
@@ -285,7 +291,8 @@ async def test_a_trainer_rank_that_does_not_take_a_command_is_named_by_its_deadl
         try:
             job = await scheduler.job()
             await socket.send_bytes(encode(Joined(PROTOCOL_VERSION, 0, 1, job, "first")))
-            await socket.receive_bytes()  # Welcome
+            # This frame is the `Welcome`.
+            await socket.receive_bytes()
             setup = CONTROLLER_FRAMES.decode(await socket.receive_bytes())
             assert isinstance(setup, Envelope)
             reply = Reply(setup.epoch, setup.round, setup.seq, TrainDone())
@@ -302,7 +309,7 @@ async def test_a_trainer_rank_that_does_not_take_a_command_is_named_by_its_deadl
 
 
 async def test_a_large_frame_may_take_longer_than_the_deadline_of_a_part_both_ways() -> None:
-    """Parts are taken slowly: what each of them takes is what counts."""
+    """The receiver takes parts slowly. The deadline applies to each part, not to the frame."""
     num_parts, pause_s, deadline_s = 40, 0.07, 1.5
     frames = [bytes([side]) + bytes(num_parts * PART_NBYTES - 2) + b"." for side in (1, 2)]
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Any bytes from a peer become a value or a named error, soon, and within bounded memory."""
+"""Decoders turn any bytes from a peer into a value or a named error, quickly and in bounded memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from windlass.rollout import messages as rollout
 
 MAX_PEAK_NBYTES = 32 << 20
 NESTED = b"\x91" * 50_000
-"""Lists in lists, deeper than any stack."""
+"""Nested lists, deeper than any stack."""
 SOURCE = str(Path(windlass.__file__).parent)
 
 
 def outside() -> bytes:
-    """A row whose bytes wrap around 64 bits, so that they seem to lie in the parameter."""
+    """Return a row that wraps around 64 bits and so seems to be inside the parameter."""
     row = np.zeros(1, HELD)
     row["sizes"], row["run"], row["row_nbytes"] = 1, 1, 4
     row["sizes"][0, 0], row["strides"][0, 0] = (1 << 62) + 1, 4
@@ -39,7 +39,7 @@ def outside() -> bytes:
 
 
 FOUND = {"boxes that reach beyond 64 bits": ("replicated boxes", outside())}
-"""What fuzzing has found: name -> decoder, bytes."""
+"""Bytes that fuzzing found: name -> decoder, bytes."""
 
 plain = st.recursive(
     st.none()
@@ -56,7 +56,7 @@ plain = st.recursive(
 
 
 def damaged(valid: bytes, draw: Callable[[st.SearchStrategy[Any]], Any]) -> bytes:
-    """A valid message with bytes changed, put in, or left out."""
+    """Return a valid message with some bytes changed, inserted or removed."""
     data = bytearray(valid)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(0, len(data) - 1)))
@@ -75,7 +75,7 @@ def damaged(valid: bytes, draw: Callable[[st.SearchStrategy[Any]], Any]) -> byte
 
 
 class LinesSeen:
-    """Counts the lines of the product that are executed inside."""
+    """Recorder of the product's lines that run inside the block."""
 
     def __init__(self) -> None:
         self.lines: set[tuple[str, int]] = set()
@@ -100,7 +100,10 @@ class LinesSeen:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
 @given(data=st.data())
 def test_any_bytes_become_a_value_or_a_named_error(name: str, data: st.DataObject) -> None:
-    """Bytes that reach more lines are varied further; `make fuzz` looks longer, by coverage."""
+    """Hypothesis varies bytes that reach more lines.
+
+    `make fuzz` searches longer, guided by coverage.
+    """
     decoder = DECODERS[name]
     kind = data.draw(st.integers(0, 3))
     if kind == 0:
@@ -169,7 +172,7 @@ def test_bombs_are_refused_within_bounded_memory(name: str, raw: bytes) -> None:
 @example(value=NESTED)
 @settings(max_examples=30, deadline=None)
 def test_what_is_opaque_in_a_message_is_checked_where_the_message_is(value: bytes) -> None:
-    """Or its owner would fail in the middle of using it."""
+    """Without this check the owner would fail while using the value."""
     outcome = msgspec.msgpack.encode(
         {**msgspec.to_builtins(OUTCOME, builtin_types=(bytes,)), "value": value}
     )

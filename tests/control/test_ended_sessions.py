@@ -1,4 +1,4 @@
-"""A trainer rank whose session is over, or whose caller was interrupted, harms no other rank."""
+"""A trainer rank with an ended session or an interrupted caller does not harm other ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def connected(url: str, made_whole: list[str]) -> tuple[TrainerClient, np.ndarra
 async def test_a_rank_that_was_sent_away_takes_part_in_what_all_ranks_do_before_it_says_so() -> (
     None
 ):
-    """Ranks that are still connected stand in the same collective, which nothing else would end."""
+    """The connected ranks wait in the same collective, and nothing else would end that wait."""
     made_whole: list[str] = []
     async with windlass.Controller(token=TOKEN) as controller:
         client, _memory = await asyncio.to_thread(connected, controller.url, made_whole)
@@ -73,7 +73,7 @@ async def test_a_version_that_is_none_gives_up_nothing_that_is_under_way() -> No
 async def test_an_announcement_whose_caller_was_interrupted_is_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else it would begin a round, at once or over the next connection, while the weights change."""
+    """Otherwise the announcement could start a round while the weights change."""
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
         channel = rig.channels["trainer/0"]

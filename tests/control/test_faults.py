@@ -1,9 +1,9 @@
 """`kill -9` of every kind of process in every phase of an update, while rollouts are outstanding.
 
-One fleet per case goes through all its phases: two trainer ranks, two engines, two rollout
-workers and the controller, each a process of its own. After each kill the dead one is started
-again, the next version must be served everywhere, and in the end every rollout that was wanted
-must have been delivered once, with no token that was made from mixed weights.
+One fleet per case goes through all its phases. It has two trainer ranks, two engines, two rollout
+workers and the controller, each in its own process. After each kill the test starts the dead
+process again, and all engines must serve the next version. At the end every requested rollout must
+have been delivered once, without a token from mixed weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from windlass.config import (
 PROCESSES = multiprocessing.get_context("forkserver")
 DEADLINES = PhaseDeadlines(connect_s=20, write_s=8, fleet_s=20)
 STEP_S = 90.0
-"""Longer than any of the deadlines above: whatever takes longer hangs."""
+"""Longer than any deadline above: a longer wait is a hang."""
 ENGINES, WORKERS = ("a", "b"), ("worker-0", "worker-1")
 COMMAND_OF = {
     "PREPARE": "Prepare",
@@ -49,7 +49,7 @@ VICTIMS = {"worker": "worker-0", "engine": "a", "trainer": "trainer/1", "control
 
 
 class Process:
-    """Answers a message with a message."""
+    """Process that answers each message with a message."""
 
     def __init__(self, target: Callable[..., None], *arguments: object) -> None:
         self._pipe, theirs = PROCESSES.Pipe()
@@ -80,7 +80,7 @@ class Process:
 
 
 class Fleet:
-    """Everything by name; `start(name)` starts it, for the first time or again."""
+    """All processes by name. `start(name)` starts a process, the first time or again."""
 
     def __init__(
         self, folder: Path, config: ControlConfig, outstanding_groups: int, token_s: float
@@ -121,13 +121,13 @@ class Fleet:
         assert await self.processes["controller"].ask("fleet", ENGINES, len(WORKERS)) == "there"
 
     async def publish(self) -> list[Any]:
-        """Announce the next version in every rank; what each was told."""
+        """Announce the next version in every rank and return their answers."""
         self.version += 1
         ranks = [p for n, p in self.processes.items() if n.startswith("trainer")]
         return await asyncio.gather(*(p.ask("publish", self.version) for p in ranks))
 
     async def assert_serves(self) -> None:
-        """Both engines hold and serve the newest version, and nothing else."""
+        """Check that both engines hold and serve only the newest version."""
         assert await self.processes["controller"].ask("serving", self.version, ENGINES)
         for name in ENGINES:
             held = await self.processes[name].ask("held")
@@ -170,7 +170,7 @@ async def fleet_of(
 
 
 async def kill_in(fleet: Fleet, victim: str, phase: str, *, num_outstanding: int = 1) -> list[Any]:
-    """Publish a version in which `victim` dies; start it again; what the ranks were told."""
+    """Publish a version, kill and restart `victim` in it, and return the answers of the ranks."""
     command, name = COMMAND_OF[phase], VICTIMS[victim]
     killer = "trainer/0" if command in TO_TRAINERS else "b"
     if victim == "engine" and command not in TO_TRAINERS:
@@ -195,9 +195,10 @@ async def kill_in(fleet: Fleet, victim: str, phase: str, *, num_outstanding: int
 
 
 def expected(victim: str, phase: str, mode: UpdateMode) -> set[str]:
-    """What the surviving ranks may be told of the version in which the victim died."""
+    """Return the outcomes that surviving ranks may get for the version in which the victim died."""
     if victim == "controller":
-        return {"published", "aborted"}  # the successor sends it again, or it is spent
+        # The next controller repeats the version or gives its number up.
+        return {"published", "aborted"}
     if victim != "trainer":
         return {"published"}
     before_the_end = {"PREPARE", "WRITE"} | ({"PAUSE"} if mode is UpdateMode.IN_PLACE else set())
@@ -270,7 +271,7 @@ async def test_each_kind_of_process_killed_among_a_thousand_rollouts_loses_none(
 async def survive(
     fleet: Fleet, victim: str, phase: str, expected_outcomes: set[str], *, num_outstanding: int = 1
 ) -> None:
-    """A kill, and the next version is served everywhere in time."""
+    """Kill the victim and check that all engines serve the next version in time."""
     began = time.monotonic()
     told = await kill_in(fleet, victim, phase, num_outstanding=num_outstanding)
     assert {answer[0] for answer in told} <= expected_outcomes, (phase, told)
@@ -281,7 +282,7 @@ async def survive(
 
 
 async def drain(fleet: Fleet) -> None:
-    """Nothing more is wanted, and what was wanted has come."""
+    """Stop requesting rollouts and check that all requested ones arrive."""
     stats = await fleet.processes["controller"].ask(
         "drain", deadline_s=fault_processes.DRAIN_S + STEP_S
     )

@@ -1,4 +1,4 @@
-"""Which ranks a fleet takes in together, and whose unanswered writes keep engines from being written."""
+"""Tests which ranks a fleet admits together, and which unanswered writes block an engine."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ UNKNOWN = Written((LinkOutcome("a/0", LinkStatus.UNKNOWN, 0, ""),), 0.0, 0.0)
 def test_only_who_took_part_speaks_for_the_writes_of_an_earlier_controller(
     epoch_of_writer: int, quarantined: bool
 ) -> None:
-    """An engine that joins anew cannot have others left out by an answer that nobody asked for."""
+    """An engine that joins again must not get other engines left out with an unrequested answer."""
     fleet = Fleet()
     target = admit(fleet, "a", 0, 1, Role.ENGINE, epoch=2)
     writer = admit(fleet, "evil", 0, 1, Role.ENGINE, epoch=epoch_of_writer)
@@ -102,7 +102,7 @@ def test_names_that_unknown_writes_reached_and_that_are_away_are_bounded() -> No
 
 
 def test_what_is_missing_names_weights_and_ranks() -> None:
-    """A process may have connected, and its log line may say so, before it has announced its weights."""
+    """A process may connect, and log that, before it announces its weights."""
     fleet = Fleet()
     assert list(fleet.missing(2, ["a", "b"]).values()) == [
         *("weights of trainers (0 of 2 ranks)", "a", "b")

@@ -1,6 +1,7 @@
-"""An engine that names memory which is not its own: trainers write nobody else's, and tell it nothing.
+"""Trainers write only memory of the engine itself, and tell a forger nothing about other processes.
 
-Trainers, an honest engine and a bystander are real processes; the forger speaks the protocol itself.
+Trainers, an honest engine and a bystander are real processes. The forger speaks the protocol
+itself.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ NBYTES = model_nbytes(1)
 
 @dataclass
 class Forger:
-    """One rank of engine `evil`; `told` is every reason that it was given."""
+    """Rank of engine `evil`. `told` contains every reason that it received."""
 
     hello: Hello
     binding: DestinationBinding
@@ -93,7 +94,7 @@ class Forger:
 
 
 def forger(own: PeerEndpoint, bound: PeerEndpoint, address: int, worker: str = "evil/0") -> Forger:
-    """Says that it is `own`, and has the bytes at `address` of `bound` written."""
+    """Return a forger that announces `own` and binds the bytes at `address` of `bound`."""
     part = part_of("evil/0", Role.ENGINE, 0, 1)
     sizes = [parameter.nbytes for parameter in part.manifest.parameters]
     starts = [address + sum(sizes[:index]) for index in range(len(sizes))]
@@ -115,7 +116,7 @@ def forger(own: PeerEndpoint, bound: PeerEndpoint, address: int, worker: str = "
 
 @asynccontextmanager
 async def attacked() -> AsyncIterator[tuple[windlass.Controller, Fleet, Rank, int, int]]:
-    """A fleet with engine `a`, and a bystander: its pid, and the address of its memory."""
+    """Yield a fleet with engine `a` and a bystander, its pid and the address of its memory."""
     async with windlass.Controller(token=TOKEN, config=CONFIG) as controller:
         fleet = Fleet(controller.url, 1)
         bystander = Rank(run_bystander, NBYTES)
@@ -133,7 +134,7 @@ async def attacked() -> AsyncIterator[tuple[windlass.Controller, Fleet, Rank, in
 async def publish_beside(
     evil: Forger, controller: windlass.Controller, fleet: Fleet, local_host: str = "127.0.0.1"
 ) -> list[str]:
-    """Publish two versions to `a` while the forger is there; what the forger was told."""
+    """Publish two versions to `a` while the forger is connected, and return all that it was told."""
     running = asyncio.create_task(evil.run(controller.url, local_host))
     try:
         async with asyncio.timeout(20):
@@ -155,7 +156,7 @@ async def publish_beside(
 async def test_a_process_that_was_only_named_is_not_written_and_nothing_is_told_of_it(
     listens: bool,
 ) -> None:
-    """It has a transport of its own; the forger listens for it, or nobody does."""
+    """The bystander has its own transport. The forger listens in its name, or no process does."""
     async with attacked() as (controller, fleet, bystander, pid, address):
         forged = PeerEndpoint("cma", str(pid), f"{process_start_time(pid)}-{'0' * 32}")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -202,7 +203,7 @@ async def test_the_memory_of_another_rank_cannot_be_bound(forgery: str) -> None:
 async def test_an_engine_that_cannot_be_written_costs_itself_its_place_alone(
     misfit: str, expected: str
 ) -> None:
-    """No forgery: it was started with other settings, or has a defect."""
+    """This engine is honest, but was started with other settings or has a defect."""
     memory, own = np.full(NBYTES, 255, np.uint8), OwnProcess("cma")
     async with attacked() as (controller, fleet, _, _, _):
         evil = forger(own.endpoint, own.endpoint, int(memory.ctypes.data))
@@ -224,7 +225,7 @@ async def test_an_engine_that_cannot_be_written_costs_itself_its_place_alone(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("what", ["address", "identity"])
 async def test_a_transport_of_one_host_is_refused_between_two(what: str) -> None:
-    """No forgery: an engine on another host whose transport was left at its default."""
+    """This engine is honest, but is on another host and has the default transport."""
     memory, own = np.full(NBYTES, 255, np.uint8), OwnProcess("cma")
     async with attacked() as (controller, fleet, _, _, _):
         evil = forger(own.endpoint, own.endpoint, int(memory.ctypes.data))

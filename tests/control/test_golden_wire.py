@@ -1,6 +1,7 @@
-"""Bytes that other versions of Windlass read: a change here needs a higher schema or protocol version.
+"""Bytes that other versions of Windlass read.
 
-After a change that is meant: `PYTHONPATH=tests/support python tests/control/test_golden_wire.py` writes the file anew.
+A change here needs a higher schema or protocol version. After an intended change, write the file
+again: `PYTHONPATH=tests/support python tests/control/test_golden_wire.py`.
 """
 
 from __future__ import annotations

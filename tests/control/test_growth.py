@@ -1,4 +1,4 @@
-"""A controller that lives for weeks while engines, workers and rollouts come and go by the thousand."""
+"""A controller does not grow over weeks in which thousands of engines, workers and rollouts pass."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ from windlass.transports.registry import create_transport, parse_transport
 
 NUM_WARM, NUM_ENGINES = 20, 300
 BOUNDED = ("_handed_out", "_handed_out[]", "_seen")
-"""Kept for `decline`, and for the choice of engines, in a bounded number."""
+"""Containers of bounded size, used by `decline` and by the choice of engines."""
 WITHIN_S = 60.0
 
 
 def sizes(root: object) -> dict[str, int]:
-    """Path -> length of every container that objects of Windlass reach, but for bounded queues."""
+    """Return path -> length of every container that Windlass objects reach, except bounded queues."""
     found: dict[str, int] = {}
     seen: set[int] = set()
 
@@ -90,7 +90,7 @@ def grown(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, tupl
 
 
 class Late(Socket):
-    """A rank that never answers when it is bound."""
+    """Rank that never answers a command that binds it."""
 
     def result_of(self, command: object) -> None:
         if isinstance(command, ConnectEngine):
@@ -99,7 +99,7 @@ class Late(Socket):
 
 
 async def come_and_go(rig: Rig, number: int) -> None:
-    """One engine of a name of its own, and what becomes of it."""
+    """Let an engine with a unique name join and leave. `number` selects what happens to it."""
     name, what = f"engine-{number}", number % 6
     rig.make = {3: Resting, 4: Late}.get(what, Socket)
     outcomes = {1: LinkStatus.FAILED, 2: LinkStatus.UNKNOWN}
@@ -115,7 +115,8 @@ async def come_and_go(rig: Rig, number: int) -> None:
         late = EnginesUnbound({}, {f"{name}/0": "late"}, "")
         await rig.coordinator.connector._part_with(late)
     await rig.leave(engine, ended=bool(number % 2))
-    if what == 5:  # it comes back as another process
+    # The engine returns as another process.
+    if what == 5:
         rig.on_write = lambda _donor: LinkStatus.OK
         engine = await rig.join(name, served=-1, incarnation=f"after-{number}")
         await asyncio.sleep(2.0)
@@ -182,7 +183,7 @@ async def test_rollouts_engines_and_workers_that_come_and_go_leave_nothing_in_th
                 await controller._pool.lost(worker, "its connection is closed", ended=True)
 
         async def settled() -> dict[str, int]:
-            # A worker that does not connect again is lost.
+            # The controller drops a worker that does not reconnect.
             while len(controller._workers) > 1 or controller._pool._stopping:  # noqa: ASYNC110 - nobody is told
                 await asyncio.sleep(0.01)
             return sizes(controller)
@@ -197,7 +198,7 @@ async def test_rollouts_engines_and_workers_that_come_and_go_leave_nothing_in_th
 
 
 def held() -> dict[str, object]:
-    """What a process can run out of."""
+    """Return the system resources that this process holds."""
     gc.collect()
     names = [thread.name for thread in threading.enumerate()]
     return {
@@ -208,7 +209,7 @@ def held() -> dict[str, object]:
 
 
 async def settles_at(wanted: dict[str, object]) -> None:
-    """Threads end a moment after whoever used them."""
+    """Wait until `held()` equals `wanted`, because a thread ends a moment after its user."""
     ends = time.monotonic() + WITHIN_S
     while (found := held()) != wanted:
         assert time.monotonic() < ends, (found, wanted)
@@ -219,7 +220,7 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 def memory_of(transport: OneSidedTransport) -> tuple[Bytes, MemoryRegion]:
-    """24 registered bytes."""
+    """Return 24 registered bytes."""
     if transport.allocator is not None:
         address = transport.allocator.allocate(24)
         array = np.ctypeslib.as_array((ctypes.c_uint8 * 24).from_address(address))
@@ -297,7 +298,7 @@ async def test_real_engines_that_are_updated_and_leave_give_everything_back(
         for version in range(3, 23):
             await turn(version)
         await settles_at(before)
-        # A timer of each engine that left runs until a write of it would be over.
+        # For each engine that left, a timer runs until its last write must have ended.
         left = {p: n for p, n in grown(known, sizes(coordinator)).items() if "_tasks" not in p}
         assert left == {}
     finally:

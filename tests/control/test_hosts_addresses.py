@@ -1,4 +1,4 @@
-"""Which addresses are bound and told to others, where a host has several, and on IPv6."""
+"""Tests which addresses processes bind and announce on hosts with several addresses, and on IPv6."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ async def test_a_fleet_whose_controller_has_an_ipv6_address_uses_ipv6_throughout
     transport: str,
 ) -> None:
     with Network(HOSTS) as network:
-        for name in HOSTS:  # no way to fall back
+        # Remove IPv4, so that there is no fallback.
+        for name in HOSTS:
             network.host(name).run("ip", "-4", "address", "flush", "dev", "rail0")
         fleet = Fleet(network, CONFIG, transport, ROWS)
         try:
@@ -56,7 +57,8 @@ async def test_a_host_with_two_networks_is_told_by_route_or_by_setting(
     with Network(HOSTS, rails=2) as network:
         fleet = Fleet(network, CONFIG, MOONCAKE, ROWS)
         try:
-            await fleet.start_controller()  # on the first network
+            # The controller is on the first network.
+            await fleet.start_controller()
             await fleet.start_trainers()
             second = network.host("a").addresses[1]
             environment = {"WINDLASS_HOST": setting.format(second=second)}

@@ -1,4 +1,6 @@
-"""Engines that come and go, and trainers that come back with another mesh: the others go on."""
+"""Engines leave, join and return, and trainers change their mesh: the other engines keep
+generating.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ pytestmark = [
 
 
 async def pauses(fleet: Fleet, *names: str) -> list[int]:
-    """How often each was paused so far."""
+    """Return the number of pauses of each engine."""
     return [(await fleet.state(name))["num_pauses"] for name in names]
 
 
@@ -32,9 +34,11 @@ async def test_an_engine_joins_from_a_peer_without_a_pause_and_leaves_and_comes_
             assert await fleet.publish() == []
             await fleet.serves(["a", "b", "c"])
             before = await pauses(fleet, "a", "b")
-            await fleet.end("c")  # preempted, without notice
+            # This is a preemption without notice.
+            await fleet.end("c")
             await fleet.serves(["a", "b"])
-            await fleet.start_engine("c")  # the same name and address
+            # The new process has the same name and address.
+            await fleet.start_engine("c")
             await fleet.ready("c")
             await fleet.serves(["a", "b", "c"])
             assert await pauses(fleet, "a", "b") == before
@@ -45,11 +49,13 @@ async def test_an_engine_joins_from_a_peer_without_a_pause_and_leaves_and_comes_
 async def test_a_host_that_falls_silent_is_left_out_and_its_successor_catches_up() -> None:
     with Network((*HOSTS, "c")) as network:
         async with fleet_on(network) as fleet:
-            network.isolate("a")  # preempted with its host: nothing says so
+            # This is a preemption of the whole host: no connection is closed.
+            network.isolate("a")
             await fleet.serves(["b"])
             assert await fleet.publish() == []
             await fleet.end("a")
-            await fleet.start_engine("a", "c")  # the same engine elsewhere
+            # The same engine starts on another host.
+            await fleet.start_engine("a", "c")
             await fleet.ready("a")
             await fleet.serves(["a", "b"])
             assert await fleet.publish() == []

@@ -1,4 +1,4 @@
-"""A whole update between hosts over bad lines: published whole everywhere, or refused whole."""
+"""A whole update between hosts over bad lines is published everywhere or refused everywhere."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print(connected)
 
 
 def send(source: Host, target: Host, address: str, nbytes: int) -> tuple[float, float]:
-    """Seconds to connect, and until every byte is there."""
+    """Return the seconds to connect, and until the target has every byte."""
     server = subprocess.Popen(
         target.command(sys.executable, "-c", SERVE, address, "10" if ":" in address else "2"),
         stdout=subprocess.PIPE,
@@ -60,7 +60,7 @@ def send(source: Host, target: Host, address: str, nbytes: int) -> tuple[float, 
 
 
 def links() -> set[str]:
-    """Names of this machine's own interfaces."""
+    """Return the names of this machine's interfaces."""
     return {name for _, name in socket.if_nameindex()}
 
 
@@ -120,7 +120,7 @@ async def test_a_whole_update_by_nixl_over_tcp() -> None:
 async def test_links_in_a_host_and_between_hosts_take_what_reaches_in_one_update(
     between: str, mode: UpdateMode
 ) -> None:
-    """A trainer rank and an engine on each of two hosts; every rank writes both engines."""
+    """Two hosts have a trainer rank and an engine each. Every trainer rank writes both engines."""
     pytest.importorskip(between)
     wire = {"mooncake": TRANSPORT, "nixl": NIXL}[between]
     offers = json.dumps({"type": "auto", "offers": ["cma", wire]})

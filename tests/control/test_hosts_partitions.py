@@ -1,4 +1,4 @@
-"""A network that parts in every phase of an update, and heals in time, late, or never."""
+"""The network parts in every phase of an update and heals in time, late, or never."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ TO_TRAINERS = {"Prepare", "Write"}
 PHASES = ("Prepare", "Pause", "Write", "Verify", "Apply", "Publish")
 SHORT_S = 0.6
 TOLD_S = 40.0
-"""What a trainer waits for the outcome, more than the phases of a round have."""
+"""Seconds that a trainer waits for the outcome, more than all phases of a round."""
 BEFORE_DELIVERY = {
     UpdateMode.STAGED: {"Prepare", "Write"},
     UpdateMode.IN_PLACE: {"Prepare", "Pause", "Write"},
 }
 SLOW_BIT_S = 20_000_000
-"""Two megabytes take most of a second."""
+"""Rate at which two megabytes take most of a second."""
 MID_WRITE_S = 0.4
 NIXL = '{"type": "nixl", "wire": "tcp", "device": "rail0"}'
 
 
 async def part_in(fleet: Fleet, command: str, host: str, towards: tuple[str, ...]) -> Any:
-    """Publish a version, and cut `host` off in the phase; the trainer's answer to come."""
+    """Publish, cut `host` off in the phase of `command`, and return the trainer's pending answer."""
     holder = fleet.members["trainer0" if command in TO_TRAINERS else "a"]
     await holder.ask("arm", command)
     told = fleet.begin(deadline_s=TOLD_S)
@@ -59,7 +59,8 @@ async def test_a_short_partition_in_any_phase_costs_time_and_nothing_else(mode: 
             for host in ("a", "trainer"):
                 for command in PHASES:
                     told = await part_in(fleet, command, host, ())
-                    await asyncio.sleep(SHORT_S)  # how long the partition lasts
+                    # The partition lasts this long.
+                    await asyncio.sleep(SHORT_S)
                     network.heal()
                     assert await outcome(told) == ("published", []), (host, command)
                     await fleet.serves(["a", "b"])
@@ -80,15 +81,17 @@ async def test_an_engine_cut_off_in_any_phase_is_left_out_and_comes_back_when_it
                 needed = not data_only or command in BEFORE_DELIVERY[mode]
                 left_out = ["a"] if needed else []
                 assert await outcome(told) == ("published", left_out), command
-                await fleet.state("a")  # what it served was whole
-                if not data_only:  # else it may have been brought up by the other engine
+                # `state` checks that the engine served whole weights.
+                await fleet.state("a")
+                # If only data is cut off, the other engine may have brought this one up.
+                if not data_only:
                     await fleet.serves(["b"])
                 network.heal()
                 await whole_again(fleet)
 
 
 async def whole_again(fleet: Fleet) -> None:
-    """Within a few versions; a connection that is cut may take as long as a heartbeat to be lost."""
+    """Publish until both engines serve. A cut connection may be noticed only after a heartbeat."""
     for _ in range(4):
         await fleet.complete(["a", "b"])
         if await fleet.publish() == []:
@@ -112,7 +115,8 @@ async def test_a_trainer_cut_off_is_told_by_its_deadline_and_nothing_torn_is_ser
                 elif mode is UpdateMode.STAGED:
                     await fleet.serves(["a", "b"], before)
                 else:
-                    # Nobody knows how much of two versions they hold: silent until they are written.
+                    # The engines may hold parts of two versions, so they stay paused until they are
+                    # written.
                     await fleet.serves([], before)
                     for engine in ("a", "b"):
                         state = await fleet.state(engine)
@@ -123,7 +127,7 @@ async def test_a_trainer_cut_off_is_told_by_its_deadline_and_nothing_torn_is_ser
 
 
 async def cut_in_mid_write(fleet: Fleet, host: str, towards: tuple[str, ...]) -> Any:
-    """Some bytes are there and some on their way; the trainer's answer to come."""
+    """Cut `host` off while bytes are under way, and return the trainer's pending answer."""
     trainer = fleet.members["trainer0"]
     await trainer.ask("arm", "Write")
     told = fleet.begin(deadline_s=TOLD_S)
@@ -147,7 +151,8 @@ async def test_bytes_of_a_write_that_was_cut_land_in_no_later_version(mode: Upda
                 await fleet.publish()
                 await fleet.serves(["b"])
                 await fleet.state("a")
-            # Whether its memory is quiet nobody can know: it takes a new process.
+            # The controller cannot tell whether a late write still reaches it, so it needs a new
+            # process.
             await fleet.end("a")
             await fleet.start_engine("a")
             await fleet.ready("a")
@@ -182,6 +187,6 @@ async def test_bytes_that_the_kernel_of_a_dead_trainer_still_holds_land_in_no_la
 
 
 def orphans(host: Host) -> int:
-    """TCP connections of a host that have bytes which were sent and not acknowledged."""
+    """Return the number of the host's TCP connections with sent bytes that are not acknowledged."""
     rows = host.run("cat", "/proc/net/tcp").splitlines()[1:]
     return sum(int(row.split()[4].partition(":")[0], 16) > 0 for row in rows)

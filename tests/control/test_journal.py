@@ -1,4 +1,4 @@
-"""The journal of rounds stays short, and says the same whenever its controller is killed."""
+"""The journal of rounds stays short and has the same content wherever its controller is killed."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from windlass.net.line_file import add_checksum
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """In memory where there is such a place: these tests wait for the disk thousands of times."""
+    """Provide a folder in memory if there is one, because these tests sync thousands of times."""
     shm = Path("/dev/shm")
     with TemporaryDirectory(dir=shm if shm.is_dir() else None) as name:
         yield Path(name)
 
 
 def expected(entries: list[JournalEntry]) -> list[object]:
-    """What a controller must know after `entries`, by the definition of each word."""
+    """Return what a controller must know after `entries`, computed from the definitions."""
     published = [e.version for e in entries if e.kind is JournalKind.PUBLISHED]
     begun = [e.version for e in entries if e.kind is JournalKind.PUBLISHING]
     return [
@@ -156,7 +156,7 @@ def test_the_run_of_a_journal_is_made_once_and_outlives_compactions(
 
 
 def _held() -> int:
-    """Bytes of what journals and this file have made and keep; not of what else this process does."""
+    """Return the bytes that journals and this file allocated and still hold."""
     gc.collect()
     mine = [tracemalloc.Filter(True, name) for name in (journal.__file__, lines.__file__, __file__)]
     found = tracemalloc.take_snapshot().filter_traces(mine).statistics("filename")
@@ -214,7 +214,7 @@ def test_a_controller_killed_before_any_call_of_a_compaction_loses_nothing(folde
     assert ended.returncode == 0, ended.stderr
     runs = [json.loads(line) for line in ended.stdout.splitlines()]
     for call, told, said in runs:
-        # The entry that was being recorded may be there as well.
+        # The journal may also contain the entry that was being recorded.
         possible = [
             json.loads(json.dumps(expected([entry(i) for i in range(upto + 1)])))
             for upto in (told, told + 1)

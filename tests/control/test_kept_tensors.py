@@ -1,4 +1,4 @@
-"""Trainers of a part of a model: engines keep what the trainers say that they do not have, and nothing else."""
+"""Trainers of a part of a model: engines keep only the tensors that the trainers declare missing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def published(
     model: torch.nn.Module | None = None,
     between: Callable[[dict[str, torch.Tensor]], None] = lambda held: None,
 ) -> list[Report]:
-    """Publish two versions of a text model to an engine of a larger one; check all that it holds."""
+    """Publish two versions of a text model to a larger engine, and check all its tensors."""
     model = model or Text()
     async with windlass.Controller(token=TOKEN, config=config or ControlConfig()) as controller:
 
@@ -118,7 +118,7 @@ async def test_kept_tensor_that_something_else_changes_refuses_the_update() -> N
 
 
 async def test_only_the_trainable_half_is_published() -> None:
-    """The frozen half is not in the trainer's module at all."""
+    """The trainer's module does not contain the frozen half."""
     model = Text()
     half = torch.nn.Module()
     half.up = model.up

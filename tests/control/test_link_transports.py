@@ -1,4 +1,4 @@
-"""One update over several transports: each link takes the fastest that both of its ranks have."""
+"""One update over several transports: each link uses the fastest transport of both its ranks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def found_s(links: Sequence[LinkWire], destination: str) -> float:
 async def test_links_within_a_host_and_between_hosts_take_what_is_fastest_for_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`far` says that it is on another host; `network` is near and has no transport but mooncake."""
+    """`far` reports another host. `network` is on this host and has only mooncake."""
     need_transport("mooncake")
     both = ("cma", "mooncake")
     with ExitStack() as undo:

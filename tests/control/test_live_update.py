@@ -1,4 +1,4 @@
-"""The main job on GPUs: FSDP2 ranks publish into live engines, over NVLink and as between hosts."""
+"""FSDP2 ranks on GPUs publish into live engines, over NVLink and over transports between hosts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def train(
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-            report = trainer.publish(version)  # the step may still be running on the GPU
+            # The step may still run on the GPU.
+            report = trainer.publish(version)
             full = {
                 name: parameter.full_tensor().detach().cpu()
                 for name, parameter in model.named_parameters()
@@ -117,7 +118,8 @@ async def run(
             for version in range(3):
                 found = [await fleet.receive(name) for name in trainers]
                 assert found[0][0] == version
-                full = found[0][2]  # trainers go on at once: engines are looked at in the end
+                # The trainers continue at once, so the test reads the engines only at the end.
+                full = found[0][2]
             fleet.start_engine("late", torch.bfloat16, torch.cuda.device_count() - 1)
             assert await fleet.receive("late") == ("ready",)
             caught_up = asyncio.Event()

@@ -1,4 +1,4 @@
-"""What a machine does to processes of a fleet: clocks that jump, memory, descriptors and disks that run out."""
+"""Faults of the machine: clocks jump, and memory, descriptors and disks run out."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ PUBLISHED = [("published", "", ())] * 2
 def test_versions_are_published_while_the_clock_of_the_day_jumps(
     tmp_path: Path, whose: str
 ) -> None:
-    """Back and forth, by days and by years, for all or for one alone; heartbeats go on."""
+    """The clock jumps back and forth, by days and years, for all processes or for one.
+
+    Heartbeats continue.
+    """
     clock = tmp_path / "clock"
     clock.write_text("+0")
     environment = {**os.environ, **clock_environment(clock)}
@@ -69,8 +72,9 @@ def test_versions_are_published_while_the_clock_of_the_day_jumps(
 
 
 async def use_up_memory(victim: Rank | Process) -> None:
-    """Send it what it has no room for."""
-    with suppress(OSError):  # it is killed while it reads
+    """Send a message that is larger than the victim's memory."""
+    # The kernel kills the victim while it reads.
+    with suppress(OSError):
         await asyncio.to_thread(victim.tell, BALLAST)
 
 
@@ -123,7 +127,10 @@ async def test_a_controller_that_the_kernel_kills_for_memory_goes_on_from_its_jo
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("who", ["engine", "trainer"])
 async def test_a_rank_without_descriptors_is_updated_or_says_so_and_recovers(who: str) -> None:
-    """A trainer cannot look whether its peer lives: nothing was written, so nobody is quarantined."""
+    """A trainer without descriptors cannot check that its peer lives.
+
+    It writes nothing, so no engine is quarantined.
+    """
     async with running_fleet(CONFIG, 1) as fleet:
         fleet.add_engine("a")
         fleet.add_trainers()
@@ -160,7 +167,8 @@ async def test_a_disk_that_fills_up_costs_the_versions_that_it_cannot_record(
                 with pytest.raises(OSError, match="No space left"):
                     ballast.write_bytes(bytes(1 << 20))
                 version, outcome, reasons = 0, "published", [""]
-                while outcome == "published" and version < 100:  # the last page has room for some
+                # The last page of the file still has room for some entries.
+                while outcome == "published" and version < 100:
                     version += 1
                     outcome, reasons, _ = await fleet.publish(version)
                 assert outcome == "RoundAborted"
@@ -174,7 +182,7 @@ async def test_a_disk_that_fills_up_costs_the_versions_that_it_cannot_record(
 
 
 def wait_for_more(path: Path, nbytes: int) -> None:
-    """Return once the file is longer than that."""
+    """Return when the file is longer than `nbytes`."""
     while path.stat().st_size <= nbytes:
         time.sleep(0.02)
 
@@ -184,7 +192,7 @@ def wait_for_more(path: Path, nbytes: int) -> None:
 async def test_a_disk_whose_every_sync_outlasts_a_heartbeat_delays_and_loses_nothing(
     tmp_path: Path, sync_s: float
 ) -> None:
-    """Also when the controller is killed while it waits for one."""
+    """The test also kills the controller while it waits for a sync."""
     async with fleet_of(tmp_path, "p2p", UpdateMode.STAGED, heartbeat_s=0.5) as fleet:
         victim = fleet.processes["controller"]
         assert victim.process.pid is not None
@@ -194,7 +202,8 @@ async def test_a_disk_whose_every_sync_outlasts_a_heartbeat_delays_and_loses_not
             journal = tmp_path / "rounds.journal"
             nbytes = journal.stat().st_size
             publishing = asyncio.create_task(fleet.publish())
-            await asyncio.to_thread(wait_for_more, journal, nbytes)  # and it is not on disk yet
+            # The new entry is not on disk yet.
+            await asyncio.to_thread(wait_for_more, journal, nbytes)
             victim.process.kill()
             assert await victim.ended() == -signal.SIGKILL
         await fleet.start("controller")

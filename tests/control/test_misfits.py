@@ -1,4 +1,7 @@
-"""An engine that does not answer, or does not fit, costs itself its place; status says who, and why."""
+"""An engine that does not answer or does not fit loses only its own place.
+
+Status names it and the reason.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def engine_of(rig: FakeFleet, name: str) -> dict[str, Any]:
 
 
 class Stuck:
-    """Its thread of commands hangs in the first command of a kind, until it is released."""
+    """Handler that hangs in the first command of a kind until the test releases it."""
 
     def __init__(self, kind: type[Command]) -> None:
         self._kind, self.num_asked = kind, 0
@@ -89,7 +92,8 @@ async def test_an_engine_that_answers_nothing_gets_no_traffic_and_brings_up_nobo
         assert rig.routable == {"a": 0, "b": 0}
         armed.set()
         await asyncio.to_thread(rig.channels.pop("trainer/1").close)
-        await rig.add_trainer(1, incarnation="second")  # so that everybody is bound anew
+        # A new trainer process makes the controller bind all ranks.
+        await rig.add_trainer(1, incarnation="second")
         await until(rig, lambda: rig.routable == {"a": 0})
         assert [
             group.name
@@ -123,7 +127,7 @@ async def test_an_engine_that_is_always_late_to_bind_is_refused_and_status_says_
 
 
 class GroupTrainer:
-    """Offers a group of all its engines, and enters any."""
+    """Trainer rank that offers a group of all its engines and enters any group."""
 
     def __init__(self, rank: FakeTrainerRank) -> None:
         self._rank = rank
@@ -142,7 +146,7 @@ async def test_an_engine_that_does_not_enter_a_group_costs_itself_its_place_alon
     hung = threading.Event()
 
     def late(command: Command) -> None:
-        """As everybody in a group that one member does not enter."""
+        """Time out, as every member does when one does not enter the group."""
         if isinstance(command, JoinGroups) and any("b/0" in o.members for o in command.offers):
             raise PeerTimeout("not all came")
 

@@ -1,4 +1,4 @@
-"""A name belongs to a role, and to a process for as long as it may be alive."""
+"""A name belongs to a role, and to its process while that process may be alive."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_an_engine_never_has_the_trainers_name_not_even_when_they_are_away
 
 @pytest.mark.parametrize("role", ["trainer", "engine"])
 async def test_a_process_waits_until_its_dead_predecessor_is_noticed(role: str) -> None:
-    """That one hangs: its connection is open, and it answers no ping."""
+    """The predecessor hangs: its connection stays open, and it answers no ping."""
     if role == "trainer":
         manifest, rank = trainer_manifest("trainer/0", 0, 1), None
     else:

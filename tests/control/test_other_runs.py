@@ -1,4 +1,4 @@
-"""What is left of an earlier run changes nothing in this one: real processes, real memory."""
+"""Leftovers of an earlier run change nothing in this run, with real processes and real memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def versions(coordinator: Coordinator) -> dict[str, int]:
 async def test_an_engine_of_an_earlier_run_that_wakes_up_is_brought_up_and_decides_nothing(
     last: int, has_journals: bool, tmp_path: Path
 ) -> None:
-    """Its version is higher than this run's, or the same number with other weights."""
+    """The engine's version is higher than this run's, or has the same number and other weights."""
     port = free_port()
     with ExitStack() as stack:
         first = Fleet(f"http://127.0.0.1:{port}", 2, can_send=True)
@@ -87,7 +87,7 @@ async def test_an_engine_of_an_earlier_run_that_wakes_up_is_brought_up_and_decid
 
 @pytest.mark.timeout(220)
 async def test_ranks_of_two_starts_of_a_job_publish_nothing_together() -> None:
-    """Rank 0 was killed, rank 1 stands in `publish`; both are started again."""
+    """Rank 0 was killed while rank 1 waits in `publish`. Both are started again."""
     with ExitStack() as stack:
         async with controller_at(0, None) as controller:
             first = Fleet(controller.url, 2, job="first start")

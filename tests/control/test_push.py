@@ -1,4 +1,4 @@
-"""Updates that a trainer drives end whole at every engine, whichever call fails and whoever stops waiting."""
+"""Updates that a trainer drives end whole at every engine, whichever call fails or times out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WITHIN_S = 20.0
 async def serving_version_0(
     b_does: Callable[[Command], None],
 ) -> AsyncIterator[tuple[FakeFleet, RolloutCallback]]:
-    """Engines a and b serve version 0; what b is told afterwards passes `b_does` first."""
+    """Yield a fleet with engines a and b at version 0. Later commands to b pass `b_does` first."""
     armed = threading.Event()
 
     def on_command(command: Command) -> None:
@@ -65,12 +65,12 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def serves(rig: FakeFleet, *names: str) -> None:
-    """Return once these ranks have carried out what the end of an update tells them."""
+    """Return when these ranks have carried out the commands that end an update."""
     await until(lambda: all(rig.engines[name].serving for name in names))
 
 
 async def test_an_engine_that_has_applied_is_published_though_its_leader_waits_no_longer() -> None:
-    """It must not go on with new weights under the old version when the session is given up."""
+    """The engine must not generate with new weights under the old version when the session ends."""
     go_on = threading.Event()
 
     def hang(command: Command) -> None:
@@ -84,7 +84,8 @@ async def test_an_engine_that_has_applied_is_published_though_its_leader_waits_n
         await rig.coordinator.members.wait_for_version(1, deadline_s=WITHIN_S)
         await serves(rig, "a/0")
         a, b = rig.engines["a/0"], rig.engines["b/0"]
-        assert (a.version, "Publish" in a.handled[-2:]) == (1, True)  # it may be bound anew already
+        # The controller may have bound the engine again already.
+        assert (a.version, "Publish" in a.handled[-2:]) == (1, True)
         assert rig.routable == {"a": 1}
         go_on.set()
         await until(lambda: b.mixed_weights)
@@ -119,7 +120,8 @@ async def test_what_one_engine_lacks_is_applied_nowhere_and_spends_no_version() 
             await asyncio.to_thread(leader.continue_generation, 1)
         await serves(rig, "a/0", "b/0")
         handled = [name for name in rig.engines["a/0"].handled if name != "ConnectEngine"]
-        assert handled[-2:] == ["Verify", "Abort"]  # it may be bound anew already
+        # The controller may have bound the engine again already.
+        assert handled[-2:] == ["Verify", "Abort"]
         assert rig.routable == {"a": 0, "b": 0}
         await asyncio.to_thread(leader.pause_generation)
         await asyncio.to_thread(leader.continue_generation, 1)
@@ -170,7 +172,8 @@ async def test_a_leader_that_comes_while_a_pause_fails_is_told_of_a_pause_that_l
         with RolloutCallback(rig.server.url, TOKEN, leader="second", deadline_s=WITHIN_S) as second:
             joining = asyncio.create_task(asyncio.to_thread(second.pause_generation))
             await pausing.acquire()
-            await asyncio.sleep(0)  # it stands in line now
+            # The second call now waits for the first.
+            await asyncio.sleep(0)
             both_wait.set()
             with pytest.raises(RoundAborted, match="b cannot pause now"):
                 await failing
@@ -256,7 +259,7 @@ async def test_no_leader_publishes_when_another_has_no_version() -> None:
 
 
 async def test_a_push_is_seen_wherever_updates_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports, listeners, phases, counts, metrics, the status page and the journal."""
+    """Check reports, listeners, phases, counts, metrics, the status page and the journal."""
     append, kinds = Journal.append, list[JournalKind]()
 
     def noted(journal: Journal, entry: JournalEntry) -> None:
@@ -292,7 +295,8 @@ async def test_a_push_is_seen_wherever_updates_are_seen(monkeypatch: pytest.Monk
     assert [*report.phase_s] == ["prepare", "write", "verify", "apply", "publish"]
     assert report.update_s > report.pause_s > 0
     assert report.update_s > report.wire_s > 0
-    assert report.nbytes == 2 * 2 * 32  # two tensors, to two ranks each
+    # These are two tensors, sent to two ranks each.
+    assert report.nbytes == 2 * 2 * 32
     shown = [Phase.PREPARE, Phase.WRITE, Phase.VERIFY, Phase.APPLY, Phase.PUBLISH, Phase.DONE]
     assert [phase for _, phase in phases] == shown
     assert (overview["phase"], len(overview["rounds"])) == ("", 1)

@@ -1,4 +1,4 @@
-"""Calls of several leaders go in the declared order, whatever the order in which they arrive."""
+"""The controller carries out calls of several leaders in the declared order, not as they arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that will not come: whoever waits for it is told why at once. Real processes."""
+"""A caller that waits for a refused engine gets the reason at once, with real processes."""
 
 from __future__ import annotations
 

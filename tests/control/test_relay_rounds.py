@@ -1,4 +1,4 @@
-"""The round machine with a relay: who is asked, what is written again, and what stays unknown."""
+"""Rounds with a relay: commands to ranks, rewrites of links, and unknown outcomes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def relayed(
 
 
 class Round:
-    """One trainer, three engines in a chain, and answers by hand."""
+    """Round of one trainer and three engines in a chain. The test gives the answers."""
 
     def __init__(self, mode: UpdateMode = UpdateMode.STAGED) -> None:
         self.machine = RoundMachine(
@@ -82,7 +82,7 @@ class Round:
                     self.finish = instruction
 
     def answer(self, worker: str, kind: type[Command], result: Result) -> None:
-        """Answer the newest command of a kind."""
+        """Answer the newest command of this kind."""
         send = next(s for s in reversed(self.sent) if (s.worker, type(s.command)) == (worker, kind))
         self._take(self.machine.handle(Replied(worker, send.seq, result)))
 
@@ -103,7 +103,7 @@ class Round:
         return [s.command for s in self.sent if s.worker == worker and type(s.command) is kind]
 
     def complete(self, *names: str) -> Finish:
-        """Everything that comes after the bytes are there."""
+        """Answer every command that follows the writes."""
         for name in names:
             self.answer(f"{name}/0", Verify, Verified(()))
         for kind in (Pause, Apply, Publish):
@@ -162,7 +162,7 @@ def test_what_a_relay_leaves_missing_is_written_by_the_trainers_whatever_the_ord
         round_.answer("b/0", Relay, relayed())
         if engines_first:
             round_.written(RelayWrite, *ENGINES)
-        # No rewrite is allowed in this round: completing a relay is none.
+        # This round allows no rewrites. Completing a relay does not count as a rewrite.
         assert round_.told("t", Write) == [Write(1, ("c/0",), 108.0)]
         round_.written(Write, "c")
         assert round_.complete(*ENGINES).report.outcome is RoundOutcome.PUBLISHED
@@ -181,7 +181,8 @@ def test_nobody_waits_for_an_engine_that_is_lost_or_for_a_trainer_that_failed() 
     round_.written(Write, "b", "c")
     finish = round_.complete("b", "c")
     assert finish.engines["a"] is EngineOutcome.LEFT_OUT
-    assert not finish.unsettled  # its process is gone
+    # The process of the engine is dead.
+    assert not finish.unsettled
 
 
 def test_an_engine_that_was_not_reached_is_told_not_to_wait() -> None:
@@ -202,7 +203,7 @@ def test_unknown_outcomes_quarantine_whom_the_bytes_may_reach() -> None:
     round_.written(Write, "c")
     finish = round_.complete("a", "c")
     assert finish.engines["b"] is EngineOutcome.QUARANTINED
-    # b was left out while it passed on: it may be doing that still.
+    # b was left out while it passed bytes on, and may still do that.
     assert finish.unsettled == {"b/0": ("c",)}
 
 

@@ -1,4 +1,4 @@
-"""A version whose trainer ranks do not agree about what they hold in common is not published."""
+"""The controller does not publish a version if its trainer ranks hold different replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS, COLUMNS = 64, 48
 
 
 def model(first: int) -> torch.nn.Module:
-    """Every element distinct."""
+    """Return a module with distinct elements."""
     module = torch.nn.Sequential(torch.nn.Linear(COLUMNS, ROWS), torch.nn.LayerNorm(ROWS))
     for parameter in module.parameters():
         values = torch.arange(first, first + parameter.numel(), dtype=torch.float32)
@@ -39,7 +39,7 @@ def extents_of(module: torch.nn.Module) -> Callable[[], tuple[ParameterMemory, .
 
 
 class Fleet:
-    """Trainer ranks that hold a module each, and an engine that holds one."""
+    """Trainer ranks and an engine, each with its own module."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Fleet:
         return locate
 
     async def publish(self, version: int) -> str:
-        """Why it was not published; empty where it was."""
+        """Return why the version was not published, or an empty string."""
         said = await asyncio.gather(
             *(asyncio.to_thread(self._publish, trainer, version) for trainer in self.trainers)
         )
@@ -153,7 +153,8 @@ async def test_one_differing_element_is_named_and_nothing_is_published(replica: 
         weight[40, 7] -= 1
         assert await fleet.publish(1) == ""
         assert fleet.is_served(model(1))
-        modules[2].get_parameter("1.bias").data += 1  # one box of four, as any sample may find it
+        # This is one box of four, so a sample may or may not contain it.
+        modules[2].get_parameter("1.bias").data += 1
         for version in range(2, 60):
             if said := await fleet.publish(version):
                 break
@@ -184,7 +185,10 @@ async def test_later_rounds_compare_a_sample_that_changes(monkeypatch: pytest.Mo
 
 
 async def test_tensor_parallel_pieces_in_plain_tensors_are_not_taken_for_replicas() -> None:
-    """Cut by hand, and nothing says that they are pieces; an engine rank cut alike asks for no more."""
+    """The test cuts the weight by hand, and no rank declares its half a piece.
+
+    The engine rank is cut the same way.
+    """
     modules = [torch.nn.Linear(COLUMNS, ROWS // 2, bias=False) for _ in range(2)]
     pieces = model(1).get_parameter("0.weight").data.chunk(2)
     for module, piece in zip(modules, pieces, strict=True):

@@ -1,6 +1,6 @@
-"""Trainer ranks with weights on GPUs whose replicas differ publish nothing; bf16 and float32 at once.
+"""Trainer ranks on GPUs publish nothing if their replicas differ, in bf16 and float32 at once.
 
-The fleet runs once more in host memory, wherever the tests run.
+The same fleet also runs in host memory on any machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_GPUS = torch.cuda.device_count()
 WIRES: dict[str, TransportConfig] = {"cuda": CudaIpcConfig(), "cpu": CmaConfig()}
 TOKENS = 64
 WEIGHT = {torch.bfloat16: "1.weight", torch.float32: "4.weight"}
-"""One of each dtype, compared at once as one block."""
+"""Weight of each dtype. Both are compared in one block."""
 
 
 def on_gpus(count: int) -> list[pytest.MarkDecorator]:
@@ -53,7 +53,7 @@ class ToFloat32(torch.nn.Module):
 
 
 def build(seed: int) -> torch.nn.Sequential:
-    """A decoder-like stack, the first half in bf16."""
+    """Return a stack like a decoder, with its first half in bf16."""
     torch.manual_seed(seed)
     half = torch.bfloat16
     return torch.nn.Sequential(
@@ -68,7 +68,7 @@ def build(seed: int) -> torch.nn.Sequential:
 
 
 def hybrid_sharded(model: torch.nn.Sequential, kind: str) -> torch.nn.Sequential:
-    """HSDP: replicas over both ranks, each of one shard."""
+    """Apply HSDP with two replicas of one shard each."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -82,7 +82,7 @@ def hybrid_sharded(model: torch.nn.Sequential, kind: str) -> torch.nn.Sequential
 
 @torch.no_grad()
 def flip(parameter: torch.Tensor) -> None:
-    """The last bit of the last element."""
+    """Flip the last bit of the last element."""
     held = local_tensor(parameter).view(torch.uint8).view(-1)
     held[-parameter.element_size()] ^= 1
 
@@ -115,7 +115,8 @@ def train(
     tokens = torch.arange(TOKENS, device=device) + (TOKENS * rank if hybrid else 0)
 
     def step() -> None:
-        if hybrid:  # gradients of different tokens are reduced over both ranks
+        # The optimizer reduces gradients of different tokens over both ranks.
+        if hybrid:
             logits = model(tokens)
             torch.autograd.backward(torch.nn.functional.cross_entropy(logits, tokens))
         else:
@@ -134,7 +135,8 @@ def train(
                 step()
             why = ""
             try:
-                trainer.publish(version, deadline_s=60)  # the step may still be running on the GPU
+                # The step may still run on the GPU.
+                trainer.publish(version, deadline_s=60)
             except RoundAborted as error:
                 why = str(error)
             assert all(isinstance(p, DTensor) is hybrid for p in model.parameters())
@@ -144,14 +146,17 @@ def train(
 
 
 class Publisher:
-    """Numbers the versions, and tells both ranks of each."""
+    """Counter of versions that sends each version to both ranks."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._version = -1
 
     async def publish(self, *flipped: str, steps: bool = False) -> str:
-        """Why it was refused; empty where both ranks published it and the engine serves what they hold."""
+        """Return why the version was refused.
+
+        Return an empty string if both ranks published and the engine serves it.
+        """
         self._version += 1
         names = [f"trainer{rank}" for rank in range(NUM_TRAINERS)]
         for rank, name in enumerate(names):
@@ -224,7 +229,7 @@ async def check(publisher: Publisher) -> None:
     assert await publisher.publish(single, steps=True) == ""
     assert publisher.differing == set()
 
-    # Later ones compare some of the blocks in turn.
+    # Later updates compare some of the blocks in turn.
     for weight in (half, single, half, single):
         num_published = 0
         while not (why := await publisher.publish(*([] if num_published else [weight]))):
@@ -241,7 +246,7 @@ async def check(publisher: Publisher) -> None:
 
 
 class Holders:
-    """Two ranks of this process that hold a parameter of every dtype, at odd places."""
+    """Two ranks in this process with a parameter of every dtype at unaligned addresses."""
 
     SHAPE = (3, 700, 101)
 

@@ -1,4 +1,4 @@
-"""An engine that was told to go on and could not is told again; the coordinator has no clock here."""
+"""The coordinator tells an engine that could not resume to resume again, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from windlass.net.server import ControlServer
 
 WITHIN_S = 30.0
 TOLD_S = [1, 3, 7, 15, 31, 61, 91, 121]
-"""After it was known; the waits double from one second up to thirty."""
+"""Seconds after the first report at which it is told. The waits double from 1 s to 30 s."""
 GIVEN_UP_S = 151
 
 
 class Resting(Socket):
-    """A rank whose engine cannot go on for as long as `broken`."""
+    """Rank with an engine that cannot resume while `broken` is set."""
 
     def __init__(self, rig: Rig, name: str) -> None:
         super().__init__(rig, name)
@@ -52,7 +52,7 @@ class Resting(Socket):
         return super().result_of(command)
 
     def say(self, not_resumed: str) -> None:
-        """As at a welcome, or in the answer to the last command of a round."""
+        """Report as in a welcome, or as in the answer to the last command of a round."""
         self.reply(Envelope(0, 0, 0, Apply(0)), Done(not_resumed=not_resumed))
 
 
@@ -81,7 +81,7 @@ def test_a_rank_at_rest_is_told_less_and_less_often_and_given_up_on_record() -> 
         await asyncio.sleep(1000.0)
         assert len(engine.told_s) == MAX_ATTEMPTS
         assert rig.routable == set()
-        # Another connection, or another process: it begins anew.
+        # After a reconnect the waits start at one second again, for the same or another process.
         await rig.leave(engine, ended=True)
         engine = await resting(rig)
         engine.broken = False
@@ -119,7 +119,7 @@ def test_a_rank_that_goes_on_gets_traffic_at_once_and_is_not_told_again() -> Non
         assert (len(engine.told_s), rig.routable) == (3, {"a"})
         await asyncio.sleep(1000.0)
         assert len(engine.told_s) == 3
-        # The next time it cannot, it is told from the first wait on.
+        # When the rank next fails to resume, the waits start at one second again.
         engine.say("away again")
         engine.broken = False
         await asyncio.sleep(1.5)
@@ -132,7 +132,8 @@ def test_a_rank_that_goes_on_gets_traffic_at_once_and_is_not_told_again() -> Non
 def test_a_rank_that_a_round_paused_or_that_left_is_not_told() -> None:
     async def scenario(rig: Rig) -> None:
         engine = await resting(rig)
-        engine.say("")  # the answer to the pause of a round, which takes it over
+        # This is the rank's answer to the pause of a round, and the round takes the pause over.
+        engine.say("")
         await asyncio.sleep(100.0)
         assert engine.told_s == []
         engine.say("away")
@@ -212,7 +213,8 @@ def test_nothing_is_tried_after_the_end_of_a_closed_coordinator() -> None:
         await rig.coordinator.close()
         other.say("away")
         await asyncio.sleep(0)
-        await rig.leave(engine, ended=True)  # as every connection ends that a server closes
+        # A server that closes ends every connection like this.
+        await rig.leave(engine, ended=True)
         if left := set(rig.coordinator.tasks):
             await asyncio.wait(left)
         assert all(task.cancelled() for task in left)
@@ -223,7 +225,7 @@ def test_nothing_is_tried_after_the_end_of_a_closed_coordinator() -> None:
 
 
 async def join_without_server(rig: FakeFleet) -> FakeEngineRank:
-    """An engine that is routable, and that will not go on when it loses its connection."""
+    """Add a routable engine that cannot resume after it loses its connection."""
 
     def away() -> None:
         raise ConnectionRefusedError("the engine's HTTP server is away")
@@ -291,7 +293,7 @@ async def test_what_a_lost_connection_left_at_rest_is_told_by_the_next_one(
 
 
 class Engine:
-    """`EngineHooks` whose `resume` fails `num_failures` times."""
+    """`EngineHooks` with a `resume` that fails `num_failures` times."""
 
     def __init__(self) -> None:
         self.num_failures = 0
@@ -336,7 +338,7 @@ async def test_an_update_whose_resume_fails_is_published_and_its_engine_goes_on_
         await until_routable(coordinator, {"a"})
         assert (hooks.resumes, hooks.paused, hooks.version) == (5, False, 0)
         assert bytes(pair.served) == bytes(pair.trained)
-        # A round takes the pause over: nobody is told to go on while its weights are written.
+        # The next round takes the pause over, so no resume is sent while the weights are written.
         monkeypatch.setattr(recovery, "BACKOFF", Backoff(600.0, 600.0))
         hooks.num_failures = 1
         await asyncio.to_thread(pair.trainer.publish, 1)

@@ -1,4 +1,4 @@
-"""The round machine under every order of events: what is served is never a mixture."""
+"""The round machine under every order of events: no engine ever serves mixed weights."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def make_spec(
 
 
 class World:
-    """Fakes with their inboxes and outboxes, and the machine that drives them."""
+    """Fake ranks with inboxes and outboxes, and the machine that drives them."""
 
     def __init__(self, mode: UpdateMode) -> None:
         self.mode = mode
@@ -143,7 +143,8 @@ class World:
         self.outbox: dict[str, deque[Replied]] = {w: deque() for w in (*TRAINERS, *ENGINE_OF)}
         self.entry = 0
         self.finish: Finish | None = None
-        self.handled_events.clear()  # the driver drops replies of other rounds
+        # The driver drops replies of other rounds.
+        self.handled_events.clear()
         self.carry_out(self.machine.start())
 
     def post(self, event: Event) -> None:
@@ -175,7 +176,7 @@ class World:
             self.published = self.version
 
     def execute(self, worker: str) -> None:
-        """The agent takes its next command and answers."""
+        """Let the agent carry out its next command and answer."""
         send = self.inbox[worker].popleft()
         rank = self.engines.get(worker) or self.trainers[worker]
         result = rank.handle(send.command, epoch=1, round_number=1)
@@ -209,7 +210,7 @@ FAULTS = st.tuples(st.lists(st.sampled_from(LETHAL), max_size=2), st.integers(0,
 
 
 class Rounds(RuleBasedStateMachine):
-    """Several rounds in a row, with everything that can go wrong going wrong at any time."""
+    """Several rounds in a row, with any fault at any time."""
 
     @initialize(mode=st.sampled_from(UpdateMode), rewrites=st.integers(0, 2), faults=FAULTS)
     def begin(self, mode: UpdateMode, rewrites: int, faults: tuple[list[LinkStatus], int]) -> None:
@@ -245,7 +246,8 @@ class Rounds(RuleBasedStateMachine):
                 if self.running() and self.world.outbox[worker]:
                     self.world.answer(worker)
             if not moved:
-                return  # something was lost: only the deadline helps
+                # A message was lost, so only the deadline ends this phase.
+                return
 
     @precondition(lambda self: self.busy())
     @rule(data=st.data())
@@ -308,7 +310,7 @@ class Rounds(RuleBasedStateMachine):
     @rule(faults=FAULTS)
     def the_next_round_begins(self, faults: tuple[list[LinkStatus], int]) -> None:
         world = self.world
-        # The coordinator waits for writers that never answered; here they answer or are replaced.
+        # The coordinator waits for writers that never answered. Here they answer or are replaced.
         world.deliver_notices()
         for trainer in world.trainers.values():
             trainer.fail_next.clear()
@@ -342,7 +344,7 @@ class Rounds(RuleBasedStateMachine):
         assert published == (finish.report.outcome is RoundOutcome.PUBLISHED)
 
     def teardown(self) -> None:
-        """Deadlines alone end every round, and whole engines go on."""
+        """Check that deadlines alone end every round and that engines with whole weights resume."""
         if not hasattr(self, "world"):
             return
         for _ in range(50):
@@ -370,7 +372,7 @@ TestRounds.settings = settings(
 )
 
 
-# --- facts, one at a time ------------------------------------------------------------------------
+# --- single facts --------------------------------------------------------------------------------
 
 
 def commands_to(instructions: Sequence[Instruction], kind: type[Command]) -> list[Send]:
@@ -378,7 +380,7 @@ def commands_to(instructions: Sequence[Instruction], kind: type[Command]) -> lis
 
 
 class Script:
-    """Answers every command at once, except what a test replaces."""
+    """Responder that answers every command at once, except the commands that a test handles."""
 
     def __init__(self, spec: RoundSpec) -> None:
         self.spec = spec
@@ -413,7 +415,7 @@ class Script:
         return waiting
 
     def run_to(self, phase: Phase) -> list[Send]:
-        """Answer everything until `phase` begins; returns what then waits for an answer."""
+        """Answer every command until `phase` begins, and return the commands that then wait."""
         queue = deque(self.take(self.machine.start()))
         while self.machine.phase is not phase and queue:
             send = queue.popleft()
@@ -518,7 +520,7 @@ def test_a_trainer_that_dies_before_it_has_written_ends_the_round(
         EngineOutcome.MIXED if mixed else EngineOutcome.LEFT_OUT
     }
     assert all(script.aborts()[worker] is mixed for worker in ENGINE_OF)
-    # Both trainers were writing: bytes of both may still be under way.
+    # Both trainers were writing, and their bytes may still be under way.
     expected = dict.fromkeys(TRAINERS, ("a", "b", "c")) if phase is Phase.WRITE else {}
     assert script.finish.unsettled == expected
 
@@ -773,7 +775,7 @@ def test_whoever_writes_has_time_left_to_say_how_that_ended(
 
 @pytest.mark.parametrize("mode", UpdateMode)
 def test_an_engine_that_hangs_has_time_left_to_say_that_it_does_not_go_on(mode: UpdateMode) -> None:
-    """It says so in its answer to `Publish`, and so its whole weights are not taken for mixed."""
+    """Its answer to `Publish` reports that, so its whole weights do not count as mixed."""
     machine = RoundMachine(make_spec(mode, publish_s=20.0))
     told = [s for s in machine.start() if isinstance(s, Send)]
     published: list[Publish] = []
@@ -801,7 +803,7 @@ def test_an_engine_that_hangs_has_time_left_to_say_that_it_does_not_go_on(mode: 
     assert finish.mixed == frozenset()
     assert {p.deadline_s for p in published} == {reply_budget_s(20.0)}
     assert len(published) == len(ENGINE_OF)
-    # One that is given up meanwhile is not waited for longer, either.
+    # An engine that is aborted gets no longer deadline, either.
     machine = RoundMachine(make_spec(mode, publish_s=20.0))
     machine.start()
     given_up = machine.handle(AgentLost(TRAINERS[0], "gone"))

@@ -1,4 +1,4 @@
-"""Versions that change nothing, or contain NaN or infinity: reported, counted, and refused if the settings say so."""
+"""Versions that change nothing or contain NaN or infinity: reports, counts, and configured refusal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Script = Callable[[Callable[[], TrainerClient], Engines], None]
 async def scripted(
     model: Model, script: Script, config: ControlConfig | None = None
 ) -> list[windlass.UpdateReport]:
-    """Run `script` with a function that connects a trainer, and with one engine; return all reports."""
+    """Run `script` with one engine and a function that connects a trainer, and return all reports."""
     async with windlass.Controller(token=TOKEN, config=config or ControlConfig()) as controller:
 
         def run() -> None:
@@ -98,7 +98,9 @@ async def test_versions_that_change_nothing_are_counted_and_warned_of_once(
 
 
 async def test_first_version_of_a_trainer_raises_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
-    """A trainer that was restarted publishes again what engines serve; so does one that begins at their checkpoint."""
+    """A restarted trainer, or one started from the engines' checkpoint, publishes weights they
+    have.
+    """
     model = Model()
 
     def script(connect: Callable[[], TrainerClient], held: Engines) -> None:

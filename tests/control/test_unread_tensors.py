@@ -1,4 +1,4 @@
-"""Trainer tensors that no engine takes: whatever becomes of them, updates go on."""
+"""Updates continue whatever happens to trainer tensors that no engine takes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def publish_around(
     way: tuple[ControlConfig, ReplicaPlace] = (ControlConfig(), ReplicaPlace.OFF),
     names: tuple[str, ...] = READ,
 ) -> None:
-    """Publish, change the model, and publish again; check what the engine gets."""
+    """Publish, change the model, publish again, and check the engine's tensors."""
     config, replica = way
     async with windlass.Controller(token=TOKEN, config=config) as controller:
 

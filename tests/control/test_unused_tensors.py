@@ -1,4 +1,4 @@
-"""Trainer tensors that no engine takes: refused before anything is sent, unless they are harmless or allowed."""
+"""Trainer tensors that no engine takes are refused before any write, unless harmless or allowed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def linear(*shape: int) -> torch.nn.Parameter:
 
 
 def tree(names: Sequence[str]) -> torch.nn.Module:
-    """Return a module with a parameter of 4 x 3 elements under each of these dotted names."""
+    """Return a module with a 4 x 3 parameter under each of these dotted names."""
     root = torch.nn.Module()
     for name in names:
         *path, leaf = name.split(".")
@@ -44,7 +44,7 @@ async def published(
     allow_unused: Sequence[str] = (),
     change: Callable[[], None] | None = None,
 ) -> windlass.UpdateReport:
-    """Publish once to engines of these tensors and check what they hold."""
+    """Publish once to engines with these tensors and check their values."""
     async with windlass.Controller(
         token=TOKEN, config=windlass.ControlConfig(min_engines=len(engines))
     ) as controller:

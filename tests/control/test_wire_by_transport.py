@@ -1,4 +1,4 @@
-"""What links carried, added up by transport: everything is in the sums, and a report stays small."""
+"""Bytes and times of links, added up by transport: sums are complete, and a report stays small."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_byte_is_counted_once_and_the_slowest_are_named(
 
 
 def test_a_reply_grows_by_a_number_for_each_link_and_a_report_with_none() -> None:
-    """A trainer rank that writes 4096 engine ranks, by names as long as they may be."""
+    """A trainer rank writes 4096 engine ranks with names of the maximum length."""
     names = [f"engine/{index}".ljust(MAX_NAME_NBYTES, "-") for index in range(4096)]
 
     links = (LinkOutcome(name, LinkStatus.OK, 1 << 30, "0" * 32, wire_s=0.1) for name in names)
@@ -68,5 +68,6 @@ def test_a_reply_grows_by_a_number_for_each_link_and_a_report_with_none() -> Non
         return len(encode(report))
 
     small, large = report_nbytes(1), report_nbytes(16)
-    assert large <= small + 16  # figures have more digits, and nothing else is more
+    # Figures may have more digits. Nothing else may grow.
+    assert large <= small + 16
     assert large <= 8192

@@ -1,4 +1,4 @@
-"""Each trainer rank begins with another destination, so that no engine rank receives from all of them at once."""
+"""Each trainer rank starts with another destination, so no engine rank receives from all at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAX_RATIO = 1.2
 
 
 def rows_of(orders: dict[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return, for each turn, the destinations that the sources write to."""
+    """Return the destinations of each turn, one per source."""
     return list(zip(*orders.values(), strict=True))
 
 
@@ -66,14 +66,14 @@ def test_each_source_keeps_its_destinations_and_the_first_turn_is_balanced(
 async def test_ranks_that_the_coordinator_bound_write_in_a_latin_square(
     num_trainers: int, engines: int
 ) -> None:
-    """All trainers wrote to the same engine rank first: the wire took twice as long on two GPUs and two."""
+    """When all trainers wrote to one engine rank first, the wire took twice as long on 2 + 2 GPUs."""
     written: dict[str, tuple[str, ...]] = {}
 
     def note(worker: str, command: Command) -> None:
         if isinstance(command, Write):
             written[worker] = command.destinations
 
-    # Every rank announces in a thread of its own.
+    # Every rank announces in its own thread.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * num_trainers + 8))
     names = [f"engine-{index}" for index in range(engines)]
     async with FakeFleet(num_trainers=num_trainers) as fleet:
@@ -87,7 +87,7 @@ async def test_ranks_that_the_coordinator_bound_write_in_a_latin_square(
         assert (await fleet.publish(0)).digest_ok
         assert len(written) == num_trainers
         check_latin(written)
-        # An engine that comes later is bound alone, and takes its place in everybody's order.
+        # The controller binds a late engine alone and adds it to the order of every trainer.
         await fleet.add_engine("late", ranks=num_trainers)
         await fleet.coordinator.members.wait_for_fleet(
             num_trainers=num_trainers, engines=(*names, "late"), deadline_s=20
@@ -97,14 +97,14 @@ async def test_ranks_that_the_coordinator_bound_write_in_a_latin_square(
 
 
 def check_latin(written: dict[str, tuple[str, ...]]) -> None:
-    """Every turn and every trainer rank has each destination at most once."""
+    """Check that every turn and every trainer rank has each destination at most once."""
     for turn in rows_of(written):
         assert len(set(turn)) == len(turn), written
     assert len({frozenset(order) for order in written.values()}) == 1
 
 
 class SharedLinks:
-    """A link of limited rate in front of every process of a network: it carries one write at a time."""
+    """Links of limited rate, one per process. Each carries one write at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -116,7 +116,7 @@ class SharedLinks:
 
 
 class LimitedLink(WrappedTransport):
-    """The transport of one rank: a write occupies its own link and then the link of the peer."""
+    """Transport of one rank. A write occupies its own link and then the link of the peer."""
 
     def __init__(self, inner: OneSidedTransport, own: str, links: SharedLinks) -> None:
         super().__init__(inner)
@@ -141,9 +141,10 @@ def manifest(worker: str, role: Role, first: int, stop: int, num_rows: int) -> S
 async def test_receivers_get_their_bytes_at_the_speed_of_their_links(
     num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Links of 1 MiB/s are far slower than this machine, so the order alone decides how long the wire takes.
+    """Links of 1 MiB/s are far slower than this machine, so the order alone decides the time.
 
-    Kernels that store into peers write one link after another; the threads of other transports do so beyond 16 links.
+    Kernels that store into peers write one link after another. Threads of other transports do so
+    beyond 16 links.
     """
     monkeypatch.setattr(sender, "LINKS_AT_ONCE", 1)
     num_rows, links = num * ROWS_PER_TRAINER, SharedLinks()
