@@ -77,7 +77,7 @@ OFFSETS = np.array([0, 100, 200, 300], np.uint64)
 
 
 def landed(kind: FaultKind, error: type[Exception] | None, delay_s: float = 0.0) -> list[int]:
-    """Bytes of each piece that arrive when the second of three writes goes wrong."""
+    """Return the number of bytes of each piece that arrive when the second of three writes fails."""
     fabric = MemoryFabric()
     fault = Fault(kind=kind, delay_s=delay_s)
     faulty: FaultyTransport = FaultyTransport(MemoryTransport(fabric), {1: fault})

@@ -1,4 +1,4 @@
-"""Every update backend, between real processes: the same bytes, the same transaction."""
+"""Every update backend between real processes: all give the same bytes in the same transaction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEADLINES = PhaseDeadlines(connect_s=25, write_s=8, fleet_s=20)
 def fleet_of(
     backend: UpdateBackend, mode: UpdateMode, min_engines: int = 1
 ) -> AbstractAsyncContextManager[Any]:
-    """Three trainer ranks, and engines that come one by one."""
+    """Return a fleet with three trainer ranks. Engines are added one by one."""
     config = ControlConfig(
         mode=mode, backend=backend, deadlines=DEADLINES, min_engines=min_engines, max_rewrites=1
     )
@@ -40,7 +40,8 @@ def fleet_of(
 def backend_called(name: str, folder: Path) -> UpdateBackend:
     made: dict[str, UpdateBackend] = {
         "p2p": P2pBackend(),
-        "xccl": XcclBackend(bucket_nbytes=1024),  # cuts rows of every tensor
+        # The buckets cut rows of every tensor.
+        "xccl": XcclBackend(bucket_nbytes=1024),
         "disk": DiskBackend(folder=str(folder)),
     }
     return made[name]
@@ -71,7 +72,7 @@ async def test_a_receiver_killed_in_mid_collective_releases_the_others_and_the_u
         fleet.add_engine("dies", 1, "die")
         await fleet.ready()
         began = time.monotonic()
-        # Two engines are asked for: the update waits for a newcomer, which needs no restart.
+        # The update needs two engines, so it waits for a new one. No restart is needed.
         update = asyncio.create_task(fleet.publish(0))
         await asyncio.to_thread(fleet.engines["dies"][0].process.join, 30)
         fleet.add_engine("comes", 1)

@@ -1,4 +1,4 @@
-"""Every update backend with weights on GPUs, between real processes: the same bytes, the same transaction."""
+"""Every update backend with weights on GPUs, between real processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FABRICS = [
 def fleet_on_gpus(
     backend: UpdateBackend, mode: UpdateMode, num_trainers: int, **common: Any
 ) -> AbstractAsyncContextManager[Any]:
-    """Trainers on the first GPU, engines on the last: no rank of a group shares its GPU with another."""
+    """Put trainers on the first GPU and engines on the last, so that ranks of a group share no GPU."""
     config = ControlConfig(mode=mode, backend=backend, deadlines=DEADLINES, max_rewrites=1)
     engines = dict.fromkeys(("one", "halves", "newcomer"), f"cuda:{NUM_GPUS - 1}")
     return running_fleet(
@@ -64,7 +64,7 @@ def fleet_on_gpus(
 async def test_broadcasts_deliver_every_byte_from_gpu_to_gpu(
     mode: UpdateMode, fabric: CollectiveFabric
 ) -> None:
-    """Buckets that cut rows; by NCCL one trainer and one engine, by gloo three and two."""
+    """Use buckets that cut rows: NCCL with one trainer and one engine, gloo with three and two."""
     backend = XcclBackend(bucket_nbytes=1024, fabric=fabric)
     is_nccl = fabric is CollectiveFabric.NCCL
     async with fleet_on_gpus(backend, mode, 1 if is_nccl else 3) as fleet:
@@ -95,7 +95,7 @@ async def test_broadcasts_deliver_every_byte_from_gpu_to_gpu(
 async def test_an_engine_killed_in_mid_broadcast_releases_the_trainer_which_serves_the_next_one(
     fabric: CollectiveFabric,
 ) -> None:
-    """Kernels of the trainer wait for an engine that is gone, until the group is aborted."""
+    """Kernels of the trainer wait for the dead engine until the group is aborted."""
     backend = XcclBackend(bucket_nbytes=1024, fabric=fabric)
     async with fleet_on_gpus(backend, UpdateMode.STAGED, 1) as fleet:
         fleet.add_trainers()
@@ -127,7 +127,7 @@ async def test_files_are_written_from_and_read_into_gpu_memory(
 
 
 def drive(url: str, fabric: CollectiveFabric, device: str, folder: Path) -> None:
-    """Three versions: two by broadcast, in two buckets each, and one from a checkpoint's files."""
+    """Publish two versions by broadcast, in two buckets each, and one from checkpoint files."""
     if device != "cpu":
         torch.cuda.set_device(device)
     with windlass.RolloutCallback(url, TOKEN, deadline_s=30.0) as head:
@@ -187,7 +187,7 @@ TOLD = {
     "nixl over TCP": '{"type": "nixl", "host": "127.0.0.1", "wire": "tcp"}',
     "mooncake over TCP": '{"type": "mooncake", "host": "127.0.0.1", "protocol": "tcp"}',
 }
-"""As in `live_fleet.WIRES`, for processes that read it from their settings."""
+"""The wires of `live_fleet.WIRES`, for processes that read theirs from settings."""
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
@@ -195,7 +195,7 @@ TOLD = {
 async def test_engines_relay_from_gpu_memory_what_they_have_verified(
     wire: str, mode: UpdateMode
 ) -> None:
-    """Trainers send one copy; digests of chunks and links are taken on the GPU."""
+    """Trainers send one copy. The GPU computes the digests of chunks and links."""
     needs(wire)
     backend = P2pBackend(relay=RelayShape.TREE, relay_chunk_nbytes=4096)
     config = ControlConfig(mode=mode, backend=backend, deadlines=DEADLINES, min_engines=3)

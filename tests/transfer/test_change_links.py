@@ -1,4 +1,4 @@
-"""Links of a sender end and others are bound while the rest stays: every engine gets every byte all the same."""
+"""A sender ends some links and binds others: the remaining engines still get every byte."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Elements = npt.NDArray[Any]
 
 
 def trained(version: int) -> npt.NDArray[np.float32]:
-    """Every element of every version is another, in float32 and in bfloat16."""
+    """Return distinct elements per version, in float32 and in bfloat16."""
     index = np.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
     return ((index * 3 + version * 7) % 251 + 1).astype(np.float32)
 
@@ -50,7 +50,8 @@ def wanted(kind: str, version: int) -> bytes:
             return (whole.view(np.uint32) >> 16).astype(np.uint16).tobytes()
         case "transposed":
             return np.ascontiguousarray(whole.T).tobytes()
-        case "half":  # which one trainer has alone
+        # One trainer holds this half alone.
+        case "half":
             return whole[: ROWS // 2].tobytes()
         case _:
             return whole.tobytes()
@@ -72,7 +73,7 @@ def engine_manifest(worker: str, kind: str) -> ShardManifest:
 
 @dataclass
 class Engine:
-    """One process of an engine rank; another one has other memory and another endpoint."""
+    """Process of an engine rank. Each has its own memory and endpoint."""
 
     kind: str
     manifest: ShardManifest
@@ -86,7 +87,7 @@ class Engine:
 
 
 class Fleet:
-    """Trainer ranks that keep their links, and engine ranks that come and go; all in this process."""
+    """Trainer ranks that keep their links, and engine ranks that join and leave, in this process."""
 
     def __init__(self, mode: UpdateMode, *, arena_nbytes: int = 0, replica: bool = False) -> None:
         self.mode, self.fabric = mode, MemoryFabric()
@@ -115,7 +116,7 @@ class Fleet:
             self.weights.append(weights)
 
     def start(self, name: str, kind: str) -> Engine:
-        """A process of this name; nothing is bound."""
+        """Start a process of this name without binding it."""
         self.kill(name)
         manifest = engine_manifest(f"{name}/0", kind)
         transport = MemoryTransport(self.fabric)
@@ -136,7 +137,7 @@ class Fleet:
         return plan, engine.receiver.connect(part, self.mode)
 
     def join(self, name: str, kind: str) -> None:
-        """It alone is bound; everybody where nobody was."""
+        """Bind only this engine, or everything if nothing is bound."""
         engine = self.start(name, kind)
         plan, binding = self.plan_for(engine)
         for sender in self.senders:
@@ -156,7 +157,7 @@ class Fleet:
         self.ended = set()
 
     def publish(self) -> None:
-        """Every engine gets the next version and has every byte of it."""
+        """Write the next version to every engine and check all bytes."""
         self.version += 1
         digests: dict[str, dict[str, str]] = {name: {} for name in self.engines}
         for index, (sender, weights) in enumerate(zip(self.senders, self.weights, strict=True)):
@@ -192,7 +193,7 @@ NAMES = st.sampled_from("abcd")
 
 
 class Links(RuleBasedStateMachine):
-    """Engines come, go and come back in any order."""
+    """Engines join, leave and return in any order."""
 
     fleet: Fleet
 
@@ -241,7 +242,7 @@ TestLinks.settings = settings(max_examples=30, deadline=None)
 
 
 class ManyLinks(Links):
-    """More of the same."""
+    """The same test with more examples."""
 
 
 TestManyLinks = pytest.mark.long(ManyLinks.TestCase)
@@ -268,7 +269,8 @@ def test_what_is_prepared_for_other_links_stays(kind: str, monkeypatch: pytest.M
         fleet.join("b", kind)
         fleet.publish()
         assert cut == Counter({"a/0": 2, "b/0": 4, "c/0": 2})
-        fleet.kill("a")  # those behind it have other places in the arena
+        # Links after `a` move to other places in the arena.
+        fleet.kill("a")
         fleet.end_links()
         fleet.publish()
         assert cut == Counter({"a/0": 2, "b/0": 6, "c/0": 4})

@@ -1,4 +1,4 @@
-"""A trainer's weights must stay as they were when an update began: what changes before they are read is refused."""
+"""Weights that change between the start of an update and the read are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WAIT_S = 20.0
 @final
 @dataclass
 class HeldPrepare:
-    """A trainer agent that prepares a version only when the test lets it."""
+    """Trainer agent that delays `Prepare` until the test sets `go`."""
 
     agent: TrainerAgent
     go: threading.Event
@@ -49,7 +49,7 @@ class HeldPrepare:
 
 
 def adapted() -> tuple[Model, Any]:
-    """Return a model and its PEFT wrapper, whose adapters change two of its weights."""
+    """Return a model and a PEFT wrapper with adapters for two of its weights."""
     model = Model(1.0)
     config = peft.LoraConfig(r=2, target_modules=["gate", "square"], init_lora_weights=False)
     return model, peft.get_peft_model(model, config)
@@ -102,7 +102,7 @@ def move(wrapper: Any) -> None:
 async def test_weights_that_change_before_they_are_read_are_not_published(
     name: str, change: Callable[[Any], None], tmp_path: Path
 ) -> None:
-    """`merge_adapter`, `publish_soon`, `unmerge_adapter` published the base without its adapters, and said nothing."""
+    """`merge_adapter`, `publish_soon`, `unmerge_adapter` used to publish the base without an error."""
     setting = settings(tmp_path)[name]
 
     def work(url: str) -> None:
@@ -129,7 +129,7 @@ async def test_weights_that_change_before_they_are_read_are_not_published(
 
 
 def merged(wrapper: Any) -> Model:
-    """Return a plain model with the weights that `wrapper` has now."""
+    """Return a plain model with the current weights of `wrapper`."""
     plain = Model(0.0)
     named = ((base_names(name), tensor) for name, tensor in wrapper.state_dict().items())
     values = {name: tensor for name, tensor in named if name is not None}

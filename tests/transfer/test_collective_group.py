@@ -1,4 +1,4 @@
-"""Groups agree before they connect; buckets cut anywhere carry every element once."""
+"""Members of a group agree before they connect, and buckets of any size carry each element once."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def test_groups_live_side_by_side_and_the_default_group_is_untouched() -> None:
         bytes_at(group[0].buffer(0), 4096)[:] = bytes([number + 1]) * 4096
         for member in group:
             member.start(0, 4096, 10.0)
-    for number, group in enumerate(reversed(groups)):  # finished in the other order
+    # The groups finish in the opposite order.
+    for number, group in enumerate(reversed(groups)):
         for member in group:
             member.finish(0, 10.0)
             assert bytes(bytes_at(member.buffer(0), 4096)) == bytes([2 - number]) * 4096
@@ -134,7 +135,7 @@ def op_of(sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Boun
 
 
 def elements(op: BoundOp) -> list[tuple[int, int]]:
-    """(source byte, destination byte) of every element."""
+    """Return (source byte, destination byte) of every element."""
     index = np.indices(op.sizes).reshape(len(op.sizes), -1)
     src = op.src_offset + np.array(op.src_strides) @ index
     dst = op.dst_offset + np.array(op.dst_strides) @ index

@@ -1,4 +1,4 @@
-"""A trainer's replica of weights on a GPU: sent from the copy, whatever became of the weights; kernels in numpy."""
+"""A replica of GPU weights is sent whatever happens to the weights, with kernels in numpy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ STREAM = 12345
 
 
 def weights(version: int) -> list[np.ndarray]:
-    """Every element of a version distinct; versions differ."""
+    """Return a version's weights: distinct elements that differ between versions."""
     found, first = [], 1 + version * 7
     for shape in SHAPES.values():
         numel = int(np.prod(shape))
@@ -72,7 +72,7 @@ def trainer_manifest() -> ShardManifest:
 
 
 def engine_manifest() -> ShardManifest:
-    """`cast` is bfloat16; of `columns` this rank holds the second half of every row."""
+    """Return a rank with `cast` in bfloat16 and the second half of every row of `columns`."""
     builder = ManifestBuilder("engine/0", Role.ENGINE)
     for name, shape in SHAPES.items():
         dtype = DType.BFLOAT16 if name == "cast" else DType.FLOAT32
@@ -90,7 +90,10 @@ def wanted(version: int) -> list[np.ndarray]:
 
 
 class Weights:
-    """A trainer rank's parameters. Those of versions past are kept, so that none lies where another did."""
+    """Parameters of a trainer rank.
+
+    Old versions stay allocated, so that addresses are not reused.
+    """
 
     def __init__(self) -> None:
         self.held: list[list[np.ndarray]] = []
@@ -111,7 +114,7 @@ class Weights:
 
 
 class Served:
-    """An engine's live parameters."""
+    """Live parameters of an engine."""
 
     def __init__(self) -> None:
         self.buffers = [np.zeros_like(buffer) for buffer in wanted(0)]
@@ -128,7 +131,7 @@ class Served:
 
 
 class Pair:
-    """A trainer rank with a replica and an engine rank on GPUs of one host."""
+    """Trainer rank with a replica, and an engine rank, both on GPUs of one host."""
 
     def __init__(self, place: ReplicaPlace) -> None:
         self.weights, self.served = Weights(), Served()
@@ -148,7 +151,7 @@ class Pair:
         self.sender = Sender(transport, ours, self.weights, replica=place)
         assert self.sender.replica is not None
         self.replica = self.sender.replica
-        # The endpoint is looked up among this host's processes.
+        # The sender looks the endpoint up among the processes of this host.
         self.binding = msgspec.structs.replace(binding, endpoint=own_endpoint("cuda_ipc"))
         self.connect()
 
@@ -184,7 +187,7 @@ class Pair:
 
 @pytest.fixture(params=[ReplicaPlace.HOST, ReplicaPlace.DEVICE])
 def pair(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Most parameters are a kernel's here, the largest a copy engine's."""
+    """Yield a pair: a kernel copies most parameters, and a copy engine copies the largest."""
     for engine_nbytes in ("COPY_ENGINE_NBYTES", "PCIE_ENGINE_NBYTES"):
         monkeypatch.setattr(f"windlass.transfer.replica.{engine_nbytes}", 4000)
     monkeypatch.setattr(sources, "memory_kind", lambda _: MemoryKind.DEVICE)
@@ -213,7 +216,7 @@ def test_weights_that_are_overwritten_after_the_copy_are_served_as_they_were(pai
 def test_nothing_is_bound_where_there_is_no_memory_for_a_replica(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is sent without one would be read while its owner changes it."""
+    """Without a replica, the sender would read weights while the trainer changes them."""
 
     def refuse(*_: object) -> None:
         raise RegionError("no memory")
@@ -262,7 +265,8 @@ def test_a_round_that_begins_again_sends_the_copy_and_one_of_another_fleet_nothi
     pair.begin(0, told)
     pair.sender.prepare(0)
     pair.weights.poison()
-    pair.sender.prepare(0)  # the controller came back: the same version, the same copy
+    # A restarted controller repeats the version and gets the same copy.
+    pair.sender.prepare(0)
     assert told == [0]
     pair.deliver(0)
     pair.connect()
@@ -283,10 +287,12 @@ def test_a_round_that_its_owner_has_given_up_gets_no_weights_of_the_next_version
     pair.begin(1, told)
     with pytest.raises(RoundAborted, match="version must be 1, whose weights these are, got 0"):
         pair.sender.prepare(0)
-    pair.deliver(0)  # what was copied is still what it was
+    # The copy still contains version 0.
+    pair.deliver(0)
     pair.sender.prepare(1)
     assert told == [0, 1]
-    link = pair.write(0)  # and now it is not
+    # The copy now contains version 1.
+    link = pair.write(0)
     assert (link.status, link.error.split(":")[0]) == (LinkStatus.FAILED, "replica")
     pair.deliver(1)
 
@@ -296,7 +302,8 @@ def test_nothing_is_sent_that_was_copied_too_late(pair: Pair) -> None:
     pair.begin(0)
     pair.sender.prepare(0)
     pair.weights.poison()
-    pair.sender.end_version()  # it was copied while its owner gave it up
+    # The owner gave the version up while it was copied.
+    pair.sender.end_version()
     assert pair.write(0).status is LinkStatus.FAILED
     with pytest.raises(RoundAborted, match="nobody waits for them any more"):
         pair.sender.prepare(0)
@@ -310,7 +317,8 @@ def test_the_copy_waits_for_the_step_and_the_write_for_no_later_one(
 
     def settle(deadline_s: float, step: object = None) -> None:
         waited.append(step)
-        pair.weights.overwrite(1)  # the step ends now
+        # The step ends now.
+        pair.weights.overwrite(1)
 
     pair.weights.refill(0)
     monkeypatch.setattr(pair.gpu, "settle", settle)
@@ -402,7 +410,7 @@ def test_neither_the_copy_nor_a_digest_waits_in_the_stream_of_the_next_step(
     called: list[tuple[str, tuple[Any, ...]]] = []
 
     class Library:
-        """Notes what is called."""
+        """Recorder of the driver's calls."""
 
         def __getattr__(self, name: str) -> Callable[..., int]:
             def call(*arguments: Any) -> int:
@@ -433,7 +441,7 @@ def test_neither_the_copy_nor_a_digest_waits_in_the_stream_of_the_next_step(
 
 
 class GpuMemoryTransport(MemoryTransport):
-    """Says that its memory is a GPU's."""
+    """Host memory that claims to be a GPU's."""
 
     traits = GPU_TRAITS
 
@@ -441,7 +449,7 @@ class GpuMemoryTransport(MemoryTransport):
 @final
 @dataclass
 class HeldWrites:
-    """A trainer agent whose writes wait until they are let go."""
+    """Trainer agent that delays writes until the test sets `go`."""
 
     agent: TrainerAgent
     go: threading.Event
@@ -495,7 +503,7 @@ async def test_a_trainer_goes_on_while_its_copy_is_published_over_a_network(
                 pending = trainer.begin_publish(version)
                 held.poison()
                 assert not pending.done()
-                # What is cast or cut is packed; the rest is copied.
+                # Tensors that are cast or cut are packed. The replica holds the others.
                 assert pending.copy.nbytes == sum(weights(0)[i].nbytes for i in (0, 3))
                 assert pending.stood_s >= pending.copy.copy_s > 0
                 go.set()

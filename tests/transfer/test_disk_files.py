@@ -1,4 +1,4 @@
-"""Files of the disk backend belong to their owner, whoever else may write to the folder."""
+"""Files of the disk backend belong to their owner, even if other users may write to the folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_link_under_a_temporary_name_is_not_followed(
     assert victim.read_text() == "secret"
     assert read_index(tmp_path, 1, "trainer/0").version == 1
 
-    # Even a name that somebody has foretold is not opened through a link.
+    # Even if an attacker guesses the name, the file is not opened through a link.
     monkeypatch.setattr(os, "urandom", lambda nbytes: bytes(nbytes))
     (home / f"trainer%2F0.{bytes(4).hex()}.safetensors.{bytes(8).hex()}.tmp").symlink_to(victim)
     with pytest.raises(TransferFailed, match="File exists"):

@@ -1,4 +1,4 @@
-"""What a rank says it holds is what it holds: every placement, uneven sizes, real processes."""
+"""A rank's description equals its memory for every placement and uneven sizes, in real processes."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ from windlass.transfer.dtensor import (
 )
 
 WORLD_SIZE = 4
-SHAPES = ((8, 6), (10, 6), (7, 6), (3, 5))  # even, uneven, uneven twice, fewer rows than ranks
+# Rows are even, uneven, uneven over both mesh axes, and fewer than the ranks.
+SHAPES = ((8, 6), (10, 6), (7, 6), (3, 5))
 
 
 def distinct(*shape: int) -> torch.Tensor:
-    """Every element another value."""
+    """Return distinct elements."""
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
 class TwoLayers(torch.nn.Module):
-    """One layer that is cut by columns, one by rows."""
+    """Two layers, to be cut by columns and by rows."""
 
     def __init__(self, rows: int, cols: int) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ def check_module(module: torch.nn.Module, full: dict[str, torch.Tensor]) -> None
 
 
 def check_parameter(parameter: torch.Tensor, full: torch.Tensor, *, by_fsdp: bool = False) -> None:
-    """The described box of the original tensor equals local memory, and torch agrees."""
+    """Check that the described box of the original equals local memory, and that torch agrees."""
     shard = local_shard("w", parameter, by_fsdp=by_fsdp)
     box = tuple(
         slice(offset, offset + size)
@@ -148,7 +149,7 @@ def check_partial_is_refused(mesh: DeviceMesh) -> None:
 
 
 class Experts(torch.nn.Module):
-    """Stacked experts, as transformers and torchtitan hold them."""
+    """Stacked experts as in transformers and torchtitan."""
 
     def __init__(self, num_experts: int, inner: int, hidden: int) -> None:
         super().__init__()
@@ -157,7 +158,7 @@ class Experts(torch.nn.Module):
 
 
 def check_experts(module: torch.nn.Module, full: dict[str, torch.Tensor], inner: int) -> None:
-    """Every box of every expert's matrix equals the memory that is said to hold it."""
+    """Check that every box of every expert's matrix equals the memory that its shard names."""
     names = {"gate_up_proj": "model.layers.0.mlp.experts.gate_up_proj", "down_proj": "model.layers.0.mlp.experts.down_proj"}  # fmt: skip
     manifest = describe_module(module, f"trainer/{dist.get_rank()}", Role.TRAINER, name_map=names.get, stacked=TRANSFORMERS_EXPERTS)  # fmt: skip
     memory = {held.name: local_tensor(held.tensor) for held in held_tensors(module)}
@@ -195,7 +196,8 @@ def check_expert_parallel_then_fsdp(mesh: DeviceMesh) -> None:
 
 
 def check_context_parallel_ranks_join_the_fsdp_axis(mesh: DeviceMesh) -> None:
-    # A mesh of its own: torch takes short cuts over flattened axes in later redistributions.
+    # This mesh is separate, because torch takes shortcuts over flattened axes in later
+    # redistributions.
     joined = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))._flatten("dp_cp")
     for rows, cols in SHAPES:
         module = TwoLayers(rows, cols)
@@ -221,7 +223,7 @@ def check_gathered_parameters_are_not_mistaken_for_shards(mesh: DeviceMesh) -> N
 
 
 class Mixed(torch.nn.Module):
-    """Rows that are cut evenly, as torch needs it in a mesh that is not in order, and some that are not."""
+    """Rows cut evenly, as torch requires in a mesh out of order, and rows cut unevenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +241,8 @@ def check_meshes_that_do_not_ascend(mesh: DeviceMesh) -> None:
         both = DeviceMesh("cpu", grid, mesh_dim_names=("dp", "tp"))
         module = Mixed()
         full = originals(module)
-        fully_shard(module, mesh=both)  # replicas of shards
+        # This mesh has replicas of shards.
+        fully_shard(module, mesh=both)
         check_module(module, full)
         layers = TwoLayers(8, 12)
         full = originals(layers)
@@ -247,7 +250,8 @@ def check_meshes_that_do_not_ascend(mesh: DeviceMesh) -> None:
         fully_shard(layers, mesh=both["dp"])
         if grid[0] != [3, 1]:
             check_module(layers, full)
-        else:  # ranks 0 and 1 hold the same quarter, and nobody holds the second
+        # Ranks 0 and 1 hold the same quarter, and no rank holds the second.
+        else:
             with pytest.raises(
                 UnsupportedLayout, match=r"parameter 'w': .* order their ranks alike"
             ):
@@ -258,7 +262,7 @@ def check_meshes_that_do_not_ascend(mesh: DeviceMesh) -> None:
             if grid[0] != [3, 1] or not any(p.is_shard() for p in placements):
                 check_parameter(tensor, whole)
                 continue
-            # 3 is the second of 0 and 3, and the second of 1 and 3; 1 the first of 1 and 2.
+            # Rank 3 is the second of 0 and 3, and of 1 and 3. Rank 1 is the first of 1 and 2.
             with pytest.raises(
                 UnsupportedLayout, match=r"parameter 'w': .* order their ranks alike"
             ):
@@ -267,7 +271,7 @@ def check_meshes_that_do_not_ascend(mesh: DeviceMesh) -> None:
 
 
 def check_uneven_shards_of_a_turned_mesh_are_exact_or_refused(mesh: DeviceMesh) -> None:
-    """Torch scatters by the rank in the group and takes the padding off by the place in the mesh."""
+    """Torch scatters by group rank but removes the padding by position in the mesh."""
     turned = DeviceMesh("cpu", [3, 1, 0, 2])
     refused = 0
     for rows in (5, 6, 7, 9, 10):
@@ -361,7 +365,7 @@ def run_rank(rank: int, store: str, failures: str) -> None:
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run every check once, on four real ranks."""
+    """Run every check once on four real ranks."""
     directory = tmp_path_factory.mktemp("dtensor")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
@@ -380,7 +384,7 @@ def test_every_rank_describes_what_it_holds(failures: Path, name: str) -> None:
 
 
 class Block(torch.nn.Module):
-    """Parameters, buffers of both kinds and a tied weight."""
+    """Module with parameters, both kinds of buffers, and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -439,7 +443,7 @@ def test_two_parameters_of_one_name_are_refused_and_one_object_of_two_is_not() -
 
 
 class OfOthers(torch.Tensor):
-    """A subclass that is made of other tensors, as quantised ones are."""
+    """Tensor subclass that wraps other tensors, as quantised ones do."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> OfOthers:
@@ -479,7 +483,7 @@ def test_parameters_with_gaps_are_described_and_read_and_written() -> None:
 def test_an_uneven_strided_shard_that_distribute_tensor_made_is_exact_or_refused(
     rows: int,
 ) -> None:
-    """One of 16 ranks has as many rows as FSDP2 would have given it, and others than those."""
+    """One of 16 ranks has as many rows as FSDP2 would give it, but other rows."""
     whole, outcomes = distinct(rows, 2), []
     for rank in range(16):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=16)

@@ -1,6 +1,6 @@
-"""Any mesh, any placements, any sizes: what a rank describes is what torch gave it, or it is refused.
+"""For any mesh, placements and sizes, a rank's description equals its shard or is refused.
 
-Four gloo processes carry out what is drawn here; torch's own local shards are the oracle.
+Four gloo processes carry out the drawn cases. The local shards of torch are the oracle.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Case:
     """A tensor and how it is cut.
 
     Attributes:
-        ranks: of the mesh, row by row; as many in a row as `row`.
-        cuts: per mesh axis: the dim, or -1 for replicas.
-        strided: whether the first axis cuts after the second, where both cut one dim.
-        by_fsdp: whether FSDP2 cuts over the first axis, in what the second was distributed over; or, with
-            one axis, over that.
+        ranks: ranks of the mesh, row by row, with `row` ranks per row.
+        cuts: dim that each mesh axis cuts, or -1 for replicas.
+        strided: whether the first axis cuts after the second, if both cut one dim.
+        by_fsdp: whether FSDP2 cuts over the first axis what the second axis distributed, or over
+            the only axis.
     """
 
     ranks: tuple[int, ...]
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def whole(self) -> torch.Tensor:
-        """Every element another value."""
+        """Distinct elements."""
         return torch.arange(math.prod(self.shape), dtype=torch.float32).reshape(self.shape)
 
     @property
@@ -145,7 +145,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Connection]
 
 
 UNEVEN_AND_DESCENDING = Case((3, 1, 2, 0), 2, (3, 1), (0, 0), strided=False, by_fsdp=False)
-"""Torch holds parts whose sizes are those of other ranks."""
+"""Case in which torch gives ranks the part sizes of other ranks."""
 
 
 @settings(max_examples=60, deadline=None)

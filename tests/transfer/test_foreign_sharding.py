@@ -1,4 +1,4 @@
-"""Parameters that FSDP1 or DeepSpeed ZeRO-3 has cut: named as such, with the remedy, and published once they are whole."""
+"""Parameters cut by FSDP1 or DeepSpeed ZeRO-3 are refused with a remedy, and published once whole."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_fsdp1_is_named_when_a_version_is_published_outside_of_its_context(tmp_p
 
 
 def placeholder(parameter: torch.Tensor) -> torch.Tensor:
-    """Turn a parameter into what DeepSpeed leaves of it between two uses; return its values."""
+    """Turn a parameter into DeepSpeed's placeholder between two uses, and return its values."""
     values = parameter.detach().clone()
     parameter.ds_id, parameter.ds_shape = 7, parameter.shape  # type: ignore[attr-defined]
     parameter.data = torch.empty(0)

@@ -1,6 +1,6 @@
-"""Weights on GPUs over a transport that writes runs: packed, landed, unpacked and hashed by kernels.
+"""Weights on GPUs over a transport that writes runs: kernels pack, land, unpack and hash them.
 
-The kernels are numpy's here, one row at a time (`numpy_gpu`); with real ones and a real wire see
+The kernels here are numpy's, one row at a time (`numpy_gpu`). For real kernels and a real wire see
 tests/control/test_live_update.py.
 """
 
@@ -53,15 +53,15 @@ NO_RUNS = DirectRuns.empty(0)
 
 
 class GpuMemoryTransport(MemoryTransport):
-    """Says that its memory is a GPU's."""
+    """Host memory that claims to be a GPU's."""
 
     traits = GPU_TRAITS
 
 
 class World:
-    """Every rank of a fleet with its memory, on one fabric.
+    """All ranks of a fleet with their memory, on one fabric.
 
-    `exact`: the fleet with engines in float32; where it is given, elements are numbers, and engines
+    `exact` is the fleet with engines in float32. If it is given, elements are numbers, and engines
     must hold them as torch casts them.
     """
 
@@ -119,7 +119,7 @@ class World:
         return sender
 
     def update(self, version: int) -> None:
-        """All that a round does; the engines hold what they must in the end."""
+        """Run all steps of a round and check the engines' memory."""
         expected: dict[str, dict[str, str]] = {name: {} for name in self.receivers}
         for name, sender in self.senders.items():
             sources = self.plan.sources
@@ -147,11 +147,12 @@ class World:
 @pytest.fixture(autouse=True)
 def _small_pieces_on_no_real_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.memory.cuda.gpu.shared_gpu", lambda _: numpy_gpu())
-    monkeypatch.setattr(blocks, "MAX_PIECE_NBYTES", 64)  # so that small tensors are many pieces
+    # Cut small tensors into many pieces.
+    monkeypatch.setattr(blocks, "MAX_PIECE_NBYTES", 64)
 
 
 def binds(plan: TransferPlan) -> bool:
-    """Memory that runs backwards is refused when a plan is bound, here as elsewhere."""
+    """Return whether the plan can be bound. Memory that runs backwards is refused."""
     return not (plan.ops.src_strides < 0).any() and not (plan.ops.dst_strides < 0).any()
 
 
@@ -173,7 +174,7 @@ def test_engines_hold_the_plan_whatever_the_layouts_the_arena_and_the_mode(
     check_that_engines_hold_the_plan(mode, fleet, arena_nbytes)
 
 
-@pytest.mark.long  # many more of the same
+@pytest.mark.long
 @pytest.mark.parametrize("mode", list(UpdateMode))
 @settings_of(200)
 @given(**DRAWN)
@@ -187,7 +188,8 @@ def check_that_engines_hold_the_plan(mode: UpdateMode, fleet: Fleet, arena_nbyte
     plan = plan_transfer(fleet.sources, fleet.destinations)
     assume(binds(plan))
     world = World(fleet, mode, arena_nbytes)
-    for version in range(2):  # the second with tables that are there already
+    # The second version uses existing tables.
+    for version in range(2):
         world.update(version)
     world.close()
 
@@ -209,7 +211,7 @@ def dense_world(dtype: DType, mode: UpdateMode, arena_nbytes: int = 0) -> World:
 
 
 def dense_to_fused(dtype: DType) -> Fleet:
-    """Rows of one rank are columns, transposed and fused, of the other: every mode of op occurs."""
+    """Return a fleet with ops of every mode in its plan: rows against transposed and fused columns."""
     rows, cols = 24, 40
     sources, destinations = [], []
     for rank in range(2):
@@ -230,7 +232,8 @@ def dense_to_fused(dtype: DType) -> Fleet:
         builder.add_parameter("down", nbytes=rows * half * size, dtype=dtype)
         builder.add_shard("down", (rows, cols), Box((0, rank * half), (rows, half)), "down")
         builder.add_parameter("norm", nbytes=rows * cols * size, dtype=dtype)
-        strides = (size, rows * size)  # transposed
+        # These strides transpose the tensor.
+        strides = (size, rows * size)
         builder.add_shard("norm", (rows, cols), Box((0, 0), (rows, cols)), "norm", strides_bytes=strides)  # fmt: skip
         destinations.append(builder.build())
     return Fleet(tuple(sources), tuple(destinations))
@@ -246,7 +249,8 @@ def test_every_way_of_an_op_arrives(dtype: DType, mode: UpdateMode, arena_nbytes
     assert (CopyMode.DIRECT if dtype is DType.FLOAT32 else CopyMode.PACKED) in modes
     world.update(0)
     for buffer in itertools.chain(*world.held.values(), *world.expected.values()):
-        buffer.view("<f4")[:] *= 1.37  # an optimiser step
+        # This is an optimiser step.
+        buffer.view("<f4")[:] *= 1.37
     world.update(1)
     world.close()
 
@@ -286,7 +290,7 @@ def test_weights_in_host_memory_and_weights_on_a_gpu_do_not_mix() -> None:
 def test_an_engine_passes_on_what_it_verified_in_the_memory_it_lies_in(
     kind: type[MemoryTransport], mode: UpdateMode, dtype: DType
 ) -> None:
-    """Two trainer ranks feed one engine, which feeds its copy; ops that are staged there too."""
+    """Two trainer ranks feed one engine, which feeds its copy and stages some ops there."""
     exact, fabric, seconds = dense_to_fused(DType.FLOAT32), MemoryFabric(), 20.0
     fleet, round_id = dense_to_fused(dtype), RoundId(1, 1)
     leader = fleet.destinations[0]
@@ -345,7 +349,7 @@ def test_an_engine_passes_on_what_it_verified_in_the_memory_it_lies_in(
 
 
 def copy_of_destination(part: TransferPlan, manifest: ShardManifest) -> TransferPlan:
-    """The part of a source, for a destination of another name."""
+    """Return a source's part of the plan for a destination of another name."""
     return replace(part, destinations=(manifest.worker,), destination_digests=(manifest.digest(),))
 
 
@@ -417,7 +421,7 @@ def test_tables_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose_one_write(sender: Sender) -> None:
-    """Its next write has an unknown outcome."""
+    """Give the next write of this sender an unknown outcome."""
     transport = sender.transport
     write = transport.write
 
@@ -467,7 +471,8 @@ def test_a_link_that_just_fits_is_written_again_after_an_unknown_outcome(
     lose_one_write(sender)
     assert [x.status for x in sender.write(0, ["engine/0"], 20.0).links] == [LinkStatus.UNKNOWN]
     served[:] = 0
-    (link,) = sender.write(0, ["engine/0"], 20.0).links  # in the same round: packed as in a ring
+    # This is the same round, so the sender packs the link as in a ring.
+    (link,) = sender.write(0, ["engine/0"], 20.0).links
     assert link.status is LinkStatus.OK, link.error
     assert receiver.verify(0, {"trainer/0": link.digest}) == ()
     assert (served.view(np.uint8) == cast_to(trained.view(np.uint8), DType.BFLOAT16)).all()

@@ -1,4 +1,4 @@
-"""Parts that are hashed while later ones are on the wire; needs one GPU."""
+"""The receiver hashes parts while later parts are on the wire. These tests need a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def build(*, dtype: torch.dtype, seed: int) -> torch.nn.Sequential:
 
 @dataclass(frozen=True)
 class Pair:
-    """A trainer and an engine in one process, on one GPU."""
+    """Trainer and engine in one process, on one GPU."""
 
     trained: torch.nn.Sequential
     served: torch.nn.Sequential
@@ -59,7 +59,8 @@ class Pair:
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["plain", "cast"])
 def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    # Eight parts: a socket queue holds ten datagrams, and what does not fit is hashed in the end.
+    # Make eight parts: a socket queue holds ten datagrams, and parts without a hint are hashed
+    # last.
     monkeypatch.setattr(kernels, "PART_NBYTES", 200_000)
     trained = build(dtype=request.param, seed=1)
     served = build(dtype=torch.bfloat16, seed=2)
@@ -132,16 +133,21 @@ def test_a_digest_that_is_not_the_expected_one_is_reported(pair: Pair) -> None:
 
 def test_hints_that_lie_cost_time_only(pair: Pair) -> None:
     lies = [
-        PartWritten(SOURCE, 0, "lie", 0, 0, 1),  # before anything was written
-        PartWritten(SOURCE, 0, "lie", 9, 0, 1),  # no such table
-        PartWritten(SOURCE, 0, "lie", 0, 1, 1 << 30),  # no such pieces
+        # Nothing has been written yet.
+        PartWritten(SOURCE, 0, "lie", 0, 0, 1),
+        # This table does not exist.
+        PartWritten(SOURCE, 0, "lie", 9, 0, 1),
+        # These pieces do not exist.
+        PartWritten(SOURCE, 0, "lie", 0, 1, 1 << 30),
         PartWritten("trainer/7", 0, "lie", 0, 0, 1),
-        PartWritten(SOURCE, 0, "lie", 0, 0, 1),  # twice
+        # This hint is a repetition.
+        PartWritten(SOURCE, 0, "lie", 0, 0, 1),
     ]
     for lie in lies:
         notify(pair.binding.listener, lie)
     expected = pair.write(0)
-    for lie in lies:  # in the midst of it, as far as the receiver can tell
+    # To the receiver, these hints arrive during the write.
+    for lie in lies:
         notify(pair.binding.listener, lie)
     assert pair.receiver.verify(0, expected) == ()
     assert pair.receiver.late_nbytes == pair.plan.nbytes

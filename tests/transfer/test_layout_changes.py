@@ -1,4 +1,4 @@
-"""What changes about a parameter after its trainer has connected: read as it is now, or refused by name."""
+"""Changes to a parameter after its trainer connected are read correctly or refused by name."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ TOKEN = "t" * 32
 
 
 class Model(torch.nn.Module):
-    """Parameters of equal sizes, a convolution of three dims, a buffer, and distinct elements throughout.
+    """Parameters of equal sizes, a convolution of three dims, and a buffer, with distinct elements.
 
     Args:
         first: value of the first element.
-        with_gaps: lay rows further apart than they are long.
+        with_gaps: leave gaps between rows.
     """
 
     def __init__(self, first: float, *, with_gaps: bool = False) -> None:
@@ -75,7 +75,7 @@ def served_equals(served: Model, trained: Model) -> bool:
 @final
 @dataclass
 class BeforeWrite:
-    """A trainer agent that is held up by `act` whenever it is to write."""
+    """Trainer agent that calls `act` before each write."""
 
     agent: TrainerAgent
     act: Callable[[], None]
@@ -88,7 +88,7 @@ class BeforeWrite:
 
 @dataclass
 class Setting:
-    """How a version is published."""
+    """Way to publish a version."""
 
     name: str
     config: ControlConfig = field(default_factory=ControlConfig)
@@ -230,7 +230,7 @@ async def test_a_layout_that_changes_after_connect_is_refused_by_name_in_every_w
 
 
 def register_anew(model: Model) -> None:
-    """In another order, and elsewhere."""
+    """Register both parameters in the opposite order, at new addresses."""
     gate, up = model.gate.weight.detach().clone(), model.up.weight.detach().clone()
     del model.gate.weight, model.up.weight
     model.up.weight, model.gate.weight = torch.nn.Parameter(up), torch.nn.Parameter(gate)
@@ -284,7 +284,8 @@ async def test_five_dims_and_gaps_between_rows_reach_the_engine(
 
     def work(url: str) -> None:
         trained, served = Model(1.0), Model(-1000.0, with_gaps=True)
-        trained.to(dtype)  # cast, where it differs
+        # The update casts if the engine's dtype differs.
+        trained.to(dtype)
         with connect_engine(served, url), connect(trained, url, setting) as trainer:
             for version in range(2):
                 trained.refill(7.0 * version)

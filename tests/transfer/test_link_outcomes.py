@@ -1,4 +1,4 @@
-"""What one link meets hides nothing of the others: each that was begun is waited for, unknown is told."""
+"""The sender waits for each started link and reports unknown outcomes, whatever another link meets."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def manifest(worker: str, role: Role, dtype: DType) -> ShardManifest:
 
 
 class GpuMemoryTransport(MemoryTransport):
-    """Says that its memory is a GPU's."""
+    """Host memory that claims to be a GPU's."""
 
     traits = GPU_TRAITS
 
 
 class Scripted(WrappedTransport):
-    """Does `script[endpoint address]` instead of a write, given the write itself."""
+    """Transport that calls `script[endpoint address]` with the write instead of writing."""
 
     def __init__(self, inner: MemoryTransport) -> None:
         super().__init__(inner)
@@ -81,7 +81,7 @@ class Scripted(WrappedTransport):
 
 
 class Fleet:
-    """One trainer rank and three engine ranks; what is sent is cast, and so packed."""
+    """One trainer rank and three engine ranks. All links are cast, and so packed."""
 
     def __init__(
         self, arena_nbytes: int = 0, kind: type[MemoryTransport] = MemoryTransport
@@ -113,7 +113,7 @@ class Fleet:
 
     @property
     def script(self) -> dict[str, Callable[[Callable[[], None]], None]]:
-        """Of the trainer."""
+        """Script of the trainer's transport."""
         return self.transport.script
 
     def write(self) -> dict[str, LinkStatus]:
@@ -202,7 +202,8 @@ def test_an_error_that_nobody_foresaw_takes_the_arena_out_of_use(fleet: Fleet) -
     fleet.script["engine-b/0"] = raises(RuntimeError("a bug"))
     assert fleet.write()["engine-b/0"] is LinkStatus.UNKNOWN
     assert fleet.sender._packer.slot.arena not in {None, arena}
-    assert arena.nbytes > 0  # nobody has unmapped it
+    # The arena is still mapped.
+    assert arena.nbytes > 0
 
 
 @pytest.mark.parametrize("unforeseen", [OSError(12, "no memory"), MemoryError("no memory")])
@@ -289,7 +290,7 @@ def test_a_ring_that_cannot_be_packed_on_tells_what_is_on_the_wire(
 
 
 class Chain:
-    """The trainer feeds the first engine, which feeds the other two."""
+    """Chain: the trainer feeds the first engine, which feeds the other two."""
 
     def __init__(self, kind: type[MemoryTransport]) -> None:
         self.fleet = Fleet(kind=kind)
@@ -304,7 +305,7 @@ class Chain:
         sender.prepare()
 
     def run(self) -> tuple[dict[str, LinkStatus], dict[str, Relayed]]:
-        """Outcomes of the trainer's links, and of the engines' parts."""
+        """Return the outcomes of the trainer's links and of the engines' parts."""
         parts: dict[str, Relayed] = {}
 
         def take_part(name: str) -> None:
@@ -326,7 +327,7 @@ class Chain:
 
 @pytest.fixture(params=[MemoryTransport, GpuMemoryTransport], ids=["host", "gpu"])
 def chain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Chain]:
-    """In host memory, and by kernels that numpy plays."""
+    """Yield a chain in host memory, and one with kernels in numpy."""
     monkeypatch.setattr("windlass.memory.cuda.gpu.shared_gpu", lambda _: numpy_gpu())
     found = Chain(request.param)
     yield found
@@ -426,7 +427,7 @@ def test_a_last_chunk_that_could_not_be_verified_is_missing(
 
 
 def die_in_mid_relay(chain: Chain, *, with_a_word: bool) -> tuple[Relayed, frozenset[str]]:
-    """The trainer is let in at the first engine, and then its connection ends."""
+    """Let the trainer connect to the first engine, then end its connection."""
     node = chain.nodes["engine-a/0"]
     found: list[tuple[Relayed, frozenset[str]]] = []
     part = threading.Thread(target=lambda: found.append(node.run(ROUND, SECONDS)))

@@ -1,6 +1,6 @@
-"""Weights in a kind of memory that a peer or a transport does not have: refused with the way out, never read.
+"""Memory that a peer or a transport cannot use is refused with a remedy, and never read.
 
-There is no GPU here: which memory is one's is answered in the driver's place.
+No GPU is needed: the tests replace the driver's answers about memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from windlass.transports.base import PeerEndpoint
 from windlass.transports.registry import create_transport, parse_transport
 
 ON_GPU = 0x1000
-"""An address that nothing is mapped at."""
+"""Address at which nothing is mapped."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A trainer's module may be moved, cast and restored between two versions: nothing holds its tensors between rounds."""
+"""A module may be moved, cast and restored between versions: a round keeps none of its tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture
 def swapping() -> Iterator[None]:
-    """Plain modules whose tensors `Module.to` swaps, as it does with DTensors."""
+    """Make `Module.to` swap the tensors of plain modules, as it does with DTensors."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         yield
@@ -121,7 +121,9 @@ async def publish_around(model: Model, change: Step, replica: ReplicaPlace) -> N
 async def test_a_sharded_module_is_moved_and_cast_between_versions(
     make: Callable[[], Model], change: str, replica: ReplicaPlace
 ) -> None:
-    """After the first version `model.cpu()` raised "Cannot swap t1 because it has weakref associated with it"."""
+    """After one version `model.cpu()` raised "Cannot swap t1 because it has weakref associated with
+    it".
+    """
     await publish_around(make(), CHANGES[change], replica)
 
 
@@ -138,7 +140,7 @@ def negative(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_tensor_whose_memory_contains_other_values_is_refused_by_name() -> None:
-    """A tensor with torch's negative bit was published with the wrong sign, and a right digest."""
+    """A tensor with torch's negative bit was published with the wrong sign and a right digest."""
     model = Model(1.0)
     model.up.weight = torch.nn.Parameter(negative(model.up.weight.detach()))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Modules that are unusual and right, or that the trainer refuses by name."""
+"""Unusual modules that are valid, or that the trainer refuses by name."""
 
 from __future__ import annotations
 

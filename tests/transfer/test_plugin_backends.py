@@ -1,4 +1,4 @@
-"""Backends that other packages register: found by name, described by traits, carried by messages."""
+"""Backends of other packages are found by name, described by traits and carried by messages."""
 
 from __future__ import annotations
 

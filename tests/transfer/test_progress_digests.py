@@ -1,4 +1,4 @@
-"""What an engine rank makes of hints about landed parts, whatever comes when; kernels in numpy."""
+"""An engine rank gets hints about landed parts in any order, with kernels in numpy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def manifest(worker: str, role: Role, dtype: DType) -> ShardManifest:
 
 @dataclass
 class Pair:
-    """A trainer whose kernels store into an engine of the same process."""
+    """Trainer with kernels that store into an engine of the same process."""
 
     trained: list[np.ndarray] = field(
         default_factory=lambda: [
@@ -68,7 +68,7 @@ class Pair:
         self.binding = self.receiver.connect(part, UpdateMode.IN_PLACE)
 
     def write(self, version: int, name: str) -> tuple[str, list[PartWritten]]:
-        """Store everything; the digest, and what there is to tell of it."""
+        """Store everything and return the digest and the hints."""
         (program,) = bind_links(self.plan.parts(sending=True, all_names=True)[SOURCE], sending=True)
         sources = np.array([b.ctypes.data for b in self.trained], np.uint64)
         targets = np.array(self.binding.parameter_addresses, np.uint64)
@@ -132,7 +132,8 @@ def test_hints_that_are_not_what_they_should_be_cost_time_and_nothing_else(
 def test_bytes_that_were_told_of_too_early_do_not_count(pair: Pair) -> None:
     told = pair.write(1, "w")[1]
     pair.trained[0][5] ^= 1
-    pair.tell(told)  # of the write to come, whose bytes are not there yet
+    # These hints precede the bytes of their write.
+    pair.tell(told)
     pair.receiver._progress.listener.drain()  # type: ignore[union-attr]
     digest = pair.write(1, "w")[0]
     assert pair.receiver.verify(1, {SOURCE: digest}) == ()
@@ -163,7 +164,8 @@ def test_hints_that_come_while_a_plan_is_bound_do_no_harm(pair: Pair) -> None:
     thread = threading.Thread(target=go_on_telling)
     thread.start()
     try:
-        for version in range(1, 11):  # those that are told are of version 0
+        # The hints are about version 0.
+        for version in range(1, 11):
             pair.connect()
             digest, _ = pair.write(version, f"w{version}")
             assert pair.receiver.verify(version, {SOURCE: digest}) == ()
@@ -180,7 +182,8 @@ def test_a_hint_in_no_known_encoding_does_not_end_an_update(pair: Pair) -> None:
         stranger.sendto(b"\x96\xa1\xff\x00\xa1w\x00\x00\x01", f"\0windlass-{pair.binding.listener}")
     pair.tell(told)
     assert pair.receiver.verify(0, {SOURCE: digest}) == ()
-    assert pair.receiver.late_nbytes == 0  # the listener goes on
+    # The listener still runs.
+    assert pair.receiver.late_nbytes == 0
 
 
 def test_somebody_who_tells_without_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +193,8 @@ def test_somebody_who_tells_without_end_holds_nobody_up(monkeypatch: pytest.Monk
 
     def deliver(landed: PartWritten) -> None:
         heard.append(landed)
-        notify(listener.address, landed)  # there is always one more
+        # Each hint sends one more.
+        notify(listener.address, landed)
 
     monkeypatch.setattr(ProgressListener, "_listen", lambda _: may_start.wait(20.0))
     listener = ProgressListener(deliver)
@@ -205,7 +209,8 @@ def test_without_a_socket_for_hints_an_engine_hashes_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(_: str) -> str:
-        return "\0" + "x" * 200  # no such address can be bound
+        # No such address can be bound.
+        return "\0" + "x" * 200
 
     monkeypatch.setattr(landings, "_name_of", refuse)
     found = Pair()

@@ -1,4 +1,4 @@
-"""Trainers hold bfloat16, engines float8 with block scales: quantised while packing, bit for bit."""
+"""Trainers hold bfloat16, engines float8 with block scales: packing quantises bit for bit."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ SHAPES = {"gate": (512, 200), "up": (512, 200), "down": (200, 512)}
 
 
 def reference(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block quantisation of a whole matrix the way DeepGEMM and vLLM do it on a GPU."""
+    """Quantise the blocks of a matrix as DeepGEMM and vLLM do on a GPU."""
     rows, columns = weight.shape
     blocks = scale_shape((rows, columns))
     padded = torch.zeros(blocks[0] * 128, blocks[1] * 128, dtype=weight.dtype)
     padded[:rows, :columns] = weight
     view = padded.view(blocks[0], 128, blocks[1], 128)
     amax = view.abs().float().amax(dim=(1, 3), keepdim=True).clamp(1e-4)
-    scale = amax * torch.tensor(1.0).div(448.0)  # a GPU's amax / 448.0
+    # This equals amax / 448.0 on a GPU.
+    scale = amax * torch.tensor(1.0).div(448.0)
     values = (view * (1.0 / scale)).to(torch.float8_e4m3fn)
     return values.view(padded.shape)[:rows, :columns].contiguous(), scale.view(blocks)
 
 
 def weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Random, with a zero block, an outlier and tiny values, so that every branch is met."""
+    """Return random weights with a zero block, an outlier and tiny values, to reach every branch."""
     generator = torch.Generator().manual_seed(7)
     full = {n: torch.randn(shape, generator=generator) for n, shape in SHAPES.items()}
     full["gate"][:128, :128] = 0
@@ -76,7 +77,7 @@ def trainer(index: int, boxes: dict[str, Box], full: dict[str, torch.Tensor], dt
     builder = ManifestBuilder(f"trainer/{index}", Role.TRAINER)
     memory = []
     for name, box in boxes.items():
-        # A wider buffer, so that shards are strided.
+        # The buffer is wider than the shard, so that the shard is strided.
         local = torch.zeros(box.sizes[0], box.sizes[1] + 3, dtype=TORCH[dtype])
         local[:, : box.sizes[1]] = full[name][slices(box)]
         size = dtype.itemsize
@@ -89,7 +90,7 @@ def trainer(index: int, boxes: dict[str, Box], full: dict[str, torch.Tensor], dt
 
 
 def by_rows(num_ranks: int, full: dict[str, torch.Tensor], dtype: DType) -> list[Rank]:
-    """gate and up by rows of blocks, down by columns of blocks."""
+    """Return ranks that hold `gate` and `up` by rows of blocks and `down` by columns of blocks."""
     ranks = []
     for index in range(num_ranks):
         inner = 512 // num_ranks
@@ -100,7 +101,7 @@ def by_rows(num_ranks: int, full: dict[str, torch.Tensor], dtype: DType) -> list
 
 
 def engine(index: int, num_ranks: int, scheme: Scheme = Scheme.FP8_BLOCK) -> Rank:
-    """Fused gate_up and row-parallel down, in float8 with scales of the same cut."""
+    """Return a rank with fused gate_up and row-parallel down, in float8 with equally cut scales."""
     builder = ManifestBuilder(f"engine/{index}", Role.ENGINE)
     inner = 512 // num_ranks
     memory = []
@@ -142,7 +143,7 @@ def expected(index: int, num_ranks: int, full: dict[str, torch.Tensor]) -> list[
 def update(
     trainers: list[Rank], engines: list[Rank], mode: UpdateMode, arena_nbytes: int
 ) -> TransferPlan:
-    """One whole update over `cma`; digests verified."""
+    """Run one whole update over `cma` and verify its digests."""
     plan = plan_transfer(
         [t.manifest for t in trainers],
         [e.manifest for e in engines],

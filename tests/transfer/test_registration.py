@@ -1,4 +1,4 @@
-"""What is registered: allocations and not parameters, for as long as something in them is wanted."""
+"""Registration covers allocations, not parameters, while any tensor in them is wanted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 class Recording(WrappedTransport):
-    """Remembers what was registered and unregistered, in order."""
+    """Transport that records registrations in order."""
 
     def __init__(self, inner: OneSidedTransport | None = None) -> None:
         super().__init__(create_transport(CmaConfig()) if inner is None else inner)
@@ -75,7 +75,7 @@ def covering(transport: Recording, by_owner: Sequence[MemoryRegion] = ()) -> Reg
 
 
 def flat_module(num_parameters: int = NUM_PARAMETERS) -> torch.nn.Module:
-    """Parameters that are views of one buffer, as Megatron-core's are."""
+    """Return a module with parameters that are views of one buffer, as in Megatron-core."""
     buffer = torch.arange(num_parameters * ROWS * COLUMNS, dtype=torch.float32)
     module = torch.nn.Module()
     for index, part in enumerate(buffer.view(num_parameters, ROWS, COLUMNS)):
@@ -110,7 +110,7 @@ def test_parameters_of_one_storage_are_registered_once_and_parameters_of_their_o
 
 
 def test_only_what_is_wanted_of_a_storage_is_registered(transport: Recording) -> None:
-    """Nothing before the first wanted byte nor behind the last: others may have it registered."""
+    """Nothing before the first or after the last wanted byte may be registered: others may own it."""
     every = located(flat_module()).locate()
     covering(transport).cover(every[5:9])
     size = ROWS * COLUMNS * 4
@@ -125,7 +125,7 @@ def test_data_that_is_swapped_is_registered_where_it_lies_then(transport: Record
     moved = module.get_parameter("w7")
     moved.data = moved.data.clone()
     assert memory.cover(found.locate()) > 0
-    # The others lie where they did, and their storage lives.
+    # The other parameters have not moved, and their storage lives.
     assert transport.registered == {flat, (moved.data_ptr(), moved.nbytes)}
     swapped = flat_module()
     for name, parameter in module.named_parameters():
@@ -135,7 +135,10 @@ def test_data_that_is_swapped_is_registered_where_it_lies_then(transport: Record
 
 
 def test_a_parameter_that_stays_while_its_storage_becomes_another_is_registered_anew() -> None:
-    """A new allocation may begin where the old one did: the others' move says that the old one is gone."""
+    """A new allocation may start at the old address.
+
+    The other parameter's move shows that the old one ended.
+    """
     buffer = np.arange(4096, dtype=np.uint8)
     address = int(buffer.ctypes.data)
     transport = Recording()
@@ -167,7 +170,7 @@ def test_a_region_goes_before_one_that_overlaps_it_comes(transport: Recording) -
 
 
 def test_overlapping_views_share_a_region_whoever_allocated_them(transport: Recording) -> None:
-    """Two arrays of one memory are two storages for torch."""
+    """To torch, two arrays of one memory are two storages."""
     buffer = np.arange(256, dtype=np.uint8)
     views = [
         torch.from_numpy(buffer[:160]),
@@ -230,20 +233,22 @@ def test_parameters_of_one_allocation_of_a_gpu_are_registered_once() -> None:
     transport = Recording(GpuTransport(MemoryFabric()))
     memory = RegisteredMemory("trainer/0", transport, CudaMemory(gpu), ())
     segments = [gpu.device.allocate(65536) for _ in range(2)]
-    # What torch says of its storages does not count: a block lives as long as its segment.
+    # Torch's storages do not count: a block lives as long as its segment.
     lies = [ParameterMemory(s + at, 256, (s + at, 256)) for s in segments for at in (0, 512, 4096)]
     memory.cover(lies)
     assert transport.registered == {(segment, 4096 + 256) for segment in segments}
     calls = len(transport.calls)
     moved = [ParameterMemory(s + at, 256) for s in segments for at in (1024, 2048)]
-    memory.cover(moved)  # within what is registered
+    # This memory is inside a registered region.
+    memory.cover(moved)
     assert len(transport.calls) == calls
     memory.cover(moved[:2])
     assert transport.registered == {(segments[0], 4096 + 256)}
     with pytest.raises(RegionError, match="register: 0x40 must be in memory of GPU 0"):
         memory.cover([ParameterMemory(64, 64)])
     assert transport.registered == {(segments[0], 4096 + 256)}
-    memory.cover(())  # nothing, as if nothing had been covered before: what was refused was not
+    # A refused parameter must not count as covered.
+    memory.cover(())
     assert transport.registered == set()
     transport.close()
 

@@ -1,4 +1,4 @@
-"""Engines that pass on what they have verified, in real processes: the same bytes, fewer from the trainers."""
+"""Engines pass verified bytes on, in real processes: same bytes, fewer of them from the trainers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_engines_of_another_layout_are_written_by_the_trainers() -> None:
         for name, num_ranks in (("a", 2), ("b", 1), ("c", 2), ("d", 1), ("e", 3)):
             fleet.add_engine(name, num_ranks)
         await fleet.ready()
-        # One copy each for the layouts of one, two and three ranks.
+        # Trainers send one copy for each layout: one, two and three ranks.
         outcome, left_out, nbytes = await fleet.publish(0)
         assert (outcome, left_out) == ("published", [])
         assert 3 * NBYTES <= nbytes < 3.1 * NBYTES
@@ -104,13 +104,14 @@ async def test_a_relay_that_is_killed_in_mid_update_takes_nobody_with_it(mode: U
     async with fleet_of(RelayShape.CHAIN, mode, 4) as fleet:
         fleet.add_trainers()
         for i in range(4):
-            # Whoever comes first in the chain writes most; the others do not get that far.
+            # The first engine in the chain writes most. The other engines do not reach the fifth
+            # write.
             fleet.add_engine(f"engine{i}", fault="kill:5")
         await fleet.ready()
         outcome, left_out, nbytes = await fleet.publish(0)
         dead = next(n for n, ranks in fleet.engines.items() if not ranks[0].process.is_alive())
         assert (outcome, left_out) == ("published", [dead])
-        # Whoever stood behind it was completed by the trainers.
+        # The trainers complete the engines behind the dead one.
         assert nbytes > NBYTES
         for name in set(fleet.engines) - {dead}:
             assert await fleet.held(name) == [(0, "0", False)]
@@ -137,7 +138,8 @@ async def test_a_relay_that_stands_still_is_left_out_and_so_is_whom_it_may_still
         await fleet.ready()
         outcome, left_out, _ = await fleet.publish(0)
         assert outcome == "published", left_out
-        assert len(left_out) == 2  # the first of the chain, and the one that it was writing
+        # These are the first engine of the chain and the engine that it was writing.
+        assert len(left_out) == 2
         (last,) = set(fleet.engines) - set(left_out)
         assert await fleet.held(last) == [(0, "0", False)]
 
@@ -145,7 +147,7 @@ async def test_a_relay_that_stands_still_is_left_out_and_so_is_whom_it_may_still
 @pytest.mark.parametrize(
     ("shape", "arena_nbytes", "chunk_nbytes"),
     [
-        # One chunk per link: one of the two roots of the tree expects nothing.
+        # With one chunk per link, one of the two roots of the tree expects nothing.
         (RelayShape.TREE, 1024, 4 << 20),
         pytest.param(RelayShape.TREE, 1 << 24, 4 << 20, marks=pytest.mark.long),
         pytest.param(RelayShape.TREE, 1024, CHUNK, marks=pytest.mark.long),

@@ -1,4 +1,4 @@
-"""A trainer with a replica: weights may change, move and vanish as soon as they are copied."""
+"""Weights of a trainer with a replica may change, move and disappear as soon as they are copied."""
 
 from __future__ import annotations
 
@@ -41,11 +41,14 @@ from windlass.transports.registry import create_transport
 TOKEN = "secret of the test"
 SHAPES = {"same": (40, 24), "cast": (40, 24), "columns": (24, 48), "norm": (24,)}
 KEPT = ("same", "norm")
-"""Sent as they lie: the same dtype, whole rows. The others are packed."""
+"""Tensors sent without packing: the same dtype, and whole rows. The others are packed."""
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """Every element of a version distinct, in bfloat16 too up to powers of two; versions differ."""
+    """Return a version's weights.
+
+    Elements are distinct, in bfloat16 up to powers of two, and differ between versions.
+    """
     found, first = {}, 1 + version * 7
     for name, shape in SHAPES.items():
         numel = torch.Size(shape).numel()
@@ -55,7 +58,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 def trainer_manifest(index: int, world_size: int) -> ShardManifest:
-    """Rows, cut evenly."""
+    """Return the manifest of a trainer rank with an equal share of rows."""
     builder = ManifestBuilder(f"trainer/{index}", Role.TRAINER)
     for name, shape in SHAPES.items():
         box = Box((index * shape[0] // world_size, *(0,) * (len(shape) - 1)),
@@ -66,7 +69,7 @@ def trainer_manifest(index: int, world_size: int) -> ShardManifest:
 
 
 def engine_manifest(name: str) -> ShardManifest:
-    """`cast` is bfloat16; of `columns` this rank holds the second half of every row."""
+    """Return a rank with `cast` in bfloat16 and the second half of every row of `columns`."""
     builder = ManifestBuilder(f"{name}/0", Role.ENGINE)
     for tensor, shape in SHAPES.items():
         dtype = DType.BFLOAT16 if tensor == "cast" else DType.FLOAT32
@@ -85,7 +88,7 @@ def wanted(version: int) -> dict[str, torch.Tensor]:
 
 
 class Memory:
-    """A trainer rank's parameters; `refill` puts them elsewhere, as offloading does."""
+    """Parameters of a trainer rank. `refill` moves them, as offloading does."""
 
     def __init__(self, index: int, world_size: int) -> None:
         self.index, self.world_size = index, world_size
@@ -103,7 +106,7 @@ class Memory:
 
 
 class EngineMemory:
-    """An engine's live parameters."""
+    """Live parameters of an engine."""
 
     def __init__(self) -> None:
         self.tensors = {n: torch.zeros_like(t) for n, t in wanted(0).items()}
@@ -117,7 +120,7 @@ class EngineMemory:
 
 
 class Counting(WrappedTransport):
-    """Remembers what was registered."""
+    """Transport that records registered addresses."""
 
     def __init__(self) -> None:
         super().__init__(create_transport(CmaConfig()))
@@ -131,7 +134,7 @@ class Counting(WrappedTransport):
 @final
 @dataclass
 class HeldWrites:
-    """A trainer agent whose writes wait until they are let go, and then may fail."""
+    """Trainer agent that delays writes until the test sets `go`, and then may fail."""
 
     agent: TrainerAgent
     go: threading.Event
@@ -205,7 +208,8 @@ async def test_weights_that_change_after_they_were_copied_are_served_as_they_wer
         with engine, connect(url, memory, go, transport=transport) as trainer:
             for version in range(3):
                 go.clear()
-                memory.refill(version)  # elsewhere than before
+                # The weights move to new addresses.
+                memory.refill(version)
                 pending = trainer.begin_publish(version)
                 memory.destroy()
                 assert not pending.done()
@@ -221,7 +225,7 @@ async def test_weights_that_change_after_they_were_copied_are_served_as_they_wer
             memory.refill(3)
             trainer.publish(3)
             served.check(3)
-            # One arena for what is packed and one for the rest; no parameter, wherever it went.
+            # One arena holds packed tensors and one the rest. No parameter is registered.
             assert len(transport.registered) == registered == 2
 
     await with_controller(ControlConfig(mode=mode), work)
@@ -315,7 +319,8 @@ async def test_a_version_that_nobody_waits_for_any_more_copies_nothing() -> None
         go.set()
         memory.refill(0)
         with connect(url, memory, go) as trainer:
-            with pytest.raises(PeerTimeout, match="version 0"):  # there is no engine
+            # No engine is connected.
+            with pytest.raises(PeerTimeout, match="version 0"):
                 trainer.begin_publish(0, deadline_s=0.2)
             memory.refill(1)
             engine, served = connect_engine(url)
@@ -373,18 +378,21 @@ def test_a_round_that_begins_again_sends_the_copy_or_nothing() -> None:
         links.sender.begin_version(lambda: told.append(0))
         links.sender.prepare()
         links.memory.refill(1)
-        links.sender.prepare()  # the controller came back: the same version, the same copy
+        # A restarted controller repeats the version and gets the same copy.
+        links.sender.prepare()
         assert told == [0]
         links.deliver("a/0", 0)
         links.deliver("b/0", 0)
-        links.sender.connect(links.plan, links.bindings)  # for another fleet
+        # These bindings are for another fleet.
+        links.sender.connect(links.plan, links.bindings)
         with pytest.raises(RoundAborted, match="the fleet has changed since"):
             links.sender.prepare()
         links.sender.begin_version(lambda: told.append(1))
         links.sender.prepare()
         assert told == [0, 1]
         links.deliver("a/0", 1)
-        links.sender.begin_version()  # the weights stand still: copied as often as asked
+        # The weights do not change now, so each `prepare` copies them again.
+        links.sender.begin_version()
         for version in (2, 3):
             links.memory.refill(version)
             links.sender.prepare()
@@ -409,7 +417,8 @@ def test_a_round_that_its_owner_has_given_up_gets_no_weights_of_the_next_version
         with pytest.raises(RoundAborted, match="version must be 1, whose weights these are, got 0"):
             links.sender.prepare(0)
         assert told == [0]
-        links.deliver("a/0", 0)  # what was copied is still what it was
+        # The copy still contains version 0.
+        links.deliver("a/0", 0)
         links.sender.prepare(1)
         assert told == [0, 1]
         links.deliver("a/0", 1)
@@ -424,14 +433,16 @@ def test_nothing_is_sent_that_was_copied_too_late_or_never() -> None:
         links.sender.begin_version(lambda: None, version=0)
         links.sender.prepare(0)
         links.memory.refill(1)
-        links.sender.end_version()  # it was copied while its owner gave it up
+        # The owner gave the version up while it was copied.
+        links.sender.end_version()
         (link,) = links.sender.write(0, ["a/0"], 10.0).links
         assert (link.status, link.error.split(":")[0]) == (LinkStatus.FAILED, "replica")
         links.sender.begin_version(lambda: None, version=1)
         links.sender.prepare(1)
         links.deliver("a/0", 1)
         links.sender.connect(links.plan, links.bindings)
-        (link,) = links.sender.write(0, ["a/0"], 10.0).links  # nothing is copied for these bindings
+        # Nothing has been copied for these bindings.
+        (link,) = links.sender.write(0, ["a/0"], 10.0).links
         assert link.status is LinkStatus.FAILED
     finally:
         links.close()
@@ -449,9 +460,8 @@ def test_memory_under_a_write_of_unknown_outcome_is_read_again_and_never_written
         held = links.sender.replica
         assert held is not None
         copied, replica = links.sender._packer.slot.nbytes, held.nbytes
-        assert replica == sum(
-            -(-t.nbytes // 64) * 64 for n, t in weights(0).items() if n in KEPT
-        )  # what is packed is not copied twice
+        # Packed tensors are not copied into the replica as well.
+        assert replica == sum(-(-t.nbytes // 64) * 64 for n, t in weights(0).items() if n in KEPT)
         links.deliver("b/0", 0)
         links.memory.refill(1)
         links.sender.begin_version(lambda: None)

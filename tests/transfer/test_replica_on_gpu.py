@@ -1,4 +1,4 @@
-"""FSDP2 ranks on GPUs with a replica: weights are overwritten, or freed, as soon as they are copied."""
+"""FSDP2 ranks on GPUs with a replica overwrite or free weights as soon as they are copied."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ pytestmark = [
 ]
 NUM_VERSIONS = 3
 STEP_CYCLES = 1_000_000_000
-"""Of the GPU, about 0.5 s: the step is under way when its weights are asked for."""
+"""Cycles of about 0.5 s on the GPU: the step still runs when its weights are requested."""
 NEXT_STEP_CYCLES = 4_000_000_000
-"""About 2 s: an update that waited for it would take as long."""
+"""Cycles of about 2 s: an update that waited for this step would take as long."""
 POISON = -7.0
 CUDA: Any = torch.cuda
 
@@ -94,13 +94,16 @@ def _locals(model: torch.nn.Module) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _keep(model: torch.nn.Module) -> list[tuple[torch.Tensor, int]]:
-    """What is there, and the bytes of the storages around it."""
+    """Return copies of the local tensors and the sizes of their storages in bytes."""
     return [(tensor.clone(), tensor.untyped_storage().nbytes()) for tensor in _locals(model)]
 
 
 @torch.no_grad()
 def _overwrite(model: torch.nn.Module, *, free: bool) -> None:
-    """`free`: nor is the memory there any more, as of a trainer that offloads."""
+    """Overwrite the weights.
+
+    With `free`, also free their memory, as a trainer that offloads does.
+    """
     for tensor in _locals(model):
         tensor.fill_(POISON)
         if free:
@@ -111,7 +114,7 @@ def _overwrite(model: torch.nn.Module, *, free: bool) -> None:
 
 @torch.no_grad()
 def _restore(model: torch.nn.Module, kept: Sequence[tuple[torch.Tensor, int]]) -> None:
-    # Other memory takes the place of what was freed.
+    # Other tensors take the freed memory.
     hold = [torch.full_like(was, POISON) for was, _ in kept]
     for tensor, (was, nbytes) in zip(_locals(model), kept, strict=True):
         storage = tensor.untyped_storage()
@@ -156,7 +159,7 @@ async def run(folder: str, wire: str, replica: ReplicaPlace, mode: UpdateMode) -
                     published, _, was_running, waited_for_the_next, nbytes = told
                     assert published == version
                     assert nbytes > 0
-                    # The first one loads kernels, and what NIXL and Mooncake wait for is theirs.
+                    # The first version loads kernels. NIXL and Mooncake may wait for the next step.
                     if version:
                         assert was_running, "the step was over before its weights were asked for"
                     if version and wire == "cuda_ipc":

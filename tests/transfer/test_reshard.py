@@ -1,4 +1,4 @@
-"""Real FSDP2 ranks into live engines: what is served equals `full_tensor()`, bit for bit."""
+"""Real FSDP2 ranks publish into live engines: served weights equal `full_tensor()` bit for bit."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from windlass.config import ControlConfig, UpdateMode
 
 CONFIG = {
     "model_type": "qwen3",
-    "vocab_size": 66,  # uneven over four ranks
-    "hidden_size": 20,  # uneven over three
+    # This size is uneven over four ranks.
+    "vocab_size": 66,
+    # This size is uneven over three ranks.
+    "hidden_size": 20,
     "intermediate_size": 44,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -34,7 +36,7 @@ CONFIG = {
 }
 PROMPT = [5, 9, 33]
 ENGINES = {"whole": (1, "bfloat16"), "halves": (2, "float32")}
-"""Tensor parallel size and dtype."""
+"""Tensor-parallel size and dtype."""
 
 
 async def get(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
@@ -90,7 +92,7 @@ async def test_engines_that_join_late_are_brought_up_by_a_peer_without_a_trainer
             aiohttp.ClientSession(headers=headers) as http,
         ):
             start_engines(stack, {"first": (1, "float32")}, tmp_path, controller.url, "cma")
-            # They publish twice, and never again.
+            # The trainers publish twice and never again.
             start_trainers(stack, 2, tmp_path, "fsdp", controller.url, "cma")
             await controller.wait_for_version(1, deadline_s=150)
             everyone = asyncio.Event()

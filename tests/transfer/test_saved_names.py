@@ -1,4 +1,4 @@
-"""A model of transformers is described as `save_pretrained` writes it, whole and sharded by FSDP2."""
+"""A transformers model is described as `save_pretrained` writes it, whole and sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def gathered(model: torch.nn.Module, manifest: ShardManifest) -> dict[str, torch.Tensor]:
-    """Tensors put together from this rank's memory; NaN where it holds nothing."""
+    """Return tensors assembled from this rank's memory, with NaN for missing elements."""
     memory = {held.name: local_tensor(held.tensor) for held in held_tensors(model)}
     found = {
         spec.name: torch.full(spec.shape, torch.nan, dtype=torch.float64)
@@ -150,7 +150,7 @@ def test_a_model_is_described_as_it_is_saved(name: str, tmp_path: Path) -> None:
 
 
 class Policy(torch.nn.Module):
-    """A model inside a module of the user's own, beside a value head."""
+    """User module with a model and a value head."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def of_policy(name: str) -> str | None:
 
 
 def merged(name: str) -> str | None:
-    """Return a base model's name of what PEFT has wrapped, as the page on trainers and TRL's plug do."""
+    """Return the base model's name of a PEFT parameter, as the page on trainers and TRL's plug do."""
     name = name.removeprefix("base_model.model.")
     return None if "lora_" in name else name.replace(".base_layer", "")
 
@@ -190,7 +190,7 @@ WRAPPED: Mapping[str, tuple[Callable[[Any], Any], Callable[[str], str | None]]] 
 def test_a_name_map_comes_before_what_transformers_converts(
     name: str, wrapped: str, tmp_path: Path
 ) -> None:
-    """A `name_map` switched the conversion off, so that Mixtral and GPT-NeoX were refused in PEFT and in wrappers."""
+    """A `name_map` disabled conversion: Mixtral and GPT-NeoX in PEFT or wrappers were refused."""
     model = built(name)
     want = saved(model, tmp_path)
     wrap, name_map = WRAPPED[wrapped]
@@ -245,7 +245,7 @@ def test_given_rules_for_stacked_experts_switch_the_conversion_off() -> None:
 
 
 def test_these_models_are_no_plain_ones(tmp_path: Path) -> None:
-    """Else the test above would say nothing: names of modules are others, and tensors have five dims."""
+    """The test above needs models with other module names, and tensors with five dims."""
     model = built("mixtral")
     assert not set(model.state_dict()) >= set(saved(model, tmp_path / "mixtral"))
     many = describe_module(built("hrm_text"), "trainer/0", Role.TRAINER)
@@ -301,7 +301,7 @@ def test_what_ranks_hold_of_saved_tensors_is_together_what_is_saved(tmp_path: Pa
 
 
 def chain(tensors: list[torch.Tensor], dice: random.Random) -> list[torch.Tensor]:
-    """Move elements in ways that conversions may; the same ones for the same dice."""
+    """Move elements in ways that conversions may use. Equal dice give equal moves."""
     for _ in range(dice.randint(1, 6)):
         at = dice.randrange(len(tensors))
         one = tensors.pop(at)
@@ -334,7 +334,7 @@ def chain(tensors: list[torch.Tensor], dice: random.Random) -> list[torch.Tensor
 
 
 def held_part(shape: tuple[int, ...], dice: random.Random) -> Box:
-    """What a rank may hold: a range of one dim."""
+    """Return a range of one dim, as a rank may hold it."""
     dim = dice.randrange(len(shape))
     low = dice.randrange(shape[dim])
     size = dice.randint(1, shape[dim] - low)
@@ -375,7 +375,7 @@ def test_whatever_moves_elements_is_followed(seed: int) -> None:
 
 
 class Doubled(core_model_loading.ConversionOps):  # type: ignore[misc]
-    """What a checkpoint does not hold: a computed tensor."""
+    """Conversion to a computed tensor, which a checkpoint does not contain."""
 
     def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
         return {name: tensors[0] * 2 for name, tensors in input_dict.items()}

@@ -1,4 +1,4 @@
-"""Every byte that a plan names arrives where the plan says, whatever the arena and the mode."""
+"""Every byte of a plan arrives at its planned place, for any arena and mode."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ ROWS, COLS = 24, 20
 
 
 def distinct(rows: int, cols: int) -> torch.Tensor:
-    """Distinct in float32 and, below 256, in bfloat16 up to a factor of a power of two."""
+    """Return elements distinct in float32 and, below 256, in bfloat16 up to a power of two."""
     return (torch.arange(rows * cols, dtype=torch.float32).reshape(rows, cols) + 1.0) / 64
 
 
 @dataclass
 class Rank:
-    """A rank's manifest and its memory."""
+    """Manifest and memory of a rank."""
 
     manifest: ShardManifest
     memory: list[torch.Tensor]
@@ -57,8 +57,11 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def fused_engine(index: int, num_ranks: int, dtype: DType, full: dict[str, torch.Tensor]) -> Rank:
-    """`gate` and `up` stacked in one parameter with padding rows, `down` cut by columns and held
-    transposed, so that direct, packed and scatter ops all occur."""
+    """Return an engine rank that needs direct, packed and scatter ops.
+
+    `gate` and `up` are stacked in one parameter with padding rows. `down` is cut by columns and
+    stored transposed.
+    """
     rows, cols = ROWS // num_ranks, COLS // num_ranks
     builder = ManifestBuilder(f"engine/{index}", Role.ENGINE)
     itemsize = dtype.itemsize
@@ -99,7 +102,7 @@ def expected(index: int, num_ranks: int, dtype: DType, full: dict[str, torch.Ten
 
 
 class Fleet:
-    """Trainer ranks and engine ranks of one process, joined by a real transport."""
+    """Trainer and engine ranks of one process, joined by a real transport."""
 
     def __init__(self, trainers: list[Rank], engines: list[Rank], mode: UpdateMode, arena_nbytes: int) -> None:  # fmt: skip
         self.trainers, self.engines = trainers, engines
@@ -146,7 +149,7 @@ class Fleet:
         return transport.register(tensor.data_ptr(), tensor.nbytes)
 
     def send(self) -> dict[str, dict[str, str]]:
-        """Prepare and write everything; digests by engine and trainer."""
+        """Prepare and write everything, and return the digests by engine and trainer."""
         digests: dict[str, dict[str, str]] = {worker: {} for worker in self.receivers}
         self.stands_still = True
         for worker, sender in self.senders.items():
@@ -171,7 +174,8 @@ class Fleet:
 
 def standard_fleet(dtype: DType, mode: UpdateMode, arena_nbytes: int) -> tuple[Fleet, dict[str, torch.Tensor]]:  # fmt: skip
     full = {name: distinct(ROWS, COLS) + i * 100 for i, name in enumerate(("gate", "up", "down"))}
-    cuts = ((0, 7), (7, 9), (16, 8))  # uneven rows
+    # The cuts give uneven rows.
+    cuts = ((0, 7), (7, 9), (16, 8))
     trainers = [
         trainer_rank(i, {n: Box((start, 0), (count, COLS)) for n in full}, full)
         for i, (start, count) in enumerate(cuts)
@@ -194,7 +198,8 @@ def test_every_destination_byte_is_the_trainers(dtype: DType, mode: UpdateMode, 
             for index, engine in enumerate(fleet.engines):
                 for got, want in zip(engine.memory, expected(index, 2, dtype, full), strict=True):
                     assert torch.equal(got, want)
-            for trainer in fleet.trainers:  # the next version
+            # This is the next version.
+            for trainer in fleet.trainers:
                 for tensor in trainer.memory:
                     tensor.mul_(-2.0)
             full = {name: tensor * -2.0 for name, tensor in full.items()}
@@ -242,7 +247,7 @@ def served_is_right(fleet: Fleet, dtype: DType, full: dict[str, torch.Tensor]) -
 def test_what_is_read_wrongly_for_a_moment_is_found_and_healed_by_writing_again(
     dtype: DType, arena_nbytes: int
 ) -> None:
-    """Each parameter in turn is wrong while it is on its way, and right before and after."""
+    """Each parameter in turn is wrong during its write, and right before and after."""
     for number, name in enumerate(("gate", "up", "down")):
         fleet, full = standard_fleet(dtype, UpdateMode.IN_PLACE, arena_nbytes)
         fleet.stands_still = True
@@ -258,7 +263,8 @@ def test_what_is_read_wrongly_for_a_moment_is_found_and_healed_by_writing_again(
                 wrong[::3] ^= 1 << 22
                 digests = {link.destination: {worker: link.digest} for link in sent.links}
                 found = [p for p in peers if fleet.receivers[p].verify(0, digests[p])]
-                # Digests are of what was right: what was packed before is, everything else is found.
+                # Digests are of the right bytes. Links packed before the change are right, and all
+                # others are found.
                 assert found or (dtype is DType.BFLOAT16 and arena_nbytes == 0) or name == "down"
                 for link in sender.write(0, found, 10.0).links if found else ():
                     assert link.status is LinkStatus.OK, link.error
@@ -280,7 +286,8 @@ def test_a_bit_that_flipped_in_the_arena_is_healed_by_writing_again(dtype: DType
             sender.prepare()
             arena = sender._packer.slot.arena
             assert isinstance(arena, Arena)
-            arena.bytes[3] ^= 1  # of the first link
+            # This byte belongs to the first link.
+            arena.bytes[3] ^= 1
             peers = sorted(fleet.receivers)
             sent = {link.destination: link.digest for link in sender.write(0, peers, 10.0).links}
             wrong = [p for p in peers if fleet.receivers[p].verify(0, {worker: sent[p]})]
@@ -316,7 +323,7 @@ def test_weights_that_are_others_when_they_are_written_again_are_never_confirmed
 
 
 def cut(size: int, marks: set[int]) -> list[tuple[int, int]]:
-    """(start, count) between the marks that lie inside."""
+    """Return (start, count) of the parts between the marks inside the range."""
     edges = [0, *sorted(m for m in marks if 0 < m < size), size]
     return [(a, b - a) for a, b in itertools.pairwise(edges)]
 
@@ -365,7 +372,7 @@ def grid(shape: tuple[int, int, int], marks: tuple[set[int], set[int], set[int]]
 
 
 def permuted_engine(index: int, box: Box, shape: tuple[int, int, int], order: list[int], dtype: DType) -> Rank:  # fmt: skip
-    """Holds its box with dims permuted in memory."""
+    """Return a rank with its box's dims permuted in memory."""
     memory = torch.full([box.sizes[d] for d in order], -1.0, dtype=TORCH[dtype])
     strides = [0, 0, 0]
     for position, dim in enumerate(order):

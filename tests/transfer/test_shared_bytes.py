@@ -1,4 +1,4 @@
-"""Parameters of an engine that share memory: views pass, and bytes of two different elements are refused."""
+"""Engine parameters may share memory as views. Shared bytes of different elements are refused."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def received(*parts: Part, dtypes: tuple[DType, ...] = ()) -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        # Memory of its own, next to each other.
+        # The parameters have separate memory, next to each other.
         (("p", "a", WHOLE, 0, None), ("q", "b", WHOLE, 6 * ROW, None)),
-        # The same tensor twice, as tied weights under one name or under two.
+        # The same tensor occurs twice, as tied weights do under one name or two.
         (("p", "a", WHOLE, 0, None), ("q", "a", WHOLE, 0, None)),
         (("p", "embed", WHOLE, 0, None), ("q", "head", WHOLE, 0, None)),
-        # A view of some rows, and one of some columns.
+        # A view of some rows, and a view of some columns.
         (("p", "a", WHOLE, 0, None), ("q", "a", Box((2, 0), (3, 4)), 2 * ROW, None)),
         (("p", "a", WHOLE, 0, None), ("q", "a", Box((0, 1), (6, 2)), ITEM, (ROW, ITEM))),
-        # A view of one row, whose stride does not matter.
+        # A view of one row, with a stride that does not matter.
         (("p", "a", WHOLE, 0, None), ("q", "a", Box((5, 0), (1, 4)), 5 * ROW, (3, ITEM))),
-        # Two tensors in turns: no byte is shared.
+        # Two tensors alternate row by row and share no byte.
         (("p", "a", WHOLE, 0, (2 * ROW, ITEM)), ("q", "b", WHOLE, ROW, (2 * ROW, ITEM))),
     ],
 )

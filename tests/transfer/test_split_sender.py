@@ -1,6 +1,6 @@
-"""One update of a GPU's weights by two transports: stored by kernels in one engine, packed for the other.
+"""One update over two transports: kernels store into one engine and pack for the other.
 
-Kernels are played in numpy; the engines' memory is this process's.
+The kernels are numpy's, and the engines' memory is this process's.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ FULL = Box((0, 0), SHAPE)
 
 
 class OverNetwork(MemoryTransport):
-    """Says that its memory is a GPU's."""
+    """Host memory that claims to be a GPU's."""
 
     traits = GPU_TRAITS
 
 
 class StoredByKernels(RegionTransport):
-    """What `cuda_ipc` says of itself, where all memory is this process's."""
+    """Transport with the traits of `cuda_ipc` and memory of this process."""
 
     traits = msgspec.structs.replace(
         GPU_TRAITS, strided_stores=True, notifies=True, ceiling_bytes_per_s=4e11
@@ -79,7 +79,7 @@ def manifest(worker: str, role: Role, pitch: int = SHAPE[1]) -> ShardManifest:
 
 TRAINER = manifest("trainer/0", Role.TRAINER)
 PITCH = 64
-"""Elements from one row of an engine to the next: rows that are shorter land packed."""
+"""Distance in elements between rows of an engine. Shorter rows are sent packed."""
 ENGINES = {name: manifest(name, Role.ENGINE, PITCH) for name in ("near/0", "far/0")}
 LINKS = {"near/0": "cuda_ipc", "far/0": "memory"}
 

@@ -1,4 +1,4 @@
-"""The trainer's half within one host: what becomes of tables when kernels are late; kernels in numpy."""
+"""The trainer's side within one host when kernels are late, with kernels in numpy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def manifest(worker: str, role: Role) -> ShardManifest:
 
 
 class Pair:
-    """A trainer rank and an engine rank in one process."""
+    """Trainer rank and engine rank in one process."""
 
     def __init__(self) -> None:
         self.trained = np.arange(SHAPE[0] * SHAPE[1], dtype="<f4")
@@ -56,7 +56,7 @@ class Pair:
         self.gpu = self.transport.mapper.gpu
         where = (ParameterMemory(self.trained.ctypes.data, self.trained.nbytes),)
         self.sender = Sender(self.transport, ours, lambda: where)
-        # The endpoint is looked up among this host's processes.
+        # The sender looks the endpoint up among the processes of this host.
         self.binding = type(binding)(
             worker=binding.worker,
             endpoint=own_endpoint("cuda_ipc"),
@@ -153,7 +153,8 @@ def test_a_write_that_stops_half_way_has_failed_only_when_all_that_was_queued_is
             pair.sender.write(0, ["engine/0"], SECONDS)
     assert len(finished) == 1
     assert 0 < finished[0] <= SECONDS
-    assert pair.gpu.is_late == (ends is not None)  # what may still be read is kept
+    # Memory that a late kernel may still read is kept.
+    assert pair.gpu.is_late == (ends is not None)
 
 
 def test_unknown_is_told_though_nobody_can_look_whether_the_engine_lives(
@@ -245,7 +246,7 @@ def test_an_upload_is_complete_before_a_kernel_of_another_stream_can_read_it(
     called: list[str] = []
 
     class Library:
-        """Notes what is called."""
+        """Recorder of the driver's calls."""
 
         def __getattr__(self, name: str) -> Callable[..., int]:
             def call(*_: object) -> int:

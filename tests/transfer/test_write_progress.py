@@ -1,4 +1,4 @@
-"""Hints about landed parts between real processes, and how a table is cut into parts."""
+"""Hints about landed parts between real processes, and the parts of a table."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_a_full_queue_holds_nobody_up() -> None:
     listener = ProgressListener(deliver)
     tell(listener.address, 1)
     assert busy.wait(SECONDS)
-    tell(listener.address, 5000)  # would block for ever if it waited for room
+    # This call would block forever if it waited for room.
+    tell(listener.address, 5000)
     go_on.set()
     listener.close()
 
