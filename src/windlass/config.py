@@ -210,7 +210,7 @@ class P2pBackend(msgspec.Struct, frozen=True, tag="p2p", omit_defaults=True):
 
 
 class XcclBackend(msgspec.Struct, frozen=True, tag="xccl"):
-    """Backend in which every trainer rank broadcasts to the engine ranks that need its bytes.
+    """Backend with broadcasts: every trainer rank broadcasts to the engine ranks that need its bytes.
 
     Attributes:
         fabric: gloo or NCCL.

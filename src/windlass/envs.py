@@ -50,7 +50,7 @@ def check_token(token: str | None, what: str) -> str:
 
 
 def has_certificate() -> bool:
-    """Return whether this process has a certificate, from which peers learn its role without a token."""
+    """Return whether this process has a certificate, which shows its role to peers without a token."""
     return all(map(environment_value, (TLS_CA_VARIABLE, TLS_CERTIFICATE_VARIABLE)))
 
 

@@ -31,7 +31,7 @@ def public(package: str) -> tuple[list[str], Callable[[str], object], Callable[[
         """Import a public name.
 
         Raises:
-            AttributeError: there is no such name.
+            AttributeError: the package has no public name `name`.
         """
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")

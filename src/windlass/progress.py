@@ -15,10 +15,10 @@ SAID_EVERY_S = 15.0
 
 @final
 class Progress:
-    """Progress of a start or of another slow job, part by part. One thread begins and ends parts; any thread may read `text`.
+    """Progress of a start or of another slow job, in parts. One thread begins and ends the parts; any thread may call `text`.
 
     Each part is logged when it begins, every `SAID_EVERY_S` while it runs, and when it ends, so that a log
-    shows what a terminal shows.
+    shows the same as a terminal.
 
     Args:
         say: logs one line.
@@ -32,7 +32,7 @@ class Progress:
         self._detail, self._ended = "", threading.Event()
 
     def begin(self, what: str, at_most_s: float | None = None) -> None:
-        """Begin a part and end the previous one; the caller gives up after `at_most_s`, or never if that is None."""
+        """Begin a part and end the previous one. `at_most_s` is the caller's deadline, or None if it has no deadline."""
         self.end()
         limit = "" if at_most_s is None else f"at most {at_most_s:.0f} s"
         self._say(f"{what} ({limit})" if limit else what)
