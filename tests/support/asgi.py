@@ -19,7 +19,7 @@ async def request(
     *,
     root_path: str = "",
 ) -> tuple[int, Any]:
-    """Return the status and the decoded JSON of the answer. The application gets the body in two pieces."""
+    """Return the status and the decoded JSON of the answer. The body arrives in two pieces."""
     sent: list[Message] = []
     pieces = [(body[:7], True), (body[7:], False)]
 

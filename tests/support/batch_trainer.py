@@ -1,4 +1,4 @@
-"""A trainer rank with a loop of its own, which waits for batches in `BatchClient.next_batch`."""
+"""Trainer rank with its own loop, which waits for batches in `BatchClient.next_batch`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windlass.config import ReplicaPlace
 
 @dataclass
 class BatchTrainerSettings:
-    """What the rank is told when it starts.
+    """Settings that the rank gets at its start.
 
     Attributes:
         changes_late: the rank changes its weights after it has published them.

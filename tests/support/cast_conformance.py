@@ -1,10 +1,11 @@
-"""What every way that casts must do, in host memory and on a GPU: subclass it in a test module.
+"""Tests for every implementation of casts, in host memory and on a GPU. Subclass them in a test
+module:
 
     class TestHost(CastConformance):
         def pack(self, op, source): ...
 
-The list is `CASTS` and the source dtypes of block float8; the oracle is torch on a CPU, bit for bit. Only
-which NaN a NaN becomes is left open: torch itself answers with different ones from one machine to another.
+They cover `CASTS` and the source dtypes of block float8. The expected values come from torch on a
+CPU, bit for bit. Only the bits of a NaN may differ, because torch's differ between machines.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ __all__ = ["QUANTISED_FROM", "CastConformance", "HostCasts", "KernelCasts", "Pac
 QUANTISED_FROM = next(c.source_dtypes for c in CAPABILITIES if c.scheme is Scheme.FP8_BLOCK)
 NAME = "model.layers.3.mlp.gate.weight"
 LOW_HALVES = (0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
-"""Of float32: around what rounds to even in either narrow dtype."""
+"""Lower halves of float32 values around the ties of rounding to float16 and to bfloat16."""
 NOTHING = np.zeros(0, np.int64)
 
 
 class Packed(NamedTuple):
-    """A payload, and why it must not be used; empty if it may."""
+    """A payload and its error; the error is empty if the payload may be used."""
 
     payload: bytes
     error: str
 
 
 class Layout(NamedTuple):
-    """Rows of a matrix in memory: elements of a row, beside it, and before the first."""
+    """A matrix in memory: elements of a row, between two rows, and before the first row."""
 
     columns: int
     gap: int
@@ -63,7 +64,7 @@ MATRICES = {"whole blocks": (256, 384), "cut blocks": (200, 136), "odd columns":
 
 
 def patterns(dtype: DType) -> torch.Tensor:
-    """Every bit pattern of a dtype of 16 bits; of float32 every upper half with telling lower ones."""
+    """Return every bit pattern of a 16-bit dtype; for float32, every upper half with each of `LOW_HALVES`."""
     halves = torch.arange(1 << 16, dtype=torch.int64)
     if dtype is not DType.FLOAT32:
         return halves.to(torch.uint16).view(torch_dtype(dtype))
@@ -72,7 +73,7 @@ def patterns(dtype: DType) -> torch.Tensor:
 
 
 def cast_op(source: DType, target: DType, rows: int, layout: Layout) -> BoundOp:
-    """Packs a matrix of `layout`."""
+    """Return an op that packs a matrix of `layout`."""
     size = source.itemsize
     return BoundOp(
         mode=CopyMode.PACKED,
@@ -93,7 +94,7 @@ def cast_op(source: DType, target: DType, rows: int, layout: Layout) -> BoundOp:
 
 
 def laid_out(values: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory in which `values` lie as the rows of a matrix, and that matrix."""
+    """Return memory that contains `values` as the rows of a matrix, and that matrix."""
     rows = -(-len(values) // layout.columns)
     filled = values.repeat(2)[: rows * layout.columns].view(rows, layout.columns)
     memory = torch.full((layout.shift + rows * (layout.columns + layout.gap),), 3.0).to(
@@ -104,7 +105,7 @@ def laid_out(values: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.
 
 
 class CastConformance(ABC):
-    """See the module."""
+    """Tests that a subclass inherits; see the module."""
 
     @abstractmethod
     def pack(self, op: BoundOp, source: torch.Tensor) -> Packed:
@@ -115,7 +116,7 @@ class CastConformance(ABC):
     def test_every_number_is_rounded_as_torch_rounds_it(
         self, source: DType, target: DType, layout: str
     ) -> None:
-        """Subnormal numbers, zeros of both signs, infinities and NaNs included."""
+        """Subnormal numbers, zeros of both signs, infinities and NaNs are among the values."""
         values = patterns(source)
         cast = values.to(torch_dtype(target))
         values = values[~(cast.isinf() & values.isfinite())]
@@ -129,7 +130,7 @@ class CastConformance(ABC):
     def test_a_number_that_would_become_infinite_is_an_error_that_names_the_tensor(
         self, source: DType, target: DType, layout: str
     ) -> None:
-        """The least of them, of both signs, in many places; beside it infinities and a NaN."""
+        """Try the smallest such number, with both signs, at several places between infinities and NaNs."""
         values = patterns(source)
         lost = values[values.to(torch_dtype(target)).isinf() & values.isfinite()]
         least = lost.float().abs().min().to(values.dtype)
@@ -153,7 +154,7 @@ class CastConformance(ABC):
     @pytest.mark.parametrize("matrix", MATRICES)
     @pytest.mark.parametrize("source", QUANTISED_FROM)
     def test_block_float8_is_that_of_torch(self, source: DType, matrix: str) -> None:
-        """Blocks of zeros, of subnormal numbers, with an outlier, an infinity and a NaN included."""
+        """The matrix has blocks of zeros and of subnormal numbers, an outlier, an infinity and a NaN."""
         rows, columns = MATRICES[matrix]
         generator = torch.Generator().manual_seed(rows)
         weight = torch.randn(rows, columns, generator=generator)
@@ -170,7 +171,7 @@ class CastConformance(ABC):
             require_equal(found.payload, wanted)
 
     def test_a_weight_that_bfloat16_cannot_hold_is_not_quantised(self) -> None:
-        """Float32 is rounded to bfloat16 first."""
+        """Float32 is rounded to bfloat16 before it is quantised."""
         weight = torch.full((130, 140), 2.0)
         weight[129, 139] = -3.4e38
         for transform in (Transform.FP8_BLOCK_VALUES, Transform.FP8_BLOCK_SCALES):
@@ -180,7 +181,7 @@ class CastConformance(ABC):
 
 
 class HostCasts(CastConformance):
-    """In host memory."""
+    """Casts in host memory."""
 
     def pack(self, op: BoundOp, source: torch.Tensor) -> Packed:
         """See `CastConformance.pack`."""
@@ -193,16 +194,17 @@ class HostCasts(CastConformance):
 
 
 class KernelCasts(CastConformance):
-    """By the kernels of a GPU, or by those that `numpy_gpu` plays."""
+    """Casts by the kernels of a GPU, or by the simulated kernels of `numpy_gpu`."""
 
     @abstractmethod
     def gpu(self) -> Gpu:
-        """Runs them."""
+        """Return the GPU that runs the kernels."""
 
     def pack(self, op: BoundOp, source: torch.Tensor) -> Packed:
-        """See `CastConformance.pack`. What is stored must have the digest that was taken on the way."""
+        """See `CastConformance.pack`. Also compare the digest of the sender with a digest of the
+        stored bytes."""
         gpu, device = self.gpu(), self.gpu().device
-        # A link begins with something else, so that positions do not begin with this op's.
+        # The link starts with another op, so that the positions of this op do not start at 0.
         before = replace(op, sizes=(1,), src_sizes=(1,), src_strides=(1,), dst_strides=(1,), nbytes=8, tensor="before")  # fmt: skip
         program = LinkProgram(peer="engine", ops=(op,), direct=NO_RUNS, nbytes=op.nbytes)
         ((_, _, pieces),) = cut_ops(program, at_source=True)
@@ -240,7 +242,7 @@ NO_RUNS = DirectRuns.empty(0)
 
 
 def quantising_op(source: DType, rows: int, columns: int, transform: Transform) -> BoundOp:
-    """Quantises a contiguous matrix."""
+    """Return an op that quantises a contiguous matrix."""
     values = transform is Transform.FP8_BLOCK_VALUES
     target = DType.FLOAT8_E4M3 if values else DType.FLOAT32
     sizes = (rows, columns) if values else scale_shape((rows, columns))
@@ -251,7 +253,7 @@ def quantising_op(source: DType, rows: int, columns: int, transform: Transform) 
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and scales of a whole matrix as DeepGEMM and vLLM compute them on a GPU."""
+    """Return the values and scales of a whole matrix as DeepGEMM and vLLM compute them on a GPU."""
     rows, columns = weight.shape
     grid = scale_shape((rows, columns))
     padded = torch.zeros(grid[0] * BLOCK, grid[1] * BLOCK, dtype=torch.bfloat16)
@@ -263,7 +265,7 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def require_equal(payload: bytes, wanted: torch.Tensor) -> None:
-    """The same bits, or a NaN for a NaN."""
+    """Check that the bits are equal, or that both values are NaN."""
     found = torch.frombuffer(bytearray(payload), dtype=wanted.dtype).view(wanted.shape)
     unsigned = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[wanted.element_size()]
     same = (found.view(unsigned) == wanted.view(unsigned)) | (

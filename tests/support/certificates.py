@@ -1,4 +1,4 @@
-"""Certificates of an authority that lives as long as a test, as processes are told of them."""
+"""Certificates of a temporary authority, as environment variables for the processes of a test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ __all__ = ["Authority"]
 
 @final
 class Authority:
-    """Signs certificates; each is a set of environment variables that name files in `folder`."""
+    """Authority that signs certificates. A certificate is a set of environment variables that name
+    files in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._ca, self._count = folder, trustme.CA(), 0
@@ -31,7 +32,8 @@ class Authority:
         believes: Authority | None = None,
         expired: bool = False,
     ) -> dict[str, str]:
-        """A certificate for `host` that names these roles, for a process that believes an authority."""
+        """Issue a certificate for `host` with these roles, to a process that trusts the authority
+        `believes`."""
         units = [f"windlass-{role}" for role in roles]
         certificate = self._ca.issue_cert(
             host,
@@ -54,6 +56,6 @@ class Authority:
 
     @contextmanager
     def here(self, *roles: str) -> Iterator[None]:
-        """This process has such a certificate."""
+        """Give this process such a certificate inside the block."""
         with temporary_values(self.issue(*roles)):
             yield

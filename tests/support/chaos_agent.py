@@ -1,7 +1,7 @@
-"""One real process of the real chaos: a trainer rank or an engine over a real transport.
+"""One process of the real chaos: a trainer rank or an engine over a real transport.
 
 `python chaos_agent.py trainer|engine URL TOKEN NAME INDEX TRANSPORT PARENT`. A trainer publishes
-the versions that it reads from stdin and prints how that ended. An engine prints its URL and
+the versions that it reads from stdin and prints the result of each. An engine prints its URL and
 serves `/generate` and `/state` until it is killed. Both end with their parent.
 """
 
@@ -42,7 +42,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def memory_of(transport: OneSidedTransport, nbytes: int) -> tuple[int, Any, Any]:
-    """Registered memory: address, bytes, and what keeps it alive."""
+    """Return newly registered memory: its address, its bytes and its region."""
     if transport.allocator is not None:
         address = transport.allocator.allocate(nbytes)
         raw = (ctypes.c_uint8 * nbytes).from_address(address)
@@ -85,7 +85,7 @@ def run_trainer(url: str, token: str, name: str, index: int, transport: OneSided
 
 
 class Engine:
-    """Real memory, read token by token."""
+    """Engine with real memory, which it reads for every token."""
 
     def __init__(self, name: str, transport: OneSidedTransport) -> None:
         self.manifest = engine_manifest(f"{name}/0", 0, 1)
@@ -101,7 +101,8 @@ class Engine:
     # EngineHooks, called by the agent's thread.
 
     def pause(self, pause_id: str, mode: object, deadline_s: float) -> None:
-        with self.lock:  # a token that is being made is made
+        # The lock lets a running token finish first.
+        with self.lock:
             self.paused = True
             self.aborts += 1
 
@@ -118,7 +119,7 @@ class Engine:
     # Called in the loop of the server.
 
     def token(self) -> int | None:
-        """The version that the next token is of; None while paused."""
+        """Return the version of the next token, `MIXED` for wrong weights, None while paused."""
         with self.lock:
             if self.paused or self.version < 0:
                 return None

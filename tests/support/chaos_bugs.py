@@ -1,7 +1,7 @@
-"""Bugs to be planted in the product, each of which the suite must find.
+"""Bugs to plant in the product. The suite must find each of them.
 
-A bug is a function of the product with a piece of its text replaced. If the product changes so
-that the piece is no longer there, planting fails, and the list has to be kept up.
+A bug replaces a piece of text in a function of the product. If a change of the product removes the
+piece, planting fails: update this list then.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from windlass.transfer.sender import Sender
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """In `owner.function`, `old` becomes `new`.
+    """A bug that replaces `old` by `new` in `owner.function`.
 
-    `seed` is the first that finds it, as `chaos_run.py --bugs --search` said; -1 for none yet.
+    `seed` is the first seed that finds the bug, as `chaos_run.py --bugs --search` reports; -1 if
+    none is known.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Bug:
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        """Inside, the product has the bug."""
+        """Plant the bug in the product inside the block."""
         original = inspect.getattr_static(self.owner, self.function)
         is_property = isinstance(original, property)
         plain = original.fget if is_property else original
@@ -456,7 +457,7 @@ INTRUDER_BUGS = (
         100006,
     ),
 )
-"""Of what intruders, other runs and misfits try: searched for among seeds from `ATTACKED_FROM` on."""
+"""Bugs that intruders, other runs and misfits reveal, from seed `ATTACKED_FROM` on."""
 
 RARE_BUGS = (
     Bug(
@@ -476,6 +477,6 @@ RARE_BUGS = (
         47,
     ),
 )
-"""Behind another defence: about one schedule in a hundred finds them, so a search by hand does."""
+"""Bugs behind another defence. About one schedule in a hundred finds them: only `chaos_run.py --bugs` searches."""
 
 ALL_BUGS = (*BUGS, *INTRUDER_BUGS, *RARE_BUGS)

@@ -1,4 +1,4 @@
-"""The controller's process: the shipped coordinator and rollout controller, and their owner."""
+"""The controller's process: the shipped coordinator and rollout controller, and a program that uses them."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ DEADLINES = PhaseDeadlines(
     fleet_s=6.0,
 )
 ROUND_BOUND_S = 3.0 + 3 * (3.0 + 2.0) + 3 * 2.0 + 2.0
-"""Of one round: every phase at its deadline, every rewrite used."""
+"""Longest time of a round: every phase lasts until its deadline, and every rewrite is used."""
 HEARTBEAT_S = 2.0
 
 
 class ControllerProcess(Process):
-    """See the module. `producing` may be cleared to let rollouts run dry."""
+    """The controller's process. Clear `producing` to submit no more rollouts."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world, "controller")
@@ -68,7 +68,7 @@ class ControllerProcess(Process):
             self.policy,
             token=TOKEN,
             config=RolloutConfig(
-                # With RETRY nobody knows how old an attempt's tokens are before its answer arrives.
+                # With RETRY, the age of an attempt's tokens is unknown until its answer arrives.
                 on_abort=OnAbort.RETRY if world.schedule.seed % 3 == 1 else OnAbort.CONTINUE,
                 max_attempts=1000,
                 attempt_deadline_s=15.0,
@@ -155,7 +155,8 @@ class ControllerProcess(Process):
 
     def kill(self) -> None:
         journal: Any = self.coordinator.run.journal
-        journal.close()  # a dead process writes nothing
+        # A dead process writes nothing to its journal.
+        journal.close()
         super().kill()
 
     async def buried(self) -> None:

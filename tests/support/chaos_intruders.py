@@ -1,8 +1,8 @@
-"""Who does not belong here, and who belongs here and is not as it should be: see `Intrusion`, `Misfit`.
+"""Intruders that attack the controller, and engines that misbehave: see `Intrusion` and `Misfit`.
 
-They speak the protocol themselves, from hosts of their own, and know everything that an attacker could:
-which round runs, which calls are waiting, where the memory of others lies. Each says what must come of
-it; what comes of it for everybody else is checked by the world.
+They speak the protocol themselves, from their own hosts. They know everything that an attacker
+could know: the running round, the pending calls, the addresses of other engines' memory. Each
+checks the answers that it gets; the world checks that the other members stay unharmed.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ FIRST_ANSWERS: dict[str, Callable[[bytes], object]] = {
     "/v1/workers": rollout.CONTROLLER_FRAMES.decode,
 }
 PEERS_GONE = (aiohttp.ClientError, OSError)
-"""Whoever attacks a controller that dies meets its end."""
+"""Errors that an intruder gets when the controller dies."""
 
 
 class Intruder:
-    """One of them. `run` ends when it has done what it does; a misfit's when the world does."""
+    """An intruder or a misfit. `run` of an intruder ends with its attack, `run` of a misfit with the world."""
 
     def __init__(self, world: World, what: str, number: int) -> None:
         self.world, self.what = world, what
         self.name = f"intruder-{number}"
         self.host: SimulatedHost = world.network.host(self.name)
         self.transport = MemoryTransport(world.fabric, f"{self.name}#{number}")
-        # What it holds is in another order than that of any engine: written elsewhere it is damage.
+        # No engine has this layout, so these bytes would damage any other memory.
         self.manifest = engine_manifest(f"{self.name}/0", 1, 2)
         self.memory = np.zeros(self.manifest.parameters[0].nbytes, np.uint8)
         self.region: MemoryRegion = self.transport.register(self._address, self.memory.nbytes)
@@ -88,11 +88,11 @@ class Intruder:
         return int(self.memory.ctypes.data)
 
     def token(self, role: Access) -> dict[str, str]:
-        """The header that a process of this role sends."""
+        """Return the header that a process of this role sends."""
         return {"Authorization": f"Bearer {role_token(TOKEN, role)}"}
 
     async def run(self) -> None:
-        """Do it. The controller may die under it."""
+        """Run the attack; end quietly if the controller dies during it."""
         acts: dict[str, Callable[[], Awaitable[None]]] = {
             Intrusion.CROWD: self._crowd,
             Intrusion.TOKENS: self._try_tokens,
@@ -133,7 +133,7 @@ class Intruder:
             self.world.violate(f"{there} connections without a token after {STRANGER_S} s")
 
     def _num_connections(self) -> int:
-        """At the controller's end."""
+        """Count the connections of this intruder at the controller's end."""
         ends = self.world.controller.host.transports
         return sum(end.peer.host is self.host for end in ends)
 
@@ -174,7 +174,7 @@ class Intruder:
     # --- with an engine's token -----------------------------------------------------------------------
 
     def hello(self, describes: ShardManifest | None = None, **changes: Any) -> Hello:
-        """Of an engine of one rank, with these changes."""
+        """Return the Hello of an engine of one rank, with these changes."""
         manifest = describes or self.manifest
         hello = Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -209,7 +209,7 @@ class Intruder:
                 self.world.violate(f"a session without a Hello lasts longer than {HEARTBEAT_S} s")
 
     def _wrong_hellos(self) -> Iterator[tuple[str, Hello]]:
-        """Each breaks one rule; those that others must be there for come last."""
+        """Yield Hellos that each break one rule. The last ones need other members that stay connected."""
         coordinator = self.world.controller.coordinator
         far = coordinator.run.round_id.epoch + (1 << 21)
         yield "an epoch out of bounds", self.hello(epoch=MAX_COUNT + 1)
@@ -275,7 +275,7 @@ class Intruder:
                 self.world.violate(f"who says {what} is let in")
 
     async def _take_trainers_name(self) -> None:
-        """For a while, in which the trainer may be away."""
+        """Try for 5 s, during which the trainer may be absent."""
         engine = self._named("trainer/1", world_size=2)
         trainer = self.hello(trainer_manifest("trainer/1", 1), world_size=2)
         async with aiohttp.ClientSession(headers=self.token(Access.ENGINE)) as http:
@@ -311,7 +311,7 @@ class Intruder:
         *,
         for_s: float = 1e9,
     ) -> None:
-        """Be an engine that answers so, and comes again when its connection is lost."""
+        """Join as an engine that replies with `answer`, and reconnect when the connection is lost."""
         ends_s = self.world.loop.time() + for_s
         async with aiohttp.ClientSession(headers=self.token(Access.ENGINE)) as http:
             while self.world.loop.time() < ends_s:
@@ -328,7 +328,7 @@ class Intruder:
         answer: Callable[[Envelope[Command | Probe]], Result | None],
         during: Callable[[aiohttp.ClientWebSocketResponse], Awaitable[None]] | None,
     ) -> bool:
-        """Whether it may come again."""
+        """Answer calls until the connection ends. Return whether the intruder may reconnect."""
         beside: asyncio.Task[Any] | None = None
         try:
             async for message in socket:
@@ -356,7 +356,7 @@ class Intruder:
         await self._join(self.hello(), self._misfit_answer)
 
     def _misfit_answer(self, call: Envelope[Command | Probe]) -> Result | None:
-        """It serves nobody in the end, so that it gets no traffic."""
+        """Return the misfit's reply. No misfit completes a round, so it gets no rollouts."""
         match call.command:
             case ConnectEngine(plan_digest=digest):
                 return self._bind(digest)
@@ -422,7 +422,7 @@ class Intruder:
 
     async def _reply_for_others(self) -> None:
         async def forge(socket: aiohttp.ClientWebSocketResponse) -> None:
-            """Faster than those who were asked: it knows what is asked when it is."""
+            """Reply before the called members do: look for pending calls every 2 ms."""
             for _ in range(int(FORGING_S / 0.002)):
                 await asyncio.sleep(0.002)
                 for epoch, number, seq in self._calls_of_others():
@@ -440,7 +440,7 @@ class Intruder:
         await self._join(self.hello(), self._misfit_answer, forge, for_s=FORGING_S)
 
     def _calls_of_others(self) -> list[tuple[int, int, int]]:
-        """(epoch, round, seq) of what the running round, and the binding that is being made, wait for."""
+        """Return (epoch, round, seq) of pending calls of the running round, at most 16, each only once."""
         coordinator = self.world.controller.coordinator
         driver = coordinator.rounds.driver
         calls = [] if driver is None else [(*driver.round_id, s) for s in driver.machine._pending]
@@ -449,7 +449,7 @@ class Intruder:
         return fresh[:16]
 
     async def _reply_to_a_predecessor(self) -> None:
-        """Of a controller before this one, in whose rounds it took no part."""
+        """Report writes of an earlier controller's rounds, although this engine took no part in them."""
         self.world.kill_soon(CONTROLLER, 0.5)
         await asyncio.sleep(1.0)
 
@@ -462,7 +462,7 @@ class Intruder:
     # --- with a worker's token --------------------------------------------------------------------------
 
     def _worker_hello(self, **changes: Any) -> dict[str, Any]:
-        """As it is sent, so that anything can be in it."""
+        """Return the Hello as builtins, so that a change may have any type or value."""
         hello = rollout.WorkerHello(
             protocol_version=PROTOCOL_VERSION, name=self.name, incarnation="i", max_concurrent=1
         )
@@ -483,7 +483,8 @@ class Intruder:
             for frame in wrong:
                 await self._must_be_refused(http, str(frame), encode(frame), "/v1/workers")
             if not self.world.schedule.only_intruders:
-                return  # the controller may be another one meanwhile
+                # With other faults, a new controller may have no record of the name.
+                return
             for incarnation in ("i", "j"):
                 async with await self._open(http, "/v1/workers") as socket:
                     await socket.send_bytes(encode(self._worker_hello(incarnation=incarnation)))
@@ -492,7 +493,7 @@ class Intruder:
             await self._must_be_refused(http, "a name that it lost", replaced, "/v1/workers")
 
     async def _complete_for_others(self) -> None:
-        """Outcomes of the attempt before, and of one that is far off, with tokens that nobody made."""
+        """Send outcomes of the previous attempt and of a distant one, with tokens that no engine made."""
         async with (
             aiohttp.ClientSession(headers=self.token(Access.WORKER)) as http,
             await self._open(http, "/v1/workers") as socket,
@@ -526,7 +527,7 @@ def _forged_outcome(task_id: str, attempt: int, version: int) -> rollout.Rollout
 
 
 def _unknown_writes() -> Written:
-    """Of every engine rank."""
+    """Return an unknown outcome for the writes to every engine rank."""
     ranks = [f"{name}/{rank}" for name, size in ENGINES.items() for rank in range(size)]
     links = tuple(LinkOutcome(rank, LinkStatus.UNKNOWN, 0, "", "forged") for rank in ranks)
     return Written(links, 0.0, 0.0)

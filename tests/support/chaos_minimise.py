@@ -1,4 +1,4 @@
-"""From a schedule that fails to a small one that fails (delta debugging, Zeller 1999)."""
+"""Reduce a schedule that fails to a small one that fails (delta debugging, Zeller 1999)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from chaos_schedule import Event, Schedule
 def minimise(
     schedule: Schedule, fails: Callable[[Schedule], bool], *, max_runs: int = 120
 ) -> Schedule:
-    """The schedule with events left out and shortened as far as it still fails.
+    """Return the schedule with fewer events and a shorter duration, as small as it still fails.
 
     Args:
-        schedule: fails.
-        fails: runs a schedule.
-        max_runs: of `fails`.
+        schedule: a schedule that fails.
+        fails: runs a schedule and returns whether it fails.
+        max_runs: highest number of calls of `fails`.
     """
     runs = 0
 

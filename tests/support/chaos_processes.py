@@ -56,7 +56,7 @@ FOREIGN_LINEAGE = "another run"
 
 
 class Inline(Executor):
-    """Runs at once: threads would make the order of writes depend on the machine."""
+    """Executor that runs each call at once: with threads, the order of writes would depend on the machine."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -71,16 +71,17 @@ class Inline(Executor):
 
 
 class ChaosTransport(WrappedTransport):
-    """A memory transport whose next writes suffer what the schedule says."""
+    """Memory transport that applies the faults of the schedule to its next writes."""
 
     def __init__(self, world: World, host: SimulatedHost) -> None:
         self._world, self._host = world, host
-        # A name per process: a dead one must not be taken for its successor.
+        # Each process has its own name, so that a peer does not take a dead process for its
+        # successor.
         super().__init__(MemoryTransport(world.fabric, f"{host.name}#{world.next_number()}"))
         self.faults: dict[str, deque[WireFault]] = {}
 
     def vanish(self) -> None:
-        """The process is dead: its memory is nobody's."""
+        """Remove the memory of the dead process from the fabric."""
         self._world.fabric.leave(self.endpoint().address)
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
@@ -111,13 +112,13 @@ class ChaosTransport(WrappedTransport):
                 raise TransferFailed("the process dies here")
 
     def _part(self, batch: WriteBatch, deadline_s: float) -> None:
-        """All pieces but the last, and half of that."""
+        """Write all pieces but the last, and half of the last."""
         nbytes = batch.nbytes.copy()
         nbytes[-1] //= 2
         self.inner.write(replace(batch, nbytes=nbytes), deadline_s=deadline_s)
 
     def _flipped(self, batch: WriteBatch, deadline_s: float) -> None:
-        """One bit of one byte is wrong when it arrives."""
+        """Deliver the batch with one wrong bit."""
         copy, moved = _copied(batch)
         draw = self._world.draw
         copy[draw.randrange(len(copy))] ^= 1 << draw.randrange(8)
@@ -129,7 +130,7 @@ class ChaosTransport(WrappedTransport):
         self._world.loop.call_later(delay_s, self._receive, moved, copy)
 
     def _receive(self, batch: WriteBatch, keep: np.ndarray[Any, Any]) -> None:
-        """Past the sender's own checks: these bytes are on the wire already."""
+        """Deliver bytes that are already on the wire, without the checks of the sender."""
         try:
             peer = self._world.fabric.find(batch.endpoint)
             peer.receive(batch, Deadline.after(1e9, "scripted"))
@@ -150,7 +151,8 @@ def _copied(batch: WriteBatch) -> tuple[np.ndarray[Any, Any], WriteBatch]:
 
 
 class Watched:
-    """`CommandHandler` that notes what is carried out before the agent does."""
+    """`CommandHandler` that records each command, and reports a repeated or outdated one, before
+    the agent runs it."""
 
     def __init__(
         self, world: World, host: SimulatedHost, inner: EngineAgent | TrainerAgent
@@ -185,13 +187,13 @@ class Process:
         self.transport: ChaosTransport | None = None
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the process as SIGKILL does."""
         self.host.kill()
         if self.transport is not None:
             self.transport.vanish()
 
     async def serve(self, routes: list[web.RouteDef]) -> str:
-        """Listen; returns the URL."""
+        """Serve the routes and return the URL."""
         app = web.Application()
         app.add_routes(routes)
         runner = web.AppRunner(
@@ -204,7 +206,7 @@ class Process:
         return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
     async def buried(self) -> None:
-        """After `host.kill()`: let go of what a dead process holds no more."""
+        """Release the resources of the dead process. Call it after `host.kill()`."""
         await self.host.ended()
         for runner in self.runners:
             await runner.cleanup()
@@ -213,9 +215,10 @@ class Process:
 
 
 class TrainerProcess(Process):
-    """A trainer rank: real sender, real agent, real memory.
+    """Trainer rank with a real sender, a real agent and real memory.
 
-    A rival has that rank's name, and is of another start of the job, or of another run.
+    A rival has the name of a trainer rank, but comes from another start of the job or from another
+    run.
     """
 
     def __init__(self, world: World, index: int, *, rival: str = "") -> None:
@@ -237,7 +240,8 @@ class TrainerProcess(Process):
         )
         assert isinstance(conversation, TrainerChannel)
         self.conversation = conversation
-        if rival:  # it has trained for this run before, or for another one
+        # A rival has already trained, for this run or for another.
+        if rival:
             self.conversation._welcomed_by = (
                 world.controller.coordinator.run.lineage
                 if rival == OF_THIS_RUN
@@ -245,7 +249,7 @@ class TrainerProcess(Process):
             )
 
     def hold(self, version: int) -> None:
-        """The optimizer has made `version`; that of a rival, something else."""
+        """Store `version` in the weights, as an optimizer does. A rival stores other values."""
         self.weights[:] = values(version)[trainer_rows(self.index)] + self.is_rival
 
     def start(self) -> None:
@@ -257,10 +261,11 @@ class TrainerProcess(Process):
 
 
 class EngineProcess(Process):
-    """An engine rank: real receiver, real agent, real memory; rank 0 also answers `/generate`.
+    """Engine rank with a real receiver, a real agent and real memory. Rank 0 also answers
+    `/generate`.
 
-    A foreign one has served another run: weights that are no version of this one, under the number of
-    one that is.
+    A foreign engine comes from another run: it reports a version number of this run, but its
+    weights are no version of this run.
     """
 
     def __init__(
@@ -335,10 +340,10 @@ class EngineProcess(Process):
         self._changed.set()
         self._changed = asyncio.Event()
 
-    # --- what it serves --------------------------------------------------------------------------
+    # --- generation ------------------------------------------------------------------------------
 
     def content(self) -> int | None:
-        """The version that the memory holds as a whole; None for a mixture."""
+        """Return the version of the whole memory; None for a mixture."""
         return self.world.version_of(self.memory.tobytes(), self.rank, self.world_size)
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -375,7 +380,7 @@ class EngineProcess(Process):
 
 
 class WorkerProcess(Process):
-    """A rollout worker: the shipped one."""
+    """The shipped rollout worker."""
 
     def __init__(self, world: World, index: int) -> None:
         super().__init__(world, f"worker/{index}")

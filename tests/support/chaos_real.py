@@ -1,8 +1,8 @@
 """Chaos with real processes: `python tests/support/chaos_real.py --rounds 50 --transport cma`.
 
-This process is the controller. Trainers, engines and a rollout worker are processes of their own,
-which are killed, stopped, cut off and starved of descriptors while versions are published; so is
-the controller itself, of disk and of descriptors.
+This process is the controller. Trainers, engines and a rollout worker are separate processes. They
+are killed, stopped, cut off, or run out of descriptors while versions are published. The
+controller itself runs out of disk or of descriptors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ENGINES = ("a", "b", "c")
 NUM_TOKENS = 8
 MAX_STALENESS = 1
 SETTLED_AFTER = 8
-"""Rounds after which memory and descriptors are counted for the first time."""
+"""Rounds before the first measurement of memory and descriptors."""
 MEMORY_NBYTES = 24 << 20
 DEADLINES = PhaseDeadlines(
     connect_s=10, prepare_s=6, pause_s=4, write_s=6, verify_s=4, apply_s=4, publish_s=4, fleet_s=20
@@ -54,11 +54,11 @@ DEADLINES = PhaseDeadlines(
 
 
 class Broken(Exception):
-    """An invariant does not hold."""
+    """Error for an invariant that does not hold."""
 
 
 class Proxy:
-    """Between one agent and the controller: can be cut, and can swallow everything."""
+    """Proxy between one agent and the controller. It can cut connections, and hold back all data."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -83,7 +83,7 @@ class Proxy:
             writer.transport.abort()
 
     def swallow(self, on: bool) -> None:
-        """Nothing passes while it is on; what was sent passes afterwards."""
+        """Pass no data while `on`; pass the held data afterwards."""
         (self._open.clear if on else self._open.set)()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -106,7 +106,7 @@ class Proxy:
 
 
 class Agent:
-    """A process that can be started again."""
+    """A process that can be restarted."""
 
     def __init__(self, run: Run, role: str, name: str, index: int) -> None:
         self._run, self.role, self.name, self.index = run, role, name, index
@@ -141,7 +141,7 @@ class Agent:
         )
 
     async def line(self, deadline_s: float) -> str:
-        """The next line that it prints; empty at its end."""
+        """Return the next line that the process prints; empty at its end."""
         assert self.process is not None
         assert self.process.stdout is not None
         async with asyncio.timeout(deadline_s):
@@ -288,7 +288,7 @@ class Run:
             self.broken.append(f"rollout {rollout.task_id} is too stale: {rollout.versions}")
 
     def durable(self) -> set[int]:
-        """Versions that the journal on disk says are or are about to be published."""
+        """Return the versions that the journal on disk records as published or about to be."""
         whole, _, _ = self.journal.read_bytes().rpartition(b"\n")
         entries = [msgspec.json.decode(line, type=JournalEntry) for line in whole.split(b"\n")]
         kinds = {JournalKind.PUBLISHING, JournalKind.PUBLISHED}
@@ -297,7 +297,7 @@ class Run:
     # --- rounds ------------------------------------------------------------------------------------
 
     async def round(self) -> None:
-        """One version, with something going wrong in a phase that is drawn."""
+        """Publish one version, with a fault in a random phase."""
         self.version += 1
         self._arm()
         answers = await asyncio.gather(*(self._announce(i) for i in range(2)))
@@ -325,7 +325,7 @@ class Run:
         return f"{self.version} none: the process died"
 
     async def _check_engines(self) -> None:
-        """Whoever is routed serves exactly the published version, whole, and goes on."""
+        """Check that every routed engine serves exactly the published version, and resumes."""
         async with aiohttp.ClientSession() as http:
             for engine in self.coordinator.routable():
                 agent = self.agents[engine.name]
@@ -334,7 +334,8 @@ class Run:
                 try:
                     state = await self._state(http, engine.url)
                 except (aiohttp.ClientError, TimeoutError):
-                    continue  # killed just now
+                    # The engine was killed a moment ago.
+                    continue
                 if engine not in self.coordinator.routable():
                     continue
                 wanted = {"paused": False, "label": engine.version, "content": engine.version}
@@ -342,7 +343,7 @@ class Run:
                     self.broken.append(f"engine {engine} is {state}")
 
     async def _state(self, http: aiohttp.ClientSession, url: str) -> object:
-        """Its state once it is not paused, or after ten seconds."""
+        """Return the state of an engine once it is not paused, or after ten seconds."""
         timeout = aiohttp.ClientTimeout(total=20.0)
         state: dict[str, object] = {}
         for _ in range(100):
@@ -350,10 +351,12 @@ class Run:
                 state = await response.json()
             if not state["paused"]:
                 return state
-            await asyncio.sleep(0.1)  # its resume is on its way
+            # The engine's resume command is on its way.
+            await asyncio.sleep(0.1)
         return state
 
-    # --- what goes wrong -----------------------------------------------------------------------------
+    # --- faults
+    # --------------------------------------------------------------------------------------
 
     def _arm(self) -> None:
         phase = self.draw.choice(
@@ -402,7 +405,8 @@ class Run:
                 await victim.process.wait()
             await victim.start()
             if victim.role == "trainer":
-                return  # the round has failed; the next one waits for its announcement
+                # The round has failed, and the next round waits for this rank's announcement.
+                return
         elif kind == "stop":
             victim.signal(signal.SIGCONT)
         elif kind == "swallow":
@@ -418,7 +422,7 @@ class Run:
     # --- the end -------------------------------------------------------------------------------------
 
     async def calm(self) -> None:
-        """Nothing goes wrong any more: all serve one version, and all rollouts end."""
+        """End all faults. Check that all engines serve one version and that all rollouts end."""
         _limit(resource.RLIMIT_FSIZE, None)
         _limit(resource.RLIMIT_NOFILE, None)
         for agent in self.agents.values():
@@ -463,12 +467,12 @@ _SOFT = {
 
 
 def _limit(kind: int, soft: int | None) -> None:
-    """Lower a limit of this process, or give it back."""
+    """Lower a limit of this process; None restores it."""
     resource.setrlimit(kind, (_SOFT[kind] if soft is None else soft, _hard(kind)))
 
 
 def _footprint() -> tuple[int, int]:
-    """(resident bytes, descriptors) of this process."""
+    """Return (resident bytes, descriptors) of this process."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize(), len(os.listdir("/proc/self/fd"))

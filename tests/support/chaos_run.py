@@ -1,4 +1,4 @@
-"""Run schedules, and make a failing one small: `python tests/support/chaos_run.py --help`."""
+"""Run schedules, and reduce a failing schedule: `python tests/support/chaos_run.py --help`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from chaos_world import Result, run_schedule
 
 SCHEDULES_PER_TASK = 10
 MAX_SCHEDULES = 120
-"""In which a planted bug must be found."""
+"""Number of schedules that must suffice to find a planted bug."""
 
 
 def run_seed(seed: int) -> Result:
-    """The schedule of a seed."""
+    """Run the schedule of a seed."""
     return run_schedule(generate(seed))
 
 
@@ -35,7 +35,7 @@ def run_seeds(seeds: tuple[int, ...]) -> list[Result]:
 
 
 def run_rounds(num_rounds: int, *, first_seed: int, num_processes: int) -> Iterable[Result]:
-    """Results of one schedule after another until there were so many rounds; half with intruders."""
+    """Yield results of schedules until `num_rounds` rounds have run; half of the schedules have intruders."""
     done = 0
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         seed = first_seed
@@ -52,7 +52,7 @@ def run_rounds(num_rounds: int, *, first_seed: int, num_processes: int) -> Itera
 
 
 def explain(result: Result) -> str:
-    """A failing schedule, made small, as text that can be run again."""
+    """Reduce a failing schedule and return it as text that can be run again."""
     small = minimise(result.schedule, lambda schedule: bool(run_schedule(schedule).violation))
     again = run_schedule(small)
     lines = [
@@ -68,7 +68,7 @@ def explain(result: Result) -> str:
 
 
 class Found(msgspec.Struct, frozen=True):
-    """How the search for a planted bug ended. `violation` is empty when it was not found."""
+    """Result of the search for a planted bug. `violation` is empty if no schedule found the bug."""
 
     bug: str
     seed: int
@@ -79,11 +79,12 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def find(bug: Bug, *, max_schedules: int, hint: bool = True) -> Found:
-    """Look for a planted bug: the seed that an earlier search found, then all from the first on.
+    """Search for a planted bug: first with the seed of an earlier search, then with seeds in
+    order.
 
     Args:
-        max_schedules: after so many it counts as not found.
-        hint: begin with `bug.seed`.
+        max_schedules: schedules after which the bug counts as not found.
+        hint: start with `bug.seed`.
     """
     began = time.monotonic()
     seeds = [bug.seed] if hint and bug.seed >= 0 else []
@@ -107,14 +108,14 @@ def find(bug: Bug, *, max_schedules: int, hint: bool = True) -> Found:
 
 
 def find_by_number(number: int, max_schedules: int, hint: bool) -> Found:
-    """`find`, in a process of a pool."""
+    """Call `find` in a process of a pool."""
     return find(ALL_BUGS[number], max_schedules=max_schedules, hint=hint)
 
 
 def find_bugs(
     num_processes: int, *, max_schedules: int, hint: bool = True, rare: bool = False
 ) -> Iterable[Found]:
-    """The search for every planted bug, in the order in which they end."""
+    """Yield the result of every search, as the searches end."""
     numbers = range(len(ALL_BUGS) - (0 if rare else len(RARE_BUGS)))
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         searches = [pool.submit(find_by_number, number, max_schedules, hint) for number in numbers]
@@ -186,7 +187,7 @@ def _find_bugs(num_processes: int, max_schedules: int, *, hint: bool) -> int:
 
 
 def describe(found: Found) -> str:
-    """One line for a person."""
+    """Return the result of a search as one line."""
     said = f"seed {found.seed}: {found.violation}" if found.violation else "NOT FOUND"
     return (
         f"{found.bug}: {found.num_schedules} schedules, {found.num_rounds} rounds, "

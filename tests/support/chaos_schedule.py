@@ -1,4 +1,4 @@
-"""What goes wrong and when: generated from a seed, small enough to be printed and read."""
+"""Faults and their times: generated from a seed, small enough to print and read."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from windlass.config import UpdateMode
 
 
 class Kind(StrEnum):
-    """One thing that goes wrong. `who` is a process; seconds are simulated.
+    """Kind of an event. `who` is a process; seconds are simulated.
 
-    KILL: SIGKILL, started again after `amount` seconds. STALL: SIGSTOP for `amount` seconds.
-    PART: `who` and `other` do not reach each other for `amount` seconds. RESET: their connections
-    are cut. MESSAGE: the next `count` messages from `who` to `other` suffer `fault`. WIRE: the next
-    writes of trainer `who` into engine rank `other` suffer `fault`. SLOW: jobs of `who` take up to
-    `amount` seconds, for five seconds. DISK_FULL: the journal cannot be written for `amount`
-    seconds. NO_DESCRIPTORS: `who` can open no connection for `amount` seconds. INTRUDE: somebody who
-    should not be there, or a member that is not as it should be, does `fault` (`Intrusion`,
-    `Misfit`). FOREIGN: engine rank `who` is killed, and comes back after `amount` seconds as a process that
-    has served another run. RIVAL: trainer rank `who` is killed for `amount` seconds, and a rank of
-    another start of the job has its place meanwhile if it can; with `fault` "run", of another run.
+    KILL: SIGKILL, and a restart after `amount` seconds. STALL: SIGSTOP for `amount` seconds. PART:
+    `who` and `other` cannot reach each other for `amount` seconds. RESET: their connections are
+    cut. MESSAGE: `fault` hits the next `count` messages from `who` to `other`. WIRE: `fault` hits
+    the next `count` writes of trainer `who` into engine rank `other`. SLOW: jobs of `who` take up
+    to `amount` seconds, for five seconds. DISK_FULL: the journal cannot be written for `amount`
+    seconds. NO_DESCRIPTORS: `who` can open no connection for `amount` seconds. INTRUDE: an
+    intruder or a misfit does `fault` (`Intrusion`, `Misfit`). FOREIGN: engine rank `who` is killed
+    and restarts after `amount` seconds as a process that has served another run. RIVAL: trainer
+    rank `who` is killed for `amount` seconds, while a rank of another start of the job tries to
+    take its place; with `fault` "run", a rank of another run.
     """
 
     KILL = "kill"
@@ -40,16 +40,17 @@ class Kind(StrEnum):
 
 
 class Intrusion(StrEnum):
-    """What somebody does who does not belong here, or says what is not so.
+    """Attack by an intruder, or by a member that sends false statements.
 
-    CROWD: more connections than strangers may have, which say nothing, or half a request. TOKENS: requests
-    without a token, with a wrong one, with that of another role. LURK: a session without a first frame.
-    HELLO: every Hello that breaks one rule. FIRST: every first frame that is no Hello. ROLE: a trainer's
-    name with an engine's token, while that rank is away. FUTURE: an engine that serves a
-    version of this run which does not exist. REPLIES: a member answers for others. PREDECESSOR: the controller is
-    killed, and a member reports to the next one what it wrote for the one before. CANNOT_JOIN: notices of engines that do not exist.
-    WORKER: registrations that break a rule, and old ones again. COMPLETIONS: outcomes of attempts that are
-    over, or never began.
+    CROWD: more connections than the limit for strangers; they send nothing or half a request.
+    TOKENS: requests without a token, with a wrong token, with the token of another role. LURK: a
+    session without a first frame. HELLO: Hellos that each break one rule. FIRST: first frames that
+    are no Hello. ROLE: a trainer's name with an engine's token, while that rank is away. FUTURE:
+    an engine that claims a version of this run that does not exist. REPLIES: a member answers for
+    others. PREDECESSOR: the controller is killed, and a member reports to the next controller its
+    writes for the previous one. CANNOT_JOIN: notices of engines that do not exist. WORKER:
+    registrations that break a rule, and outdated ones. COMPLETIONS: outcomes of attempts that have
+    ended or never began.
     """
 
     CROWD = "crowd"
@@ -67,13 +68,14 @@ class Intrusion(StrEnum):
 
 
 class Misfit(StrEnum):
-    """What an engine does that is let in, and stays for the rest of the run.
+    """Misbehaviour of an engine that is admitted and stays for the rest of the run.
 
-    BIND_*: its answer to ConnectEngine: none, of another type, of another plan, another rank's name or
-    memory, regions too small, too few addresses, another digest. SILENT: it answers nothing after that.
-    MISMATCH: no byte is ever right. STRANGER: bytes of somebody who sends it nothing are wrong. NO_VERDICT: it
-    answers Verify with Done. NO_PAUSE, NO_APPLY: it refuses that. UNKNOWN: it fails, outcome unknown.
-    RELAYED: it answers Verify with the end of a relay that was none.
+    BIND_*: its answer to ConnectEngine: none, another type, another plan, another rank's name or
+    memory, regions too small, too few addresses, another kind of digest. SILENT: it answers
+    nothing after binding. MISMATCH: it reports all bytes as wrong. STRANGER: it reports wrong
+    bytes from a rank that sends it nothing. NO_VERDICT: it answers Verify with Done. NO_PAUSE,
+    NO_APPLY: it refuses that command. UNKNOWN: it fails, outcome unknown. RELAYED: it answers
+    Verify with the end of a relay that never ran.
     """
 
     BIND_SILENT = "bind_silent"
@@ -95,12 +97,12 @@ class Misfit(StrEnum):
 
 
 class WireFault(StrEnum):
-    """What happens to one write of weights.
+    """Fault of one write of weights.
 
-    FAIL: nothing is sent. HALF: half of it, then failure. FLIP: one bit arrives wrong, success.
-    SHORT: the end is not sent, success. UNKNOWN: nothing is sent, outcome unknown.
-    LATE: outcome unknown, and it lands up to three seconds later. DIE: half of it, and the trainer
-    is killed.
+    FAIL: nothing is sent. HALF: half of it is sent, then failure. FLIP: one bit arrives wrong,
+    success. SHORT: the end is not sent, success. UNKNOWN: nothing is sent, outcome unknown. LATE:
+    outcome unknown, and the write arrives up to three seconds later. DIE: half of it is sent, and
+    the trainer is killed.
     """
 
     FAIL = "fail"
@@ -113,7 +115,7 @@ class WireFault(StrEnum):
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """See `Kind`."""
+    """One event; see `Kind`."""
 
     at_s: float
     kind: Kind
@@ -125,7 +127,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Schedule(msgspec.Struct, frozen=True):
-    """Everything that a run depends on."""
+    """Everything that determines a run."""
 
     seed: int
     mode: UpdateMode
@@ -134,26 +136,26 @@ class Schedule(msgspec.Struct, frozen=True):
 
     @property
     def only_intruders(self) -> bool:
-        """Nothing is wrong with anybody who belongs here: every version must be published to all."""
+        """Return whether all members are healthy: every version must then be published to every engine."""
         return self.keeps_writes and all(e.fault != Intrusion.PREDECESSOR for e in self.events)
 
     @property
     def keeps_writes(self) -> bool:
-        """No write can have an unknown outcome, so that nobody may be quarantined."""
+        """Return whether no write can have an unknown outcome: no engine may then be quarantined."""
         return all(event.kind is Kind.INTRUDE for event in self.events)
 
 
 CONTROLLER = "controller"
 TRAINERS = ("trainer/0", "trainer/1")
 ENGINES = {"a": 1, "b": 2, "c": 1}
-"""Engine -> ranks."""
+"""Number of ranks per engine."""
 ENGINE_RANKS = tuple(f"{name}/{rank}" for name, ranks in ENGINES.items() for rank in range(ranks))
 WORKERS = ("worker/0", "worker/1")
 EVERYBODY = (CONTROLLER, *TRAINERS, *ENGINE_RANKS, *WORKERS)
 MESSAGE_FAULTS = ("lose", "cut", "double", "delay", "corrupt")
 INTRUDERS = (*Intrusion, *Misfit)
 ATTACKED_FROM = 100_000
-"""Schedules of seeds from here on have intruders, members of other runs, and frames that are replayed."""
+"""First seed of schedules with intruders, members of other runs, and replayed frames."""
 
 _WEIGHTS = {
     Kind.KILL: 4,
@@ -169,7 +171,7 @@ _WEIGHTS = {
 
 
 def generate(seed: int, *, duration_s: float = 8.0) -> Schedule:
-    """The schedule of a seed."""
+    """Return the schedule of a seed."""
     draw = random.Random(seed)
     if seed >= ATTACKED_FROM:
         return _attacked(seed, draw, duration_s)
@@ -181,9 +183,10 @@ def generate(seed: int, *, duration_s: float = 8.0) -> Schedule:
 
 
 def _attacked(seed: int, draw: random.Random, duration_s: float) -> Schedule:
-    """Half of them have intruders alone: those must cost nobody else anything."""
+    """Return a schedule with intruders. Half of these schedules have no other event, so no member
+    may be harmed."""
     mode = draw.choice(list(UpdateMode))
-    # Engines are there by then: without one a version may be refused.
+    # Engines are connected by then. Without engines, the controller may refuse a version.
     begins_s = 1.5
     events = [_intruder(draw, begins_s, duration_s) for _ in range(draw.randint(1, 4))]
     if draw.random() < 0.5:

@@ -1,4 +1,4 @@
-"""Weights whose every element says which version and which position it is."""
+"""Weights that encode version and position in every element."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 ROWS, COLUMNS = 4, 8
 NUM_TRAINERS = 2
 MODULUS = 251
-"""Of element values: every integer below it is exact in bfloat16."""
+"""Bound of element values: every smaller integer is exact in bfloat16."""
 
 Values = npt.NDArray[np.float32]
 
 
 def values(version: int) -> Values:
-    """(ROWS, COLUMNS) distinct elements; no two of 251 successive versions share an element."""
+    """Return (ROWS, COLUMNS) distinct elements. Any two of 251 successive versions differ in every element."""
     index = np.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
     return ((index * 7 + version * 3) % MODULUS).astype(np.float32)
 
@@ -29,7 +29,7 @@ def trainer_rows(index: int) -> slice:
 
 
 def trainer_manifest(worker: str, index: int) -> ShardManifest:
-    """Trainer `index` holds a band of rows in float32."""
+    """Return the manifest of trainer `index`: a band of rows in float32."""
     rows = ROWS // NUM_TRAINERS
     builder = ManifestBuilder(worker, Role.TRAINER)
     builder.add_parameter("p", nbytes=rows * COLUMNS * 4, dtype=DType.FLOAT32)
@@ -38,12 +38,12 @@ def trainer_manifest(worker: str, index: int) -> ShardManifest:
 
 
 def engine_dtype(world_size: int) -> DType:
-    """Engines of one rank keep float32, which goes as it lies; others cast, which is packed."""
+    """Return float32 for engines of one rank, which copy bytes unchanged; else bfloat16, which is packed."""
     return DType.FLOAT32 if world_size == 1 else DType.BFLOAT16
 
 
 def engine_manifest(worker: str, rank: int, world_size: int) -> ShardManifest:
-    """An engine rank holds a band of columns."""
+    """Return the manifest of an engine rank: a band of columns."""
     columns = COLUMNS // world_size
     dtype = engine_dtype(world_size)
     builder = ManifestBuilder(worker, Role.ENGINE)
@@ -53,7 +53,7 @@ def engine_manifest(worker: str, rank: int, world_size: int) -> ShardManifest:
 
 
 def engine_bytes(version: int, rank: int, world_size: int) -> bytes:
-    """What an engine rank's memory must hold at `version`."""
+    """Return the expected memory of an engine rank at `version`."""
     columns = COLUMNS // world_size
     shard = np.ascontiguousarray(values(version)[:, rank * columns : (rank + 1) * columns])
     if engine_dtype(world_size) is DType.FLOAT32:

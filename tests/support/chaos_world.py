@@ -1,4 +1,4 @@
-"""A fleet in memory under a schedule, and what must hold after every step."""
+"""A fleet in memory that runs a schedule, and the invariants that are checked after every step."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 
 ANNOUNCE_S = 90.0
-"""How long a trainer waits for the end of a round; longer than any round takes."""
+"""Seconds that a trainer waits for the end of a round; longer than any round takes."""
 REST_S = 30.0
-"""A routed engine may be paused outside a round for so long: messages of the end are under way."""
+"""Seconds that a routed engine may stay paused outside a round, until the round's last messages arrive."""
 QUIET_S = 8.0
-"""After a round, with nothing wrong any more, they must have come."""
+"""Seconds after a round until these messages must have arrived, if nothing is wrong."""
 CALM_S = 400.0
 UNDISTURBED_S = 60.0
-"""Of a version, from its announcement to its report, where intruders are all that is wrong."""
+"""Longest time from a version's announcement to its report, if intruders are the only fault."""
 MAX_EPOCH = 1 << 26
-"""No schedule has so many bindings, nor so many intruders that may name an epoch."""
+"""Bound of epochs: no schedule reaches it by bindings, or by intruders that claim an epoch."""
 KEPT_REFUSALS = 40
 CALM_ATTEMPTS = 8
 _PLANS: dict[tuple[str, ...], TransferPlan] = {}
@@ -69,12 +69,12 @@ _CONTENTS: dict[tuple[int, int], dict[bytes, int]] = {}
 
 
 class Violation(Exception):
-    """An invariant does not hold."""
+    """Error for an invariant that does not hold."""
 
 
 @dataclass
 class Result:
-    """What a run came to. `violation` is empty when everything held."""
+    """Result of a run. `violation` is empty if every invariant held."""
 
     schedule: Schedule
     violation: str = ""
@@ -138,7 +138,7 @@ class World:
     def planner(
         sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest]
     ) -> TransferPlan:
-        """The real planner; what it found for the same manifests is kept."""
+        """Return the plan of the real planner, cached per list of workers."""
         key = (*(m.worker for m in sources), "->", *(m.worker for m in destinations))
         if key not in _PLANS:
             _PLANS[key] = plan_transfer(sources, destinations)
@@ -164,7 +164,7 @@ class World:
         return [trainer for trainer in found if not trainer.is_rival]
 
     def engine(self, name: str) -> EngineProcess:
-        """The process that has this name now."""
+        """Return the process that has this name now."""
         found = self.processes[name]
         assert isinstance(found, EngineProcess)
         return found
@@ -174,17 +174,17 @@ class World:
 
     @contextmanager
     def disk(self) -> Iterator[None]:
-        """Inside, files of lines are on this world's disk."""
+        """Simulate the disk of this world inside the block."""
         original = lines._write_all
         limits = journal.COMPACT_AFTER, journal.KEPT_ENTRIES
-        # So that every few rounds are compacted.
+        # Compact the journal every few rounds.
         journal.COMPACT_AFTER, journal.KEPT_ENTRIES = 23, 7
         kept, members_module.KEPT_REFUSALS = members_module.KEPT_REFUSALS, KEPT_REFUSALS
 
         def write_all(descriptor: int, data: bytes) -> None:
             self.journal_changed = True
             if self.disk_full:
-                # A disk that is nearly full takes a part first.
+                # A nearly full disk takes a part of the data first.
                 original(descriptor, data[: len(data) // 2])
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             original(descriptor, data)
@@ -204,16 +204,16 @@ class World:
             print(line)
 
     def violate(self, text: str) -> None:
-        """An invariant does not hold; the run ends."""
+        """Record that an invariant does not hold, and end the run."""
         if not self._violation:
             self._violation = f"at {self.loop.time():.4f} s: {text}"
             self.note(f"VIOLATION {text}")
             self._failed.set()
 
-    # --- what must hold --------------------------------------------------------------------------
+    # --- invariants ------------------------------------------------------------------------------
 
     def durable(self) -> set[int]:
-        """Versions that the journal on disk says are or are about to be published."""
+        """Return the versions that the journal on disk records as published or about to be."""
         if self.journal_changed:
             self.journal_changed = False
             self._read_journal()
@@ -226,7 +226,7 @@ class World:
             msgspec.json.decode(line, type=JournalEntry) for line in whole.split(b"\n") if line
         ]
         if self._entries:
-            # A compaction leaves the newest entries as they were; each is there once.
+            # A compaction keeps the newest entries unchanged: continue after the last known entry.
             last = len(entries) - entries[::-1].index(self._entries[-1])
             entries = entries[last:]
         for entry in entries:
@@ -242,7 +242,7 @@ class World:
             self._durable.add(entry.version)
 
     def _unfinished(self) -> int | None:
-        """The version of the round that the journal says is running, before its last entry."""
+        """Return the version of the round that was running before the journal's last entry."""
         running: int | None = None
         for entry in self._entries[-4:-1]:
             match entry.kind:
@@ -255,7 +255,7 @@ class World:
         return running
 
     def token_version(self, ranks: Sequence[EngineProcess]) -> int:
-        """A token is made by these ranks now: its label."""
+        """Check the token that these ranks make now, and return its label."""
         contents = {rank.content() for rank in ranks}
         label = ranks[0].version
         if contents != {label}:
@@ -280,9 +280,11 @@ class World:
         self._published_reports[report.version] = len(report.engines)
 
     def _check_undisturbed(self, report: UpdateReport) -> None:
-        """Whoever belongs here lacks nothing, whatever others do."""
+        """Check that the version is published to every engine, despite the intruders."""
         if report.reason.startswith("stale version"):
-            return  # it was published already: the trainers were not told before the schedule ended
+            # The version is already published: the schedule ended before the trainers got the
+            # report.
+            return
         hurt = set(report.left_out) & set(ENGINES)
         if report.outcome is not RoundOutcome.PUBLISHED or hurt:
             self.violate(
@@ -291,7 +293,7 @@ class World:
             )
 
     def check(self) -> None:
-        """After every turn of the loop."""
+        """Check the invariants; the loop calls this after every turn."""
         if self._violation or CONTROLLER not in self.processes:
             return
         controller = self.controller
@@ -324,12 +326,12 @@ class World:
         for rule in self._rules.broken(coordinator.fleet):
             self.violate(rule)
         self._steps += 1
-        # What is lost stays lost: an audit in every 16th step finds it as well.
+        # A loss is permanent, so a check in every 16th step finds it as well.
         if self._steps % 16 == 0 and (lost := controller.rollouts.stats().lost) != 0:
             self.violate(f"{lost} rollouts are lost")
 
     def _check_engines(self, published: int | None) -> None:
-        """`published` is None while a round runs or nobody is there to say."""
+        """Check the engines. `published` is None during a round, or if no controller is alive."""
         durable = self.durable()
         for rank in self.engines:
             if not rank.paused and rank.version >= 0 and rank.host.alive:
@@ -359,7 +361,7 @@ class World:
                 self.violate(f"{rank.name} is routed and paused for {paused_s:.1f} s")
 
     def _quiet_since_s(self, rank: EngineProcess) -> float:
-        """Since when nothing keeps the end of a round from this rank."""
+        """Return the latest time at which this rank was paused, stalled or cut off from the controller."""
         if rank.host.stalled or not self.network.together(rank.name, CONTROLLER):
             rank.paused_since_s = self.loop.time()
         return rank.paused_since_s
@@ -367,7 +369,7 @@ class World:
     # --- processes -------------------------------------------------------------------------------
 
     def start(self, name: str) -> None:
-        """Start a process, or another one after it was killed."""
+        """Start a process, or restart it after a kill."""
         old = self.processes.get(name)
         if old is not None and old.host.alive:
             return
@@ -408,7 +410,7 @@ class World:
         await process.buried()
 
     def kill_soon(self, name: str, restart_s: float) -> None:
-        """From inside a job of that process."""
+        """Kill and restart a process; may be called in one of its own jobs."""
         self.loop.call_soon(self._kill_and_restart, name, restart_s)
 
     def _kill_and_restart(self, name: str, restart_s: float) -> None:
@@ -419,7 +421,8 @@ class World:
         if not self._calm or not self.processes[name].host.alive:
             try:
                 self.start(name)
-            except ConfigError:  # the disk is full: whoever starts it tries again
+            # The disk is full. The operator tries again.
+            except ConfigError:
                 self.loop.call_later(1.0, self._restart, name)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -441,7 +444,8 @@ class World:
 
     def _strike(self, event: Event) -> None:
         host = self.processes[event.who].host
-        if event.kind not in {Kind.MESSAGE, Kind.WIRE}:  # those count when they happen
+        # The transport and the network count these faults when they take effect.
+        if event.kind not in {Kind.MESSAGE, Kind.WIRE}:
             self.injected[event.kind.value] += 1
         match event.kind:
             case Kind.KILL:
@@ -489,7 +493,7 @@ class World:
         intruder.host.spawn(intruder.run(), what)
 
     def _compete(self, trainer: str, of: str) -> None:
-        """A rank of another job has that name as soon as it can, and goes when the world is calm."""
+        """Start a rank of another job, which takes that name as soon as it can, until calm begins."""
         name = trainer.replace("trainer", "rival")
         if name in self.processes or not self.controller.host.alive:
             return
@@ -500,7 +504,7 @@ class World:
             rival.host.spawn(self._announce_as(rival), "announces")
 
     async def _announce_as(self, rival: TrainerProcess) -> None:
-        """What the others announce, again and again."""
+        """Announce the same version as the trainers, again and again."""
         while True:
             await asyncio.sleep(0.3)
             rival.hold(max(self._target, 0))
@@ -523,20 +527,20 @@ class World:
     # --- the training job --------------------------------------------------------------------------
 
     async def _train(self) -> None:
-        """Version after version, each by all ranks, as fast as reports come."""
+        """Publish version after version, by all ranks, as fast as reports arrive."""
         while True:
             await self._publish_next()
             await asyncio.sleep(self.draw.uniform(0.0, 0.3))
 
     async def _publish_next(self) -> set[RoundOutcome]:
-        """The next version, until every rank has been told how that ended."""
+        """Publish the next version, and return when every rank has its report."""
         began_s = self.loop.time()
         if not self._standing:
             self._target += 1
             for trainer in self.trainers:
                 trainer.hold(self._target)
         self._standing = True
-        # A rank that was not told must hold still, and needs the others to announce again with it.
+        # A rank without a report must keep its weights, and needs the others to announce again.
         while True:
             outcomes = await asyncio.gather(*(self._announce(name) for name in TRAINERS))
             if None not in outcomes:
@@ -573,7 +577,7 @@ class World:
     # --- a run -------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """The schedule, then calm: everything that is broken is mended, and all must be well."""
+        """Run the schedule, then a calm phase: repair every fault and check that the fleet recovers."""
         self.start(CONTROLLER)
         await self.controller.ready.wait()
         for name in ("trainer/0", "trainer/1", "a/0", "b/0", "b/1", "c/0", "worker/0", "worker/1"):
@@ -641,21 +645,22 @@ class World:
         self._check_bounded()
 
     def _check_rival(self, rival: TrainerProcess) -> None:
-        """One of another run is never let in, nor told that it may be later."""
+        """Check that a rival of another run was neither admitted nor told to wait."""
         welcomed, said = rival.conversation.welcomed, rival.conversation.last_error
         let_in = welcomed.done() and welcomed.exception() is None
         if rival.is_foreign and (let_in or "must wait" in said):
             self.violate(f"{rival.name} of another run may train: {said}")
 
     async def _rest(self) -> None:
-        """Nobody publishes for a while: who is routed goes on without a next round."""
+        """Publish nothing for a while, and check that routed engines resume without another round."""
         self._last_round_s = self.loop.time()
         for _ in range(10):
             await asyncio.sleep(self._last_round_s + QUIET_S - self.loop.time())
             if self.loop.time() - self._last_round_s >= QUIET_S:
                 break
         else:
-            return  # a rank stood still already, and has its rounds
+            # Pending announcements still cause rounds.
+            return
         for engine in self.controller.coordinator.routable():
             for rank in self.ranks_of(engine.name):
                 if rank.paused and not rank.misled:
@@ -674,7 +679,7 @@ class World:
             self.violate(f"no calm: {error}")
 
     def _replace_quarantined(self) -> None:
-        """What an operator does with engines that bytes may still land in."""
+        """Restart quarantined engines, as an operator does."""
         for group in self.controller.coordinator.fleet.engines():
             if group.quarantined:
                 for rank in self.ranks_of(group.name):
@@ -694,12 +699,12 @@ class World:
             if self.loop.time() > deadline_s:
                 self.violate(f"rollouts do not end: {stats}")
                 return
-            # The staleness bound lets in no more than versions allow.
+            # The staleness bound admits more rollouts only with newer versions.
             await self._publish_next()
             await asyncio.sleep(2.0)
 
     def _check_bounded(self) -> None:
-        """Nothing is kept of what is over."""
+        """Check that nothing is kept of work that has ended."""
         coordinator = self.controller.coordinator
         num_agents = len(TRAINERS) + len(self.engines)
         ours = [
@@ -710,14 +715,14 @@ class World:
         counts = {
             "refusals": (len(coordinator.members._refusals), KEPT_REFUSALS),
             "sessions": (len(coordinator.members.sessions), num_agents),
-            # A misfit is brought up again and again.
+            # The controller tries to bind a misfit again and again.
             "tasks": (len(coordinator.tasks), max(4, num_intruders + 1)),
             "holds": (len(coordinator.fleet._holds), 0),
             "waiting": (sum(not _brings_up(c) for s in ours for c, _ in s._calls.values()), 0),
             "records": (len(self.controller.rollouts._table.records), 0),
             "by engine": (len(self.controller.rollouts._table.by_engine), 0),
         }
-        # One WebSocket per agent; watch and idle connections of the rollout lane.
+        # One WebSocket per agent, and the watch and idle connections of the rollout lane.
         counts["connections"] = (self.network.num_connections, 2 * (num_agents + 40))
         for trainer in self.trainers:
             counts[f"replies {trainer.name}"] = (len(trainer.conversation._store), 64)
@@ -743,7 +748,7 @@ class World:
         )
 
     async def bury_all(self) -> None:
-        """Nothing of a run outlives it."""
+        """End all processes and tasks of the run."""
         for process in self.processes.values():
             if process.host.alive:
                 process.kill()
@@ -752,14 +757,15 @@ class World:
 
 
 def _brings_up(command: object) -> bool:
-    """Whether a command connects a rank to intruders alone, who are brought up again and again."""
+    """Return whether a command connects a rank only to intruders, which the controller tries again
+    and again."""
     return isinstance(command, ConnectTrainer) and all(
         binding.worker.startswith("intruder") for binding in command.bindings
     )
 
 
 def run_schedule(schedule: Schedule, *, verbose: bool = False) -> Result:
-    """Run one schedule from beginning to end; what it depends on is all in there."""
+    """Run one schedule from beginning to end. The result depends on the schedule alone."""
     random.seed(schedule.seed)
     shm = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="windlass-chaos-", dir=shm if shm.is_dir() else None))

@@ -1,4 +1,4 @@
-"""A Python program beside a test, that ends with it."""
+"""A Python program that runs during a test and ends with it."""
 
 from __future__ import annotations
 

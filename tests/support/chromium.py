@@ -1,4 +1,4 @@
-"""A real Chromium, driven over its own debugging protocol."""
+"""A real Chromium, driven over its debugging protocol."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEEN = """new Promise(seen => {
 
 
 class Browser:
-    """One tab of a headless Chromium, driven over its own debugging protocol."""
+    """One tab of a headless Chromium."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._last = socket, 0
@@ -42,7 +42,7 @@ class Browser:
                 return found
 
     async def html_with(self, text: str) -> str:
-        """The page, once `text` is on it."""
+        """Return the HTML of the page once `text` is on it."""
         code = SEEN.replace("TEXT", repr(text))
         answer = await self.call(
             "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True
@@ -50,7 +50,7 @@ class Browser:
         return str(answer["result"]["value"])
 
     async def value_of(self, expression: str) -> Any:
-        """What an expression gives, as JSON."""
+        """Return the value of a JavaScript expression, as JSON."""
         answer = await self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"]["value"]

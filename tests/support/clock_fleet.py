@@ -1,8 +1,9 @@
-"""A controller, trainers and an engine as processes whose clock of the day a test sets: `FAKETIME_*`.
+"""Controller, trainers and an engine as processes with a clock that the test sets: `FAKETIME_*`.
 
-`clock_fleet.py CLOCK WHOSE`: every offset on stdin is written to the file CLOCK, then a version is published;
-one line says the days of controller and engine, how that ended, and what the engine holds. WHOSE clock: `all`,
-the `controller`'s or the `engine`'s; this process has it already, unless it is the engine's.
+`clock_fleet.py CLOCK WHICH`: for every offset on stdin, write the offset to the file CLOCK,
+publish a version, and print one line: the days of controller and engine, the outcome, and the
+engine's version. WHICH process has the clock: `all`, the `controller` or the `engine`. The caller
+starts this process with the clock, unless WHICH is `engine`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ async def main(clock: Path, whose: str) -> None:
     if whose == "controller":
         del os.environ["LD_PRELOAD"]
     if whose == "engine":
-        # Each begins with the environment of its moment.
+        # A spawned process gets the environment of that moment.
         weight_fleet.PROCESSES = multiprocessing.get_context("spawn")
     config = ControlConfig(heartbeat_s=2.0)
     async with weight_fleet.running_fleet(config, 2) as fleet:

@@ -1,7 +1,7 @@
-"""Lets Megatron-core build models where there is no CUDA device. Tests only.
+"""Patches that let Megatron-core build models without a CUDA device. Tests only.
 
-Megatron asks for the current device, streams and random states when it builds mixtures of
-experts; none of it touches a weight.
+When Megatron builds mixtures of experts, it asks for the current device, streams and random
+states. None of these changes a weight.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def install() -> None:
 
 
 def name_te_gemm() -> None:
-    """Megatron's router (0.16.1) looks at this name, which is there only where Transformer Engine is."""
+    """Define a name that Megatron's router (0.16.1) reads, and that exists only with Transformer Engine."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 class _OnCpu(TorchFunctionMode):
-    """Tensors that are asked for on CUDA devices, or pinned, are plain ones."""
+    """Function mode that creates tensors for CUDA devices, and pinned tensors, as plain CPU tensors."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -71,7 +71,7 @@ class _OnCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def without_cuda_tensors() -> Iterator[None]:
-    """For Megatron's schedules and optimizers, which name CUDA devices and CUDA types."""
+    """Let Megatron's schedules and optimizers use CUDA devices and CUDA types inside the block."""
     kind = torch.Tensor.type
 
     def as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

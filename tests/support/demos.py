@@ -1,4 +1,4 @@
-"""The main job as `windlass demo` runs it, and what every demo must show."""
+"""The main job as `windlass demo` runs it, and checks of its result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_demo", "run_demo"]
 def run_demo(
     tmp_path: Path, *options: str, steps: int, environment: Mapping[str, str] | None = None
 ) -> dict[str, object]:
-    """Run the demo; returns what it measured."""
+    """Run the demo and return its measurements."""
     json_path = tmp_path / "demo.json"
     command = (
         *(sys.executable, "-m", "windlass.cli.main", "demo", "--plain", "--steps", str(steps)),
@@ -42,14 +42,14 @@ def check_demo(
     *,
     least_control: float = 0.9,
 ) -> None:
-    """What every demo must show.
+    """Check the result of any demo.
 
     Args:
-        measured: of `run_demo`.
-        steps: that were asked for.
-        engines: that serve the last version.
-        least_control: share of answers for which a wrong version would have been noticed: wide models take
-            small steps, in bfloat16.
+        measured: result of `run_demo`.
+        steps: requested steps.
+        engines: engines that serve the last version.
+        least_control: least share of answers that would reveal a wrong version. It is lower for wide
+            models, which take small steps in bfloat16.
     """
     updates = measured["updates"]
     rollouts = measured["rollouts"]

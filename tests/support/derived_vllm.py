@@ -1,4 +1,4 @@
-"""Entry point `vllm.general_plugins` of a plugin that brings the classes of `derived_state`."""
+"""Entry point `vllm.general_plugins` of a plugin that registers the classes of `derived_state`."""
 
 from __future__ import annotations
 

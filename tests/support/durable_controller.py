@@ -1,9 +1,10 @@
-"""A rollout controller in a process of its own, with an owner that stores what it is given.
+"""A rollout controller in its own process, with an owner that stores its groups.
 
     python durable_controller.py PORT JOURNAL STORE ENGINE_URL NUM_GROUPS NUM_WORKERS
 
-Its owner wants `NUM_GROUPS` groups of four. Each one that it is given goes into its store, one
-line per group, before it is acknowledged: killed in between, it tells the next process.
+The owner wants `NUM_GROUPS` groups of four. It writes each group into its store, one line per
+group, before it acknowledges the group. After a kill in between, the next process acknowledges
+stored groups.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ GROUP_SIZE = 4
 
 
 def stored(store: Path) -> list[dict[str, Any]]:
-    """What the owner has: each line was written in one call."""
+    """Return the groups in the store; each line was written in one call."""
     if not store.exists():
         return []
     return [json.loads(line) for line in store.read_bytes().splitlines()]
@@ -67,7 +68,8 @@ async def main() -> None:
         controller.acknowledge(line["tasks"][0] for line in have)
         wanted = set(range(num_groups)) - {int(str(line["prompt"])) for line in have}
         wanted -= {int(str(handle.metadata)) for handle in controller.recovered.groups.values()}
-        before = controller.stats()  # what its workers run is not lost before they are back
+        # Rollouts of absent workers do not count as lost before the workers reconnect.
+        before = controller.stats()
         assert (before.lost, before.outstanding > 0) == (0, bool(controller.recovered.groups))
         await server.start()
         print(server.url, len(have), len(controller.recovered.groups), flush=True)

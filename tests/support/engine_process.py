@@ -1,4 +1,4 @@
-"""One fake engine rank in a process of its own, which can be told to kill itself in a command."""
+"""One fake engine rank in its own process. It kills itself at a given command."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def main() -> None:
     )
     channel = AgentChannel(url, token, lambda: hello, rank)
     channel.connect(20.0)
-    sys.stdin.read()  # until the test closes it
+    # Wait until the test closes stdin.
+    sys.stdin.read()
     channel.close()
 
 

@@ -1,6 +1,7 @@
-"""One rank of an FSDP2 trainer in vLLM's environment, which sends its weights by vLLM's `WeightTransferTrainerFactory`.
+"""One rank of an FSDP2 trainer in vLLM's environment. It sends weights by vLLM's
+`WeightTransferTrainerFactory`.
 
-Called, and answers, as `sync_rank.py`.
+Arguments and output are the same as in `sync_rank.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Agents with a payload of numbers instead of a model, for tests and benchmarks of the control plane.
+"""Agents with a payload of numbers instead of a model, for tests and benchmarks of the control
+plane.
 
-Every element of the payload is distinct and says which version and which trainer it came
-from, so `FakeEngineRank.live_versions` shows a mixture of versions as what it is. Ranks of one
-process reach each other's memory through a `FakeFabric`; an engine rank whose memory is a file
-can be written from another process.
+Every element of the payload is distinct and encodes its version and its trainer, so that
+`FakeEngineRank.live_versions` reveals a mixture of versions. Ranks of one process reach each
+other's memory through a `FakeFabric`. If the memory of an engine rank is a file, other processes
+can write it.
 """
 
 from __future__ import annotations
@@ -74,17 +75,17 @@ Rows = npt.NDArray[np.int64]
 
 
 def payload(version: int, source: int) -> Rows:
-    """(WIDTH,) what trainer `source` sends for `version`."""
+    """Return the (WIDTH,) elements that trainer `source` sends for `version`."""
     return np.arange(WIDTH, dtype=np.int64) + version * _PER_VERSION + source * _PER_SOURCE
 
 
 def payload_digest(row: Rows) -> str:
-    """Digest of one row."""
+    """Return the digest of one row."""
     return xxhash.xxh3_128_hexdigest(row.tobytes())
 
 
 def trainer_manifest(worker: str, index: int, num_trainers: int) -> ShardManifest:
-    """Trainer `index` owns row `index` of one tensor."""
+    """Return the manifest of trainer `index`, which owns row `index` of one tensor."""
     builder = ManifestBuilder(worker, Role.TRAINER)
     builder.add_parameter("w", nbytes=WIDTH * 4, dtype=DType.FLOAT32)
     builder.add_shard("w", (num_trainers, WIDTH), Box((index, 0), (1, WIDTH)), "w")
@@ -92,7 +93,7 @@ def trainer_manifest(worker: str, index: int, num_trainers: int) -> ShardManifes
 
 
 def engine_manifest(worker: str, num_trainers: int, *, tensor: str = "w") -> ShardManifest:
-    """An engine rank holds the whole tensor."""
+    """Return the manifest of an engine rank, which has the whole tensor."""
     builder = ManifestBuilder(worker, Role.ENGINE)
     builder.add_parameter("w", nbytes=num_trainers * WIDTH * 4, dtype=DType.FLOAT32)
     builder.add_shard(tensor, (num_trainers, WIDTH), Box((0, 0), (num_trainers, WIDTH)), "w")
@@ -100,7 +101,7 @@ def engine_manifest(worker: str, num_trainers: int, *, tensor: str = "w") -> Sha
 
 
 def fake_endpoint(worker: str, memory_path: str = "") -> PeerEndpoint:
-    """Of a rank whose memory is in this process, or is that file."""
+    """Return the endpoint of a rank with its memory in this process, or in the given file."""
     return PeerEndpoint("fake", memory_path, worker)
 
 
@@ -117,7 +118,7 @@ def fake_hello(
     endpoint: PeerEndpoint | None = None,
     mixed_weights: bool = False,
 ) -> Hello:
-    """A rank's first frame."""
+    """Return the first frame of a rank."""
     url = f"http://{group}" if manifest.role is Role.ENGINE and rank == 0 else ""
     return Hello(
         protocol_version=PROTOCOL_VERSION,
@@ -143,12 +144,13 @@ def _nothing(_command: Command) -> None:
 
 @final
 class FakeEngineRank:
-    """`CommandHandler` of an engine rank whose weights are `num_trainers` rows of numbers.
+    """`CommandHandler` of an engine rank with `num_trainers` rows of numbers as its weights.
 
     Args:
-        worker: its name. num_trainers: rows.
-        on_command: called before a command is carried out; may raise, block or kill.
-        memory_path: keeps live rows and shadow in this file, for writers in other processes.
+        worker: name of the rank.
+        num_trainers: number of rows.
+        on_command: called before each command; may raise, block or kill.
+        memory_path: file for live rows and shadow, so that other processes can write them.
     """
 
     def __init__(
@@ -178,24 +180,24 @@ class FakeEngineRank:
 
     @property
     def live(self) -> Rows:
-        """(num_trainers, WIDTH) what the rank computes with."""
+        """Return the (num_trainers, WIDTH) rows that the rank computes with."""
         rows: Rows = self._memory[0]
         return rows
 
     @property
     def target(self) -> Rows:
-        """(num_trainers, WIDTH) where writes land: live rows or shadow."""
+        """Return the (num_trainers, WIDTH) rows that writes reach: live rows or shadow."""
         rows: Rows = self._memory[1 if self.mode is UpdateMode.STAGED else 0]
         return rows
 
     @property
     def serving(self) -> bool:
-        """Whether it generates."""
+        """Return whether the rank generates."""
         return not self.paused and self.version >= 0
 
     @property
     def live_versions(self) -> set[int]:
-        """Versions that the live elements belong to; more than one is a mixture.
+        """Return the versions of the live elements; more than one is a mixture.
 
         An element that no trainer sends in any version counts as version `CORRUPT`.
         """
@@ -252,7 +254,7 @@ class FakeEngineRank:
 
 @final
 class FakeFabric:
-    """Finds the memory behind a binding: a rank of this process, or a file."""
+    """Access to the memory of a binding: a rank of this process, or a file."""
 
     def __init__(self) -> None:
         self.ranks: dict[str, FakeEngineRank] = {}
@@ -281,8 +283,10 @@ class FakeTrainerRank:
     """`CommandHandler` of a trainer rank that sends one row to every engine rank.
 
     Args:
-        worker: its name. fabric: where the engine ranks are. mode: as the controller's.
-        on_command: called before a command is carried out; may raise, block or kill.
+        worker: name of the rank.
+        fabric: memory of the engine ranks.
+        mode: the controller's mode.
+        on_command: called before each command; may raise, block or kill.
     """
 
     def __init__(
@@ -305,7 +309,7 @@ class FakeTrainerRank:
         self._index = 0
 
     def bind(self, index: int, bindings: Sequence[DestinationBinding]) -> None:
-        """What `ConnectTrainer` does, for tests without a plan."""
+        """Bind as `ConnectTrainer` does, for tests without a plan."""
         self._index = index
         self._bindings = {binding.worker: binding for binding in bindings}
 

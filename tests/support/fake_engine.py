@@ -1,4 +1,4 @@
-"""An engine without a model: SGLang's `/generate`, with every fault at the caller's hand."""
+"""An engine without a model: SGLang's `/generate`, with faults that the test controls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["FakeEngine", "expected_tokens"]
 
 
 def expected_tokens(prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    """What every `FakeEngine` answers: distinct per prompt and per position."""
+    """Return the tokens that every `FakeEngine` answers: distinct per prompt and per position."""
     return tuple(prompt_ids[0] * 1000 + len(prompt_ids) + i for i in range(num_tokens))
 
 
@@ -39,12 +39,12 @@ class _Body(msgspec.Struct):
 
 
 class FakeEngine:
-    """Serves on a port of its own; everything is called in its event loop.
+    """Engine that serves on its own port. All methods run in its event loop.
 
     Args:
-        name: in the directory.
-        version: stamped on tokens from now on; may be assigned.
-        token_versions: whether answers carry `output_token_versions`.
+        name: name in the directory.
+        version: version of further tokens; may be assigned.
+        token_versions: whether answers contain `output_token_versions`.
         token_s: seconds per token.
     """
 
@@ -90,35 +90,36 @@ class FakeEngine:
 
     @property
     def entry(self) -> tuple[str, str, int]:
-        """The engine's line in a directory."""
+        """Return the engine's line in a directory."""
         return (self.name, self.url, self.version)
 
     @property
     def num_active(self) -> int:
-        """Requests in generation."""
+        """Number of running requests."""
         return len(self._active)
 
     def hold(self, num_tokens: int, *, per_version: bool = False) -> None:
-        """Requests stop once their context has grown by `num_tokens` in this call.
+        """Hold each request after `num_tokens` new tokens.
 
-        With `per_version` those of the version that is served now count, and `serve` lets them go on.
+        With `per_version`, only tokens of the current version count, and `serve` continues held
+        requests.
         """
         self._hold_at, self._hold_per_version = num_tokens, per_version
 
     async def serve(self, version: int) -> None:
-        """Make the tokens from now on with `version`."""
+        """Make all further tokens with `version`."""
         self.version = version
         async with self._changed:
             self._changed.notify_all()
 
     async def release(self) -> None:
-        """Held requests go on."""
+        """Continue held requests."""
         self._hold_at = None
         async with self._changed:
             self._changed.notify_all()
 
     async def abort(self) -> None:
-        """Every running request ends now, with the tokens that it has."""
+        """End every running request with the tokens that it has."""
         self._hold_at = None
         async with self._changed:
             for request in self._active:
@@ -126,12 +127,12 @@ class FakeEngine:
             self._changed.notify_all()
 
     async def until(self, condition: Callable[[], bool], *, deadline_s: float = 60.0) -> None:
-        """Return once `condition` holds; it is looked at whenever a request changes."""
+        """Wait until `condition` holds; check it whenever a request changes."""
         async with asyncio.timeout(deadline_s), self._changed:
             await self._changed.wait_for(condition)
 
     async def until_held(self, num_requests: int) -> None:
-        """Return once so many requests are held."""
+        """Wait until `num_requests` requests are held."""
         await self.until(lambda: sum(map(self._held, self._active)) >= num_requests)
 
     def _held(self, request: _Request) -> bool:
@@ -164,7 +165,8 @@ class FakeEngine:
                 request.versions.append(self.version)
         finally:
             self._active.discard(request)
-            async with self._changed:  # also when its client is gone
+            # Notify waiters even if the client has disconnected.
+            async with self._changed:
                 self._changed.notify_all()
         return web.json_response(self._answer(request))
 

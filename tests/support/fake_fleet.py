@@ -42,12 +42,14 @@ def _nothing(_command: Command) -> None:
 
 @final
 class FakeFleet:
-    """An async context manager; starts with the controller alone.
+    """Control plane as an async context manager; at first, only the controller runs.
 
     Args:
-        config: of the coordinator. journal_path: None keeps rounds in memory.
-        num_trainers: ranks of the trainer job. planner: compiles plans.
-        port: to listen on; 0 lets the system choose.
+        config: configuration of the coordinator.
+        journal_path: file of the journal; None keeps rounds in memory.
+        num_trainers: ranks of the trainer job.
+        planner: function that compiles plans.
+        port: port to listen on; 0 lets the system choose.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class FakeFleet:
 
     @property
     def port(self) -> int:
-        """Where the controller listens."""
+        """Port of the controller."""
         return int(self.server.url.rpartition(":")[2])
 
     @property
@@ -93,7 +95,7 @@ class FakeFleet:
         await asyncio.gather(*(asyncio.to_thread(c.close) for c in self.channels.values()))
 
     async def close_controller(self) -> None:
-        """Stop the controller; agents go on trying to reach it. Idempotent."""
+        """Stop the controller; agents continue to reconnect. Idempotent."""
         await self.coordinator.close()
         await self.server.close()
 
@@ -105,7 +107,7 @@ class FakeFleet:
         token: str | None = None,
         on_disconnect: Callable[[], None] | None = None,
     ) -> AgentChannel:
-        """Connect one agent, with `self.token` unless another is given."""
+        """Connect one agent; the default token is `self.token`."""
         shown = self.token if token is None else token
         common = (self.server.url, shown, lambda: hello, handler)
         channel: AgentChannel
@@ -175,7 +177,7 @@ class FakeFleet:
         return made
 
     async def start(self, engines: Mapping[str, int]) -> None:
-        """Connect all trainers and these engines (name -> ranks), and wait until they are known."""
+        """Connect all trainers and these engines (name -> ranks), and wait until the controller knows them."""
         for index in range(self.num_trainers):
             await self.add_trainer(index)
         for name, ranks in engines.items():
@@ -185,16 +187,16 @@ class FakeFleet:
         )
 
     async def announce(self, worker: str, version: int, deadline_s: float = 30.0) -> UpdateReport:
-        """What one trainer rank does; see `TrainerChannel.announce`."""
+        """Announce a version as one trainer rank; see `TrainerChannel.announce`."""
         channel = self.channels[worker]
         assert isinstance(channel, TrainerChannel)
         return await asyncio.to_thread(channel.announce, version, deadline_s)
 
     async def publish(self, version: int) -> UpdateReport:
-        """Every trainer rank announces.
+        """Announce a version as every trainer rank.
 
         Raises:
-            RoundError: they were told different things.
+            RoundError: the ranks got different reports.
         """
         reports = await asyncio.gather(*(self.announce(w, version) for w in self.trainers))
         if len({(r.outcome, r.reason, r.engines) for r in reports}) != 1:

@@ -1,8 +1,7 @@
-"""The processes of `test_faults.py`: controller with its owner, trainer ranks, engines.
+"""Processes of `test_faults.py`: a controller with its owner, trainer ranks, engines.
 
-An engine generates from the memory that updates are written into: each token *is* the version
-that all of its memory belongs to, and its label is the version that the engine claims. A token
-that was made from a mixture is `MIXED`.
+An engine generates from the memory that updates write: each token *is* the version of the whole
+memory, and its label is the version that the engine claims. `MIXED` is a token of a mixture.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ NUM_TOKENS = 16
 DRAIN_S = 180.0
 MIXED = 1_000_000
 PER_VERSION = 1_000_000
-"""How far elements of successive versions are apart."""
+"""Difference between elements of successive versions."""
 
 
 # --- engines --------------------------------------------------------------------------------
 
 
 class Generator:
-    """A rank's weights, and what it makes of them; `EngineHooks`."""
+    """Weights of a rank and the tokens that it makes of them; `EngineHooks`."""
 
     def __init__(self, worker: str, token_s: float) -> None:
         self._token_s = token_s
@@ -62,7 +61,7 @@ class Generator:
         self._whole: dict[int, dict[str, Any]] = {}
 
     def held(self) -> int:
-        """The version of every byte; -1 for none yet, `MIXED` for several."""
+        """Return the version of every byte; -1 if no byte is written yet, `MIXED` for several versions."""
         first = int(self.memory["embed"].flat[0])
         if first == -1:
             return -1 if all((m == -1).all() for m in self.memory.values()) else MIXED
@@ -72,7 +71,7 @@ class Generator:
         return version if all(same) else MIXED
 
     def token(self) -> tuple[int, int] | None:
-        """(what memory says, what the engine claims); None while it is paused."""
+        """Return (version in memory, version that the engine claims); None while paused."""
         with self._lock:
             return None if self._paused else (self.held(), self._version)
 
@@ -114,7 +113,7 @@ class Generator:
         return web.json_response({"output_ids": [token for token, _ in made], "meta_info": meta})
 
     def serve(self) -> str:
-        """Serve from a daemon thread; returns the address."""
+        """Serve in a daemon thread and return the URL."""
         address: list[str] = []
         ready = threading.Event()
 
@@ -138,7 +137,7 @@ class Generator:
 
 
 def run_engine(pipe: Connection, name: str, url: str, token_s: float) -> None:
-    """Serve until the pipe closes. ("arm", command, pid) or ("held",)."""
+    """Serve until the pipe closes. Messages: ("arm", command, pid) or ("held",)."""
     torch.set_num_threads(1)
     generator = Generator(f"{name}/0", token_s)
     arrays = list(generator.memory.values())
@@ -179,7 +178,7 @@ def run_engine(pipe: Connection, name: str, url: str, token_s: float) -> None:
 
 
 def run_trainer(pipe: Connection, index: int, url: str) -> None:
-    """("arm", command, pid) or ("publish", version), answered with the outcome."""
+    """Train until the pipe closes. Messages: ("arm", command, pid) or ("publish", version)."""
     torch.set_num_threads(1)
     part = part_of(f"trainer/{index}", Role.TRAINER, index, NUM_TRAINERS)
     memory = {name: tensor.numpy() for name, tensor in part.empty().items()}
@@ -227,7 +226,7 @@ def run_trainer(pipe: Connection, index: int, url: str) -> None:
 
 
 class Owner:
-    """Wants groups, stores each that it is given, and remembers across kills what it wants."""
+    """Owner of rollouts: requests groups, stores each group, and remembers its requests across kills."""
 
     def __init__(
         self, controller: windlass.Controller, folder: Path, outstanding_groups: int
@@ -239,7 +238,7 @@ class Owner:
         self.changed = asyncio.Event()
 
     def begin(self) -> None:
-        """Go on where an earlier process was killed."""
+        """Continue where an earlier process was killed."""
         have = stored(self.store)
         self.rollouts.acknowledge(line["tasks"][0] for line in have)
         there = {line["serial"] for line in have}
@@ -261,7 +260,7 @@ class Owner:
             self.num_wanted += 1
 
     async def run(self) -> None:
-        """Until it is drained: every group wanted is in the store."""
+        """Run until drained: every requested group is in the store."""
         self.begin()
         while True:
             self.top_up()
@@ -281,7 +280,7 @@ class Owner:
 
 
 def stored(path: Path) -> list[dict[str, Any]]:
-    """What the owner has; each line was written in one call."""
+    """Return the groups in the store; each line was written in one call."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_bytes().splitlines()]
@@ -295,7 +294,7 @@ def add(path: Path, data: bytes) -> None:
 def run_controller(
     pipe: Connection, port: int, folder: Path, config: ControlConfig, outstanding_groups: int
 ) -> None:
-    """("fleet", engines, workers), ("serving", version, engines), ("stats",), ("drain",)."""
+    """Serve ("fleet", engines, workers), ("serving", version, engines), ("stats",) and ("drain",)."""
     asyncio.run(_control(pipe, port, folder, config, outstanding_groups))
 
 
@@ -363,7 +362,7 @@ async def _serving(controller: windlass.Controller, version: int, engines: set[s
 
 
 def run_worker(pipe: Connection, name: str, url: str) -> None:
-    """A rollout worker as `python -m windlass.rollout.worker` is; ends by itself or is killed."""
+    """Run a rollout worker as `python -m windlass.rollout.worker` does; it ends by itself or is killed."""
     from windlass.rollout import run_rollout_worker
 
     os.environ["WINDLASS_TOKEN"] = TOKEN

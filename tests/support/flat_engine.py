@@ -1,4 +1,4 @@
-"""An engine that holds tensors under given names, each in memory of its own, and its connection to a controller."""
+"""An engine with tensors of given names, each in its own memory, and its connection to a controller."""
 
 from __future__ import annotations
 

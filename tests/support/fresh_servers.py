@@ -1,7 +1,7 @@
-"""Plain engine servers without Windlass, as an oracle for updated servers.
+"""Plain engine servers without Windlass: the reference for updated servers.
 
-This module has its own command lines, and Windlass is not on the path. It shares only the layout and the dtype with
-the updated server, because both change how an engine rounds.
+This module has its own command lines, and Windlass is not on the path. It shares only the layout
+and the dtype with the updated server, because both change how an engine rounds.
 """
 
 from __future__ import annotations
@@ -152,9 +152,11 @@ def serving_fresh(
     path: str = "",
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[Fresh]:
-    """A server that has loaded a checkpoint as its user starts it.
+    """Run a server that has loaded a checkpoint as its user starts it.
 
-    path: of a plugin's distribution. variables: of the server's environment besides.
+    Args:
+        path: folder of a plugin's distribution.
+        variables: further variables of the server's environment.
     """
     if not (python := VENVS[engine] / "bin/python").exists():
         pytest.skip(f"no {python}: make engines installs {engine}")
@@ -188,7 +190,8 @@ def serving_fresh(
             threading.Event().wait(HEALTH_S)
         server = Fresh(engine, url)
         if layout.pp > 1 and engine == "vllm":
-            # Without it vLLM 0.32 for CPUs ends at the first request of a server with stages that does not compile.
+            # Otherwise vLLM 0.32 for CPUs, with stages and without compilation, ends at the first
+            # request.
             server.post("/collective_rpc", {"method": "execute_dummy_batch"})
         yield server
     finally:

@@ -1,4 +1,4 @@
-"""What every byte of a fleet must be, straight from the manifests, with no planner in between."""
+"""Expected bytes of a whole fleet, computed from the manifests without a planner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Elements = npt.NDArray[np.uint32]
 
 
 def distinct_values(manifests: Iterable[ShardManifest]) -> dict[str, Elements]:
-    """Global tensors of 4-byte elements, no two of which are equal in the whole fleet.
+    """Return global tensors of 4-byte elements; all elements of the fleet are distinct.
 
     Names that an alias ties share one array.
     """
@@ -41,12 +41,12 @@ def distinct_values(manifests: Iterable[ShardManifest]) -> dict[str, Elements]:
 def shard_view(
     buffer: Bytes, box: Box, offset_bytes: int, strides_bytes: tuple[int, ...]
 ) -> Elements:
-    """The elements of one shard as a strided view of its parameter."""
+    """Return the elements of one shard as a strided view of its parameter."""
     return np.ndarray(box.sizes, np.uint32, buffer, offset_bytes, strides_bytes)
 
 
 def fill(manifest: ShardManifest, values: dict[str, Elements], background: int) -> list[Bytes]:
-    """One buffer per parameter: shards hold their elements, all other bytes `background`."""
+    """Return one buffer per parameter: the elements of its shards, and `background` in all other bytes."""
     buffers = [np.full(p.nbytes, background, np.uint8) for p in manifest.parameters]
     index = {p.name: i for i, p in enumerate(manifest.parameters)}
     for shard in manifest.shards():

@@ -1,4 +1,4 @@
-"""One FSDP2 rank that trains with options that could leave weights half-stepped, and publishes. Tests only."""
+"""One FSDP2 rank that trains and publishes with options that could leave weights half-stepped. Tests only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAIN = {
     "offloaded",
     "accumulated",
 }
-"""Options that change nothing that is trained, but for rounding."""
+"""Options that do not change the trained weights, except for rounding."""
 EMA = "ema_swapped"
 DIVERGED = "hsdp_diverged"
 OPTIONS = (*sorted(PLAIN), EMA, DIVERGED)
@@ -48,7 +48,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def step_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """The same on every rank, so that it is what one process computes."""
+    """Train one step. Every rank has the same batch, so one process alone computes the same."""
     optimizer.zero_grad()
     module(batch(step)).float().square().mean().backward()
     optimizer.step()
@@ -89,11 +89,12 @@ def sharded(option: str) -> torch.nn.Module:
 
 
 def trained(option: str, trainer: windlass.TrainerClient, module: torch.nn.Module) -> str:
-    """Train and publish every step; why the last version was not published, or nothing."""
+    """Train and publish every step. Return why the last version was not published; empty if it was."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
     said = ""
     for step in range(NUM_STEPS):
-        if option == "accumulated":  # half of the gradients are reduced later
+        # Half of the gradients are reduced later.
+        if option == "accumulated":
             assert isinstance(module, FSDPModule)
             optimizer.zero_grad()
             module.set_requires_gradient_sync(False)
@@ -105,7 +106,8 @@ def trained(option: str, trainer: windlass.TrainerClient, module: torch.nn.Modul
             step_of(module, optimizer, step)
         if option in {"kept_gathered", "looked_at_since"}:
             with torch.no_grad():
-                module(batch(step))  # leaves parameters gathered where they are kept so
+                # With kept_gathered, this leaves the parameters gathered.
+                module(batch(step))
         if option == DIVERGED and dist.get_rank() == 3:
             with torch.no_grad():
                 local_of(module.get_parameter("2.weight"))[:1].add_(1)

@@ -1,4 +1,4 @@
-"""What Megatron-core must be told to compute what a `config.json` of Hugging Face says. Tests only."""
+"""Settings of Megatron-core that match a `config.json` of Hugging Face. Tests only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# For `tools.plan`, in processes that pytest did not set up.
+# Processes without pytest need this path for `tools.plan`.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from tools.plan.families import ModelSpec
@@ -28,11 +28,12 @@ SMALL: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-"""Of a `config.json`; so are those below."""
+"""Values of a `config.json`, as in the constants below."""
 DENSE: Mapping[str, Any] = {
     **SMALL,
     "model_type": "qwen3",
-    "vocab_size": 64,  # no padding: Megatron counts padded logits into its loss
+    # No padding: Megatron counts padded logits into its loss.
+    "vocab_size": 64,
     "rms_norm_eps": 1e-5,
     "eos_token_id": None,
 }
@@ -70,10 +71,11 @@ SMALL_LATENT: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments beyond those that sizes alone give.
+    """Arguments that do not follow from sizes.
 
     Attributes:
-        config: for Megatron's configuration. model: for `GPTModel`.
+        config: arguments of Megatron's configuration.
+        model: arguments of `GPTModel`.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -88,7 +90,7 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def spec_of(config: Mapping[str, Any]) -> ModelSpec:
-    """Sizes, under one name each."""
+    """Return the sizes of a model, under the same names for every family."""
     experts = num_experts(config)
     inner = config["intermediate_size"]
     sizes = {
@@ -116,7 +118,7 @@ def spec_of(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
-    """Norms, biases, routing and rotary embeddings."""
+    """Return the settings of norms, biases, routing and rotary embeddings."""
     kind = config["model_type"]
     rope = config.get("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
     own: dict[str, Any] = {

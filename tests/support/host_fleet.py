@@ -1,4 +1,4 @@
-"""A fleet on hosts: every process in the network of its own host, real wires, real bytes."""
+"""A fleet on several hosts: each process uses its host's network, with real wires and real bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).with_name("host_process.py")
 TRANSPORT = '{"type": "mooncake", "protocol": "tcp"}'
 STEP_S = 90.0
 ROWS = 340
-"""About 2 MB in three tensors."""
+"""Rows of each tensor; the three tensors have about 2 MB."""
 HOSTS = ("control", "trainer", "a", "b")
 DEADLINES = PhaseDeadlines(
     connect_s=15, prepare_s=8, pause_s=8, write_s=10, verify_s=8, apply_s=8, publish_s=8, fleet_s=30
@@ -30,7 +30,7 @@ DEADLINES = PhaseDeadlines(
 
 
 class Refused(Exception):
-    """A process answered with a named error."""
+    """Error that a process reported by name."""
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__(f"{name}: {text}")
@@ -88,7 +88,7 @@ class Member:
             return await self.order(*order)
 
     async def end(self) -> None:
-        """Killed, without notice."""
+        """Kill the process without notice."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         await self.process.wait()
@@ -96,7 +96,7 @@ class Member:
 
 
 class Fleet:
-    """Members by name; engines and the trainer live on hosts of their names, but for those of `hosts`."""
+    """Members by name. Engines run on the host of their name, trainers on `trainer`, or as `hosts` says."""
 
     def __init__(
         self,
@@ -164,13 +164,13 @@ class Fleet:
         await self.members["controller"].ask("fleet", num_trainers, list(engines), STEP_S - 5)
 
     def begin(self, version: int = -1, deadline_s: float = 60.0) -> asyncio.Future[list[Any]]:
-        """All trainer ranks publish the next version; done when all have an answer or an error."""
+        """Let all trainer ranks publish the next version; the result has an answer or an error of each."""
         self.version = version if version >= 0 else self.version + 1
         told = [t.order("publish", self.version, deadline_s) for t in self.trainers]
         return cast("asyncio.Future[list[Any]]", asyncio.gather(*told, return_exceptions=True))
 
     async def publish(self) -> list[str]:
-        """Publish the next version; who was left out."""
+        """Publish the next version and return the engines that were left out."""
         answers = await self.begin()
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -184,7 +184,8 @@ class Fleet:
         *,
         whole: Sequence[str] | None = None,
     ) -> None:
-        """Wait until exactly these are routed to, at the version; each holds it (`whole`: these)."""
+        """Wait until exactly these engines are routable at the version. Check that each (or each
+        of `whole`) stores it."""
         wanted = self.version if version is None else version
         await self.members["controller"].ask("serving", wanted, sorted(engines), STEP_S - 5)
         for name in engines if whole is None else whole:
@@ -196,11 +197,11 @@ class Fleet:
             ), state
 
     async def served_by(self, *engines: str) -> list[int]:
-        """What each says that it serves."""
+        """Return the version that each engine claims to serve."""
         return [(await self.state(name))["served"] for name in engines]
 
     async def state(self, name: str) -> dict[str, Any]:
-        """Of an engine; whatever it saw while it generated was one version, the one it claimed."""
+        """Return the state of an engine. Check that it never found another version than it claimed."""
         state = cast("dict[str, Any]", await self.members[name].ask("state"))
         assert state["wrong"] == [], (name, state)
         return state
@@ -228,7 +229,7 @@ async def fleet_on(
     config: ControlConfig | None = None,
     hosts: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[Fleet]:
-    """Controller, trainers and engines, each on its host, with version 0 published."""
+    """Run a controller, trainers and engines, each on its host, with version 0 published."""
     made = config or ControlConfig(mode=mode, deadlines=DEADLINES, heartbeat_s=8.0, max_rewrites=1)
     fleet = Fleet(network, made, transport, rows, hosts)
     try:

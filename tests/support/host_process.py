@@ -1,8 +1,8 @@
 """One process of `test_hosts_*.py`: the controller, a trainer rank or an engine on a host.
 
-Orders are JSON lines on stdin, answers JSON lines on stdout: the test speaks with it past the
-network. An engine looks at its own weights again and again while it is not paused: whatever it
-finds there besides the version that it claims to serve is remembered.
+Orders are JSON lines on stdin, answers are JSON lines on stdout, so they do not use the network.
+While an engine is not paused, it reads its own weights again and again, and records every version
+that is not the version it claims to serve.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def say(**answer: Any) -> None:
 
 
 def truth(version: int, rows: int) -> dict[str, npt.NDArray[np.int32]]:
-    """The whole model: no two elements of any two versions are equal."""
+    """Return the whole model. No two elements of any two versions are equal."""
     found, first = {}, 1 + version * PER_VERSION
     for name in TENSORS:
         found[name] = np.arange(first, first + rows * COLUMNS, dtype=np.int32).reshape(
@@ -82,7 +82,7 @@ def shard(
 
 
 class HoldAt:
-    """Stops before a command of one type, once, until it is told to go on."""
+    """Handler that stops once before a command of one type, until the test lets it continue."""
 
     _handler: CommandHandler
 
@@ -91,7 +91,7 @@ class HoldAt:
         self.go = threading.Event()
 
     def intercept(self, agent: EngineAgent | TrainerAgent) -> HoldAt:
-        """Stand in front of this agent."""
+        """Handle commands before this agent does."""
         self._handler = agent
         return self
 
@@ -104,7 +104,7 @@ class HoldAt:
 
 
 class Engine:
-    """`EngineHooks`, and a look at the weights whenever it is not paused."""
+    """`EngineHooks` that read the weights while the engine is not paused."""
 
     def __init__(self, rows: int) -> None:
         self.manifest, self.places = shard("", Role.ENGINE, rows, 0, 1)
@@ -118,7 +118,7 @@ class Engine:
         threading.Thread(target=self._look, daemon=True).start()
 
     def held(self) -> int:
-        """The version of every byte; -1 for none yet, `MIXED` for several."""
+        """Return the version of every byte; -1 if no byte is written yet, `MIXED` for several versions."""
         first = int(self.memory["embed"].flat[0])
         if first == -1:
             return -1 if all((m == -1).all() for m in self.memory.values()) else MIXED
@@ -165,7 +165,7 @@ Orders = dict[str, Callable[..., Any]]
 
 
 def obey(orders: Orders) -> None:
-    """Until stdin ends; an order that blocks has a thread of its own."""
+    """Carry out orders until stdin ends, each in its own thread, because an order may block."""
     for line in sys.stdin:
         number, name, *arguments = json.loads(line)
 

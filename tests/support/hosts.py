@@ -1,13 +1,13 @@
-"""Several hosts on one machine: network namespaces, joined by a wire that can be made bad.
+"""Several hosts on one machine: network namespaces, joined by a wire with adjustable faults.
 
-with Network(("control", "trainer", "engine")) as network:
-    network.between("trainer", "engine", Line(delay_s=0.01, loss=0.01))
-    subprocess.Popen(network.host("engine").command("python", "-m", ...))
-    network.isolate("engine")
-    network.heal()
+    with Network(("control", "trainer", "engine")) as network:
+        network.between("trainer", "engine", Line(delay_s=0.01, loss=0.01))
+        subprocess.Popen(network.host("engine").command("python", "-m", ...))
+        network.isolate("engine")
+        network.heal()
 
-Needs root. Each namespace lives as long as a process that ends with this one, and everything
-else lives in the namespaces: nothing is left behind, whatever happens here.
+Needs root. Each namespace exists as long as its process, which ends with this process. Everything
+else is inside the namespaces, so nothing remains even after a crash.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _NAMESPACES = (("net", "net"), ("mount", "mnt"))
 _CLONE_NEWNET = 0x40000000
-# UCX and others read the names of network devices in /sys; in /dev/shm engines find who is on their host.
+# UCX and others read the names of network devices in /sys. Engines use /dev/shm to find engines of
+# the same host.
 _OWN_MOUNTS = "mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm && echo ready && exec cat"
 _MTU = 16_000
-"""Few and large packets: the wire is a Python program."""
+"""Large packets, so that there are few of them: the wire is a Python program."""
 T = TypeVar("T")
 
 
 def why_no_hosts() -> str:
-    """Why no `Network` can be made here; empty if one can."""
+    """Return why no `Network` can be made here; empty if it can."""
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
     for program in ("unshare", "nsenter", "ip", "tc"):
@@ -66,12 +67,14 @@ def why_no_hosts() -> str:
 @final
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One network namespace, with a /dev/shm of its own; processes and files are the machine's.
+    """One network namespace with its own /dev/shm. Processes and files are shared with the
+    machine.
 
     Attributes:
-        name: in its network.
-        addresses: IPv4, one per rail. addresses_v6: IPv6, one per rail.
-        pid: of the process that keeps the namespace.
+        name: name in its network.
+        addresses: IPv4 addresses, one per rail.
+        addresses_v6: IPv6 addresses, one per rail.
+        pid: process that keeps the namespace.
     """
 
     name: str
@@ -81,24 +84,25 @@ class Host:
 
     @property
     def address(self) -> str:
-        """IPv4 on the first rail."""
+        """IPv4 address on the first rail."""
         return self.addresses[0]
 
     def command(self, *argv: str) -> list[str]:
-        """The command that runs `argv` on this host; every step replaces itself, so the pid is `argv`'s."""
+        """Return the command that runs `argv` on this host. Each step replaces its process, so
+        `argv` has the first pid."""
         own = (f"--{kind}=/proc/{self.pid}/ns/{path}" for kind, path in _NAMESPACES)
         return ["nsenter", *own, "--", "env", f"--chdir={os.getcwd()}", *argv]
 
     def run(self, *argv: str) -> str:
-        """Run to the end; its output.
+        """Run a command to its end and return its output.
 
         Raises:
-            TransportUnavailable: it failed; carries what it said.
+            TransportUnavailable: the command failed; the message contains its stderr.
         """
         return _run(self.command(*argv))
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call it in a thread of this process whose new sockets are this host's."""
+        """Call a function in a thread of this process. Sockets that it opens belong to this host."""
 
         def there() -> T:
             with open(f"/proc/{self.pid}/ns/net") as namespace:
@@ -116,15 +120,15 @@ class Network:
     """Hosts that reach each other over every rail, and nothing else. Enter it once.
 
     Args:
-        names: of the hosts.
-        rails: interfaces per host, each on a network of its own.
-        rate_bit_s: what each interface sends at most (tc tbf).
-        by_wire: packets pass a user-space wire, which `between` and `isolate` rule; False joins
-            the hosts by a bridge in the kernel, which is faster and always good.
-        seed: of what the wire drops.
+        names: names of the hosts.
+        rails: interfaces per host, each in its own network.
+        rate_bit_s: highest rate of each interface (tc tbf).
+        by_wire: packets pass a wire in user space, which `between` and `isolate` control; False joins
+            the hosts by a bridge in the kernel, which is faster and has no faults.
+        seed: seed of the wire's losses.
 
     Raises:
-        TransportUnavailable: not root, or the kernel lacks something; see `why_no_hosts`.
+        TransportUnavailable: this process is not root, or the kernel lacks something; see `why_no_hosts`.
     """
 
     def __init__(
@@ -144,7 +148,7 @@ class Network:
         self._touched: set[tuple[str, str]] = set()
 
     def host(self, name: str) -> Host:
-        """The host of that name."""
+        """Return the host of that name."""
         return self._hosts[name]
 
     def __enter__(self) -> Network:
@@ -169,21 +173,21 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """End the wire and the namespaces. Processes on the hosts are their owners'. Idempotent."""
+        """End the wire and the namespaces, but not the processes on the hosts. Idempotent."""
         self._undo.close()
         self._wire = None
 
     def between(self, one: str, other: str, line: Line) -> None:
-        """From now on packets between these two hosts meet `line`, in both directions.
+        """Apply `line` to all further packets between these two hosts, in both directions.
 
         Raises:
-            PeerUnreachable, PeerTimeout: the wire is gone.
+            PeerUnreachable, PeerTimeout: the wire has ended.
         """
         self._order(one, other, line)
         self._order(other, one, line)
 
     def everywhere(self, line: Line) -> None:
-        """As `between`, for every two hosts."""
+        """Apply `line` between every two hosts; see `between`."""
         for index, one in enumerate(self._names):
             for other in self._names[index + 1 :]:
                 self.between(one, other, line)
@@ -195,15 +199,15 @@ class Network:
                 self.between(name, other, Line(cut=True))
 
     def heal(self) -> None:
-        """Every line is good again."""
+        """Remove the faults of every line."""
         for source, destination in sorted(self._touched):
             self._order(source, destination, Line())
         self._touched.clear()
 
-    # --- making it -------------------------------------------------------------------------------
+    # --- construction ----------------------------------------------------------------------------
 
     def _namespace(self) -> int:
-        """A process in a namespace of its own, which ends when this process does."""
+        """Start a process in its own namespace, which ends with this process. Return its pid."""
         holder = subprocess.Popen(
             ["unshare", "--net", "--mount", "--", "sh", "-c", _OWN_MOUNTS],
             stdin=subprocess.PIPE,
@@ -236,7 +240,8 @@ class Network:
             _inside(pid, "ip", "address", "add", f"{v4[rail]}/24", "dev", device)
             _inside(pid, "ip", "address", "add", f"{v6[rail]}/64", "dev", device, "nodad")
             _inside(pid, "ip", "link", "set", device, "up")
-            burst_nbytes = max(4 * _MTU, self._rate_bit_s // 8 // 200)  # 5 ms
+            # Allow a burst of 5 ms.
+            burst_nbytes = max(4 * _MTU, self._rate_bit_s // 8 // 200)
             _inside(
                 pid,
                 *("tc", "qdisc", "add", "dev", device, "root", "tbf", "latency", "200ms"),
@@ -245,7 +250,7 @@ class Network:
         return devices
 
     def _tun(self, pid: int, device: str, temporary: str) -> int:
-        """A TUN device of that name inside the namespace; the descriptor of its other end."""
+        """Create a TUN device of that name inside the namespace; return the descriptor of its other end."""
         descriptor = os.open("/dev/net/tun", os.O_RDWR)
         self._undo.callback(os.close, descriptor)
         request = struct.pack("16sH14x", temporary.encode(), _IFF_TUN | _IFF_NO_PI)
@@ -266,7 +271,8 @@ class Network:
             pass_fds=[descriptor for rails in devices.values() for descriptor, _ in rails],
         )
         self._undo.callback(_end, self._wire)
-        self._order(self._names[0], self._names[0], Line())  # answered once the wire runs
+        # The wire answers this order once it runs.
+        self._order(self._names[0], self._names[0], Line())
 
     def _order(self, source: str, destination: str, line: Line) -> None:
         if self._wire is None or self._wire.stdin is None:

@@ -1,4 +1,4 @@
-"""An HTTP server that answers as a test says."""
+"""An HTTP server with answers from the test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 __all__ = ["answering", "answering_requests"]
 
 POLL_S = 0.01
-"""How soon the server notices that it is to end."""
+"""Seconds until the server notices that it must end."""
 
 
 def answering(
@@ -46,7 +46,7 @@ def answering_requests(
         do_POST = do_GET  # noqa: N815 - the base class's name
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-            """Nothing is logged."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="http-answers")

@@ -1,4 +1,4 @@
-"""A scheduler that starts nothing: for ranks that somebody else has started."""
+"""A scheduler that starts nothing, for ranks that the test itself starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["IdleScheduler"]
 
 
 class IdleScheduler(Scheduler):
-    """`Scheduler` whose processes seem to run for ever.
+    """`Scheduler` with processes that seem to run for ever.
 
     Attributes:
         graces: the grace period that each `delete` got, in order.
@@ -34,12 +34,12 @@ class IdleScheduler(Scheduler):
         return self._job
 
     async def wait(self, name: str) -> ProcessStatus:
-        """Never returns."""
+        """Wait for ever."""
         await asyncio.Event().wait()
         return self.status(name)
 
     async def wait_healthy(self, name: str, *, deadline_s: float) -> ProcessStatus:
-        """See `Scheduler.wait_healthy`; at once."""
+        """Return at once; see `Scheduler.wait_healthy`."""
         return self.status(name)
 
     def status(self, name: str) -> ProcessStatus:
@@ -47,19 +47,19 @@ class IdleScheduler(Scheduler):
         return ProcessStatus(name=name, pid=0, returncode=None)
 
     def list(self) -> tuple[ProcessStatus, ...]:
-        """None."""
+        """Return an empty tuple."""
         return ()
 
     async def signal(self, name: str, signal_number: int) -> None:
-        """Nobody is there."""
+        """Send nothing, because no process exists."""
 
     async def log_tail(self, name: str, num_lines: int = 40) -> str:
-        """Nothing was logged."""
+        """Return an empty text."""
         return ""
 
     async def delete(self, name: str, *, grace_s: float = 5.0) -> None:
-        """Note the grace."""
+        """Record the grace period."""
         self.graces.append(grace_s)
 
     async def close(self, *, grace_s: float = 5.0) -> None:
-        """Nothing runs."""
+        """Do nothing, because no process runs."""

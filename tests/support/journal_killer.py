@@ -1,7 +1,8 @@
-"""`python journal_killer.py FOLDER`: processes that are killed before each system call of a compaction.
+"""`python journal_killer.py FOLDER`: run processes that are killed before each system call of a
+compaction.
 
-Prints one JSON line per process: the call that it did not come to make ("" when it lived), what it
-had been told is on disk, and what a journal that is opened afterwards says.
+Print one JSON line per process: the call before its death ("" if it survived), the number of the
+last entry that it appended, and the state of a journal that is opened afterwards.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from windlass.control.journal import Journal, JournalEntry, JournalKind
 CALLS = ("open", "write", "fdatasync", "fsync", "ftruncate", "close", "replace", "unlink")
 NUM_ENTRIES = 40
 FIRST = 20
-"""Entries before the calls are counted: some compactions are over by then."""
+"""Entries before calls are counted, so that some compactions are already complete."""
 journal.COMPACT_AFTER, journal.KEPT_ENTRIES = 9, 2
 
 
 def entry(number: int) -> JournalEntry:
-    """Of a history in which every kind comes, and maxima are not always the newest."""
+    """Return an entry of a history with every kind of entry, where maxima are not always the newest."""
     kinds = (JournalKind.ROUND_BEGAN, JournalKind.PUBLISHING, JournalKind.PUBLISHED)
     kind = JournalKind.QUARANTINED if number % 7 == 3 else kinds[number % 3]
     version = number // 3 if number % 5 else 0
@@ -43,7 +44,7 @@ def state(opened: Journal) -> list[Any]:
 
 
 def arm(nth: int, say: int) -> None:
-    """The `nth` call from now on is not made: the process is killed by itself."""
+    """Kill this process in place of the `nth` call from now on."""
     left = nth
 
     def wrap(name: str) -> None:
@@ -92,7 +93,8 @@ def main() -> None:
         call = "" if lived else told.pop().removeprefix("!")
         opened = Journal(path)
         print(json.dumps([call, int(told[-1]), state(opened)]))
-        opened.append(entry(NUM_ENTRIES))  # and goes on, and compacts
+        # The journal must accept further entries, and compact again.
+        opened.append(entry(NUM_ENTRIES))
         for number in range(NUM_ENTRIES + 1, NUM_ENTRIES + 12):
             opened.append(entry(number))
         again = state(opened)

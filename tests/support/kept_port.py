@@ -1,4 +1,4 @@
-"""A port for a server that is killed and started again at the same address."""
+"""A port for a server that is killed and restarted at the same address."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["free_port"]
 
 
 def free_port() -> int:
-    """Outside the range that the system gives to others, so that it stays free between kills."""
+    """Return a port outside the range that the system assigns, so that it stays free between kills."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 1000):
         try:
             with socket.create_server(("127.0.0.1", port)):

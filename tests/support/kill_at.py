@@ -1,7 +1,7 @@
-"""An agent that kills a process in a named phase of an update, and then does as it is told.
+"""An agent that kills a process in a given phase of an update, and then carries out its command.
 
-The phase is the one whose command this agent has just been given: the round cannot go on
-before its answer, so the victim dies inside that phase and nowhere else.
+The agent has just received the command of that phase. The round cannot continue without its
+answer, so the victim dies inside that phase.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ DEATH_S = 20.0
 
 
 def kill_and_wait(pid: int) -> None:
-    """SIGKILL; returns when the process has ended. It need not be a child.
+    """Send SIGKILL and wait until the process has ended. It need not be a child.
 
     Raises:
-        PeerTimeout: it is still there after 20 s.
+        PeerTimeout: the process still exists after 20 s.
     """
     descriptor = os.pidfd_open(pid)
     try:
@@ -38,7 +38,7 @@ def kill_and_wait(pid: int) -> None:
 
 @final
 class KillAt:
-    """`CommandHandler` in front of another one.
+    """`CommandHandler` that kills a process before it passes a command on.
 
     Args:
         handler: carries out every command.
@@ -50,7 +50,7 @@ class KillAt:
         self._command, self._pid = "", 0
 
     def arm(self, command: str, pid: int) -> None:
-        """Kill `pid`, once, when the next command of this type arrives; any thread."""
+        """Kill `pid` once, when the next command of this type arrives. Callable in any thread."""
         with self._lock:
             self._command, self._pid = command, pid
 

@@ -1,7 +1,9 @@
-"""A trainer rank of `test_launch.py`: publishing version 2 waits until it is told to go on.
+"""A trainer rank of `test_launch.py`. It waits before it publishes version 2, until the test lets
+it continue.
 
-Version `LOST` is copied and then cannot be written: it is not published. In `DIES_IN` (the fourth
-"train_step", the "write" of version 3, the second "save") rank 1 kills itself, once: then `DIED` is a file.
+The write of version `LOST` fails after the copy, so that version is not published. In `DIES_IN`
+(the fourth "train_step", the "write" of version 3, the second "save") rank 1 kills itself once,
+and creates the file `DIED`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from windlass.transfer.bindings import Written
 
 
 class Held:
-    """An FSDP2 engine that says over one fifo that it is about to publish, and reads another."""
+    """FSDP2 engine that reports a publication over one fifo, and waits for another fifo."""
 
     def __init__(self, inner: FsdpEngine) -> None:
         self._inner, self._dies_in = inner, ""
@@ -65,7 +67,7 @@ class Held:
 
 
 def die(*_: object) -> None:
-    """In the first process of this rank; the second one goes on."""
+    """Kill the first process of this rank; the second process continues."""
     if not Path(os.environ["DIED"]).exists():
         Path(os.environ["DIED"]).write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Live engines and trainers on GPUs, each in a process of its own, for the tests of this folder."""
+"""Live engines and trainers on GPUs, each in its own process."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ WIRES: dict[str, TransportConfig] = {
         offers=("cuda_ipc", '{"type": "nixl", "host": "127.0.0.1", "wire": "tcp"}')
     ),
 }
-"""Each rank's GPU is filled in."""
+"""Transports by name. `create_transport` adds each rank's GPU."""
 
 
 def needs(wire: str) -> None:
-    """Skip the test where a wire does not start for memory of a GPU."""
+    """Skip the test if a wire does not start for memory of a GPU."""
     try:
         create_transport(WIRES[wire], memory_at=torch.zeros(1, device="cuda").data_ptr()).close()
     except TransportUnavailable as error:
@@ -54,7 +54,7 @@ def needs(wire: str) -> None:
 
 
 def build() -> torch.nn.Sequential:
-    """A decoder-like stack with uneven sizes."""
+    """Return a decoder-like stack with uneven sizes."""
     torch.manual_seed(3)
     return torch.nn.Sequential(
         torch.nn.Embedding(1000, 72),
@@ -105,18 +105,18 @@ def serve(
         while pipe.recv():
             if on_gpu:
                 torch.cuda.synchronize()
-            # Copies: torch would move what is sent, if it is in host memory, to shared memory.
+            # Send copies: torch would move sent tensors from host memory to shared memory.
             held = {n: p.detach().to("cpu", copy=True) for n, p in model.named_parameters()}
             pipe.send((client.agent.served_version, held))
 
 
 class Fleet:
-    """Processes and a pipe to each; what still runs at the end is killed."""
+    """Processes and a pipe to each. At the end, running processes are killed."""
 
     def __init__(self, url: str, wire: TransportConfig) -> None:
         self._url = url
         self._wire = wire
-        # With GPUs every process starts CUDA by itself, from nothing.
+        # With GPUs, each process must initialise CUDA by itself.
         self._context: SpawnContext | ForkServerContext = (
             mp.get_context("spawn") if torch.cuda.is_available() else mp.get_context("forkserver")
         )
@@ -137,7 +137,7 @@ class Fleet:
             process.join()
 
     def start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
-        """Run `target(*arguments, pipe)`."""
+        """Start a process that runs `target(*arguments, pipe)`."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=target, args=(*arguments, theirs))
         process.start()
@@ -145,31 +145,31 @@ class Fleet:
         self._pipes[name] = ours
 
     def start_engines(self) -> None:
-        """One of each dtype, after the trainers' GPUs where there are that many."""
+        """Start one engine of each dtype, after the trainers' GPUs if there are enough GPUs."""
         for index, (name, dtype) in enumerate(ENGINES.items()):
             self.start_engine(name, dtype, NUM_TRAINERS + index)
 
     def start_engine(self, name: str, dtype: torch.dtype, device: int) -> None:
-        """An engine on a GPU, counted round."""
+        """Start an engine on GPU `device`, modulo the number of GPUs."""
         place = f"cuda:{device % torch.cuda.device_count()}"
         self.start_model(name, functools.partial(build_as, dtype), place)
 
     def start_model(self, name: str, make: Callable[[], torch.nn.Module], device: str) -> None:
-        """An engine that holds what `make` builds, on `device`."""
+        """Start an engine with the model of `make`, on `device`."""
         self.start(name, serve, name, device, make, self._url, self._wire)
 
     def send(self, name: str, message: object) -> None:
-        """To one process."""
+        """Send a message to one process."""
         self._pipes[name].send(message)
 
     async def receive(self, name: str) -> Any:
-        """From one process, which has two minutes."""
+        """Receive a message from one process within two minutes."""
         ready = await asyncio.to_thread(self._pipes[name].poll, 120)
         assert ready, f"{name} does not answer"
         return self._pipes[name].recv()
 
     async def join(self) -> None:
-        """Wait for all of them to end, a minute each."""
+        """Wait for all processes to end, a minute each."""
         for process in self._processes:
             await asyncio.to_thread(process.join, 60)
             assert process.exitcode == 0, process

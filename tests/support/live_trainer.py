@@ -1,4 +1,4 @@
-"""One Megatron-core rank of `test_live.py`: trains a step, publishes, says its loss."""
+"""One Megatron-core rank of `test_live.py`: trains a step, saves its loss, publishes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def main() -> None:
                 state = {"loss": training.loss(), "before": before}
             torch.save(state, f"{folder}/{version}-{rank}.pt")
             trainer.publish(version)
-        sys.stdin.read()  # the engine is looked at while the trainers live
+        # The test reads the engine's weights while the trainers live.
+        sys.stdin.read()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

@@ -1,8 +1,9 @@
-"""Modules for Megatron-core's layer specs where its own need CUDA. Tests only.
+"""Modules for Megatron-core's layer specs, in place of modules that need CUDA. Tests only.
 
-Megatron's local core attention takes neither the head sizes of latent attention nor context
-parallelism, its local norm no sequence parallelism. A layer spec names the modules that a layer is made
-of, and users put their own there; what has weights stays Megatron's, but for the norms.
+Megatron's local core attention supports neither the head sizes of latent attention nor context
+parallelism, and its local norm does not support sequence parallelism. A layer spec names the
+modules of a layer, and users may insert their own. Except for the norms, all modules with weights
+are Megatron's.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import torch.distributed as dist
 
 
 class CoreAttention(torch.nn.Module):
-    """torch's scaled dot product attention, causal; keys and values gathered over context ranks.
+    """Causal scaled dot product attention of torch; keys and values are gathered over context
+    ranks.
 
-    Heads of queries and keys may differ in size from those of values; fewer groups than heads may be.
+    Heads of values may have another size than heads of queries and keys. There may be fewer groups
+    than heads.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class CoreAttention(torch.nn.Module):
         attention_bias: object = None,
         packed_seq_params: object = None,
     ) -> torch.Tensor:
-        """(sequence, batch, heads, size) each -> (sequence, batch, heads * size of values)."""
+        """Return (sequence, batch, heads * size of values); each input is (sequence, batch, heads, size)."""
         from megatron.core import parallel_state
 
         group = parallel_state.get_context_parallel_group()
@@ -66,13 +69,13 @@ class CoreAttention(torch.nn.Module):
 
 
 def zigzag(length: int, num_ranks: int) -> list[torch.Tensor]:
-    """Which places of a sequence each context rank has: one part from the front, one from the back."""
+    """Return the positions of each context rank: one part from the front, one from the back."""
     parts = torch.arange(length).chunk(2 * num_ranks)
     return [torch.cat([parts[rank], parts[-1 - rank]]) for rank in range(num_ranks)]
 
 
 class Gathered(torch.autograd.Function):
-    """The whole sequence in its order, from every context rank's part of it."""
+    """The whole sequence in order, gathered from the parts of all context ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -90,13 +93,12 @@ class Gathered(torch.autograd.Function):
 
 
 def gathered(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`Gathered`."""
     whole: torch.Tensor = Gathered.apply(part, group)  # type: ignore[no-untyped-call]
     return whole
 
 
 class Norm(torch.nn.Module):
-    """A root mean square norm that says whether its gradient is of a part of the sequence."""
+    """Root mean square norm that records whether its gradient is of a part of the sequence."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -105,18 +107,18 @@ class Norm(torch.nn.Module):
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Same shape."""
+        """Return a tensor of the same shape."""
         return torch.nn.functional.rms_norm(hidden, self.weight.shape, self.weight, self._eps)
 
 
 def with_attention(layers: Any) -> None:
-    """`CoreAttention` in every layer of a block's spec."""
+    """Use `CoreAttention` in every layer of a block's spec."""
     for layer in layers:
         layer.submodules.self_attention.submodules.core_attention = CoreAttention
 
 
 def with_norms(block: Any) -> None:
-    """`Norm` in place of every norm of a block's spec."""
+    """Use `Norm` for every norm of a block's spec."""
     block.layer_norm = Norm
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = Norm

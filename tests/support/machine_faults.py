@@ -1,6 +1,7 @@
-"""What a machine does to one process: its clock jumps, its memory, descriptors or disk run out.
+"""Faults of the machine for one process: its clock jumps, or its memory, descriptors or disk run
+out.
 
-What needs root, `strace` or libfaketime skips the test where it is missing.
+A test that needs root, `strace` or libfaketime is skipped on machines without it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import pytest
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 DAY_S = 86400
 BALLAST = bytes(64 << 20)
-"""No allocator has so much at hand: whoever is sent it needs new pages."""
+"""More bytes than any allocator keeps free: a process that receives them needs new pages."""
 _CGROUPS = Path("/sys/fs/cgroup/memory")
 
 needs_faketime = pytest.mark.skipif(FAKETIME is None, reason="libfaketime is not installed")
 
 
 def clock_environment(clock: Path) -> dict[str, str]:
-    """Of a process whose clock of the day is off by what the file says: `+1d`."""
+    """Return the environment of a process with a clock that is off by the content of the file: `+1d`."""
     return {
         "LD_PRELOAD": str(FAKETIME),
         "FAKETIME_TIMESTAMP_FILE": str(clock),
@@ -36,10 +37,9 @@ def clock_environment(clock: Path) -> dict[str, str]:
 
 @contextmanager
 def no_memory_left(pid: int) -> Iterator[None]:
-    """The process may have 16 pages more; the kernel kills it for the next.
+    """Limit the process to 16 more pages; the kernel kills it for the next page.
 
-    One that finds all it needs among what it has freed goes on without any: it has to be given
-    something to hold.
+    A process that has freed enough memory continues without new pages. Give it something to store.
     """
     group = _CGROUPS / f"windlass-test-{pid}"
     try:
@@ -51,13 +51,14 @@ def no_memory_left(pid: int) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # a process in it ends a little later than it is dead
+        # The kernel removes a process from its group a little after the process has died.
+        with suppress(OSError):
             group.rmdir()
 
 
 @contextmanager
 def no_descriptors_left(pid: int) -> Iterator[None]:
-    """The process can open none more."""
+    """Let the process open no more descriptors."""
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     num_open = max(int(name) for name in os.listdir(f"/proc/{pid}/fd")) + 1
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (num_open, before[1]))
@@ -69,7 +70,7 @@ def no_descriptors_left(pid: int) -> Iterator[None]:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """256 KiB of it."""
+    """Mount a disk of 256 KiB."""
     mount = ("mount", "-t", "tmpfs", "-o", "size=256k", "windlass-test", str(folder))
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
@@ -81,7 +82,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def slow_disk(pid: int, sync_s: float) -> Iterator[None]:
-    """Whatever the process brings to disk takes `sync_s` longer."""
+    """Delay every sync of the process by `sync_s`."""
     if (strace := shutil.which("strace")) is None:
         pytest.skip("strace is not installed")
     tracer = subprocess.Popen(

@@ -1,4 +1,5 @@
-"""A rank of `test_megatron_engine.py`: a `MegatronEngine` on gloo or on a GPU, filled from a checkpoint of transformers."""
+"""A rank of `test_megatron_engine.py`: a `MegatronEngine` on gloo or a GPU, with weights from a
+checkpoint of transformers."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
         micro_batch_size=2,
         backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
         device=device,
-        publish_to_fleet=device == "cpu",  # the test's engine is in host memory
+        # The test's engine is in host memory.
+        publish_to_fleet=device == "cpu",
     )  # fmt: skip
     with without_cuda_tensors() if device == "cpu" else contextlib.nullcontext():
         run_train_worker(engine)

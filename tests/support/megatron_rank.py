@@ -1,7 +1,7 @@
 """One rank of a real Megatron-core model on gloo, filled from a checkpoint by plain torch code.
 
-The way from checkpoint to shards is written out here without the naming tables: it uses
-Megatron's own `tensor_model_parallel` and `partition_dim` marks and its own layer numbers.
+This code cuts the checkpoint without the naming tables: it uses Megatron's own
+`tensor_model_parallel` and `partition_dim` marks and its own layer numbers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Case:
     """A model and its parallel layout.
 
     Attributes:
-        config: `config.json` of the model, where more than bytes must be right.
-        mtp: layers for further tokens, after those of `spec`.
+        config: `config.json` of the model, for tests that check more than bytes.
+        mtp: layers that predict further tokens, after the layers of `spec`.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Case:
 
     @property
     def held(self) -> ModelSpec:
-        """What a checkpoint has: layers for further tokens are layers like the last, and `predictors`."""
+        """Return the spec of the checkpoint: layers for further tokens are normal layers with `predictors`."""
         layers = self.spec.num_hidden_layers + self.mtp
         return msgspec.structs.replace(self.spec, num_hidden_layers=layers)
 
     @property
     def predictors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of what such layers have besides."""
+        """Return name and shape of the additional tensors of layers for further tokens."""
         hidden, layers = self.spec.hidden_size, self.spec.num_hidden_layers
         return {
             f"model.layers.{layer}.{name}.weight": shape
@@ -71,7 +71,7 @@ class Case:
 def checkpoint(
     spec: ModelSpec, predictors: Mapping[str, tuple[int, ...]] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Every element of every tensor another value, exact in float32."""
+    """Return tensors with distinct elements, each exact in float32."""
     shapes = {t.name: t.shape for module in modules(spec) for t in module.tensors}
     values: dict[str, torch.Tensor] = {}
     first = 1
@@ -84,7 +84,7 @@ def checkpoint(
 
 
 def start_parallel(case: Case) -> None:
-    """Megatron's process groups, as the case cuts its model; collective."""
+    """Start Megatron's process groups for the layout of the case; collective."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
@@ -120,11 +120,13 @@ def run(rank: int, world_size: int, cases: list[Case], folder: str) -> None:
         for chunk in chunks:
             fill(chunk, hf)
         models = chunks
-        if case.wrapped:  # rebinds parameters into one buffer
+        # The wrapper moves parameters into one buffer.
+        if case.wrapped:
             ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
             models = [DistributedDataParallel(c.config, ddp, c) for c in chunks]
         tensors = all_tensors(chunks)
-        if case.main_params:  # where Megatron's mixed-precision optimizer keeps its fp32 copies
+        # Megatron's mixed-precision optimizer keeps its fp32 copies there.
+        if case.main_params:
             for tensor in tensors:
                 vars(tensor)["main_param"] = tensor.detach().clone()
                 tensor.data.zero_()
@@ -172,7 +174,7 @@ def settings_for(case: Case) -> Settings:
 
 
 def config_of(case: Case) -> Any:
-    """Megatron's configuration."""
+    """Return Megatron's configuration."""
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
         TransformerConfig,
@@ -224,7 +226,7 @@ def build_chunk(case: Case, config: Any, vp_stage: int | None) -> torch.nn.Modul
 
 
 def sizes_of(case: Case) -> dict[str, Any]:
-    """Arguments of Megatron's configuration."""
+    """Return arguments of Megatron's configuration."""
     spec = case.spec
     sizes: dict[str, Any] = {
         "num_layers": spec.num_hidden_layers,
@@ -283,7 +285,7 @@ def sizes_of(case: Case) -> dict[str, Any]:
 
 
 def fill(chunk: torch.nn.Module, hf: dict[str, torch.Tensor]) -> None:
-    """Cut the checkpoint as Megatron's marks say."""
+    """Cut the checkpoint by Megatron's marks."""
     from megatron.core import parallel_state as ps
 
     config = chunk.config
@@ -313,7 +315,7 @@ def fill(chunk: torch.nn.Module, hf: dict[str, torch.Tensor]) -> None:
 def full_parts(
     chunk: torch.nn.Module, name: str, hf: dict[str, torch.Tensor], config: object
 ) -> list[torch.Tensor]:
-    """Tensors that are cut one by one and stacked."""
+    """Return tensors that are cut one by one and then stacked."""
     from megatron.core import parallel_state as ps
 
     ends = {

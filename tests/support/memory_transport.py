@@ -1,7 +1,7 @@
-"""A transport for tests: several endpoints in one process, and every check that there is.
+"""A transport for tests: several endpoints in one process, with every possible check.
 
-Endpoints of one `MemoryFabric` reach each other. It checks more than a wire can: a write must
-lie in memory that the target has registered at that moment.
+Endpoints of one `MemoryFabric` reach each other. The transport checks more than a wire can: a
+write must be inside memory that the target has registered at that moment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from windlass.transports.traits import TransportTraits, WireReport
 
 
 class MemoryConfig(TransportConfig, frozen=True, tag="memory"):
-    """All peers in one process."""
+    """Configuration for peers in one process."""
 
     is_automatic: ClassVar[bool] = False
 
@@ -30,13 +30,13 @@ class MemoryConfig(TransportConfig, frozen=True, tag="memory"):
 
 
 class MemoryFabric(dict[str, "MemoryTransport"]):
-    """The endpoints that can reach each other, by address."""
+    """Endpoints that can reach each other, by address."""
 
     def find(self, endpoint: PeerEndpoint) -> MemoryTransport:
-        """Return the transport behind `endpoint`.
+        """Return the transport of `endpoint`.
 
         Raises:
-            PeerUnreachable: nobody there, or another incarnation.
+            PeerUnreachable: no transport has the address, or it is another incarnation.
         """
         found = self.get(endpoint.address)
         if found is None:
@@ -49,7 +49,7 @@ class MemoryFabric(dict[str, "MemoryTransport"]):
         return found
 
     def leave(self, address: str) -> None:
-        """Forget an endpoint; later writes to it raise `PeerUnreachable`."""
+        """Remove an endpoint; later writes to it raise `PeerUnreachable`."""
         self.pop(address, None)
 
 
@@ -60,10 +60,10 @@ _PROCESS_FABRIC = MemoryFabric()
 class MemoryTransport(RegionTransport):
     """`OneSidedTransport` by `memmove` inside this process.
 
-    `unregister` waits for a write into this endpoint that is under way.
+    `unregister` waits for a running write into this endpoint.
 
     Args:
-        fabric: whom it reaches; None for the one of this process.
+        fabric: endpoints that it reaches; None for the fabric of this process.
         address: name of this endpoint; '' for a new one.
 
     Raises:
@@ -86,7 +86,7 @@ class MemoryTransport(RegionTransport):
         """Copy a checked batch of another endpoint into memory registered here.
 
         Raises:
-            RegionError: outside what is registered now.
+            RegionError: the batch reaches outside of registered memory.
             TransferFailed: the deadline passed between two pieces.
         """
         with self._lock:

@@ -1,6 +1,6 @@
-"""The ranks of `test_fsdp_engine_mesh.py`: they train a small decoder in every way that is asked for, one after another.
+"""Ranks of `test_fsdp_engine_mesh.py`: they train a small decoder in every requested way, one after another.
 
-`train` gives the same way's reference in one process, without FSDP, meshes or collectives.
+`trained` of the test computes the reference in one process, without FSDP, meshes or collectives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WORLD_SIZE = 4
 
 
 class Block(nn.Module):
-    """Attention and a gated MLP; `context` is whom the sequence is shared with."""
+    """Attention and a gated MLP. `context` is the group that shares the sequence."""
 
     context: dist.ProcessGroup | None = None
 
@@ -51,7 +51,8 @@ class Block(nn.Module):
         heads = [p(y).unflatten(-1, (-1, WIDTH // NUM_HEADS)) for p in (self.q, self.k, self.v)]
         q, k, v = (each.transpose(1, 2) for each in heads)
         first = 0
-        if self.context is not None:  # every rank has its part of the queries, and all keys
+        # Every rank has its part of the queries, and all keys.
+        if self.context is not None:
             first = dist.get_rank(self.context) * x.shape[1]
             k, v = (
                 all_gather_tensor_autograd(each.contiguous(), 2, self.context) for each in (k, v)
@@ -66,7 +67,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens (B, T) to logits (B, T, VOCABULARY)."""
+    """Decoder from tokens (B, T) to logits (B, T, VOCABULARY)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,12 +90,12 @@ PLAN = {
 
 
 def cut(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Norms, embedding and head are left whole: they are on another mesh than what is cut."""
+    """Cut the linear layers. Norms, embedding and head stay whole, on another mesh."""
     parallelize_module(module, mesh, PLAN)
 
 
 def batch(step: int, num_groups: int) -> list[list[TrainingSample]]:
-    """Groups of two; every sample has tokens and a reward of its own."""
+    """Return groups of two samples; every sample has its own tokens and reward."""
     generator = torch.Generator().manual_seed(step)
     found = []
     for group in range(num_groups):
@@ -117,7 +118,7 @@ def batch(step: int, num_groups: int) -> list[list[TrainingSample]]:
 
 
 def mean_loss(module: nn.Module, groups: Samples, rank: int = 0, size: int = 1) -> torch.Tensor:
-    """The mean over samples; of this part of the sequence."""
+    """Return the mean loss over samples, of this part of the sequence."""
     samples = [sample for group in groups for sample in group]
     tokens = torch.tensor([(*s.prompt_ids, *s.output_ids) for s in samples])
     part = slice(rank * LENGTH // size, (rank + 1) * LENGTH // size)
@@ -128,7 +129,7 @@ def mean_loss(module: nn.Module, groups: Samples, rank: int = 0, size: int = 1) 
 
 
 def optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    # As on GPUs, where it is the default.
+    # On GPUs, foreach is the default.
     return torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9, foreach=True)
 
 
@@ -137,7 +138,7 @@ def schedule(made: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSchedule
 
 
 def engine_of(way: dict[str, Any]) -> FsdpEngine:
-    """What the rank runs."""
+    """Return the engine that the rank runs."""
     sizes = ParallelSizes(**way.get("sizes", {}))
 
     def loss(module: nn.Module, groups: Samples) -> torch.Tensor:
@@ -196,9 +197,10 @@ def work(rank: int, folder: Path, way: dict[str, Any], port: int) -> None:
 
 
 def main(folder: Path, ways: list[dict[str, Any]], ports: list[int]) -> None:
-    """Every rank of every way in a process of its own: torch keeps what it knows of groups that were destroyed.
+    """Run every rank of every way in its own process, because torch keeps state of destroyed
+    groups.
 
-    What each of them would import by itself is imported before.
+    Import modules before the fork, so that no process imports them again.
     """
     for name in ("torch._dynamo", "torch.distributed.checkpoint.state_dict"):
         importlib.import_module(name)

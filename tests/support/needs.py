@@ -1,4 +1,4 @@
-"""What a machine may lack: the test that needs it is skipped, and says what is missing."""
+"""Requirements of tests: a test is skipped, with the reason, on a machine that lacks one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ __all__ = ["need_package", "need_transport"]
 
 
 def need_package(name: str) -> None:
-    """Skip the module that is collected if the package is not installed; it is not imported, which may take seconds."""
+    """Skip the collected module if the package is not installed; do not import the package, which
+    may take seconds."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed", allow_module_level=True)
 
 
 def need_transport(name: str) -> None:
-    """Skip the test that runs if the transport of this name does not start here."""
+    """Skip the running test if the transport of this name does not start here."""
     try:
         create_transport(parse_transport(name)).close()
     except TransportUnavailable as error:

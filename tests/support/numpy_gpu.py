@@ -1,4 +1,4 @@
-"""What `Gpu` offers, in host memory: the kernels of put.cu row by row, so that tables can be run anywhere."""
+"""`Gpu` in host memory: numpy runs the kernels of put.cu row by row, so that tables run on any machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windlass.transports.base import MappedRegion, PeerMapper, RemoteRegion
 __all__ = ["KernelTransport", "OneProcess", "numpy_gpu"]
 
 FIRST_PAGE_NBYTES = 4096
-"""Nothing is ever mapped there."""
+"""Size of the first page, which is never mapped."""
 _CASTS = {put_kernel(*pair): pair for pair in CASTS}
 
 
@@ -50,7 +50,7 @@ class _NumpyDevice:
         del self.allocated[address]
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """Memory that it did not allocate is a test's own, one byte of it at a time."""
+        """Return the allocation around an address; other memory is the test's, one byte at a time."""
         if address < FIRST_PAGE_NBYTES:
             raise TransferFailed(f"cuda_ipc: no allocation around {address:#x}")
         for start, memory in self.allocated.items():
@@ -146,27 +146,27 @@ class _NumpyGpu:
 
 
 def numpy_gpu() -> Gpu:
-    """In the place of a real one."""
+    """Return a simulated GPU."""
     return cast("Gpu", _NumpyGpu())
 
 
 class OneProcess:
-    """What `CudaIpcTransport` offers its sender, where all memory is this process's."""
+    """Mapper of `CudaIpcTransport` for a sender, with all memory in this process."""
 
     def __init__(self, gpu: Gpu | None = None) -> None:
         self.gpu = numpy_gpu() if gpu is None else gpu
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
-        """As it lies."""
+        """Return the region itself."""
         return MappedRegion(region.address, region.address + region.nbytes, 0)
 
     def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
-        """Nothing is unmapped."""
+        """Unmap nothing."""
         list(regions)
 
 
 class KernelTransport(MemoryTransport):
-    """Says of itself what `cuda_ipc` does, where all memory is this process's."""
+    """Memory transport with the traits of `cuda_ipc`; all memory is in this process."""
 
     traits = msgspec.structs.replace(GPU_TRAITS, strided_stores=True, notifies=True)
 
@@ -186,7 +186,7 @@ def _pieces_of(table: PieceTable, part: range | None) -> np.ndarray:
 
 
 def _stored_rows(table: PieceTable, piece: np.void) -> tuple[list[bytes], bool]:
-    """What the kernel stores of a piece, row by row, and whether a cast has overflowed."""
+    """Return the rows that the kernel stores of a piece, and whether a cast has overflowed."""
     src, pitch = int(piece["src"]), int(piece["src_pitch"])
     rows, elems = int(piece["rows"]), int(piece["row_elems"])
     if table.kernel.startswith("fp8"):
@@ -224,14 +224,14 @@ def _stored_rows(table: PieceTable, piece: np.void) -> tuple[list[bytes], bool]:
 
 
 def _decoded(row: np.ndarray, dtype: DType) -> np.ndarray:
-    """Bytes of one of the dtypes that are cast, as float32."""
+    """Return bytes of a castable dtype as float32."""
     if dtype is DType.BFLOAT16:
         return (row.view("<u2").astype("<u4") << 16).view("<f4")
     return row.view("<f4") if dtype is DType.FLOAT32 else row.view("<f2").astype("<f4")
 
 
 def _encoded(row: np.ndarray, dtype: DType) -> np.ndarray:
-    """Float32 rounded to nearest even: bytes."""
+    """Return float32 values rounded to nearest even, as bytes."""
     if dtype is DType.FLOAT32:
         return row.view(np.uint8)
     if dtype is DType.FLOAT16:

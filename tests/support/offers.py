@@ -1,4 +1,4 @@
-"""What a rank of a test says that its memory can be written by."""
+"""Offers of transports for ranks of tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from windlass.transports.traits import TransportTraits, WireReport
 __all__ = ["GPU_TRAITS", "offer_of"]
 
 GPU_TRAITS = TransportTraits(same_host=True, one_sided=True, ceiling_bytes_per_s=1e9, gpu=0)
-"""Of a network transport that registers the memory of GPU 0."""
+"""Traits of a network transport that registers the memory of GPU 0."""
 
 
 def offer_of(
@@ -19,7 +19,7 @@ def offer_of(
     same_host: bool = True,
     ceiling_bytes_per_s: float = 1e9,
 ) -> TransportOffer:
-    """One transport, as its endpoint names it."""
+    """Return the offer of one transport, named by its endpoint."""
     traits = TransportTraits(
         same_host=same_host, one_sided=True, ceiling_bytes_per_s=ceiling_bytes_per_s
     )

@@ -1,7 +1,7 @@
-"""Which test or script runs every command and every block of code that the documentation shows.
+"""Tests and scripts that run the commands and code blocks of the documentation.
 
-`python tests/support/page_runs.py` prints the list. `tests/cli/test_documented_commands.py` fails for what stands on a page and in
-no table here.
+`python tests/support/page_runs.py` prints the list. `tests/cli/test_documented_commands.py` fails
+for a command or block that no table here contains.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LANGUAGES: Mapping[str, str] = {
     "yaml": f"{HERE}::test_settings_name_what_is_there",
     "text": f"{HERE}::test_a_drawing_or_an_output_says_so",
 }
-"""What looks at every block of a language; what is in `RUN` is run besides."""
+"""Language -> the test that checks every block. Commands of `RUN` are also run."""
 SCRIPTS = re.compile(
     r"(?:\w+=\S+ )*(?:(?:\S*/)?python (?:benchmarks|tools|tests)/|python -m tools\.|benchmarks/\S+\.(?:sh|py) )"
 )
-"""Benchmarks and tools: their options are parsed by `test_every_script_understands_its_command_line`."""
+"""Benchmarks and tools: `test_every_script_understands_its_command_line` parses their options."""
 VLLM = "tests/integrations/test_vllm_plugin.py::test_an_updated_server_is_a_fresh_one"
 LIVE = "tests/engines/test_live_servers.py::test_an_updated_engine_is_a_fresh_one"
 EXAMPLES = "tests/cli/test_examples.py::test_commands_of_the_tutorial_train_and_end"
@@ -71,7 +71,8 @@ RUN: Mapping[str, str] = {
     r"curl http://ENGINE:30000/windlass/join .*": SGLANG,
     r"train_async.py .*": "tests/integrations/test_slime.py::test_megatron_ranks_update_servers_as_slimes_actor_asks",
 }
-"""A command, as a pattern -> the test, or the file and words of it, that runs it, or its like with other addresses."""
+"""Pattern of a command -> the test (or the file and words in it) that runs it, or runs it with
+other addresses."""
 NOT_RUN: Mapping[str, str] = {
     r"make demo ARGS=.*cuda.*|windlass demo --device cuda .*": "needs GPUs: benchmarks/gpu/run_demo.sh runs it there",
     r"python -m windlass.engines.vllm .* --model FOLDER_OF_A_BLOCK_FP8_CHECKPOINT .*": "needs a GPU with float8: benchmarks/gpu/prove_block_float8.py",
@@ -82,11 +83,11 @@ NOT_RUN: Mapping[str, str] = {
     r'install -m 600 /dev/null token && echo "\$WINDLASS_TOKEN" > token': "two commands of the system that write a file",
     "diff": "a patch of SkyRL, which the page says was not run",
 }
-"""A command, as a pattern, or a language -> why nothing runs it."""
+"""Pattern of a command, or a language -> why nothing runs it."""
 
 
 class Shown(NamedTuple):
-    """A command, or a block in another language, and what runs it: a row of one table, or of none."""
+    """A command, or a block in another language, and the table row that it matches, if any."""
 
     block: Block
     what: str
@@ -96,7 +97,7 @@ class Shown(NamedTuple):
 
 
 def shown() -> Iterator[Shown]:
-    """Every command, and every other block, of every page."""
+    """Yield every command, and every block in another language, of every page."""
     for block in (block for page in PAGES for block in all_blocks(page)):
         if block.language not in ("bash", "sh"):
             run_by, why_not = LANGUAGES.get(block.language, ""), NOT_RUN.get(block.language, "")

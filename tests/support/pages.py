@@ -1,4 +1,4 @@
-"""What pages of the documentation show: Python, commands, settings, and drawings."""
+"""Contents of the documentation's pages: Python, commands, settings, and drawings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROGRAMS = re.compile(
 
 
 class Block(NamedTuple):
-    """A block of code: fenced, or indented, whose language is then the one that it is read as; empty for none."""
+    """A fenced or indented block of code. The language of an indented block is guessed; it may be empty."""
 
     page: Path
     line: int
@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
 
 def all_blocks(page: Path) -> list[Block]:
-    """Every block of code of a page, as Markdown has it."""
+    """Return every block of code of a page, as Markdown parses it."""
     found = []
     for token in MarkdownIt().parse(page.read_text()):
         if token.type in ("fence", "code_block") and token.map is not None:
@@ -62,14 +62,14 @@ def _language(text: str) -> str:
 
 
 def blocks(page: Path) -> Iterator[str]:
-    """The Python of a page."""
+    """Return the Python blocks of a page."""
     return (block.text for block in all_blocks(page) if block.language == "python")
 
 
 def commands_of(block: Block) -> Iterator[str]:
-    """The commands of a block of a shell, one a line, without remarks and what pages stand in for options."""
+    """Yield the commands of a shell block, one per line, without comments and placeholders for options."""
     for line in re.sub(r"\\\n\s*", "", block.text).splitlines():
-        # Where a command prints to, and that it runs in the background, are no words of it.
+        # A redirection to a log and the & for the background are not part of the command.
         line = re.sub(r" > \S+\.log 2>&1 &$", "", line)
         without = re.sub(r"(?:^|\s{2,})#.*|\s*\[[^\[\]]*options\]", "", line)
         if command := re.sub(r"\s+", " ", without).strip():
@@ -77,8 +77,9 @@ def commands_of(block: Block) -> Iterator[str]:
 
 
 def tree_of(code: str) -> ast.Module:
-    """The block, as the body of a coroutine: pages await."""
+    """Parse a block as the body of a coroutine, because pages use await."""
     code = code.replace("(model, ..., name_map", "(model, controller=url, token=token, name_map")
-    if code.rstrip().endswith(":"):  # the first line of something
+    # The code is only the first line of a compound statement.
+    if code.rstrip().endswith(":"):
         code += "\n    pass"
     return ast.parse("async def page():\n" + textwrap.indent(code, "    "))

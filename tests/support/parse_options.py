@@ -1,7 +1,8 @@
-"""Runs scripts up to where they have parsed their command lines: `python parse_options.py`, argument lists as JSON on stdin.
+"""Check command lines of scripts: `python parse_options.py`, argument lists as JSON on stdin.
 
-Prints, as JSON, what is wrong with each: empty for a command line that its script understands. Modules that are not
-installed here, and that no script needs for its options, are stood in for.
+Each script runs until it has parsed its command line. Print the errors as JSON, empty for a
+command line that its script understands. Packages of `ABSENT` are mocked if they are not
+installed.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ ABSENT = {"checkpoint_engine", "vllm", "sglang", "areal", "trl", "datasets", "nc
 
 
 class Parsed(BaseException):
-    """The options were understood; the script ends here."""
+    """Raised when the options were understood, to end the script."""
 
 
 class StandIns:
-    """Finds what is not installed."""
+    """Finder for packages that are not installed."""
 
     @staticmethod
     def find_spec(
@@ -51,7 +52,7 @@ def only_parse(
     args: Sequence[str] | None = None,
     namespace: argparse.Namespace | None = None,
 ) -> argparse.Namespace:
-    """In the place of `parse_args`."""
+    """Parse the options, then raise `Parsed`; replaces `parse_args`."""
     _, rest = parser.parse_known_args(args, namespace)
     if rest:
         parser.error(f"unrecognized arguments: {rest}")
@@ -59,7 +60,7 @@ def only_parse(
 
 
 def problem_of(argv: Sequence[str]) -> str:
-    """A script, or `-m` and a module, and its arguments."""
+    """Return the error of a script, or of `-m` and a module, with its arguments."""
     said, path = io.StringIO(), list(sys.path)
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):

@@ -1,4 +1,5 @@
-"""Plain `vllm serve` servers for CPUs, with the plugin found by its entry point, and trainers that update them."""
+"""Plain `vllm serve` servers for CPUs, which find the plugin by its entry point, and trainers that
+update them."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ FLAGS = (
 
 
 def checkpoint(seed: int, folder: Path) -> Path:
-    """A small dense model, with a tokenizer whose words say their numbers."""
+    """Save a small dense model, with a tokenizer of numbered words."""
     save("dense", seed, folder)
     add_tokenizer(folder)
     return folder
@@ -59,7 +60,8 @@ def add_tokenizer(folder: Path) -> None:
 
 
 WITH_WINDLASS = ("--weight-transfer-config", '{"backend": "windlass"}')
-# As `vllm serve --headless` does, which asks for the version of a package that the wheel for CPUs is not called.
+# Does the same as `vllm serve --headless`, which looks up its version under another package name than the
+# wheel for CPUs has.
 HEADLESS = """
 import sys
 from vllm.entrypoints.cli.serve import run_headless
@@ -73,7 +75,7 @@ run_headless(args)
 
 @dataclass(frozen=True)
 class PlainServer:
-    """A server that knows nothing of Windlass but a flag."""
+    """A server that uses Windlass only through a flag."""
 
     process: subprocess.Popen[str]
     url: str
@@ -84,7 +86,7 @@ class PlainServer:
         return EngineHttp(self.url)
 
     def answer(self, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
-        """Greedy tokens and their logprobs."""
+        """Return greedy tokens and their logprobs."""
         body = {
             "model": MODEL, "prompt": list(prompt), "max_tokens": count, "temperature": 0,
             "ignore_eos": True, "logprobs": 1,
@@ -99,11 +101,11 @@ class PlainServer:
         return checksums("vllm", lambda path, body: json.loads(self.http.post(path, body, HTTP_S)))
 
     def version(self) -> str:
-        """That answers are stamped with."""
+        """Return the version that answers carry."""
         return str(json.loads(self.http.get("/weight_info", HTTP_S))["weight_version"])
 
     def num_prefix_hits(self) -> float:
-        """Tokens of prompts that its prefix cache had."""
+        """Return the number of prompt tokens that the prefix cache contained."""
         metrics = self.http.get("/metrics", HTTP_S).decode()
         counts = re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (.+)$", metrics, re.MULTILINE)
         return sum(float(count) for count in counts)
@@ -112,7 +114,7 @@ class PlainServer:
         return bool(json.loads(self.http.get("/is_paused", HTTP_S))["is_paused"])
 
     def family(self) -> list[int]:
-        """Pids: itself, the core, the workers."""
+        """Return the pids of the server, its core and its workers."""
         found, left = [], [self.process.pid]
         while left:
             pid = left.pop()
@@ -133,15 +135,17 @@ def serving_plain(
     host: Host | None = None,
     in_core: bool = False,
 ) -> Iterator[PlainServer]:
-    """A server as its user starts it, on this machine or on a host of a `Network`.
+    """Run a server as its user starts it, on this machine or on a host of a `Network`.
 
-    in_core: its one rank lives in the core's process, as on GPUs.
+    Args:
+        in_core: run its one rank in the core's process, as on GPUs.
     """
     if not (python := VENVS["vllm"] / "bin/python").exists():
         pytest.skip(f"no {python}: make engines installs vllm")
     port = port or free_port()
     installed = log.with_suffix(".installed")
-    if not installed.exists():  # it may be started again
+    # The test may start the server again.
+    if not installed.exists():
         write_entry_points(installed)
     address = "127.0.0.1" if host is None else host.address
     command = (
@@ -181,7 +185,8 @@ def serving_plain(
     try:
         assert ready.wait(START_S), log.read_text()[-4000:]
         assert not ended.is_set(), log.read_text()[-4000:]
-        reach = partial(_reach, address, port)  # it says so before it listens
+        # The server prints that line before it listens.
+        reach = partial(_reach, address, port)
         reach() if host is None else host.call(reach)
         yield PlainServer(process, f"http://{address}:{port}", log)
     finally:
@@ -193,13 +198,13 @@ def serving_plain(
 
 
 def on_host(host: Host) -> dict[str, str]:
-    """Variables by which torch and vLLM take a host's own network."""
+    """Return variables that make torch and vLLM use a host's own network."""
     return {"GLOO_SOCKET_IFNAME": "rail0", "VLLM_HOST_IP": host.address}
 
 
 @contextmanager
 def serving_over_hosts(model: Path, log: Path, hosts: Sequence[Host]) -> Iterator[PlainServer]:
-    """One server with a tensor-parallel rank on each host, in vLLM's own way; it answers on the first."""
+    """Run one server with a tensor-parallel rank on each host, as vLLM starts it; the first host answers."""
     nodes = (
         *("--nnodes", str(len(hosts)), "--distributed-executor-backend", "mp"),
         *("--master-addr", hosts[0].address, "--master-port", str(free_port())),
@@ -238,22 +243,22 @@ class Trainers(RankProcesses):
     """Ranks of `sync_rank.py`."""
 
     def answer(self, rank: int) -> Sent:
-        """Of the oldest order without one."""
+        """Return the answer to the oldest order without an answer."""
         return msgspec.json.decode(self.line(rank), type=Sent)
 
     def answers(self) -> list[Sent]:
-        """One per rank."""
+        """Return one answer per rank."""
         return [self.answer(rank) for rank in range(len(self.processes))]
 
     def abandon(self) -> None:
-        """Kill what still runs: ranks of a process group do not outlive each other well."""
+        """Kill all running ranks, because a rank cannot continue without its process group."""
         for process in self.processes:
             process.kill()
 
     def send(
         self, version: int, checkpoint: Path, *, kill: Sequence[int] = (), kill_in: str = ""
     ) -> list[Sent]:
-        """Train a step, save it, send it; see `Order`."""
+        """Train a step, save it and send it; see `Order`."""
         order = Order(version=version, checkpoint=str(checkpoint), kill=list(kill), kill_in=kill_in)
         self.begin(order)
         answers = self.answers()
@@ -270,10 +275,12 @@ def syncing(
     hosts: Sequence[Host] = (),
     **settings: Any,
 ) -> Iterator[Trainers]:
-    """Trainer ranks that have made a `WeightSync`, or said why not.
+    """Start trainer ranks that make a `WeightSync`, or report why they cannot.
 
-    by_factory: in vLLM's environment, by its `WeightTransferTrainerFactory`. hosts: of the ranks, where they are
-    on hosts of a `Network`. settings: of `sync_rank.Settings`.
+    Args:
+        by_factory: use vLLM's environment and its `WeightTransferTrainerFactory`.
+        hosts: hosts of the ranks, if they run on hosts of a `Network`.
+        settings: fields of `sync_rank.Settings`.
     """
     folder.mkdir(parents=True)
     python = str(VENVS["vllm"] / "bin/python") if by_factory else sys.executable

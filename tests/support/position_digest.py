@@ -1,10 +1,10 @@
-"""A 128-bit digest that thousands of threads compute in any order: the one of GPU memory.
+"""A 128-bit digest of GPU memory, which thousands of threads can compute in any order.
 
-Every unit of the payload is mixed with its position and the results are added, so the sum is
-the same however the payload is cut and in whichever order its parts are hashed, and differs when
-a unit changes, moves, or is missing. For a given position the mixing is a bijection of 64-bit
-values, so one changed unit always changes the digest; two digests of unrelated payloads agree with
-a probability of about 2^-64 at worst. It finds errors; it is no defence against an attacker.
+Each unit of the payload is mixed with its position, and the results are added. The sum depends
+neither on the cuts of the payload nor on the order of its parts. It changes if a unit changes,
+moves or is missing. For a given position the mixing is a bijection of 64-bit values, so one
+changed unit always changes the digest. Digests of two unrelated payloads are equal with a
+probability of about 2^-64 at worst. The digest finds errors; it is no defence against an attacker.
 
 This is the plain implementation; `memory/cuda/put.cu` is bit-identical.
 """
@@ -21,7 +21,7 @@ _MASK = (1 << 64) - 1
 
 
 class PositionDigest:
-    """Accumulates rows of a payload."""
+    """Digest of the rows of a payload."""
 
     def __init__(self) -> None:
         self._a = 0
@@ -33,7 +33,7 @@ class PositionDigest:
         Args:
             row: (n,) uint8, contiguous. Its length decides the unit (8, 4, 2 or 1 bytes), so both
                 ends must cut a payload into rows of the same lengths.
-            position: of its first byte in the payload.
+            position: place of its first byte in the payload.
         """
         unit = 8 if len(row) % 8 == 0 else 4 if len(row) % 4 == 0 else 2 if len(row) % 2 == 0 else 1
         values = row.view(f"<u{unit}").astype(np.uint64)
@@ -48,10 +48,10 @@ class PositionDigest:
             self._b += int(x.sum()) * 0xE7037ED1A0B428DB
 
     def words(self) -> tuple[int, int]:
-        """The two words of the digest so far."""
+        """Return the two words of the digest."""
         return self._a & _MASK, self._b & _MASK
 
     def hexdigest(self) -> str:
-        """32 hexadecimal digits."""
+        """Return 32 hexadecimal digits."""
         a, b = self.words()
         return f"{a:016x}{b:016x}"

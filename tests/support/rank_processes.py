@@ -1,4 +1,4 @@
-"""Trainer ranks in processes of their own: an order in JSON per line goes in, an answer per line comes out."""
+"""Trainer ranks in their own processes; orders and answers are JSON lines."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from servers import ROOT
 
 @dataclass(frozen=True)
 class RankProcesses:
-    """Running ranks, and what each has written to stderr."""
+    """Running ranks and the files with their stderr."""
 
     processes: tuple[subprocess.Popen[str], ...]
     logs: tuple[Path, ...]
 
     def begin(self, order: msgspec.Struct) -> None:
-        """Have every rank carry out an order."""
+        """Send an order to every rank."""
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(order).decode() + "\n")
             process.stdin.flush()
 
     def line(self, rank: int) -> str:
-        """Of the oldest order without one."""
+        """Return the answer to the oldest order without an answer."""
         process, log = self.processes[rank], self.logs[rank]
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -44,9 +44,10 @@ def running_ranks(
     *,
     endings: Collection[int] | None = (0,),
 ) -> Iterator[tuple[subprocess.Popen[str], ...]]:
-    """Start the ranks; in the end close their stdin, and kill them.
+    """Start the ranks. At the end, close their stdin and kill them.
 
-    Args: endings: which statuses they may all end with, the same for all; None for whatever.
+    Args:
+        endings: allowed exit statuses, the same for all ranks; None allows any.
     """
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), **environment,

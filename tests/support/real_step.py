@@ -1,4 +1,4 @@
-"""Training steps as Megatron-core does them: its wrapper, its schedules, its optimizers. Tests only."""
+"""Training steps with the wrapper, schedules and optimizers of Megatron-core. Tests only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from local_modules import zigzag
 NUM_MICROBATCHES = 2
 
 Reduce = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, Any]]]
-"""From the last stage's output to a scalar and a report."""
+"""Function from the last stage's output to a scalar and a report."""
 Compute = Callable[..., tuple[torch.Tensor, Reduce]]
-"""From a model and its inputs to its output."""
+"""Function from a model and its inputs to its output."""
 
 
 class RealTraining:
@@ -26,8 +26,8 @@ class RealTraining:
         ddp, optimizer: further arguments of Megatron's two configurations.
 
     Attributes:
-        models: the chunks in `DistributedDataParallel`, which with a distributed optimizer has moved
-            their parameters into its own buffers.
+        models: the chunks in `DistributedDataParallel`. A distributed optimizer moves their
+            parameters into its own buffers.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RealTraining:
         self._schedule = get_forward_backward_func()
 
     def step(self) -> None:
-        """Collective."""
+        """Train one step. Collective."""
         for model in self.models:
             model.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -72,13 +72,14 @@ class RealTraining:
 
     @torch.no_grad()
     def loss(self) -> float:
-        """Mean over all micro-batches; nan but on the last stage. Collective."""
+        """Return the mean over all micro-batches; nan except on the last stage. Collective."""
         losses = [report["loss"] for report in self._run(self._losses, forward_only=True)]
         return sum(losses) / len(losses) if losses else float("nan")
 
     @torch.no_grad()
     def logits(self) -> list[torch.Tensor]:
-        """(tokens, padded vocabulary) of every micro-batch; nothing but on the last stage. Collective."""
+        """Return (tokens, padded vocabulary) of every micro-batch; empty except on the last stage.
+        Collective."""
         return [report["logits"] for report in self._run(self._logits, forward_only=True)]
 
     def _run(self, compute: Compute, *, forward_only: bool) -> list[dict[str, Any]]:
@@ -96,7 +97,7 @@ class RealTraining:
         return reports if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else []
 
     def _forward(self, compute: Compute, batches: Iterator[torch.Tensor], model: Any) -> Any:
-        """A stage's output and what the last stage makes of it, as Megatron's schedules want them."""
+        """Return a stage's output and the last stage's reduction, as Megatron's schedules expect them."""
         ids = next(batches)
         group = context_group()
         mine = zigzag(self._num_tokens, group.size())[group.rank()]
@@ -128,7 +129,7 @@ class RealTraining:
 
 
 def context_group() -> dist.ProcessGroup:
-    """The ranks that share a sequence."""
+    """Return the ranks that share a sequence."""
     from megatron.core import parallel_state
 
     group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
@@ -136,7 +137,7 @@ def context_group() -> dist.ProcessGroup:
 
 
 def microbatches(num_tokens: int) -> Iterator[torch.Tensor]:
-    """(1, tokens) each; without end, as interleaved stages take them more than once."""
+    """Yield (1, tokens) without end, because interleaved stages take inputs more than once."""
     number = 0
     while True:
         yield (

@@ -1,6 +1,6 @@
-"""The plan, executed in the plainest numpy: what every real data path is compared with.
+"""Execution of a plan in the plainest numpy, as the reference for every real data path.
 
-Slow on purpose: one Python step per op, element addresses written out as index arrays.
+Slow on purpose: one Python step per op, with element addresses as index arrays.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def execute(plan: TransferPlan, sources: Buffers, destinations: Buffers) -> dict
 def _addresses(
     offset: np.int64, sizes: npt.NDArray[np.int64], strides: npt.NDArray[np.int64], itemsize: int
 ) -> npt.NDArray[np.int64]:
-    """Byte addresses of all elements, row-major over `sizes`."""
+    """Return the byte addresses of all elements, row-major over `sizes`."""
     address = np.array([offset], np.int64)
     for size, stride in zip(sizes.tolist(), strides.tolist(), strict=True):
         address = (address[:, None] + np.arange(size) * stride).ravel()
@@ -89,7 +89,7 @@ def _check_runs(
     read: npt.NDArray[np.int64],
     written: npt.NDArray[np.int64],
 ) -> None:
-    """A direct op is runs on both sides; a packed one is a single run at the destination."""
+    """Check that a direct op has contiguous runs on both sides, a packed op at the destination."""
     if run_nbytes < 1 or len(read) % run_nbytes:
         raise TransferFailed(f"op {op}: run_nbytes {run_nbytes} does not divide {len(read)}")
     sides = (read, written) if mode is CopyMode.DIRECT else (written,)

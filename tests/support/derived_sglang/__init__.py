@@ -1,1 +1,1 @@
-"""For SGLANG_EXTERNAL_MODEL_PACKAGE: the classes of `derived_state`."""
+"""Model package for SGLANG_EXTERNAL_MODEL_PACKAGE: the classes of `derived_state`."""
