@@ -1,4 +1,4 @@
-"""Tables in the documentation are what the committed results give."""
+"""Tables in the documentation agree with the committed results."""
 
 from __future__ import annotations
 

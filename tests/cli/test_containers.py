@@ -1,4 +1,4 @@
-"""The files in `deploy/containers`: what they copy, install, set and start is there."""
+"""Everything that `deploy/containers` copies, installs, sets and starts exists."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KNOWN = {
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
-    """Word and the rest, lines that go on joined."""
+    """Return the keyword and the rest of each instruction, with continued lines joined."""
     text = re.sub(r"^#.*\n", "", FILES[name].read_text(), flags=re.MULTILINE)
     lines = text.replace("\\\n", " ").splitlines()
     found = [
@@ -55,7 +55,7 @@ def values(name: str, wanted: str) -> list[str]:
 
 
 def started(name: str) -> list[str]:
-    """The words of its ENTRYPOINT, which is JSON: a shell between would keep signals to itself."""
+    """Return the words of the ENTRYPOINT. It is JSON, because a shell would not pass signals on."""
     (entrypoint,) = values(name, "ENTRYPOINT")
     words: list[str] = json.loads(entrypoint)
     return words
@@ -77,7 +77,7 @@ def test_what_is_copied_is_there_and_is_not_ignored(name: str) -> None:
     for source in copied:
         assert (ROOT / source).exists(), source
     assert copied == allowed
-    # What the build backend reads of the tree, but for what it takes of `src`.
+    # The build backend also reads these files, besides `src`.
     assert {PROJECT["readme"], *PROJECT["license-files"]} <= copied
 
 

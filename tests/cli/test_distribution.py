@@ -1,4 +1,4 @@
-"""The name `windlass` on PyPI is another project's: ours is `windlass-rl`, and nothing installs the other one."""
+"""This project is `windlass-rl` on PyPI. `windlass` is another project, and nothing installs it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_doctor_recognises_the_other_project_in_another_environment(
     (site / "windlass").mkdir()
     (site / "windlass/__init__.py").write_text("print('agents')\n")
     python = tmp_path / "python"
-    # -S: without the packages of this environment.
+    # -S leaves the packages of this environment out.
     python.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
     assert main(["doctor", "--json", "--engine-python", str(python)]) == 0

@@ -1,4 +1,4 @@
-"""`windlass doctor` says what is there, and fails only for what was asked for."""
+"""`windlass doctor` reports what works here, and fails only for checks that were requested."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_every_finding_that_does_not_work_says_what_to_do() -> None:
     assert {"cma", "shm", "mooncake", "/dev/shm", "locked memory", "RDMA"} <= {
         finding.name for finding in findings
     }
-    nothing_to_mend = {"CUDA peer access"}  # a machine without a GPU
+    # A machine without a GPU needs no remedy.
+    nothing_to_mend = {"CUDA peer access"}
     for finding in findings:
         silent = finding.status is Status.WORKS or finding.name in nothing_to_mend
         assert silent or finding.remedy, finding
@@ -173,7 +174,7 @@ def test_a_machine_with_gpus_is_offered_mooncake_for_their_memory(
 def test_a_framework_that_is_not_there_is_the_exit_status(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """verl is not in the environment of these tests; test_verl.py looks into one that has it."""
+    """These tests run without verl. test_verl.py checks an environment that has it."""
     assert main(["doctor", "--framework", "verl", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     found = {finding["name"]: finding for finding in report[sys.executable]}

@@ -1,4 +1,4 @@
-"""What the pages show can be typed: commands parse, code compiles, and what it names is there."""
+"""Commands on the pages parse, code compiles, and all names in it exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from windlass.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAMEWORKS = {"accelerate", "areal", "trl", "vllm"}
-"""In environments of their own: `make test-integrations` runs what their pages show."""
+"""Frameworks in separate environments: `make test-integrations` runs the code of their pages."""
 PLACEHOLDERS = re.compile(r"\s*\[(?:SUITE \.\.\.|[^\[\]]*options)\]|\.\.\.$")
 
 
@@ -30,7 +30,8 @@ def check_imports(tree: ast.Module) -> dict[str, object]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("windlass"):
             module = importlib.import_module(node.module or "")
             for alias in node.names:
-                if "megatron" in alias.name:  # seconds, and warnings of its own
+                # This import takes seconds and prints warnings.
+                if "megatron" in alias.name:
                     continue
                 assert alias.name in dir(module), f"{node.module} has no {alias.name}"
                 try:
@@ -42,7 +43,7 @@ def check_imports(tree: ast.Module) -> dict[str, object]:
 
 
 def target(node: ast.expr, known: dict[str, object]) -> object | None:
-    """The object of Windlass that an expression names, if it does."""
+    """Return the object of Windlass that an expression names, or None."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if not isinstance(node, ast.Attribute) or ast.unparse(node.value) != "windlass":
@@ -53,7 +54,7 @@ def target(node: ast.expr, known: dict[str, object]) -> object | None:
 
 
 def check_calls(tree: ast.Module, known: dict[str, object]) -> int:
-    """Every call of a name of Windlass fits its signature."""
+    """Check that calls of names of Windlass fit their signatures, and return the number of calls."""
     count = 0
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or (called := target(node.func, known)) is None:
@@ -85,7 +86,7 @@ def test_code_on_a_page_names_what_is_there(page: Path) -> None:
 
 
 def test_public_names_and_files_that_are_named_exist() -> None:
-    """In running text, too, and in what examples say of themselves."""
+    """Check running text and the examples' own descriptions as well."""
     names = 0
     for text in [*PAGES, *ROOT.glob("examples/**/*.py")]:
         for name in re.findall(r"\bwindlass\.([A-Z]\w+)", text.read_text()):
@@ -105,7 +106,7 @@ def test_pages_are_looked_at() -> None:
 
 
 def commands(program: str) -> Iterator[tuple[Path, str]]:
-    """Command lines that begin with `program`, in blocks and in running text."""
+    """Yield the command lines that begin with `program`, from blocks and running text."""
     for page in PAGES:
         text = page.read_text().replace("\\\n", " ")
         inline = re.findall(rf"(?<!`)`({program} [^`]+)`", text)

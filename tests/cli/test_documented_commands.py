@@ -1,4 +1,4 @@
-"""Whatever a page shows is run by a test or a script, or stands in a short list with the reason why it is not."""
+"""A test or a script runs every command on a page, or a short list gives the reason why not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from windlass.engines.spec import ENGINES
 
 SHOWN = list(shown())
 GIVEN = {"NAME": "all"}
-"""For what stands on a page in the place of a value."""
+"""Placeholder on a page -> value."""
 NEEDED = {"benchmarks/gpu/run_prove_live_engine.sh": " --case all"}
 STUB = '#!/bin/sh\n{ printf "%s\\n" "$@"; echo; } >>"$ASKED"\n'
 
@@ -46,7 +46,7 @@ def test_nothing_is_in_a_table_that_is_on_no_page() -> None:
 
 
 def test_what_runs_a_command_is_there() -> None:
-    """A test of that name, or a script with these words."""
+    """A runner is a test of that name, or a script with these words."""
     for run_by in {each.run_by for each in SHOWN if each.run_by}:
         path, _, wanted = run_by.partition("::")
         text = (ROOT / path).read_text()
@@ -58,7 +58,7 @@ def test_what_runs_a_command_is_there() -> None:
 
 
 def test_every_option_on_a_page_is_one_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """And every value is one that it takes."""
+    """Every value must be valid as well."""
     count = 0
     for each in (each for each in SHOWN if each.block.language == "bash"):
         words = shlex.split(re.sub(r"^(\w+=\S+ )+", "", each.what))
@@ -101,7 +101,10 @@ def test_a_variable_that_is_set_is_one_that_windlass_reads() -> None:
 
 
 def test_settings_name_what_is_there() -> None:
-    """Of other frameworks' files, modules and classes of Windlass; of ours, what examples and jobs have too."""
+    """Names of Windlass in settings must exist.
+
+    Our own settings must occur in an example or a job.
+    """
     ours = "".join(path.read_text() for path in ROOT.glob("examples/**/*.toml"))
     counts = {"yaml": 0, "toml": 0}
     for block in (b for page in PAGES for b in all_blocks(page) if b.language in counts):
@@ -122,13 +125,13 @@ def test_settings_name_what_is_there() -> None:
 
 
 def test_a_drawing_or_an_output_says_so() -> None:
-    """An indented block that reads as no language is fenced as text."""
+    """An indented block in no known language must be fenced as text."""
     texts = [each for each in SHOWN if each.block.language == "text"]
     assert len(texts) < 10
 
 
 def test_every_script_understands_its_command_line(tmp_path: Path) -> None:
-    """Options of benchmarks and tools are parsed and no more is done; a shell script runs with programs that do nothing."""
+    """Benchmarks and tools only parse their options. Shell scripts run with stub programs."""
     asked, folder = tmp_path / "asked", tmp_path / "bin"
     folder.mkdir()
     for name in ("python3", "nvidia-smi", "mpiexec"):
@@ -175,7 +178,11 @@ def test_every_script_understands_its_command_line(tmp_path: Path) -> None:
 
 
 def script_lines() -> list[str]:
-    """Command lines of benchmarks and tools: in blocks, in running text, every script of a GPU as its usage says, and help."""
+    """Return the command lines of benchmarks and tools.
+
+    They come from blocks and running text. Every GPU script is added as in its usage text, and with
+    help.
+    """
     found = [each.what for each in SHOWN if SCRIPTS.match(each.what)]
     for page in PAGES:
         inline = re.findall(r"(?<!`)`([^`\n]+ [^`\n]+)`", page.read_text())
@@ -205,7 +212,8 @@ windlass() {{ exec "$PYTHON" -m windlass.cli.main "$@" --port 0; }}
             found = re.fullmatch(r"https://controller.example:(\d+)\n", served.stdout.readline())
             assert found is not None
             context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
-            context.verify_flags |= ssl.VERIFY_X509_STRICT  # as Python 3.13 and later have it
+            # Python 3.13 and later set this flag.
+            context.verify_flags |= ssl.VERIFY_X509_STRICT
             address = "127.0.0.1", int(found[1])
             with (
                 socket.create_connection(address, 10) as plain,

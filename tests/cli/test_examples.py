@@ -1,4 +1,4 @@
-"""The scripts that the README shows, started as their first lines say."""
+"""The scripts of the README, started as their first lines say."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TUTORIAL = ROOT / "docs/tutorials/laptop.md"
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_commands_of_the_tutorial_train_and_end(tmp_path: Path) -> None:
-    """Typed into one terminal, in their order, with fewer steps and a port that is free."""
+    """The test runs them in one terminal, in order, with fewer steps and a free port."""
     section = TUTORIAL.read_text().partition("## Your own scripts")[2].partition("\n## ")[0]
     typed = re.findall(r"^ {4,8}(\S.*)$", section, re.MULTILINE)
     assert [line.split()[0] for line in typed] == [

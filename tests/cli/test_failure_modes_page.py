@@ -1,4 +1,4 @@
-"""Every test that a page of the documentation names exists, and is where the page says."""
+"""Every test named on a documentation page exists in the file that the page names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_test_that_a_page_names_exists() -> None:
 
 @pytest.mark.parametrize(("page", "num_tests"), [("SECURITY.md", 30), ("docs/attacks.md", 20)])
 def test_every_line_of_a_threat_model_names_a_test_that_exists(page: str, num_tests: int) -> None:
-    """`make test-security` runs what stands on these pages."""
+    """`make test-security` runs the tests named on these pages."""
     known = names_by_file()
     text = (ROOT / page).read_text()
     named = re.findall(r"(tests/[\w/]+\.py)::(test_\w+)", text)

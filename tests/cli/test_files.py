@@ -1,4 +1,4 @@
-"""Files that commands write are complete or absent, and never overwrite what a link points to."""
+"""Files that commands write are complete or absent, and never overwrite the target of a link."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from windlass.files import replacing, write_file
 
 
 def test_a_link_is_replaced_and_its_target_unchanged(tmp_path: Path) -> None:
-    """A report overwrote the file to which another user's link in a shared folder pointed."""
+    """A report used to overwrite the target of another user's link in a shared folder."""
     victim, planted = tmp_path / "victim", tmp_path / "report.html"
     victim.write_bytes(b"secret")
     planted.symlink_to(victim)

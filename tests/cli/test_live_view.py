@@ -1,4 +1,4 @@
-"""Every command that draws, in a real terminal: what a person sees there, and without a terminal."""
+"""Output of every command that draws, in a real terminal and without one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = [(80, 24), (140, 40)]
 TOKEN = "a token of the tests"
 LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} controller (INFO|WARNING|ERROR) ")
 CLEAN_END = ("ERROR", "connection broke", "is closed", " lost:", "Traceback")
-"""What no log of a job that ended well may contain."""
+"""Words that must not occur in the log of a job that ended well."""
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -80,7 +80,7 @@ def test_lines_of_many_threads_leave_a_live_view_whole(size: tuple[int, int], st
 
 
 def test_a_view_that_may_be_damaged_is_not_drawn() -> None:
-    """A pipe can end in the same terminal; a colour that is asked for makes no terminal of a file."""
+    """A pipe may end in the same terminal, and requested colours do not make a file a terminal."""
     script = "import sys; exec(sys.argv.pop())"
     piped = (
         "bash", "-c", '"$0" -c "$1" stdout "$2" 2>&1 | cat; "$0" -c "$1" stderr "$2" | cat',
@@ -112,7 +112,7 @@ def test_a_view_that_may_be_damaged_is_not_drawn() -> None:
 
 
 def assert_log_lines_are_whole(lines: list[str]) -> None:
-    """A log line that is not at the start of a line has the rest of an old frame before it."""
+    """Check that log lines start at the start of a line, not after the rest of an old frame."""
     for line in lines:
         found = LOG_LINE.search(line)
         assert found is None or found.start() == 0, line
@@ -247,7 +247,7 @@ def test_doctor_fits_its_terminal(columns: int, tmp_path: Path) -> None:
     status, terminal = on_screen((*WINDLASS, "doctor"), columns, 24, cwd=tmp_path)
     lines = terminal.lines()
     assert status == 0
-    # The first line names the interpreter: what a library prints comes before no result.
+    # The first line names the interpreter: no output of a library may precede a result.
     assert lines[0].startswith(sys.executable[: columns - 1]), lines[:3]
     assert "found, and what to do" in unwrapped(lines[:4])
     assert "…" not in unwrapped(lines)

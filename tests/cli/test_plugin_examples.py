@@ -1,4 +1,4 @@
-"""`examples/plugins`: distributions of others, installed beside Windlass and used by name."""
+"""The plugins of `examples/plugins` are installed separately and used by name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where they are, as pip has put them there; copies, since builds leave folders behind."""
+    """Provide the folder where pip installed copies of the plugins.
+
+    Building leaves folders behind.
+    """
     folder = tmp_path_factory.mktemp("plugins")
     for name in NAMES:
         shutil.copytree(ROOT / "examples" / "plugins" / name, folder / name)
@@ -62,7 +65,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def site(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """On the path of this process and of those that it starts."""
+    """Put the plugins on the path of this process and its children."""
     monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
     monkeypatch.setenv("PYTHONPATH", f"{installed}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.syspath_prepend(str(installed))
@@ -82,7 +85,7 @@ async def test_an_engine_joins_a_fleet_and_serves_what_was_published(tmp_path: P
             assert engine.stdout is not None
             line = await asyncio.to_thread(engine.stdout.readline)
             url = json.loads(line)["url"]
-            # The token after the last is the next one, and after an update the one before.
+            # The next token is one higher, and after the second update one lower.
             for version, step in enumerate((1, -1)):
                 chances = 5 * torch.eye(NUM_TOKENS).roll(step, 1)
                 report = await asyncio.to_thread(published, chances, controller.url, version)
@@ -138,7 +141,7 @@ LOCAL = {
     "decoder.layers.0.mlp.linear_fc1.weight": (6, 4),
     "decoder.layers.0.mlp.linear_fc2.weight": (4, 3),
 }
-"""Of every tensor-parallel rank; the vocabulary is padded to 8 rows."""
+"""Shapes on each tensor-parallel rank, with the vocabulary padded to 8 rows."""
 CHECKPOINT = {
     "gyre.tokens.weight": (5, 4),
     "gyre.norm.weight": (4,),
@@ -162,7 +165,7 @@ async def test_a_family_is_planned_and_published_under_its_own_names() -> None:
 
 @pytest.mark.usefixtures("site")
 async def test_a_backend_moves_the_bytes_of_an_update() -> None:
-    """Two engines, one after the other."""
+    """The update goes to two engines in turn."""
     find_backend.cache_clear()
     backend = windlass.PluginBackend("waves", {"width": 1})
     config = windlass.ControlConfig(backend=backend, min_engines=2)
@@ -174,7 +177,7 @@ async def test_a_backend_moves_the_bytes_of_an_update() -> None:
 
 
 class Recorder:
-    """What a backend asks of Windlass's own."""
+    """Recorder of the backend's requests to Windlass."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, ...]] = []
@@ -199,9 +202,9 @@ def test_waves_are_as_wide_as_its_options_say() -> None:
 def publish_gyre(
     controller: str, engines: tuple[str, ...]
 ) -> tuple[list[dict[str, np.ndarray]], dict[str, np.ndarray]]:
-    """What each engine holds after an update by two Megatron ranks, and what it should hold.
+    """Return the engines' tensors after an update by two Megatron ranks, and the expected ones.
 
-    Query groups lie one after the other in `linear_qkv`: here that of rank 0 and that of rank 1.
+    In `linear_qkv` the query group of rank 0 comes before the one of rank 1.
     """
     first = iter(range(1, 10_000, 100))
     expected = {
@@ -242,7 +245,7 @@ def engine_of(name: str, served: dict[str, np.ndarray], controller: str) -> wind
 
 
 def rank_of(rank: int, weights: dict[str, np.ndarray], controller: str) -> TrainerClient:
-    """A tensor-parallel rank, described by the family as `describe_megatron_trainer` does."""
+    """Return a tensor-parallel rank, described by its family as in `describe_megatron_trainer`."""
     family = FAMILIES.find("gyre")
     builder = ManifestBuilder(f"trainer/{rank}", Role.TRAINER)
     memories = {name: local_part(name, rank, weights) for name in LOCAL}
@@ -264,7 +267,8 @@ def rank_of(rank: int, weights: dict[str, np.ndarray], controller: str) -> Train
     parameters = [ParameterMemory(m.ctypes.data, m.nbytes) for m in memories.values()]
 
     def located() -> list[ParameterMemory]:
-        assert memories  # they live as long as this rank does
+        # The closure keeps the memory alive as long as the rank.
+        assert memories
         return parameters
 
     return TrainerClient(
@@ -281,7 +285,7 @@ def rank_of(rank: int, weights: dict[str, np.ndarray], controller: str) -> Train
 
 
 def local_part(name: str, rank: int, weights: dict[str, np.ndarray]) -> np.ndarray:
-    """What Megatron-core keeps of a parameter, written out without the naming table."""
+    """Return Megatron-core's part of a parameter, written without the naming table."""
 
     def of(tensor: str, axis: int) -> np.ndarray:
         return np.split(weights[f"gyre.blocks.0.{tensor}.weight"], TP, axis)[rank]

@@ -1,4 +1,4 @@
-"""Engines, families and commands are found by name, here and in other distributions."""
+"""Windlass finds its own and other distributions' engines, families and commands by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.layout.naming.tables import FAMILIES
 def distribution(
     folder: Path, name: str, group: str, points: dict[str, str], code: str = ""
 ) -> None:
-    """An installed one, whose module is called as it is."""
+    """Write an installed distribution with a module of the same name."""
     (folder / f"{name}.py").write_text(code)
     info = folder / f"{name}-1.2.dist-info"
     info.mkdir()

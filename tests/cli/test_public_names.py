@@ -1,4 +1,4 @@
-"""Public names: each is there, is documented on docs/api.md, and is all that pages and examples import."""
+"""Public names exist, are on docs/api.md, and are the only names that pages and examples import."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def test_every_public_name_is_there_and_an_unknown_one_is_not(package: str) -> N
     module = importlib.import_module(package)
     assert set(module.__all__) <= set(dir(module))
     for name, home in render_api.public_names(package).items():
-        # Megatron: seconds, and warnings of its own; TRL, AReaL and vLLM are in environments of their own.
+        # Importing Megatron takes seconds and prints warnings. TRL, AReaL and vLLM have separate
+        # environments.
         if "megatron" not in home and not home.startswith(OF_FRAMEWORKS):
             value = getattr(module, name)
             assert value is vars(importlib.import_module(home))[name]
@@ -38,7 +39,7 @@ def test_every_public_name_is_there_and_an_unknown_one_is_not(package: str) -> N
 
 @PACKAGES
 def test_what_a_type_checker_sees_is_what_is_there(package: str) -> None:
-    """The imports under TYPE_CHECKING, as syntax, and the names that are read out of them at run time."""
+    """The imports under TYPE_CHECKING agree with the names that the package derives from them."""
     assert set(render_api.public_names(package)) == set(importlib.import_module(package).__all__)
 
 
@@ -64,7 +65,7 @@ def test_every_error_that_is_raised_on_purpose_is_public() -> None:
 
 
 def internal_imports(tree: ast.AST) -> list[str]:
-    """What is imported of Windlass from elsewhere than a public package."""
+    """Return imports from Windlass that bypass its public packages."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "windlass":
@@ -87,7 +88,8 @@ def test_examples_import_public_names_alone(example: Path) -> None:
 def test_pages_import_and_name_public_names_alone(page: Path) -> None:
     for code in blocks(page):
         assert internal_imports(tree_of(code)) == []
-    text = re.sub(r"--[\w-]+ windlass\.[\w.]+", "", page.read_text())  # an option for an engine
+    # Remove values of engine options.
+    text = re.sub(r"--[\w-]+ windlass\.[\w.]+", "", page.read_text())
     for package, name in re.findall(r"\b(windlass(?:\.[a-z_]+)*)\.([A-Z]\w*[a-z]\w*)", text):
         assert name in render_api.public_names(package), f"{package}.{name}"
 

@@ -1,4 +1,4 @@
-"""`windlass serve` as a process: a fleet is updated through it, and a later one goes on from its journal."""
+"""`windlass serve` as a process updates a fleet, and a later one continues from its journal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windlass.errors import ConfigError
 
 @contextmanager
 def served(*arguments: str) -> Iterator[str]:
-    """The address; ended by SIGTERM, which is no failure."""
+    """Yield the address of a server. SIGTERM must end it without an error."""
     process = subprocess.Popen(
         (sys.executable, "-m", "windlass.cli.main", "serve", *arguments),
         env={**os.environ, "WINDLASS_TOKEN": TOKEN},

@@ -1,4 +1,4 @@
-"""The site of the documentation builds strictly, shows every public name in full, and links to what is there."""
+"""The documentation site builds strictly, shows all public names in full, and has no dead link."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Page(HTMLParser):
-    """What a page names: anchors of its own, links, and what a browser fetches with it."""
+    """Anchors and links of a page, and the files that a browser fetches with it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Page(HTMLParser):
 
 
 def dangling(site: Path) -> Iterator[str]:
-    """Links of the site's pages to files or anchors that are not in it."""
+    """Yield links to files or anchors that the site does not have."""
     pages = {
         path: Page(path.read_text()) for path in site.rglob("*.html") if path.name != "404.html"
     }

@@ -1,4 +1,4 @@
-"""`windlass status` prints what a controller says, to the letter."""
+"""`windlass status` prints the exact values of the controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands print fits 80 columns, has no colour where nobody wants it, and says what to do next."""
+"""Output of commands fits 80 columns, has no unwanted colour, and names the next step."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_a_wrong_token_says_what_to_set() -> None:
 )
 @pytest.mark.parametrize("no_color", ["", "1"])
 def test_what_a_terminal_of_80_columns_shows(arguments: tuple[str, ...], no_color: str) -> None:
-    """In a real pseudo-terminal: no line is longer, and no code for a colour where NO_COLOR is set."""
+    """Check in a pseudo-terminal that lines fit and that NO_COLOR removes all colour codes."""
     shown = on_terminal(sys.executable, *arguments, NO_COLOR=no_color)
     assert len(shown) > 100
     for line in without_codes(shown).splitlines():
@@ -119,7 +119,7 @@ def test_what_a_terminal_of_80_columns_shows(arguments: tuple[str, ...], no_colo
 
 
 def on_terminal(*argv: str, **environment: str) -> str:
-    """What a command shows on a terminal of 80 columns; its stderr is another one."""
+    """Return the output of a command on a terminal of 80 columns, without its stderr."""
     ours, theirs = pty.openpty()
     inherited = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
     given = {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "40", **environment}
@@ -136,7 +136,8 @@ def on_terminal(*argv: str, **environment: str) -> str:
         while part := os.read(ours, 1 << 16):
             shown += part
     except OSError as error:
-        if error.errno != errno.EIO:  # the other end was closed
+        # EIO means that the other end was closed.
+        if error.errno != errno.EIO:
             raise
     finally:
         os.close(ours)

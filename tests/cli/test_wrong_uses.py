@@ -1,4 +1,4 @@
-"""What is easily given wrong is refused at once, with the argument, the rule and the value."""
+"""Common mistakes in arguments are refused at once, with the argument, the rule and the value."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SAMPLING = windlass.SamplingParams(max_new_tokens=1)
 
 
 def test_a_name_of_a_member_is_the_member_and_another_name_is_refused() -> None:
-    """Members are told apart by identity: with a mere string no engine would ever be paused."""
+    """The code compares members by identity: with a plain string, no engine would ever pause."""
     config = windlass.ControlConfig(mode="staged", pause_mode="retract")  # type: ignore[arg-type]
     assert config.mode is UpdateMode.STAGED
     assert config.pause_mode is PauseMode.RETRACT
@@ -135,12 +135,12 @@ def test_a_value_that_cannot_be_meant_is_refused(make: Callable[[], object], say
 
 @pytest.mark.parametrize("version", [np.int64(7), torch.tensor(7), 7])
 def test_a_version_may_be_any_integer_scalar(version: int) -> None:
-    """A counter of a training loop often is one; a frame with it could not be encoded."""
+    """The counter of a training loop often is such a scalar, which frames cannot encode."""
     assert type(version_number(version, "publish")) is int
 
 
 class Watched(WrappedTransport):
-    """A transport that notes whether it was closed."""
+    """Transport that counts its calls of `close`."""
 
     def __init__(self) -> None:
         super().__init__(CmaTransport())
@@ -205,7 +205,7 @@ async def test_paths_may_be_strings(tmp_path: Path) -> None:
 
 
 async def test_a_prompt_is_plain_integers_or_refused() -> None:
-    """What a worker cannot decode would be sent to it for ever, with all that goes with it."""
+    """Otherwise the controller would send an undecodable batch to the worker forever."""
     policy = windlass.StalenessPolicy.unbounded(1)
     async with RolloutController(StaticEngines(), policy) as rollouts:
         for prompt in ([1, 2], [True, 2], np.array([1, 2]), torch.tensor([1, 2])):
@@ -243,7 +243,7 @@ async def test_one_name_is_no_sequence_of_names_and_an_address_is_not_known_befo
 
 
 async def test_a_rank_publishes_in_one_thread_at_a_time() -> None:
-    """The second announcement would take the place of the first, whose caller would wait in vain."""
+    """A second announcement would replace the first, and the first caller would wait forever."""
     async with windlass.Controller(token=TOKEN) as controller:
 
         def publish_beside() -> None:
@@ -253,7 +253,8 @@ async def test_a_rank_publishes_in_one_thread_at_a_time() -> None:
             ) as trainer:
                 with trainer._publishing, pytest.raises(ConfigError, match="another thread"):
                     trainer.publish(1)
-                with pytest.raises(PeerTimeout):  # there is no engine
+                # No engine is connected.
+                with pytest.raises(PeerTimeout):
                     trainer.publish(1, deadline_s=0.2)
 
         await asyncio.to_thread(publish_beside)
@@ -284,7 +285,10 @@ def test_a_token_that_no_header_carries_is_refused_by_whoever_is_given_it(
 
 @pytest.mark.parametrize("rollouts", [False, True])
 async def test_a_file_that_is_no_journal_is_left_as_it_is(tmp_path: Path, rollouts: bool) -> None:
-    """A journal's last line may be torn; the only line of somebody else's file is not."""
+    """The last line of a journal may be torn.
+
+    The only line of another file is not a torn journal.
+    """
     path = tmp_path / "config.json"
     path.write_bytes(b'{"lr": 1e-4}')
     with pytest.raises(ConfigError, match="must be a journal, begins with"):
@@ -307,7 +311,7 @@ async def test_a_first_line_that_a_crash_has_cut_is_no_reason_to_refuse(tmp_path
 
 
 class Hooks:
-    """Of an engine that is always at rest, and counts how often it was asked to be."""
+    """Hooks of an engine that is always paused. They count the pauses."""
 
     num_pauses = 0
 
@@ -343,7 +347,7 @@ def engine(url: str, weight: torch.Tensor) -> Iterator[Hooks]:
 
 
 async def test_a_trainer_with_another_transport_is_told_before_anything_is_paused() -> None:
-    """Otherwise an engine that is written in place would be left with weights of no version."""
+    """Otherwise an engine that is updated in place would end with mixed weights."""
     module, weight = torch.nn.Linear(2, 2, bias=False), torch.ones(2, 2)
     says = "trainer/0 cannot write engine/0: .* both ends have, got shm here, cma there"
 
@@ -408,6 +412,7 @@ def test_a_head_whose_weights_are_not_whole_pauses_nothing() -> None:
 
     with (
         windlass.RolloutCallback("http://127.0.0.1:9", "token", check_weights=refuse) as callback,
-        pytest.raises(ConfigError, match="half-stepped"),  # and no PeerTimeout: nobody was asked
+        # A PeerTimeout would mean that a request was sent.
+        pytest.raises(ConfigError, match="half-stepped"),
     ):
         callback.pause_generation(deadline_s=30)

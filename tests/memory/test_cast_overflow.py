@@ -1,4 +1,4 @@
-"""A weight that the engine's dtype cannot hold ends the update and is named, whatever carries the bytes."""
+"""A weight too large for the engine's dtype ends the update and is named, over any transport."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WRONG = r"tensor 'router': a finite float32 is too large for float16"
 
 
 class GpuMemoryTransport(MemoryTransport):
-    """Says that its memory is a GPU's."""
+    """Host memory that claims to be a GPU's."""
 
     traits = GPU_TRAITS
 
@@ -54,7 +54,7 @@ PLAN = plan_transfer([TRAINER], [ENGINE])
 
 
 class Fleet:
-    """A trainer rank in float32 and an engine rank in float16, whose weights are `by` some way."""
+    """Trainer rank in float32 and engine rank in float16, connected in a given `way`."""
 
     def __init__(self, way: str, arena_nbytes: int = 0) -> None:
         size = SHAPE[0] * SHAPE[1]
@@ -82,7 +82,7 @@ class Fleet:
         self.receiver.close()
 
     def update(self, version: int) -> str:
-        """The link's error; empty if there is none."""
+        """Write a version and return the link's error, or an empty string."""
         self.sender.prepare(version)
         (link,) = self.sender.write(version, ["engine/0"], 20.0).links
         return link.error
@@ -105,10 +105,12 @@ def test_an_update_with_a_number_that_is_too_large_ends_and_the_next_one_does_no
     assert all(
         (s == t.astype("<f2")).all() for s, t in zip(fleet.served, fleet.trained, strict=True)
     )
-    fleet.trained[0][3], fleet.trained[1][7] = np.inf, np.nan  # as they were: no overflow
+    # Infinity and NaN stay the same and do not count as overflow.
+    fleet.trained[0][3], fleet.trained[1][7] = np.inf, np.nan
     assert fleet.update(1) == ""
     fleet.trained[1][1234] = -70000
-    if way == "cuda_ipc":  # cast while it is written
+    # `cuda_ipc` casts during the write.
+    if way == "cuda_ipc":
         assert WRONG in fleet.update(2)
     else:
         with pytest.raises(TransferFailed, match=WRONG):

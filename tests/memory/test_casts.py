@@ -1,4 +1,4 @@
-"""Casts in host memory and by the kernels that numpy plays; by those of a GPU see tests/memory/test_casts_on_gpu.py."""
+"""Casts in host memory and by kernels in numpy. For a GPU see tests/memory/test_casts_on_gpu.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of casts on the real kernels; the same as tests/memory/test_casts.py runs on a CPU."""
+"""The casts of tests/memory/test_casts.py on real kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages around parameters in host memory: whole, each once, nothing left out."""
+"""Pages around parameters in host memory: complete and without duplicates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def test_every_byte_is_covered_by_pages_that_do_not_touch(memory: list[tuple[int
 
 
 def test_a_parameter_without_bytes_here_may_lie_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = "windlass.memory.copy_sources.memory_kind"  # asks a driver
+    # This function asks a driver.
+    kind = "windlass.memory.copy_sources.memory_kind"
     monkeypatch.setattr(kind, lambda _: MemoryKind.PAGEABLE)
     held = np.arange(8, dtype=np.uint8)
     sources = SourceMemory(numpy_gpu().device)

@@ -1,4 +1,4 @@
-"""Whose thread it is finds its own GPU current, whatever this library has done there for another one."""
+"""A calling thread's own GPU is current again after this library used another GPU there."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from windlass.memory.cuda import driver
 from windlass.memory.cuda.driver import Device, Event, Stream
 
 THEIRS = 1000
-"""Context of the thread's own GPU; that of GPU i of this library is i + 1."""
+"""Context of the thread's own GPU. GPU i of this library has context i + 1."""
 
 
 class Library:
-    """Contexts of one thread, as the driver keeps them; every other call notes which was current."""
+    """Driver with the contexts of one thread. Every other call records the current context."""
 
     def __init__(self) -> None:
         self.contexts = [THEIRS]

@@ -1,4 +1,4 @@
-"""Waits of the driver, which know no deadline: threads are kept for the next one, and what hangs holds up nobody."""
+"""Driver waits have no deadline: threads are reused, and a hanging wait blocks no other caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every memory can do, alike: in host memory, by kernels played in numpy, and on a GPU."""
+"""Operations of every kind of memory: on the host, by kernels in numpy, and on a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 @dataclass
 class Rig:
-    """A memory, and tensors in it."""
+    """Memory and the device of its tensors."""
 
     memory: MemoryOps
     device: str
@@ -147,7 +147,8 @@ def test_allocated_memory_is_aligned_and_its_own(rig: Rig) -> None:
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     for buffer in buffers:
         around = rig.memory.allocation(buffer.address + buffer.nbytes - 1)
-        if rig.memory.ordinal < 0:  # nobody knows what an allocator has made of it
+        # The allocation of host memory is unknown.
+        if rig.memory.ordinal < 0:
             assert around is None
         else:
             assert around is not None
@@ -160,7 +161,7 @@ def test_allocated_memory_is_aligned_and_its_own(rig: Rig) -> None:
 
 @pytest.fixture
 def link() -> Callable[[DType, DType], tuple[TransferPlan, TransferPlan]]:
-    """One link of three parameters, cut by rows at the source and by columns at the destination."""
+    """Provide one link of three parameters, cut by rows at the source and columns at the target."""
 
     def plan(have: DType, want: DType) -> tuple[TransferPlan, TransferPlan]:
         shapes = {"a": (9, 14), "b": (5,), "c": (6, 3, 4)}
@@ -249,7 +250,7 @@ def test_weights_in_two_memories_are_refused_by_name(monkeypatch: pytest.MonkeyP
 
 
 def test_no_chunks_are_digested_without_asking_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read back is waited for without a deadline, behind kernels that nobody has waited for."""
+    """Reading back waits without a deadline behind kernels that have not been waited for."""
     gpu, held = numpy_gpu(), np.arange(8, dtype=np.uint8)
     where = np.array([held.ctypes.data], np.uint64)
     digests = CudaMemory(gpu).chunk_digests(where, np.array([8]), np.array([0, 1]))
@@ -267,7 +268,7 @@ def test_no_chunks_are_digested_without_asking_the_gpu(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("num", [2, 70_000])
 @pytest.mark.parametrize("item", [1, 2, 4, 64])
 def test_short_ranges_have_the_digest_of_their_bytes_in_order(num: int, item: int) -> None:
-    """As elements with gaps have, in any order."""
+    """The ranges are elements with gaps, in any order."""
     buffer = np.random.default_rng(3).integers(0, 256, num * (item + 3), np.uint8)
     order = np.random.default_rng(4).permutation(num)
     addresses = buffer.ctypes.data + order.astype(np.uint64) * np.uint64(item + 3)

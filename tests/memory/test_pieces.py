@@ -1,4 +1,4 @@
-"""Ops cut into blocks of rows, executed piece by piece: the same bytes, and one digest at both ends."""
+"""Ops cut into blocks of rows and run piece by piece give the same bytes and digest at both ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def addresses(buffers: Buffers) -> np.ndarray:
 
 
 def run(pieces: np.ndarray, itemsize: int, *, copy: bool, digest: PositionDigest) -> None:
-    """What the kernel does, one row at a time."""
+    """Do the kernel's work one row at a time."""
     for piece in pieces:
         nbytes = int(piece["row_elems"]) * itemsize
         for row in range(int(piece["rows"])):
@@ -47,7 +47,7 @@ def test_pieces_move_exactly_the_plan_and_both_ends_hash_alike(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "MAX_PIECE_NBYTES", max_piece_nbytes)
         plan = plan_transfer(fleet.sources, fleet.destinations)
-        # Memory that runs backwards is refused when a plan is bound, here as elsewhere.
+        # Memory that runs backwards is refused when a plan is bound.
         assume(not (plan.ops.src_strides < 0).any() and not (plan.ops.dst_strides < 0).any())
         values = distinct_values((*fleet.sources, *fleet.destinations))
         values |= {a: values[t] for m in fleet.sources for a, t in m.aliases.items()}
@@ -95,7 +95,8 @@ def test_any_changed_moved_or_missing_byte_changes_the_digest(nbytes: int) -> No
         changed[index] ^= 1
         found.add(digest_of(changed))
         found.add(digest_of(np.roll(payload, index)))
-    assert len(found) == 2 + nbytes + nbytes  # the payload itself is its own roll by 0
+    # Rolling the payload by 0 gives the payload itself.
+    assert len(found) == 2 + nbytes + nbytes
 
 
 def test_the_order_of_rows_does_not_matter_and_their_places_do() -> None:
@@ -109,7 +110,7 @@ def test_the_order_of_rows_does_not_matter_and_their_places_do() -> None:
 
 
 def test_ops_of_one_shape_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Casts of experts stay one op per tensor, and cutting an op takes some 50 calls of numpy."""
+    """Casts of experts stay one op per tensor, and cutting an op takes about 50 numpy calls."""
     trainer, engine = ManifestBuilder("t/0", Role.TRAINER), ManifestBuilder("e/0", Role.ENGINE)
     for builder, dtype in ((trainer, DType.FLOAT32), (engine, DType.BFLOAT16)):
         builder.add_parameter("w", nbytes=64 * 6 * dtype.itemsize, dtype=dtype)

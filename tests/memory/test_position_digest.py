@@ -1,4 +1,4 @@
-"""The digest of GPU memory: the same however a payload is cut, another one when a byte moves."""
+"""The digest of GPU memory is the same for any cut of a payload, and changes when a byte moves."""
 
 from __future__ import annotations
 

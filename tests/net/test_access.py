@@ -1,4 +1,4 @@
-"""A token per role: what each may call, and that a refusal names the role and the route."""
+"""Each role has its own token and routes, and a refusal names the role and the route."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from windlass.rollout import BatchClient
 SECRET = "the owner's"
 METHODS = {"/v1/callback": "POST"}
 OUTSIDE = {"/", "/v1/train_workers/{name}"}
-"""Public, and mounted by `TrainController`."""
+"""Public routes, and routes that `TrainController` mounts."""
 
 
 def headers(role: Access, secret: str = SECRET) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Addresses that are bound, parsed, printed and told to others."""
+"""Addresses that are bound, parsed, printed and announced."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_connection_that_is_still_read_after_the_deadline_is_a_named_error() -
 def test_a_listener_outlives_a_client_that_it_could_not_accept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Too many open files for a moment must not make every later peer wait in vain."""
+    """A moment with too many open files must not keep later peers out."""
     name, accept, failures = "n" * INCARNATION_NBYTES, socket.socket.accept, [errno.EMFILE]
 
     def scarce(listener: socket.socket) -> tuple[socket.socket, object]:
@@ -186,7 +186,8 @@ def test_a_listener_outlives_a_client_that_it_could_not_accept(
     listener = LivenessListener("127.0.0.1", name, "nixl")
     try:
         endpoint = PeerEndpoint("nixl", f"127.0.0.1:{listener.port}", name)
-        PeerLiveness(endpoint, Deadline.after(20.0, "first")).close()  # inside `accept` already
+        # The listener is inside `accept` by now.
+        PeerLiveness(endpoint, Deadline.after(20.0, "first")).close()
         monkeypatch.setattr(socket.socket, "accept", scarce)
         for _ in range(2):
             PeerLiveness(endpoint, Deadline.after(20.0, "later")).close()

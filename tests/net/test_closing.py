@@ -1,4 +1,4 @@
-"""A controller that closes leaves no connection open, however many come back meanwhile."""
+"""A closed controller leaves no connection open, even if many peers reconnect while it closes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WITHIN_S = 30.0
 
 
 def asking_for(path: str) -> bytes:
-    """What an agent sends first, or a page."""
+    """Return the first request of an agent or a page."""
     return (
         f"GET {path} HTTP/1.1\r\nHost: controller\r\nAuthorization: Bearer {TOKEN}\r\n"
         "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
@@ -36,7 +36,7 @@ def asking_for(path: str) -> bytes:
 async def test_who_has_left_before_it_is_served_is_no_error(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Many that come back at once wait to be let in, and some give up meanwhile."""
+    """When many agents reconnect at once, some give up before the server accepts them."""
     async with windlass.Controller(token=TOKEN) as controller:
         port = urlsplit(controller.url).port
         assert port is not None
@@ -47,14 +47,14 @@ async def test_who_has_left_before_it_is_served_is_no_error(
                     connection.sendall(asking_for(path))
 
         await asyncio.to_thread(come_and_go)
-        # This request comes after all of them.
+        # The server handles this request after all of them.
         async with asyncio.timeout(WITHIN_S), open_http(TOKEN, to_controller=True) as http:
             await (await http.get(f"{controller.url}/v1/overview")).read()
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def call_again_and_again(port: int, over: threading.Event) -> None:
-    """What agents do that were sent away: connect, ask for the channel, and again."""
+    """Connect and ask for the channel again and again, as agents that were sent away do."""
     asked = asking_for("/v1/agents")
     kept: list[socket.socket] = []
     while not over.is_set():
@@ -63,7 +63,8 @@ def call_again_and_again(port: int, over: threading.Event) -> None:
             kept.append(connection)
             connection.sendall(asked)
         except OSError:
-            over.wait(0.01)  # the interpreter is the controller's, too
+            # The interpreter also runs the controller.
+            over.wait(0.01)
         while len(kept) > KEPT:
             kept.pop(0).close()
     for connection in kept:
@@ -87,7 +88,7 @@ def callers(port: int) -> Iterator[None]:
 
 
 def num_open(port: int) -> int:
-    """Sockets of this process whose own end is `port`."""
+    """Return the number of sockets of this process with the local port `port`."""
     found = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:
@@ -99,7 +100,8 @@ def num_open(port: int) -> int:
 async def test_a_closed_controller_holds_no_connection_of_those_who_came_back_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    impatient = partial(close_socket, deadline_s=0.3)  # these callers answer no farewell
+    # These callers do not answer a close frame.
+    impatient = partial(close_socket, deadline_s=0.3)
     for module in (rpc, rpc_server, server):
         monkeypatch.setattr(module, "close_socket", impatient)
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Networks that forget silent connections: the kernel keeps them in use, and questions are repeated."""
+"""Networks may drop silent connections: the kernel keeps them in use, and questions are repeated."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_a_question_is_repeated_over_a_network_that_forgets(
     num_connections = 0
 
     async def forget(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass the question on; the first connection never brings an answer back."""
+        """Pass the question on. The first connection never returns an answer."""
         nonlocal num_connections
         num_connections += 1
         is_forgotten = num_connections == 1

@@ -1,4 +1,4 @@
-"""A file of JSON lines that is written anew without what has ended."""
+"""A file of JSON lines can be replaced by a shorter one while it is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strangers cost a server next to nothing: it has few of them, not for long, and they fill no log."""
+"""Strangers cost a server almost nothing: few connections, for a short time, and no log lines."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def member(url: str, hello: Hello, handler: CommandHandler) -> Iterator[TrainerC
 
 @contextmanager
 def fake_fleet(url: str) -> Iterator[TrainerChannel]:
-    """A trainer and an engine of this process, connected; yields the trainer's channel."""
+    """Connect a trainer and an engine of this process, and yield the trainer's channel."""
     fabric, engine = FakeFabric(), FakeEngineRank("a/0", 1)
     fabric.ranks["a/0"] = engine
     trainer = FakeTrainerRank("trainer/0", fabric)
@@ -120,7 +120,8 @@ def test_more_strangers_than_descriptors_hold_up_no_update_and_fill_no_log(tmp_p
         assert processor_s(process) - used_s < 1.5
         late = fake_hello(engine_manifest("b/0", 1), group="b")
         with member(url, late, FakeEngineRank("b/0", 1)):
-            pass  # whoever belongs here gets in
+            # A real member can still connect.
+            pass
     assert errors.stat().st_size < 20_000
 
 
@@ -128,7 +129,10 @@ def test_more_strangers_than_descriptors_hold_up_no_update_and_fill_no_log(tmp_p
 def test_members_beyond_the_descriptors_are_refused_by_name_and_hold_up_no_update(
     tmp_path: Path,
 ) -> None:
-    """Those who are in go on; whoever comes late is told why, and gets in once there is room."""
+    """Connected members continue.
+
+    A late member is told the reason, and connects once there is room.
+    """
     errors = tmp_path / "errors"
     with controller_process(errors) as (url, _), ExitStack() as stack:
         address = ("127.0.0.1", urlsplit(url).port or 0)

@@ -1,4 +1,4 @@
-"""JSON lines carry the fields of the task that logs them, and no other's."""
+"""JSON log lines have the fields of the task that logs them, and of no other task."""
 
 from __future__ import annotations
 

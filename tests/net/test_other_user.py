@@ -1,4 +1,4 @@
-"""What another user of the host finds of a running controller: nothing that the network does not show."""
+"""Another user of the host learns no more of a running controller than the network shows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ except urllib.error.HTTPError as error:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root plays two users")
 def test_another_user_of_the_host_reads_no_token_no_journal_and_no_memory() -> None:
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to others
+    # Folders of pytest are closed to other users.
+    with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         journal = str(Path(folder) / "journal")
         serve = ("-m", "windlass.cli.main", "serve", "--journal", journal)

@@ -1,4 +1,4 @@
-"""One session layer: calls, connections that are lost and come back, and what peers may not do."""
+"""The session layer: calls, lost connections that return, and forbidden requests of peers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SERVER_FRAMES: Codec[Welcome | Refused | Envelope[str]] = Codec(
 
 
 class Peer(Client[str, str, Welcome]):
-    """Answers what it was asked, when it may."""
+    """Peer that answers its commands when the test lets it."""
 
     def __init__(self, url: str, *, keeps_calls: bool, executor: Executor | None = None) -> None:
         super().__init__(
@@ -69,7 +69,7 @@ class Peer(Client[str, str, Welcome]):
 
 
 class Server:
-    """The owner of one peer."""
+    """Server that owns the session of one peer."""
 
     def __init__(self, *, keeps_calls: bool) -> None:
         self.keeps_calls = keeps_calls
@@ -168,10 +168,8 @@ async def test_a_call_that_is_not_kept_fails_with_its_connection_and_the_answer_
                 stale = await (await server.session.call((1, 1, 3), "c"))
                 assert stale.startswith("StaleMessage: epoch 1 round 1 has passed")
                 assert await (await server.session.call((1, 2, 1), "d")) == "D"
-            assert peer.commands == [
-                "a",
-                "d",
-            ]  # what had not begun when the connection broke is void
+            # The lost connection cancels commands that had not started.
+            assert peer.commands == ["a", "d"]
 
 
 async def test_a_call_that_no_thread_can_carry_out_is_answered_at_once() -> None:

@@ -1,4 +1,4 @@
-"""TLS: who is believed, whose role a certificate names, and that nothing is spoken in clear beside it."""
+"""TLS: trusted authorities, roles in certificates, and no plain connections."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def served(files: dict[str, str], token: str = TOKEN) -> Iterator[str]:
-    """The address of `windlass serve` with these files."""
+    """Yield the address of `windlass serve` with these files."""
     process = subprocess.Popen(
         (sys.executable, "-m", "windlass.cli.main", "serve"),
         env={**os.environ, "WINDLASS_TOKEN": token, **files},
@@ -97,11 +97,12 @@ async def test_a_client_believes_its_authority_and_nobody_else(
         with environment(stranger.issue()), pytest.raises(PeerUnreachable, match="CERTIFICATE"):
             await fetch_overview(url, TOKEN, 10.0)
         with environment(NO_FILES):
-            with pytest.raises(PeerUnreachable):  # nothing is served in clear
+            # The server accepts no plain connection.
+            with pytest.raises(PeerUnreachable):
                 await fetch_overview(plain, TOKEN, 10.0)
             with pytest.raises(PeerUnreachable, match="CERTIFICATE"):
                 await fetch_overview(url, TOKEN, 10.0)
-        # Its own authority is believed, and it is none of the server's.
+        # This client trusts the server's authority, but its own certificate has another issuer.
         believing = stranger.issue("owner", believes=authority)
         with environment(believing), pytest.raises(PeerUnreachable):
             await fetch_overview(url, TOKEN, 10.0)
@@ -142,7 +143,7 @@ async def test_a_blocking_client_and_an_agent_verify_the_server_too(
 async def test_no_client_shows_its_token_to_a_server_with_another_roles_certificate(
     role: Access, authority: Authority
 ) -> None:
-    """A trainer showed its token to an impostor that had an engine's certificate for the same host."""
+    """A trainer used to send its token to a false controller with an engine's certificate."""
     with served(authority.issue(role.value)) as url:
 
         def ask() -> None:
@@ -176,7 +177,7 @@ async def test_a_certificate_opens_the_routes_of_its_role_and_no_others(
                             route,
                             answer.status,
                         )
-                # Whoever shows a token is judged by it.
+                # A token, if sent, takes precedence over the certificate.
                 for token, status in (("wrong", 401), (role_token(TOKEN, Access.OBSERVER), 200)):
                     headers = {"Authorization": f"Bearer {token}"}
                     async with http.get(controller.url + "/v1/status", headers=headers) as answer:
@@ -191,7 +192,7 @@ async def test_a_certificate_without_a_role_opens_nothing(authority: Authority) 
         ):
             async with http.get(controller.url + "/v1/status") as answer:
                 assert answer.status == 401
-            # Nothing follows from an empty secret, which everybody knows.
+            # An empty secret must give no tokens, because everyone knows it.
             for role in Access:
                 assert role_token("", role) == ""
             headers = {"Authorization": "Bearer "}
@@ -283,10 +284,12 @@ async def test_strangers_of_a_tls_listener_are_few_and_do_not_last(
                 strangers = [
                     await asyncio.open_connection("127.0.0.1", port, ssl=context) for _ in range(6)
                 ]
-                async with asyncio.timeout(1.5):  # the oldest have made room
+                # The server closed the oldest connections to make room.
+                async with asyncio.timeout(1.5):
                     for reader, _ in strangers[:2]:
                         await read_to_end(reader)
-                async with asyncio.timeout(10):  # the others have shown no token in time
+                # The other strangers have sent no token in time.
+                async with asyncio.timeout(10):
                     for reader, _ in strangers:
                         await read_to_end(reader)
                 async with kept.get(server.url + "/nothing") as answer:
@@ -303,7 +306,8 @@ async def read_to_end(reader: asyncio.StreamReader) -> None:
     try:
         while await reader.read(1024):
             pass
-    except OSError:  # reset, or cut within TLS
+    # The connection was reset or cut within TLS.
+    except OSError:
         return
 
 

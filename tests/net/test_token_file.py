@@ -1,4 +1,4 @@
-"""Which file a token is taken from, and which not."""
+"""The file of the token: accepted files and refused files."""
 
 from __future__ import annotations
 

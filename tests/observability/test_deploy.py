@@ -1,4 +1,4 @@
-"""The Grafana dashboard and the alert rules in `deploy/`, against a real controller and a real Prometheus."""
+"""The Grafana dashboard and alert rules of `deploy/` against a real controller and Prometheus."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ needs_prometheus = pytest.mark.skipif(
 
 
 def expressions() -> Iterator[tuple[str, str, list[str]]]:
-    """Where each stands, and the labels by which its answers are named there."""
+    """Yield the place of each expression, the expression, and the labels in its legend."""
     for panel in DASHBOARD["panels"]:
         for target in panel["targets"]:
             labels = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
@@ -48,7 +48,7 @@ def expressions() -> Iterator[tuple[str, str, list[str]]]:
 
 
 def as_grafana_asks(expression: str) -> str:
-    """With its variables replaced."""
+    """Replace Grafana's variables in an expression."""
     for name, value in {"$job": ".+", "$__rate_interval": "15s", "$__interval": "15s"}.items():
         expression = expression.replace(name, value)
     assert "$" not in expression
@@ -56,7 +56,7 @@ def as_grafana_asks(expression: str) -> str:
 
 
 def test_the_dashboard_is_one_that_grafana_takes() -> None:
-    """By its model of dashboards: nothing lies over another, and every variable and data source is there."""
+    """Panels do not overlap, and all variables and data sources exist."""
     known = {each["name"] for each in DASHBOARD["templating"]["list"]}
     known |= {"__rate_interval", "__interval", "__all"}
     assert set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) <= known
@@ -88,7 +88,8 @@ async def test_every_metric_and_label_that_is_named_is_in_metrics() -> None:
     async with windlass.Controller(token=TOKEN) as controller:
         text = await metrics_of(controller)
     series = [s for family in text_string_to_metric_families(text) for s in family.samples]
-    names = {s.name for s in series} | {"windlass_engine_version"}  # of engines, once there are any
+    # Series of engines exist only once there is an engine.
+    names = {s.name for s in series} | {"windlass_engine_version"}
     values = {value for s in series for value in s.labels.values()}
     named = 0
     rules = ALERTS.read_text()
@@ -123,7 +124,7 @@ def test_promtool_takes_the_rules_and_they_fire_for_what_they_are_for(tmp_path: 
 async def test_a_real_prometheus_scrapes_a_controller_and_answers_every_panel(
     tmp_path: Path,
 ) -> None:
-    """After real updates and trained samples every query has an answer, and the rules are loaded."""
+    """After real updates and trained samples all queries have answers, and the rules are loaded."""
     (tmp_path / "token").write_text(TOKEN)
     async with windlass.Controller(token=TOKEN) as controller, asyncio.timeout(90):
         scrape = (ROOT / "deploy/prometheus/scrape.yml").read_text()
@@ -167,7 +168,7 @@ async def test_a_real_prometheus_scrapes_a_controller_and_answers_every_panel(
 
 @asynccontextmanager
 async def prometheus(config: Path, data: Path) -> AsyncIterator[str]:
-    """The address of a Prometheus that lives as long as the block."""
+    """Yield the address of a Prometheus that runs during the block."""
     address = f"127.0.0.1:{free_port()}"
     process = await asyncio.create_subprocess_exec(
         *(PROMETHEUS, f"--config.file={config}", f"--storage.tsdb.path={data}"),

@@ -1,4 +1,4 @@
-"""What a controller remembers of its run, in bounded memory."""
+"""The history that a controller keeps of its run, in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_run_of_any_length_is_kept_from_its_start_to_now_in_few_points() -> No
     assert columns["completed"] == [7 * at_s for at_s in columns["at_s"]]
     gaps = [b - a for a, b in zip(columns["at_s"], columns["at_s"][1:], strict=False)]
     assert max(gaps) <= 2 * history.interval_s
-    # No maximum is lost with the points that go.
+    # Dropping points loses no maximum.
     for before, at_s, most in zip(
         columns["at_s"], columns["at_s"][1:], columns["stalest"][1:], strict=False
     ):
@@ -50,7 +50,8 @@ def test_what_happens_to_engines_is_told_once_each() -> None:
             (a, b),
             (a, left_out),
             (a, left_out),
-            (a, replace_state(b, reason="")),  # not there yet
+            # The engine is not routable yet.
+            (a, replace_state(b, reason="")),
             (a, replace_state(b, version=4, status=EngineStatus.SERVING)),
             (a,),
         ]

@@ -1,4 +1,4 @@
-"""The controller's page in a real browser: live, and saved as one file."""
+"""The controller's page in a real browser, live and saved as one file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 TOKEN = "a-token"
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
 DEMO = Path(__file__).parent / "demo-overview.json"
-"""Of `windlass demo --steps 24 --kill-engine-at 6` on two cores, at its end."""
+"""Overview at the end of `windlass demo --steps 24 --kill-engine-at 6` on two cores."""
 
 
 async def fits_a_phone(tab: Browser) -> None:
@@ -67,7 +67,7 @@ HOSTILE = "<img src=x onerror=document.title='owned'>"
 
 
 def of_engines(second: str) -> list[tuple[float, EngineState]]:
-    """What the story says of its engines, and when it was looked at."""
+    """Return the engine states that belong to `story`, with their times."""
     first = EngineState("engine-a", "", -1, EngineStatus.WAITING, reason="")
     other = msgspec.structs.replace(first, name=second)
     why = f"its digest differs at {second}"
@@ -82,7 +82,7 @@ def of_engines(second: str) -> list[tuple[float, EngineState]]:
     return [
         *((0.0, each) for each in (first, other)),
         *((10.0, at(each, 5)) for each in (first, other)),
-        # A pause of an update, which ends no stretch.
+        # The pause of an update does not end a stretch.
         *((20.0, paused(each)) for each in (first, other)),
         *((30.0, each) for each in (at(first, 6), at(other, 5, why))),
         *((60.0, at(each, 7)) for each in (first, other)),
@@ -91,7 +91,7 @@ def of_engines(second: str) -> list[tuple[float, EngineState]]:
 
 
 def story(second: str) -> list[UpdateReport]:
-    """A short update, one that leaves an engine out, and a long one that has it again."""
+    """Return a short update, then one without an engine, and a long one with all engines."""
     fields = {"outcome": RoundOutcome.PUBLISHED, "engines": ("engine-a", second)}
     times = {"prepare": 0.005, "write": 0.015, "verify": 0.005}
     short = {"update_s": 0.025, "wire_s": 0.015, "pause_s": 0.02, "nbytes": 6e7}
@@ -116,7 +116,7 @@ def story(second: str) -> list[UpdateReport]:
 
 
 async def test_a_real_browser_draws_updates_on_one_scale(tmp_path: Path) -> None:
-    """25 ms are drawn 25/1392 as long as 1392 ms."""
+    """A bar of 25 ms has 25/1392 of the length of a bar of 1392 ms."""
     async with (
         windlass.Controller(token=TOKEN) as running,
         asyncio.timeout(40),
@@ -144,7 +144,7 @@ async def test_a_real_browser_draws_updates_on_one_scale(tmp_path: Path) -> None
 async def test_a_real_browser_draws_engines_with_their_versions_over_time(
     tmp_path: Path, second: str
 ) -> None:
-    """As long as each version was held, on one axis of time; names of peers stay text."""
+    """Bars have the lengths of the times, on one time axis. Names of peers stay text."""
     looks, events = of_engines(second), FleetEvents()
     for at_s in dict.fromkeys(at_s for at_s, _ in looks):
         events.compare(at_s, [each for when, each in looks if when == at_s])
@@ -196,7 +196,7 @@ async def test_a_real_browser_draws_engines_with_their_versions_over_time(
 async def test_a_real_browser_shows_a_saved_page_of_a_real_update_and_real_rollouts(
     tmp_path: Path,
 ) -> None:
-    """From one file, after the controller has gone: links, rates over time, what happened to engines."""
+    """The saved file works without the controller: links, rates over time, and events of engines."""
     kept = tmp_path / "report.html"
     async with (
         asyncio.timeout(60),
@@ -240,7 +240,7 @@ async def test_a_real_browser_shows_a_saved_page_of_a_real_update_and_real_rollo
         assert url not in page
         assert await tab.value_of("document.querySelectorAll('img').length") == 0
         assert await tab.value_of("document.title") == "Windlass"
-        # The line of completed rollouts rises above the base, which is at 58; another line may be the highest.
+        # The line of completed rollouts rises above the base at 58. Another line may be higher.
         highest = await tab.value_of(
             "Math.min(...document.querySelector('[data-name=completed]').getAttribute('points')"
             ".split(' ').map(point => Number(point.split(',')[1])))"
@@ -250,7 +250,10 @@ async def test_a_real_browser_shows_a_saved_page_of_a_real_update_and_real_rollo
 
 
 async def test_a_real_browser_says_of_a_chart_what_the_pointer_is_on(tmp_path: Path) -> None:
-    """On a page of a demo; with WINDLASS_SCREENSHOT, a folder, it keeps what docs/operations.md shows."""
+    """Use a demo's page.
+
+    If WINDLASS_SCREENSHOT names a folder, save the pictures of docs/operations.md.
+    """
     kept = tmp_path / "report.html"
     overview = msgspec.json.decode(DEMO.read_bytes(), type=dict[str, object])
     kept.write_text(saved_page(overview, "a demo on two cores"))

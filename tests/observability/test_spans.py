@@ -1,4 +1,4 @@
-"""Spans of a round, taken from the real SDK."""
+"""Spans of a round, read from the real SDK."""
 
 from __future__ import annotations
 

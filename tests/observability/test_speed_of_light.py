@@ -57,7 +57,7 @@ open(sys.argv[2], "w").write("[{}, {}]")
 
 
 def runner_in(scripts: Path) -> tuple[str, ...]:
-    """The runner, beside other benchmarks than its own."""
+    """Return the command of a copied runner, in a folder for other benchmarks."""
     scripts.mkdir()
     runner = str(shutil.copy(ROOT / "benchmarks/run.py", scripts))
     return sys.executable, runner, "--out", str(scripts.parent / "out")
@@ -113,7 +113,7 @@ subprocess.Popen([sys.executable, "-c", launcher]).wait()
 def test_a_benchmark_ends_with_the_runner_and_so_does_what_it_started(
     by: signal.Signals, script: str, tmp_path: Path
 ) -> None:
-    """Also an engine's server, which its launcher starts in a session of its own."""
+    """This includes an engine's server, which its launcher starts in a separate session."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     runner = runner_in(tmp_path / "scripts")
