@@ -1,8 +1,7 @@
-"""What the tests of this folder showed becomes the table of docs/capabilities.md.
+"""Record of passed tests, from which the table of docs/capabilities.md is made.
 
-WINDLASS_CAPABILITIES names the JSON file to which rows of passed tests are added; rows of the same
-key are replaced, and what the matrix of the tests has besides is `untested`.
-`tools/render_capabilities.py` makes the page of it.
+WINDLASS_CAPABILITIES names a JSON file. Rows of passed tests are added to it and replace rows of the same key. All other
+rows of the tests' matrix are `untested`. `tools/render_capabilities.py` makes the page from the file.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ PROPERTY = "capability"
 
 @pytest.fixture
 def shown(request: pytest.FixtureRequest) -> Record:
-    """Takes rows; they count only if the test passes."""
+    """Provide a function that records a row; rows count only if the test passes."""
     properties: list[tuple[str, object]] = request.node.user_properties
     return lambda row: properties.append((PROPERTY, asdict(row)))
 
@@ -40,7 +39,7 @@ def pytest_runtest_makereport(
 
 
 def _write(matrix: list[dict[str, object]], rows: list[dict[str, object]]) -> None:
-    """After every test, so that a run that is cut short keeps what it showed."""
+    """Write the rows after every test, so that an interrupted run keeps its results."""
     name = os.environ.get("WINDLASS_CAPABILITIES", "")
     if not name or not rows:
         return

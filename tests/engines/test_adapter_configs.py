@@ -1,4 +1,4 @@
-"""Adapters that do not fit the base of an engine are refused with the remedy when the engine is started."""
+"""Launchers refuse adapters that do not fit the engine's base model, and name the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which adapters engines are started with, and how."""
+"""Tests of the adapters that an engine may be started with, and of the options for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA: only the adapter travels, through the same call and the same transaction."""
+"""LoRA: the trainer publishes only the adapter, through the same call and the same transaction."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def adapted_model() -> torch.nn.Module:
-    from peft import LoraConfig, get_peft_model  # seconds, which every worker would pay
+    # This import takes seconds. At the top of the file every test worker would spend them.
+    from peft import LoraConfig, get_peft_model
 
     config = transformers.Qwen3Config(
         vocab_size=66,
@@ -61,7 +62,7 @@ def saved_by_peft(model: torch.nn.Module, adapter: str = "default") -> dict[str,
 
 @dataclass
 class ServingHooks:
-    """An engine's side of the round, recorded."""
+    """Engine hooks that record their calls."""
 
     calls: list[str] = field(default_factory=list)
     version: int = -1
@@ -80,8 +81,10 @@ class ServingHooks:
 
 
 class AdapterEngine:
-    """One rank of an engine that serves an adapter in bfloat16: B of column-parallel layers cut by
-    rows, A of row-parallel layers by columns, as SGLang and vLLM hold them."""
+    """One rank of an engine that serves an adapter in bfloat16.
+
+    As in SGLang and vLLM, B of column-parallel layers is cut by rows and A of row-parallel layers by columns.
+    """
 
     def __init__(self, rank: int, adapter: dict[str, torch.Tensor], url: str) -> None:
         self.adapter = adapter

@@ -1,4 +1,4 @@
-"""An engine that nobody checked gets no weights and no traffic, wherever the attaching process dies."""
+"""An unchecked engine gets no weights and no traffic, wherever the attaching process dies."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from windlass.errors import PeerTimeout, WindlassError
 TOKEN = "secret of the test"
 WITHIN_S = 60.0
 ROWS = {"a": 0, "b": 4}
+"""First row of each tensor in the engine's one parameter, which has no place for other tensors."""
 LATER = pytest.mark.long
-"""Of other moments of a death that others in this file have."""
-"""First row of a tensor in the engine's one parameter; it has no place for any other."""
+"""Mark of cases that repeat a test of this file with another moment of the death."""
 
 
 class Loader:
@@ -52,11 +52,12 @@ class Loader:
             if name in ROWS:
                 self.model.weight.data[ROWS[name] : ROWS[name] + 4].copy_(tensor)
             else:
-                self.packed = tensor.float() * 2  # read, and kept where nobody finds it
+                # The loader reads this tensor and keeps the result outside the parameters.
+                self.packed = tensor.float() * 2
 
 
 class Worker(WindlassExtension):
-    """A rank as vLLM makes it."""
+    """A rank with the attributes that vLLM gives it."""
 
     rank = 0
 
@@ -75,12 +76,12 @@ class Worker(WindlassExtension):
 
 
 class Engine:
-    """A server of somebody else's, whose one rank has its main loop here.
+    """A running server of another user; the main loop of its one rank is in this process.
 
     Attributes:
-        on_call: told (number of the call of an attaching process, whether it has been carried out).
-        over: released for each of these calls.
-        asked: paths, in order.
+        on_call: called with the number of an attaching process's call and whether the call was carried out.
+        over: semaphore that is released after each of these calls.
+        asked: paths of the requests, in order.
     """
 
     name: str
@@ -111,7 +112,8 @@ class Engine:
         self.asked.append(path)
         try:
             return self.carry_out(path, asked)
-        except WindlassError as error:  # servers answer for whatever their ranks raise
+        # Servers answer with the error that a rank raised.
+        except WindlassError as error:
             return 500, repr(error).encode()
 
     def carry_out(self, path: str, asked: bytes) -> tuple[int, bytes]:
@@ -132,7 +134,7 @@ class Vllm(Engine):
         if path != "/collective_rpc":
             return 200, b"{}"
         body = json.loads(asked)
-        # As a core does that keeps caches apart by version.
+        # A core that separates its caches by version passes this argument.
         begun = ("namespace",) if body["method"] == QUIESCES else ()
         call = partial(getattr(self.worker, body["method"]), *body["args"], *begun)
         result = call() if body["method"] == "windlass_quiesce" else self.counted(call)
@@ -169,15 +171,17 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(hook, "_rank", hook._Rank())
     monkeypatch.setattr(hook, "own_rank", lambda: 0)
     monkeypatch.setattr(hook, "_has_sessions", lambda: False)
-    # There is no loop to be held.
+    # The stand-in has no loop that could be held.
     monkeypatch.setattr(hook, "_orders_change_nothing", lambda _model: False)
     monkeypatch.setattr(hook, "all_ranks", lambda mine, device: mine)
-    monkeypatch.setattr(hook, "_separate_caches", lambda: None)  # of SGLang's own requests
+    # `_separate_caches` patches the class of SGLang's requests, which is not installed here.
+    monkeypatch.setattr(hook, "_separate_caches", lambda: None)
     monkeypatch.setattr(hook, "load_again", lambda _model, weights: engine.loader.load(weights))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     yield engine
     engine.engine_rank().leave(10.0)
-    gc.unfreeze()  # this process lives on, without an engine
+    # The test process continues without an engine.
+    gc.unfreeze()
 
 
 def checkpoint(folder: Path, *more: str) -> Path:
@@ -236,7 +240,7 @@ async def killed_in_call(
     done: bool,
     by: signal.Signals = signal.SIGKILL,
 ) -> int | None:
-    """An attach that ends before its call of that number is carried out, or before it is answered."""
+    """Kill an attaching process before its call `number` is carried out or, with `done`, before the answer."""
     attacher: Future[subprocess.Popen[bytes]] = Future()
 
     def on_call(call: int, carried_out: bool) -> None:
@@ -258,7 +262,8 @@ async def killed_in_call(
 async def test_an_attach_that_dies_before_its_check_leaves_no_engine_in_the_fleet(
     done: bool, engine: Engine, tmp_path: Path
 ) -> None:
-    model = checkpoint(tmp_path, "c")  # which no rank has a place for
+    # No rank has a place for `c`.
+    model = checkpoint(tmp_path, "c")
     with answering(engine.answer) as url:
         async with windlass.Controller(token=TOKEN) as controller:
             await killed_in_call(engine, model, controller.url, url, 1, done=done)
@@ -300,7 +305,7 @@ async def test_an_attach_that_died_is_made_again(
 async def test_an_attach_that_is_ended_leaves_nothing_behind(
     by: signal.Signals, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang's weights stay unpacked in a session that nobody closes, and the next one ends it."""
+    """If an attach left its session open, SGLang's weights would stay unpacked until the next session ends it."""
     model, scratch = checkpoint(tmp_path), tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))

@@ -1,4 +1,4 @@
-"""What a loader does with a checkpoint is found out by running it, and proven bit for bit."""
+"""Capture runs an engine's loader to find the layout, and an update then writes exactly the loader's bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 class Engine(torch.nn.Module):
-    """One rank of a tensor parallel engine with the habits of real ones."""
+    """One rank of a tensor-parallel engine that fuses, pads, transposes and repacks as real engines do."""
 
     def __init__(self, rank: int, size: int, *, repack: bool = False) -> None:
         super().__init__()
@@ -139,7 +139,8 @@ def test_delivery_by_the_captured_layout_equals_the_engines_own_loader(
     deliver(captured, checkpoint)
     for name, tensor in state(fresh).items():
         assert torch.equal(state(engine)[name], tensor), name
-    padding = ("embed",) if (rank, size) == (3, 4) else ()  # rows 12 to 15 of 10
+    # The vocabulary has 10 rows, and the last of four ranks has rows 12 to 15: only padding.
+    padding = ("embed",) if (rank, size) == (3, 4) else ()
     assert captured.constants == (*padding, "rotary")
     assert "unknown_to_the_engine" in captured.unplaced
     assert captured.unread == ("unknown_to_the_engine",)
@@ -174,7 +175,7 @@ def test_an_element_order_that_is_no_set_of_boxes_goes_through_a_buffer() -> Non
 
 
 class Transposed(torch.nn.Module):
-    """Experts with input first, gate beside up, padded columns; a flat vector of a matrix."""
+    """Experts with the input dimension first, gate next to up and padded columns; a matrix in another shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +191,8 @@ class Transposed(torch.nn.Module):
             elif kind == "down":
                 self.w2.data[int(index)].copy_(tensor.t())
             else:
-                at = 0 if kind == "gate" else 7  # columns 5, 6 and 11 are padding
+                # Columns 5, 6 and 11 are padding.
+                at = 0 if kind == "gate" else 7
                 width = tensor.shape[0]
                 self.w13.data[int(index), :, at : at + width].copy_(tensor.t())
 
@@ -198,7 +200,8 @@ class Transposed(torch.nn.Module):
 @pytest.mark.parametrize("exact_numel", [0, EXACT_NUMEL], ids=["by_row", "by_place"])
 def test_transposed_fused_and_padded_rows_are_boxes(exact_numel: int) -> None:
     specs = [CheckpointSpec("flat.0", (4, 12), DType.FLOAT32)]
-    for expert in (2, 0, 1):  # as names sort that hold numbers
+    # Names that contain numbers need not sort by number.
+    for expert in (2, 0, 1):
         specs += [
             CheckpointSpec(f"up.{expert}", (4, 6), DType.FLOAT32),
             CheckpointSpec(f"down.{expert}", (5, 4), DType.BFLOAT16),
@@ -237,7 +240,8 @@ def test_rows_that_mislead_are_found_out_and_read_place_by_place() -> None:
     def load(weights: Weights) -> None:
         for _, tensor in weights:
             engine.weight.data.copy_(tensor)
-            engine.weight.data[5, 1:3] = tensor[5, 1:3].flip(0)  # in no row that is sampled
+            # Capture samples no element of this row.
+            engine.weight.data[5, 1:3] = tensor[5, 1:3].flip(0)
 
     specs = [CheckpointSpec("w", (32, 64), DType.FLOAT32)]
     captured = capture(engine, specs, load, worker="e/0", exact_numel=0)
@@ -277,7 +281,8 @@ def test_an_engine_that_does_not_repeat_its_repacking_is_refused(tmp_path: Path)
     engine = Engine(0, 1, repack=True)
     engine.load(stored.tensors())
     capture(engine, SPECS, engine.load, worker="engine/0", reference=stored)
-    engine.repack = False  # as an engine whose reload forgets what its start did
+    # The reload of some engines leaves out a step of the start.
+    engine.repack = False
     with pytest.raises(UnsupportedLayout, match=r"w13.*does not repeat"):
         capture(engine, SPECS, engine.load, worker="engine/0", reference=stored)
 
@@ -343,7 +348,7 @@ def test_masks_of_a_checkpoint_are_left_out_unless_it_is_quantised(tmp_path: Pat
 
 
 class Passing(torch.nn.Module):
-    """Serves `w`. What becomes of the other tensors is the test's."""
+    """An engine that serves `w`. Its loader passes all other tensors to a function of the test."""
 
     def __init__(self, other: Callable[[torch.Tensor], object]) -> None:
         super().__init__()
@@ -392,7 +397,7 @@ ADAPTER = [
 
 
 class Slots(torch.nn.Module):
-    """Rank 1 of 2 that serves an adapter: B cut by rows and multiplied, ranks padded, as vLLM's."""
+    """Rank 1 of 2 that serves an adapter: as in vLLM, B is cut by rows and scaled, and ranks are padded."""
 
     def __init__(self, factors: dict[str, float], dtype: torch.dtype) -> None:
         super().__init__()
@@ -463,7 +468,8 @@ class Wide(torch.nn.Module):
                     self.gate.data.copy_(tensor)
                 case "up":
                     self.fused.data[:4].copy_(tensor)
-                case "down":  # rows 4 and 8 are padding
+                case "down":
+                    # Rows 4 and 8 are padding.
                     self.fused.data[5:8].copy_(tensor)
                 case "shuffled":
                     self.shuffled.data.copy_(tensor.reshape(-1)[self.order].reshape(64, 64))
@@ -489,7 +495,7 @@ class Wide(torch.nn.Module):
 def test_updates_from_wider_masters_leave_what_the_saved_checkpoint_would(
     stored: DType, down: DType, engine_dtype: torch.dtype, trained: torch.dtype, exact_numel: int
 ) -> None:
-    """Copied, fused, repacked and computed tensors alike; each value of the masters is distinct."""
+    """Check copied, fused, repacked and computed tensors."""
     shapes = {
         "gate": (6, 5), "up": (4, 5), "down": (3, 5), "shuffled": (64, 64), "plain": (4,),
         "A_log": (6,),
@@ -528,7 +534,7 @@ def test_a_value_that_the_checkpoints_type_cannot_hold_fails_the_update() -> Non
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts how often Python reads a number out of a tensor: on a GPU it waits for it."""
+    """Counter of the tensor elements that Python reads. On a GPU each read waits for the GPU."""
 
     count = 0
 
@@ -544,7 +550,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_many_tensors_that_are_rounded_are_waited_for_together() -> None:
-    """Engines keep routers in float32, one or two per layer, and are paused meanwhile."""
+    """Engines keep routers in float32, one or two per layer, and stay paused until all are rounded."""
     engine = torch.nn.ModuleList(torch.nn.Linear(3, 2, bias=False) for _ in range(40))
 
     def load(weights: Weights) -> None:
@@ -567,7 +573,7 @@ def test_many_tensors_that_are_rounded_are_waited_for_together() -> None:
 
 
 def test_what_a_loader_has_written_is_waited_for_together() -> None:
-    """Every layer of a state space model has a tensor that its loader computes."""
+    """In a state space model, the loader computes a tensor in every layer."""
     engine = torch.nn.ModuleList(torch.nn.Linear(3, 2, bias=False) for _ in range(20))
 
     def load(weights: Weights) -> None:

@@ -1,4 +1,4 @@
-"""The kernels of capture, compiled for this processor, do what torch does."""
+"""The kernels of capture, compiled for the CPU, give the same results as torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ static unsigned __float_as_uint(float value) { unsigned bits; memcpy(&bits, &val
 
 
 class OneThread:
-    """In place of `Device`: kernels run here, each in one thread."""
+    """Replacement for `Device` that runs each kernel in one thread of this process."""
 
     ordinal, architecture, num_multiprocessors = 0, "", 1
 

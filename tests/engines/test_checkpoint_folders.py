@@ -1,4 +1,4 @@
-"""Checkpoint folders that are not as `save_pretrained` leaves them, read in the order in which vLLM loads them."""
+"""Unusual checkpoint folders, not written by `save_pretrained`, are read in vLLM's load order."""
 
 from __future__ import annotations
 

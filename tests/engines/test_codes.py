@@ -1,4 +1,4 @@
-"""Loads of a checkpoint whose element numbers need more than 32 bits."""
+"""Codes of checkpoints with element numbers above 32 bits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MASK = HALF - 1
 
 
 def _hash24(number: int, seed: int) -> int:
-    """The hash as it is written down, in integers without a width."""
+    """Compute the hash in integers of unlimited width, as its definition is written."""
     state = ((number >> 32) * 0x9E3779B1 & MASK) ^ (number & MASK)
     state = (state + (seed + 1) * 0x9E3779B1) & MASK
-    # torch shifts signed integers: the sign goes on.
+    # torch shifts signed integers, so copies of the sign bit fill the free bits.
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         state = (state ^ _signed(state) >> shift) & MASK
         state = state * factor & MASK
@@ -30,7 +30,7 @@ def _signed(number: int) -> int:
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32])
 def test_values_are_of_whole_numbers_on_both_sides_of_32_bits(dtype: DType) -> None:
-    """Tensors that end before, cross, and follow the number 2**32; the first is never made."""
+    """Check tensors before, across and after element 2**32; the huge first tensor is never created."""
     sizes = {"huge": HALF - 90, "before": 40, "crossing": 100, "empty": 0, "after": 30}
     codes = Codes([CheckpointSpec(name, (size,), dtype) for name, size in sizes.items()])
     made = dict(codes.some(frozenset(sizes) - {"huge"}, 3))

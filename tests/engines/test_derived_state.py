@@ -1,4 +1,4 @@
-"""After an update an engine answers like a fresh one, wherever it keeps values that it derives from weights.
+"""After an update an engine answers like a fresh engine, wherever it keeps values that it derives from weights.
 
 Every case is a two-layer engine with its own loader. The oracle is a second engine that loads the new checkpoint. The tests
 compare answers only, so the oracle does not depend on capture's view of an engine.
@@ -100,7 +100,7 @@ Pair = namedtuple("Pair", "first second")
 
 
 class Method:
-    """An object of which the engine keeps only a bound method."""
+    """An object that the engine reaches only through a bound method."""
 
     def __init__(self, tensor: object) -> None:
         self.tensor = tensor
@@ -269,12 +269,12 @@ class Engine(torch.nn.Module):
 
 @pytest.fixture(autouse=True)
 def thawed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not collect and freeze the heap of the test process."""
+    """Prevent capture from collecting and freezing the heap of the test process."""
     monkeypatch.setattr("windlass.engines.engine_rank._freeze_heap", lambda: None)
 
 
 class Rank:
-    """One rank in a process of its own: captured, then updated as its agent does it."""
+    """One rank of an engine, with capture and with updates as the agent makes them."""
 
     def __init__(self, folder: Path, model: torch.nn.Module, *, referred: bool = True) -> None:
         self.folder, self.model, self.referred = folder, model, referred
@@ -304,7 +304,7 @@ class Rank:
         return settings
 
     def update(self, checkpoint: Checkpoint) -> None:
-        """Pause, write, finalise and resume, as the agent does. A refusal comes before any byte is written."""
+        """Pause, write, finalise and resume, as the agent does. A pause that refuses leaves all bytes unchanged."""
         _, captured, hooks = self.engine_rank._required()
         hooks.pause("1.1", PauseMode.IN_PLACE, 10)
         try:
@@ -485,7 +485,7 @@ def test_numbers_that_have_nothing_to_do_with_weights_are_left_alone(tmp_path: P
 
 
 class Dropping(Engine):
-    """An engine whose loader drops the derived value. The next forward pass makes it again."""
+    """An engine that drops the derived value in a load and makes it again in the next forward pass."""
 
     def load(self, weights: Weights) -> None:
         super().load(weights)
@@ -507,7 +507,7 @@ def test_what_loads_drop_is_made_anew_after_an_update(
 
 
 class Caching(Engine):
-    """An engine with caches and scratch memory, as servers have them."""
+    """An engine with caches and scratch memory, like a server."""
 
     def __init__(self) -> None:
         super().__init__(DERIVED["cast"], HOLDERS["attribute"], "load")
@@ -616,7 +616,7 @@ def test_what_is_kept_in_modules_and_classes_is_right(
 
 
 class Preallocated(Engine):
-    """An engine whose first forward pass copies weights into memory that the start allocated."""
+    """An engine that allocates memory at the start and copies weights into it in the first forward pass."""
 
     def __init__(self) -> None:
         super().__init__(DERIVED["cast"], HOLDERS["attribute"], "load")
@@ -677,7 +677,7 @@ def test_what_is_kept_at_a_parameter_is_right(derived: str, when: str, tmp_path:
 
 
 class Mirrored(Engine):
-    """An engine whose start makes a float32 mirror, as a buffer or as a parameter."""
+    """An engine that makes a float32 mirror at its start, as a buffer or as a parameter."""
 
     def __init__(self, *, parameter: bool) -> None:
         super().__init__(DERIVED["cast"], HOLDERS["attribute"], "cold")
@@ -750,7 +750,7 @@ async def test_a_fleet_publishes_what_a_fresh_engine_answers_or_nothing(
 
 
 class Absorbed(torch.nn.Module):
-    """Latent attention in float8: every load makes its projections again, which are no parameters."""
+    """Latent attention in float8: every load makes its projections again. They are not parameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The embedded engine answers as transformers does, and pauses as it says: real processes."""
+"""The embedded engine, in real processes, answers as transformers does and pauses as documented."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NUM_TOKENS = 12
 
 @dataclass(frozen=True)
 class Engine:
-    """A running engine; `num_long` tokens keep it busy for about a second or two."""
+    """A running engine; a request of `num_long` tokens keeps it busy for about one to two seconds."""
 
     process: subprocess.Popen[str]
     url: str
@@ -233,7 +233,7 @@ def test_a_bad_request_names_argument_rule_and_value(
 
 
 def test_a_nucleus_of_nothing_does_not_end_the_engine(engine: Engine) -> None:
-    """1e-300 is 0.0 in float32: the most probable token is in every nucleus."""
+    """Check that the most probable token is in every nucleus: `top_p` 1e-300 becomes 0.0 in float32."""
     sampling = {"max_new_tokens": 2, "top_p": 1e-300}
     answer = engine.call("/generate", {"input_ids": [1], "sampling_params": sampling})
     assert answer["output_ids"] == engine.generate([1], 2)["output_ids"]
@@ -308,13 +308,13 @@ def test_a_server_that_cannot_serve_says_why_and_is_not_waited_for() -> None:
         if thread.name == "http":
             thread.join(10)
             assert not thread.is_alive()
-    # An event loop that is left open warns when it is collected, which fails a test.
+    # Python warns when it collects an open event loop, and warnings fail tests.
     gc.collect()
 
 
 @pytest.mark.parametrize("engine", [2], indirect=True, ids=["tp2"])
 def test_an_engine_that_lost_a_rank_ends(engine: Engine) -> None:
-    """The last of those that share it."""
+    # This test ends the shared engine, so it must come last.
     children = Path(f"/proc/{engine.process.pid}/task/{engine.process.pid}/children").read_text()
     os.kill(int(children.split()[0]), signal.SIGKILL)
     assert engine.process.wait(30) == 1

@@ -1,4 +1,4 @@
-"""What the launchers of engines make of their command lines."""
+"""Launchers of engines: command lines, start, and results."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_ranks_of_an_engine_are_those_of_all_stages_and_replicas(words: list
 
 
 class Refusing:
-    """A server that is never started, and whose ranks refuse to capture their layout."""
+    """A server that is never started and that refuses to order a capture."""
 
     ready_line = "it serves"
     answers_for_all = True
@@ -230,7 +230,7 @@ GOING_ON_WITHOUT_A_LOG = (
 def test_the_end_of_a_log_is_not_taken_for_a_server_that_serves(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As of one that has just been killed, whose status is not known yet."""
+    """Check a server right after a kill: its log has ended, and its exit status is not known yet."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr("windlass.engines.launch.REACH_DEADLINE_S", 0.0)
     args = arguments("program", None).parse_args(["--name", "a", "--model", "/m", "--port", "1"])
@@ -273,7 +273,7 @@ def test_nodes_have_whole_stages_or_stages_have_whole_nodes(tp: int, pp: int, no
 def started(
     monkeypatch: pytest.MonkeyPatch, *words: str, engine: EngineSpec = SGLANG
 ) -> tuple[list[str], dict[str, str]]:
-    """The command of a part of a server, and what it finds of the token."""
+    """Return the command of a server's part, with the token and the host that the part gets."""
     found: list[tuple[list[str], dict[str, str]]] = []
 
     def serve(args: argparse.Namespace, command: ServerCommand, **_: object) -> int:

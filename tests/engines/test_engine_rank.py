@@ -1,4 +1,4 @@
-"""An engine's rank is captured once and belongs to one fleet after another."""
+"""A rank of an engine is captured once and joins one fleet after another."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKEN = "secret of the test"
 
 @dataclass
 class Api:
-    """An engine without requests: its main loop is always between two steps."""
+    """API of an engine without requests. Its main loop is always between two steps."""
 
     gate: QuiesceGate
     versions: list[int] = field(default_factory=list)
@@ -92,7 +92,8 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
     tensors = {n: torch.zeros(4, 6, dtype=torch.bfloat16) for n in ("a", "b")}
     save_file(tensors, tmp_path / "model.safetensors")
     yield Rank(tmp_path)
-    gc.unfreeze()  # this process lives on, without an engine
+    # The test process continues without an engine.
+    gc.unfreeze()
 
 
 def weights(first: int) -> torch.nn.ParameterDict:
@@ -136,7 +137,7 @@ async def test_a_rank_stays_with_a_controller_that_is_connected(
 async def test_a_rank_that_was_refused_captures_from_the_right_folder(
     rank: Rank, tmp_path: Path
 ) -> None:
-    """Also if it was another rank of its engine that refused: none has joined."""
+    """Check also the case that another rank of the engine refused, so that no rank joined."""
     right, wrong = rank.checkpoint, tmp_path / "wrong"
     wrong.mkdir()
     save_file({"a": torch.zeros(4, 6), "c": torch.zeros(3)}, wrong / "model.safetensors")
@@ -168,5 +169,5 @@ def publish(trainer: torch.nn.ParameterDict, url: str, version: int) -> UpdateRe
 
 
 def leave(rank: Rank) -> None:
-    """So that no thread outlives the test."""
+    """Leave the fleet, so that no thread outlives the test."""
     rank.engine_rank.leave(10.0)

@@ -1,4 +1,4 @@
-"""What is said of a release of an engine before it is started."""
+"""Warnings about the release of an engine before the engine starts."""
 
 from __future__ import annotations
 

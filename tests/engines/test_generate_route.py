@@ -1,4 +1,4 @@
-"""vLLM's answer in SGLang's words, and the versions of its tokens as a rollout worker reads them."""
+"""`/generate` of vLLM answers in SGLang's format, and a rollout worker reads the versions of its tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHOICE = {
 
 
 class Vllm:
-    """The inner application: remembers what it was asked, answers in pieces."""
+    """The inner application, which records its requests and answers in pieces."""
 
     def __init__(self, status: int, body: object) -> None:
         self.status, self.body = status, json.dumps(body).encode()
@@ -107,7 +107,7 @@ COMPLETION = {
         "text_offset": [0, 0, 0],
     },
 }
-"""As 0.24 and 0.32 answer it."""
+"""Choice in an answer of vLLM 0.24 and 0.32."""
 NOTED = {"weight_versions": [{"version": 3, "start": 0, "end": 3}]}
 
 
@@ -157,7 +157,7 @@ async def test_nonsense_is_refused_before_vllm_sees_it() -> None:
 async def answered(
     spans: list[dict[str, Any]], *, adapter: str = "", asked: list[Any] | None = None
 ) -> tuple[int, ...]:
-    """Versions that a rollout worker reads out of an engine's answer of three tokens."""
+    """Return the versions that a rollout worker reads from an engine's answer of three tokens."""
     meta = {
         "finish_reason": {"type": "length"},
         "output_token_logprobs": [[-1.0, t, None] for t in (4, 7, 9)],

@@ -1,4 +1,4 @@
-"""An engine whose server hangs when it is to stamp a version, or to go on, after its update."""
+"""Engines that hang after their update, when their server must stamp the version or resume."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ server.serve_forever()
 
 
 class Served:
-    """`EngineHooks` over an HTTP server, as those of vLLM and SGLang are."""
+    """`EngineHooks` over an HTTP server, as for vLLM and SGLang."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -122,7 +122,8 @@ async def test_an_engine_whose_server_hangs_is_published_and_rests_until_it_answ
             lambda: bool(coordinator.routable()), WITHIN_S, lambda: "not routable"
         )
         assert (hooks.version, hooks.paused) == (0, False)
-        assert [report.version for report in coordinator.reports] == [0]  # nothing was copied again
+        # One report: the weights were copied only once.
+        assert [report.version for report in coordinator.reports] == [0]
     finally:
         process.kill()
         await process.wait()

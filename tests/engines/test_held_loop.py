@@ -1,4 +1,4 @@
-"""An engine whose loop its trainer holds: the loop goes on when the round is over, however it ends."""
+"""A trainer holds the loop of an engine. The loop resumes after the round, whatever the round's result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECONDS = 10.0
 
 @contextmanager
 def engine(*, serves_own_weights: bool) -> Iterator[tuple[EngineAgent, QuiesceGate]]:
-    """An agent over real memory, that has been bound to nothing yet, and the gate of its loop."""
+    """Yield an unbound agent over real memory, and the gate of its loop."""
     module = torch.nn.Linear(4, 4)
     manifest = describe_module(module, "engine/0", Role.ENGINE)
     addresses = parameter_addresses(module)
@@ -49,7 +49,7 @@ def engine(*, serves_own_weights: bool) -> Iterator[tuple[EngineAgent, QuiesceGa
 
 @contextmanager
 def loop(gate: QuiesceGate, deadline_s: float = SECONDS) -> Iterator[threading.Thread]:
-    """The engine's loop, in the trainer's call."""
+    """Yield the thread of the trainer's call that holds the engine's loop."""
     thread = threading.Thread(target=gate.block, args=("version 1", deadline_s))
     thread.start()
     yield thread

@@ -1,4 +1,4 @@
-"""Copies of a GPU's memory in host memory, and back."""
+"""Copies between the memory of a GPU and host memory."""
 
 from __future__ import annotations
 

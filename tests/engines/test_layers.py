@@ -1,4 +1,4 @@
-"""One layer of each kind is loaded with digits; where its likes do not lie as it does, all are."""
+"""Capture loads digits into one layer of each kind, or into all layers if equal ones differ in layout."""
 
 from __future__ import annotations
 
@@ -25,25 +25,28 @@ NUM_LAYERS, NUM_DENSE, NUM_EXPERTS = 12, 2, 3
 
 
 class Layer(Module):
-    """A layer whose matrices are fused; experts in all but the first layers."""
+    """A layer with fused matrices; all but the first layers have experts."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
         self.norm = Parameter(torch.ones(6))
         self.qkv = Parameter(torch.zeros(12, 6).bfloat16())
         if number >= NUM_DENSE:
-            self.experts = Parameter(torch.zeros(NUM_EXPERTS, 10, 6).bfloat16())  # 2 padded rows
+            # 2 of the 10 rows are padding.
+            self.experts = Parameter(torch.zeros(NUM_EXPERTS, 10, 6).bfloat16())
         self.register_buffer("rotary", torch.arange(4.0))
 
 
 class Engine(Module):
-    """Some layers of a model, by their numbers; `odd` has its rows in another order than its likes.
+    """The layers `numbers` of a model.
 
-    `refusal`: raised where not all of a checkpoint is loaded; None takes parts.
+    Args:
+        odd: layer with its rows in another order than equal layers.
+        refusal: error that a load of only a part of the checkpoint raises; None accepts parts.
     """
 
     loaded: ClassVar[list[Counter[str]]] = []
-    """Where nobody puts it back: how many tensors of which layers, by load."""
+    """Number of tensors per layer, for each load. Capture does not restore attributes of a class."""
 
     def __init__(
         self, numbers: range, *, odd: int | None = None, refusal: Exception | None = None
@@ -104,7 +107,7 @@ def checkpoint() -> dict[str, torch.Tensor]:
 
 
 def require_delivered(engine: Engine, exact_numel: int = EXACT_NUMEL) -> None:
-    """Capture, deliver a checkpoint by what was captured, and compare with the engine's own loader."""
+    """Capture, deliver a checkpoint through the captured layout, and compare with the engine's own loader."""
     numbers = [int(number) for number in engine.layers]
     fresh = Engine(range(numbers[0], numbers[-1] + 1), odd=engine.odd)
     fresh.load(iter(checkpoint().items()))
@@ -145,7 +148,7 @@ def test_a_layer_that_lies_otherwise_than_its_likes_is_found_out(odd: int) -> No
 
 
 class Started(Engine):
-    """Loads later what its start has loaded; `swapped` layers have their rows in another order since then."""
+    """An engine that has loaded a checkpoint at its start and that then swaps rows of `swapped` layers."""
 
     def start(self, folder: Path, *swapped: int) -> StoredCheckpoint:
         save_file(checkpoint(), folder / "model.safetensors")
@@ -169,7 +172,7 @@ def test_of_its_own_checkpoint_an_engine_loads_one_layer_of_each_kind(tmp_path: 
 
 
 def test_what_is_loaded_as_a_whole_is_all_of_its_own_checkpoint_in_the_end(tmp_path: Path) -> None:
-    """An adapter, of which an engine keeps what it was given last."""
+    """An engine keeps the adapter that it loaded last, so capture must end with the engine's own adapter."""
     engine = Started(range(NUM_LAYERS))
     stored = engine.start(tmp_path)
     capture(engine, specs(), engine.load, worker="e/0", reference=stored, recompute=False)
@@ -191,7 +194,7 @@ def test_a_layer_that_an_engine_keeps_otherwise_since_its_start_is_refused(
 def test_an_expert_of_one_layer_that_lies_elsewhere_since_the_start_is_refused(
     tmp_path: Path,
 ) -> None:
-    """At least one element of every tensor of the checkpoint is looked at."""
+    """Capture looks at one element or more of every checkpoint tensor."""
     engine = Started(range(NUM_LAYERS))
     stored = engine.start(tmp_path)
     experts = engine.get_parameter("layers.7.experts").data
@@ -208,7 +211,7 @@ def test_an_engine_that_takes_no_part_loads_all_of_its_own_checkpoint(tmp_path: 
 
 
 class Padded(Engine):
-    """Fills the padding of one layer with values of its checkpoint."""
+    """An engine that fills the padding of one layer with values of the checkpoint."""
 
     def _load_layer(self, number: str, path: list[str], tensor: torch.Tensor) -> None:
         super()._load_layer(number, path, tensor)
@@ -219,7 +222,7 @@ class Padded(Engine):
 
 
 def test_padding_of_a_layer_that_its_likes_have_otherwise_is_loaded_once_more() -> None:
-    """One load cannot tell whether it depends on values."""
+    """One load does not show whether padding depends on values of the checkpoint."""
     engine, fresh = Padded(range(NUM_LAYERS)), Padded(range(NUM_LAYERS))
     deliver(capture(engine, specs(), engine.load, worker="e/0"), checkpoint())
     fresh.load(iter(checkpoint().items()))
@@ -229,7 +232,7 @@ def test_padding_of_a_layer_that_its_likes_have_otherwise_is_loaded_once_more() 
 
 
 class Scaled(Engine):
-    """Besides, a scalar per layer."""
+    """An engine that also has a parameter of `size` elements in every layer."""
 
     def __init__(self, size: int) -> None:
         super().__init__(range(NUM_LAYERS))
@@ -245,7 +248,7 @@ class Scaled(Engine):
 
 @pytest.mark.parametrize(("size", "num_proofs"), [(FEW - 1, 2), (FEW, 1)])
 def test_tensors_of_few_elements_are_loaded_once_more(size: int, num_proofs: int) -> None:
-    """They may hold by chance what they should."""
+    """A tensor of few elements may have the expected values by chance."""
     engine = Scaled(size)
     scales = [
         CheckpointSpec(f"layers.{n}.scale", (size,), DType.FLOAT32) for n in range(NUM_LAYERS)
@@ -256,7 +259,7 @@ def test_tensors_of_few_elements_are_loaded_once_more(size: int, num_proofs: int
 
 
 class Forgetful(Engine):
-    """Leaves out one tensor of one layer."""
+    """An engine that does not load one tensor of one layer."""
 
     def _load_layer(self, number: str, path: list[str], tensor: torch.Tensor) -> None:
         if (number, path) != ("7", ["norm"]):
@@ -270,7 +273,7 @@ def test_what_is_written_in_all_layers_but_one_is_refused() -> None:
 
 
 def test_made_up_weights_are_not_put_back_and_are_captured_again() -> None:
-    """Random values that an earlier capture left there are not taken for those of a later one."""
+    """A capture does not mistake random values of an earlier capture for its own."""
     engine = Engine(range(NUM_LAYERS))
     for _ in range(2):
         before = engine.embed.detach().clone()
@@ -284,7 +287,7 @@ def test_made_up_weights_are_not_put_back_and_are_captured_again() -> None:
 
 @pytest.mark.parametrize("refusal", [RuntimeError("missing"), UnsupportedLayout("missing")])
 def test_a_loader_that_takes_no_part_of_a_checkpoint_is_given_all(refusal: Exception) -> None:
-    """Whether that is said by the engine's loader or by what counts for us what it takes."""
+    """Check an error of the engine's loader, and `UnsupportedLayout` from Windlass's count of loaded elements."""
     engine = Engine(range(NUM_LAYERS), refusal=refusal)
     require_delivered(engine)
     assert [len(loaded) for loaded in engine.loaded[:2]] == [3, NUM_LAYERS + 1]

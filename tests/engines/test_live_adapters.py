@@ -1,13 +1,13 @@
 """A live vLLM server that serves a LoRA adapter is updated with the adapter alone.
 
-A PEFT model under FSDP2 on two processes trains a step and publishes, over each transport and in
-each mode. After every update
+A PEFT model under FSDP2 on two processes trains a step and publishes, over each transport and in each mode. After every
+update
 
-1. every byte of the adapter's slot, on every rank, is what vLLM's own loader puts into the slot of a
-   new model from the adapter as PEFT saves it; no byte of the model has changed;
-2. the greedy tokens and logprobs of requests that name the adapter are those of transformers and
-   PEFT, within bfloat16, through either route, and carry the version;
-3. requests that do not name it are answered as before, and take nothing from its slot.
+1. on every rank, the adapter's slot has the same bytes as the slot of a new model into which vLLM's own loader loaded the
+   adapter that PEFT saved; no byte of the model has changed;
+2. requests that name the adapter get the greedy tokens and logprobs of transformers and PEFT, within bfloat16, through
+   either route, with the new version;
+3. requests that do not name the adapter get the same answers as before, without an effect of its slot.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def row(tp: int, way: Way, outcome: str = "proven") -> Shown:
 
 @pytest.fixture(autouse=True, scope="session")
 def matrix(request: pytest.FixtureRequest) -> None:
-    """What is not shown is untested."""
+    """Add every combination as `untested`; a passed test replaces its row."""
     request.config.stash.setdefault(MATRIX, []).extend(
         asdict(row(tp, way, "untested")) for tp in (1, 2) for way in ALL_WAYS
     )
@@ -90,7 +90,7 @@ async def test_an_updated_adapter_is_a_freshly_loaded_one(
 
 
 def parts(digests: Digests) -> tuple[Digests, Digests]:
-    """Per rank: of the model, and of the adapter's slot."""
+    """Split the digests of every rank into digests of the model and of the adapter's slot."""
     slots = [{k: v for k, v in d.items() if k.startswith(SLOT)} for d in digests]
     model = [{k: v for k, v in d.items() if not k.startswith(SLOT)} for d in digests]
     assert all(slots)
@@ -110,7 +110,7 @@ def check(server: Server, adapter: Path, version: int, *, base: Path, old: Path)
 
 
 def openai_tokens(server: Server) -> list[int]:
-    """Of a greedy answer through vLLM's OpenAI route."""
+    """Return the tokens of a greedy answer through vLLM's OpenAI route."""
     answer = server.post(
         "/v1/completions",
         {
@@ -123,7 +123,7 @@ def openai_tokens(server: Server) -> list[int]:
 
 @torch.no_grad()
 def expected(base: Path, adapter: Path, sample: Sample) -> torch.Tensor:
-    """(tokens, vocabulary): logprobs of transformers and PEFT at the places of an answer."""
+    """Return logprobs of transformers and PEFT at the positions of an answer: (tokens, vocabulary)."""
     from peft import PeftModel
 
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
@@ -134,7 +134,7 @@ def expected(base: Path, adapter: Path, sample: Sample) -> torch.Tensor:
 
 
 def check_that_it_stays(server: Server, adapter: Path, old: Path) -> None:
-    """Another adapter does not displace it; without it no update is let in."""
+    """Check that another adapter does not replace this one, and that an engine without it refuses updates."""
     held = server.digests()
     body = {"method": "load_another_adapter", "args": [str(old)]}
     said = server.post("/collective_rpc", body)["results"]

@@ -1,8 +1,8 @@
-"""No live engine serves stale tensors that a model class derives from weights and keeps outside its parameters.
+"""After an update, no live engine serves stale tensors that its model class derives from weights.
 
-After an update the engine gives the same tokens, log-probabilities and checksums as a fresh process that loaded the new
-weights from a folder. Otherwise the update must be refused by the path of the derived tensor. The fresh process
-runs without Windlass: see `fresh_servers`.
+The classes keep these tensors outside their parameters. After an update the engine gives the same tokens,
+log-probabilities and checksums as a fresh process that loaded the new weights from a folder. Otherwise the engine must
+refuse the update, with the path of the derived tensor. The fresh process runs without Windlass: see `fresh_servers`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 PROMPT = [5, 9, 33, 101]
 NUM_TOKENS = 12
 PATHS = {"holder": "aside", "lazy": "by_name", "late": "by_name", "cold": "float32_gain"}
-"""Attributes that a refusal names."""
+"""Kind of model class -> attribute that the refusal names."""
 
 
 def save(kind: str, seed: int, folder: Path) -> Any:
@@ -84,7 +84,7 @@ async def update(server: Server, models: Sequence[Any], served: list[Sample]) ->
 
 
 def refused(server: Server, models: Sequence[Any], served: list[Sample]) -> str:
-    """Return why an update was refused; empty if none was."""
+    """Return the reason of a refused update; empty if no update was refused."""
     try:
         asyncio.run(update(server, models, served))
     except WindlassError as error:

@@ -1,7 +1,7 @@
-"""Models whose checkpoints are not what their modules are: renamed, fused, with more than an engine reads.
+"""Live updates of models with checkpoints that differ from their modules: renamed, fused, or with unread tensors.
 
-The trainer is given the model and nothing else; the engine then holds what its own loader makes of what
-`save_pretrained` writes.
+The trainer gets only the model. After an update, the engine has the same bytes as after a load of a checkpoint that
+`save_pretrained` wrote.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 More = dict[str, torch.Tensor | str]
-"""Further tensors of a checkpoint, or the names of those that they are copies of."""
+"""Additional tensor of a checkpoint -> its values, or the name of the tensor that it copies."""
 
 MASKS: More = {
     f"h.{layer}.attn.{name}": value
@@ -34,7 +34,7 @@ MASKS: More = {
         ("masked_bias", torch.tensor(-1e4)),
     )
 }
-"""That older checkpoints of GPT-2 hold."""
+"""Attention masks that older checkpoints of GPT-2 contain."""
 VOCAB, HIDDEN = (int(str(CONFIGS["tied"][name])) for name in ("vocab_size", "hidden_size"))
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 OTHER_HEAD: More = {
@@ -45,7 +45,7 @@ REDUNDANT_HEAD: More = {HEAD: EMBEDDING}
 
 
 def with_more(folder: Path, more: More) -> Path:
-    """A checkpoint with further tensors, or copies of those that it has."""
+    """Add tensors, or copies of existing tensors, to a checkpoint."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     prefix = "transformer." if any(name.startswith("transformer.") for name in tensors) else ""
@@ -60,7 +60,10 @@ def with_more(folder: Path, more: More) -> Path:
 
 
 def require_tied(held: list[dict[str, str]], fresh: list[dict[str, str]]) -> None:
-    """vLLM (0.32) has a head apart where its first checkpoint had; the trainer's is its embedding."""
+    """Check that each live head equals the trainer's tied embedding, and remove heads from both dictionaries.
+
+    vLLM 0.32 has a separate head if its first checkpoint had a head.
+    """
     for live, loaded in zip(held, fresh, strict=True):
         assert live.pop(HEAD, live[EMBEDDING]) == live[EMBEDDING]
         loaded.pop(HEAD, None)

@@ -1,11 +1,11 @@
-"""What goes wrong while a live engine's layout is captured, or while its loader works, harms no answer.
+"""A failed capture, or a failure of a live engine's loader, changes no later answer.
 
-A server that serves is told to join with folders of other models. It refuses, says why, and answers
-as before, token by token and logprob by logprob, with every tensor at its bytes. The same server then
-joins with its own folder and is updated like any other.
+The test tells a running server to join with folders of other models. The server refuses and gives the reason. Its
+answers keep the same tokens and logprobs, and its tensors keep their bytes. The same server then joins with its own
+folder and receives an update.
 
-An update whose load fails in the middle is followed by one that does not: what is served then is what
-the engine's own loader makes of that version.
+After an update that fails during its load, the next update succeeds. The server then has the weights that the engine's
+own loader makes from that version.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def answers(server: Server) -> list[Sample]:
 
 
 def cut(folder: Path, to: Path, *, without: str = "", half: str = "") -> Path:
-    """A copy of a checkpoint without one of its tensors, or with half the rows of one."""
+    """Copy a checkpoint without one of its tensors, or with only half the rows of a tensor."""
     tensors = load_file(folder / "model.safetensors")
     tensors.pop(without, None)
     if half:
@@ -103,7 +103,7 @@ async def test_an_engine_that_refuses_to_join_answers_as_before(
 async def test_an_engine_that_refuses_another_adapter_serves_its_own_as_before(
     tmp_path: Path,
 ) -> None:
-    """Its slot is too narrow for the other one, which vLLM finds out after it has let go of its own."""
+    """The slot is too narrow for the other adapter. vLLM notices this after it has removed its own adapter."""
     base, own, wide = save("dense", 1, tmp_path / "base"), tmp_path / "own", tmp_path / "wide"
     adapted(build("dense", 1).float(), seed=4).save_pretrained(own)
     adapted(build("dense", 1).float(), seed=5, rank=16).save_pretrained(wide)
@@ -128,7 +128,7 @@ async def test_an_engine_that_refuses_another_adapter_serves_its_own_as_before(
 async def test_a_version_after_one_whose_load_failed_is_a_fresh_servers(
     engine: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`recurrent`: as on CPUs without AVX512-BF16, where vLLM does not pack convolutions."""
+    """`recurrent` runs as on CPUs without AVX512-BF16, on which vLLM does not pack convolutions."""
     monkeypatch.setenv("WINDLASS_TEST_WITHOUT_AVX512_BF16", "1")
     told = tmp_path / "fails"
     monkeypatch.setenv("WINDLASS_TEST_LOAD_FAILS", str(told))

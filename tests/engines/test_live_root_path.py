@@ -1,4 +1,4 @@
-"""A live server under a root path is updated, and keeps its private routes from strangers."""
+"""A live server under a root path receives updates and refuses strangers on its private routes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_server_under_a_root_path_is_updated_and_refuses_strangers(
             with serving(
                 engine, folder, log, layout=Layout(), controller=url, flags=flags
             ) as server:
-                # A proxy takes the prefix off before SGLang's server, which puts it back; vLLM's leaves paths as they come.
+                # SGLang expects a proxy that removes the prefix, and adds the prefix again. vLLM does not change paths.
                 for path in PRIVATE[engine]:
                     assert status_of(server, path) == 403, path
                     assert status_of(server, ROOT_PATH + path) in {403, 404}, path

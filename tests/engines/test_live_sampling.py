@@ -68,7 +68,7 @@ def asking(server: Server, replica: int = 0) -> Ask:
 
 
 def asking_plain(server: PlainServer) -> Ask:
-    """Ask by vLLM's own route, as the user of a plain server does."""
+    """Return a function that asks through vLLM's own route, like a user of a plain server."""
 
     def ask(prompt: list[int], sampling: dict[str, Any]) -> Answer:
         body = {
@@ -97,13 +97,14 @@ def require_sampled_logprobs(ask: Ask, model: Any, engine: str) -> None:
     for prompt, answers in zip(PROMPTS, (together, alone), strict=False):
         for sampling, (tokens, served) in zip(SAMPLINGS, answers, strict=True):
             if engine == "sglang" and sampling == {"top_k": 1}:
-                sampling = {"temperature": 0.0}  # SGLang spells a greedy request like this one
+                # SGLang turns a greedy request into `top_k` 1 and cannot tell the two apart.
+                sampling = {"temperature": 0.0}
             expected = expected_logprobs(model, prompt, tokens, sampling, CUTS[engine])
             assert torch.allclose(torch.tensor(served), expected, atol=1e-3), (sampling, served)
 
 
 def join(join_at: Callable[[str], object]) -> None:
-    """Have a server join the fleet of a controller, which then ends."""
+    """Let a server join the fleet of a controller, and end the controller."""
 
     async def in_loop() -> None:
         async with windlass.Controller(token=TOKEN) as controller:
@@ -114,7 +115,7 @@ def join(join_at: Callable[[str], object]) -> None:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_launched_engines(engine: str, source: Path, model: Any, tmp_path: Path) -> None:
-    """A server of two ranks, the same server after a restart, and a server of two replicas."""
+    """Check a server of two ranks, the same server after a restart, and a server of two replicas."""
     samples = []
     for name in ("first", "again"):
         with serving(engine, source, tmp_path / name, layout=Layout(2), flags=FLOAT32) as server:

@@ -1,22 +1,22 @@
-"""After an update by Windlass, a live unmodified engine holds what its own loader would have put there.
+"""After an update by Windlass, a live unmodified engine has the same bytes as after a load by its own loader.
 
-A server is started once. Then one trainer after the other, each real (its own processes, its own
-parallel layout), trains a step and publishes, over each transport and in each mode; for every one
-of these the server leaves the fleet and joins the next. After every update
+The test starts a server once. Then real trainers, one after the other, each with its own processes and its own parallel
+layout, train a step and publish, over each transport and in each mode. For each update the server leaves the fleet and
+joins a new fleet. After every update
 
-1. every byte of every parameter and buffer, on every rank, is what the engine's own loader puts into a
-   new model, in the same process, from the trainer's weights saved as a checkpoint;
-2. the greedy tokens are those of transformers with these weights, within bfloat16;
-3. so are their logprobs; and the tokens carry the version.
+1. on every rank, every parameter and buffer has the same bytes as in a new model in the same process, after the engine's
+   own loader loaded the trainer's weights from a checkpoint;
+2. the greedy tokens are the tokens of transformers with these weights, within bfloat16;
+3. the same holds for the logprobs; and the tokens carry the version.
 
-Where ranks are more than tensor-parallel ones, requests run on every replica meanwhile, and updates
-pause them in turn by `abort` and `in_place` (SGLang: `retract` too, and with stages only `abort`); 2 and 3 hold for every replica.
+With replicas, stages or spread experts, requests run on every replica during updates. The updates pause these requests in
+turn by `abort` and `in_place` (SGLang: `retract` too, and with stages only `abort`). 2 and 3 hold for every replica.
 
-At the end a server in another process, which has loaded the last checkpoint, must hold the same bytes, give the same
-tokens and the same logprobs: a load within the updated server's own ranks shares what they keep.
-`WINDLASS_ENGINES=one` leaves that out; there `tests/integrations/test_vllm_plugin.py` does it.
+At the end, a server in another process loads the last checkpoint and must have the same bytes, tokens and logprobs. This
+check is needed because a load within the updated server's own ranks shares the state that these ranks keep.
+`WINDLASS_ENGINES=one` omits this check; `tests/integrations/test_vllm_plugin.py` makes it for that case.
 
-WINDLASS_ENGINES chooses: `one` server, those that are `covering` (the default), or `all`.
+WINDLASS_ENGINES chooses the servers: `one` server, a `covering` set (the default), or `all`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from windlass.errors import ConfigError
 PROMPT = [5, 9, 33, 101]
 NUM_TOKENS = 8
 BFLOAT16_MEAN_DISTANCE = 0.05
-"""Of logprobs over an answer; other weights are further away by far, which is checked too."""
+"""Largest mean distance of logprobs over an answer; the test checks that other weights are much further away."""
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
@@ -70,7 +70,7 @@ CHOICE = os.environ.get("WINDLASS_ENGINES", "") or "covering"
 
 @dataclass(frozen=True)
 class Way:
-    """How an update goes."""
+    """Transport, update mode and pause mode of an update."""
 
     transport: str
     mode: UpdateMode
@@ -88,16 +88,16 @@ BUSY_WAYS = (
     Way("cma", UpdateMode.STAGED, PauseMode.IN_PLACE),
     MOONCAKE_IN_PLACE,
 )
-"""With requests running."""
+"""Ways for servers with running requests."""
 RETRACTING_WAYS = (
     BUSY_WAYS[0],
     replace(BUSY_WAYS[1], pause=PauseMode.RETRACT),
     replace(BUSY_WAYS[2], pause=PauseMode.RETRACT),
     BUSY_WAYS[3],
 )
-"""As well, by every pause of SGLang's."""
+"""Ways with running requests, with every pause mode of SGLang."""
 ABORTING_WAYS = tuple(replace(way, pause=PauseMode.ABORT) for way in BUSY_WAYS)
-"""As well, where SGLang has stages."""
+"""Ways with running requests, for SGLang with stages."""
 TRAINERS = {
     "dense": (FSDP, MEGATRON_TP, MEGATRON_PP, MEGATRON_CP),
     "tied": (FSDP, MEGATRON_PP),
@@ -110,7 +110,7 @@ TRAINERS = {
 
 @dataclass(frozen=True)
 class Live:
-    """A server; trainers of its kind of model publish into it in some ways, all if none is named."""
+    """A server, and the ways and trainers of its updates; without `only`, all trainers of its kind of model."""
 
     engine: str
     kind: str
@@ -142,7 +142,7 @@ MANY = [
     Live("sglang", "dense", Layout(pp=2), ABORTING_WAYS),
     Live("sglang", "tied", Layout(pp=2), ABORTING_WAYS),
 ]
-"""Replicas, stages, and experts that are spread over ranks."""
+"""Servers with replicas, with stages, or with experts that are spread over ranks."""
 EVERYTHING = [
     Live(engine, kind, Layout(tp))
     for kind in ("dense", "moe", "mla", "tied")
@@ -161,7 +161,7 @@ COVERING = [
     for engine in ("sglang", "vllm")
 ]
 COVERED = {"dense": (FSDP, MEGATRON_TP, MEGATRON_PP), "vllm-mla-tp1": (FSDP,)}
-"""By the kind of model or the server, where not every trainer is in the shorter run."""
+"""Kind of model, or server -> its trainers in the covering run, if these are not all."""
 COVERING = [
     replace(live, only=COVERED.get(live.kind) or COVERED.get(str(live), ())) for live in COVERING
 ]
@@ -191,8 +191,9 @@ def row(live: Live, trainer: Trainer, way: Way, outcome: str = "proven") -> Show
 
 @pytest.fixture(autouse=True, scope="session")
 def matrix(request: pytest.FixtureRequest) -> None:
-    """What is not shown is untested."""
-    if CHOICE == "one":  # the other engine need not be there
+    """Add every combination as `untested`; a passed test replaces its row."""
+    # With `one`, the other engine need not be installed.
+    if CHOICE == "one":
         return
     request.config.stash.setdefault(MATRIX, []).extend(
         asdict(row(live, trainer, way, "untested"))
@@ -229,9 +230,9 @@ async def test_an_updated_engine_is_a_fresh_one(live: Live, tmp_path: Path, show
 
 @contextmanager
 def busy(server: Server, checkpoint: Path) -> Iterator[list[list[int]]]:
-    """Requests run on every replica where there are replicas or stages: versions of their tokens.
+    """Run requests on every replica if the server has replicas or stages, and yield the versions of their tokens.
 
-    They begin when the trainers have trained and written the checkpoint.
+    The requests begin when the trainers have written the checkpoint. The list is filled at the end of the block.
     """
     answers: list[list[int]] = []
     with ExitStack() as running:
@@ -248,7 +249,7 @@ def busy(server: Server, checkpoint: Path) -> Iterator[list[list[int]]]:
 
 
 def differing(held: list[dict[str, str]], fresh: list[dict[str, str]]) -> list[str]:
-    """Tensors of any rank that are not those of a fresh load."""
+    """Return the tensors of all ranks that differ from a fresh load."""
     return [
         f"{rank}: {name}"
         for rank, (ours, theirs) in enumerate(zip(held, fresh, strict=True))
@@ -258,7 +259,7 @@ def differing(held: list[dict[str, str]], fresh: list[dict[str, str]]) -> list[s
 
 
 async def publish(server: Server, ranks: Ranks, way: Way, version: int, checkpoint: Path) -> None:
-    """In a fleet of its own."""
+    """Publish a version to the server in a new fleet."""
     config = ControlConfig(
         mode=way.mode, pause_mode=way.pause, deadlines=PhaseDeadlines(pause_s=120)
     )
@@ -284,7 +285,7 @@ def check(
 
 
 def check_answer(sample: Sample, checkpoint: Path, version: int, *, old: Path) -> None:
-    """It is greedy, of the weights of `checkpoint`, not of `old`, and says so."""
+    """Check that an answer is greedy, comes from the weights of `checkpoint`, not of `old`, and carries the version."""
     assert sample.versions == [version] * NUM_TOKENS
     logprobs = expected(checkpoint, sample)
     chosen = logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
@@ -295,7 +296,7 @@ def check_answer(sample: Sample, checkpoint: Path, version: int, *, old: Path) -
 
 @torch.no_grad()
 def expected(checkpoint: Path, sample: Sample) -> torch.Tensor:
-    """(tokens, vocabulary): logprobs of transformers with a checkpoint at the places of an answer."""
+    """Return logprobs of transformers with a checkpoint at the positions of an answer: (tokens, vocabulary)."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.bfloat16
     ).eval()
@@ -305,7 +306,7 @@ def expected(checkpoint: Path, sample: Sample) -> torch.Tensor:
 
 
 def distance(logprobs: torch.Tensor, sample: Sample) -> float:
-    """Mean distance of an answer's logprobs."""
+    """Return the mean distance between `logprobs` and the logprobs of an answer."""
     own = logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
     return float((own - torch.tensor(sample.logprobs)).abs().mean())
 

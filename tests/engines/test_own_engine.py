@@ -1,4 +1,4 @@
-"""`examples/own_engine.py`, in this process: what it serves is what was trained."""
+"""`examples/own_engine.py`, in the test process, serves exactly the trained weights."""
 
 from __future__ import annotations
 

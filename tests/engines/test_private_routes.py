@@ -1,4 +1,4 @@
-"""What strangers cannot reach of an engine's server, and what its processes are not told."""
+"""Routes of an engine's server that strangers cannot use, and secrets that its processes do not get."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ ROOTS = ["/v1", "/v1/", "/v1/m", "/v1/models/a", "/api", "/generate", "/v1/load_
 async def test_a_root_path_opens_no_private_route(
     routes: PrivateRoutes, root: str, path: str
 ) -> None:
-    """A server with `--root-path /v1/m` answered `/v1/m/collective_rpc` to everybody."""
+    """Regression: a server with `--root-path /v1/m` answered `/v1/m/collective_rpc` without a key."""
     for asked in (root + path, path):
         if route_of(asked, root) == path:
             assert await status_of(routes, asked, root_path=root) == 403
@@ -107,7 +107,7 @@ async def test_a_root_path_closes_no_open_route(
 
 
 def route_of(path: str, root: str) -> str:
-    """Return the path that a router of Starlette 1.10 matches, read off its source."""
+    """Return the path that a router of Starlette 1.10 matches, according to its source."""
     if not path.startswith(root):
         return path
     rest = path.removeprefix(root)

@@ -1,4 +1,4 @@
-"""Engines that load block float8 checkpoints are followed, and fed from bfloat16 trainers."""
+"""Engines that load block-float8 checkpoints are captured, and bfloat16 trainers update them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 
 def quantised(full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The checkpoint that an engine would be started from."""
+    """Return the quantised checkpoint that an engine would load at its start."""
     found = {}
     for name, tensor in full.items():
         found[name], found[f"{name}_scale_inv"] = reference(tensor.bfloat16())
@@ -40,8 +40,8 @@ class Engine(torch.nn.Module):
     """One rank: fused gate and up, row-parallel down, in float8 with scales.
 
     Args:
-        transposed: scales lie as a kernel wants them: columns first, rows padded to four.
-        after: what is done to the memory after every load.
+        transposed: store scales in a kernel's layout: columns first, rows padded to four.
+        after: function that changes the memory after every load.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Engine(torch.nn.Module):
         return {n: p.detach().view(torch.uint8).clone() for n, p in self.named_parameters()}
 
     def rank_of(self, captured: Captured) -> Rank:
-        """As an update writes it."""
+        """Return the rank with the tensors that an update writes."""
         by_address = {p.data_ptr(): p.detach() for p in self.parameters()}
         if captured.recompute is not None:
             by_address |= {b.data_ptr(): b for _, b in captured.recompute.buffers}
@@ -154,7 +154,7 @@ def test_the_first_load_is_compared_with_a_float8_checkpoint(tmp_path: Path) -> 
 
 
 class Plain(torch.nn.Module):
-    """Holds what it is given."""
+    """An engine with the given parameters."""
 
     def __init__(self, weight: torch.nn.Parameter, scale: torch.nn.Parameter | None = None) -> None:
         super().__init__()
@@ -261,7 +261,8 @@ def test_what_has_no_block_scales_beside_it_is_not_declared(
 
 def test_a_scalar_setting_that_no_load_writes_is_a_constant_and_stays() -> None:
     engine = Plain(_parameter(8, 8, torch.float32), torch.nn.Parameter(torch.tensor(0.5)))
-    taken: list[float] = []  # as SGLang takes the scale of its key-value cache
+    # SGLang reads the scale of its key-value cache in this way.
+    taken: list[float] = []
 
     def load(tensors: Weights) -> None:
         for _, tensor in tensors:

@@ -1,4 +1,4 @@
-"""Launchers know before an engine starts whether updates can follow a quantised checkpoint."""
+"""Launchers check before an engine starts whether updates can reproduce its quantised checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's loop and the agent's thread meet in either order, and no step slips through."""
+"""The engine's loop and the agent's thread reach the gate in either order, and no step runs during a pause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_S = 20.0
 
 
 class Loop:
-    """A main loop that is told to hold, as by an engine's remote call."""
+    """A main loop that a remote call of the engine holds."""
 
     def __init__(self, gate: QuiesceGate) -> None:
         self.gate = gate
@@ -122,10 +122,11 @@ def test_a_loop_that_was_reached_before_the_call_failed_is_at_rest(loop: Loop) -
 
 
 def test_a_pause_that_begins_and_ends_before_the_loop_wakes_lets_it_go(loop: Loop) -> None:
-    """As on a busy machine: what the loop waits for has come and gone when it looks."""
+    """On a busy machine, a pause may begin and end before the waiting loop can check for it."""
     thread = loop.block("asked by the trainer", deadline_s=5 * DEADLINE_S)
     loop.gate.wait("asked by the trainer", DEADLINE_S)
-    with loop.gate._changed:  # it cannot look meanwhile
+    # The loop cannot check the gate while the test has this lock.
+    with loop.gate._changed:
         loop.gate.ask("1.1")
         loop.gate.end()
     thread.join(DEADLINE_S)

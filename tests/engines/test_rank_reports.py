@@ -1,4 +1,4 @@
-"""Ranks of every stage are heard, though SGLang answers for the first one only."""
+"""The launcher receives reports from ranks of all stages; SGLang itself answers only for the first stage."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_answers_come_by_rank_whoever_speaks_first() -> None:
 def test_ranks_report_in_a_folder_however_deep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path of a socket has at most 107 bytes."""
+    """Check a folder with a path above 107 bytes, the limit of a socket's path."""
     (deep := tmp_path / ("x" * 200)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     with RankReports(1) as reports:
