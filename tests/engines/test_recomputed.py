@@ -1,4 +1,4 @@
-"""What an engine's loader computes is computed anew by that loader after every update."""
+"""After every update, an engine's loader recomputes the tensors that it computes from the checkpoint."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def specs_of(shapes: dict[str, tuple[int, ...]]) -> list[CheckpointSpec]:
 
 
 def masters(specs: list[CheckpointSpec], seed: int) -> dict[str, torch.Tensor]:
-    """In float32, of which no bfloat16 holds the values."""
+    """Return the trainer's tensors, in float32, with values that bfloat16 cannot represent."""
     generator = torch.Generator().manual_seed(seed)
     return {s.name: torch.randn(s.shape, generator=generator) for s in specs}
 
 
 def values(specs: list[CheckpointSpec], seed: int) -> dict[str, torch.Tensor]:
-    """The checkpoint that a trainer with these masters saves."""
+    """Return the checkpoint that a trainer with these masters saves."""
     held = masters(specs, seed)
     return {s.name: held[s.name].to(torch_dtype(s.dtype)) for s in specs}
 
@@ -79,13 +79,13 @@ def require_equal(have: torch.nn.Module, want: torch.nn.Module) -> None:
 
 
 def sources(captured: Captured) -> set[str]:
-    """Checkpoint tensors that are received in a buffer."""
+    """Return the checkpoint tensors that the engine receives in a buffer."""
     assert captured.recompute is not None
     return {spec.name for spec, _ in captured.recompute.buffers}
 
 
 class Named(torch.nn.Module):
-    """Parameters; in their names a dot becomes a slash."""
+    """A module with the given parameters; their names contain a slash instead of a dot."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -98,8 +98,10 @@ class Named(torch.nn.Module):
 
 
 class Layer(torch.nn.Module):
-    """Of a state space model: one tensor is computed, others are copied (one to float32), two are
-    multiplied."""
+    """A layer of a state space model.
+
+    The loader computes `decay` and `norm`, copies `skip` (to float32) and `proj`, and multiplies two tensors for `folded`.
+    """
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -111,7 +113,7 @@ class Layer(torch.nn.Module):
 
 
 class Engine(torch.nn.Module):
-    """One rank that cuts heads; it writes into the tensors that it is given, as SGLang does."""
+    """One rank that cuts heads and, as SGLang does, writes into the tensors that the loader gets."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         super().__init__()
@@ -216,7 +218,8 @@ def test_a_tensor_that_mixes_layers_is_computed_from_all_of_them() -> None:
         given = dict(weights)
         if "other" in given:
             engine["other"].copy_(given["other"])
-        if "l.1.w" in given:  # the larger: a dependence that shows only where one is larger
+        # The result depends on a source only in elements where this source is the larger one.
+        if "l.1.w" in given:
             engine["weight"].copy_(torch.maximum(given["l.1.w"], given["l.4.w"].abs()))
 
     captured = capture(engine, specs, load, worker="e/0")
@@ -229,7 +232,7 @@ def test_a_tensor_that_mixes_layers_is_computed_from_all_of_them() -> None:
 
 
 class MadeAnew(Layer):
-    """A layer of which every tensor is made anew once one of them is loaded, as vLLM does."""
+    """A layer that, as in vLLM, replaces all its tensors as soon as one is loaded."""
 
     def load(self, given: dict[str, torch.Tensor]) -> None:
         held = dict([*self.named_parameters(), *self.named_buffers()])
@@ -331,7 +334,7 @@ def test_a_tensor_of_which_one_part_is_computed_is_loaded_as_a_whole() -> None:
 
 
 def test_a_rank_receives_what_it_computes_from_and_others_do_not() -> None:
-    """Experts that are requantised on the rank that holds them."""
+    """Check experts that are computed only on one of two ranks."""
     specs = [CheckpointSpec(f"experts.{e}.w", (4, 3), DType.FLOAT32) for e in range(8)]
     for rank in (0, 1):
         engine = Named({"w": (4, 4, 3)})
@@ -360,9 +363,9 @@ ROWS = MLA_HEADS * (NOPE + VDIM)
 
 
 class Absorbed(torch.nn.Module):
-    """Latent attention of a block float8 checkpoint: kv_b_proj dequantised into two projections.
+    """Latent attention of a block-float8 checkpoint, with kv_b_proj dequantised into two projections.
 
-    They are plain attributes, made anew or copied over with every load.
+    The projections are plain attributes. Every load replaces them or, with `bound`, copies into them.
     """
 
     def __init__(self, *, bound: bool) -> None:
@@ -403,7 +406,7 @@ ABSORBED = [
 
 
 def absorbed_checkpoint(seed: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """What a trainer holds of it, and the checkpoint that an engine would load."""
+    """Return the trainer's two tensors and the checkpoint that an engine would load."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(ROWS, RANK, generator=generator).bfloat16()
     output = torch.randn(4, 4, generator=generator).bfloat16()
@@ -556,7 +559,7 @@ RULES: dict[str, Callable[[dict[str, torch.Tensor], str], torch.Tensor]] = {
 def test_any_mixture_of_copies_and_computed_tensors_is_updated(
     rules: list[str], waits: bool
 ) -> None:
-    """`waits`: the loader leaves alone what it has not all tensors for; else it takes the last."""
+    """Check loaders that skip a tensor without all its sources (`waits`), or that use the last known sources."""
     names = [f"{kind}.{i}" for kind in "ab" for i in range(6)]
     specs = [CheckpointSpec(name, (3,), DType.FLOAT32) for name in names]
 
@@ -642,7 +645,8 @@ class Fleeting:
 
     def leave(self) -> None:
         self.engine_rank.leave(10.0)
-        gc.unfreeze()  # this process lives on, without an engine
+        # The test process continues without an engine.
+        gc.unfreeze()
 
 
 def publish(trainer: torch.nn.Module, url: str, version: int) -> None:
@@ -651,7 +655,7 @@ def publish(trainer: torch.nn.Module, url: str, version: int) -> None:
 
 
 def trainer_of(held: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """A module whose names are those of the checkpoint."""
+    """Return a module with the names of the checkpoint."""
     trainer = torch.nn.Module()
     trainer.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(LAYERS))
     for name, tensor in held.items():
@@ -690,7 +694,7 @@ async def test_engines_of_a_fleet_and_a_newcomer_brought_up_by_them_compute_alik
 
 
 class Stuck(Api):
-    """An engine that does not come to rest when it is told not to."""
+    """API of an engine that does not pause while `fails` is set."""
 
     fails = True
 
@@ -726,10 +730,10 @@ async def test_an_update_that_is_aborted_never_calls_the_loader(
 
 
 class Buffering(torch.nn.Module):
-    """An engine that keeps the tensors of a layer until it has as many elements as the layer has.
+    """An engine that, like vLLM, keeps the tensors of a layer until they have as many elements as the layer.
 
-    Then it makes the layer anew and writes what it kept, as vLLM does; what comes later is dropped.
-    A load that fails leaves what it kept for the next one.
+    It then writes the kept tensors into the layer and drops later tensors of this layer. If a load fails, the kept
+    tensors stay for the next load.
     """
 
     def __init__(self, kept: dict[int, list[tuple[str, torch.Tensor]]] | None = None) -> None:
@@ -789,7 +793,7 @@ def test_what_a_load_that_failed_has_left_does_not_get_into_the_next_version(whe
 
 
 def test_a_loader_that_never_recovers_is_not_believed() -> None:
-    """It goes on with what it has kept; a fleet leaves such an engine out."""
+    """Check a loader that adds state of a failed load to every later load; a fleet leaves such an engine out."""
     engine = Engine()
     state = {"fails": False, "offset": 0.0}
 
@@ -845,7 +849,8 @@ def test_a_loader_that_says_nothing_of_what_it_leaves_out_fails_the_update(
     def load(weights: Weights) -> None:
         if not harmed:
             engine.load(weights)
-        elif harm == "leaves":  # the old values, as vLLM does with a warning
+        elif harm == "leaves":
+            # The engine keeps the old values. vLLM does this with a warning.
             engine.load((n, t) for n, t in weights if n != "layers.3.A_log")
         else:
             engine.load((n, t) for n, t in zip_without(weights, "layers.4.scale"))
@@ -874,7 +879,8 @@ def test_elements_that_no_load_writes_stay_what_they_are() -> None:
         if "a" in given:
             engine["padded"][:3, :5] = given["a"] + 1
         if "b" in given:
-            engine["sum"].copy_(engine["sum"] * 0 + given["b"] * 3)  # reads what it overwrites
+            # The loader reads the tensor that it overwrites.
+            engine["sum"].copy_(engine["sum"] * 0 + given["b"] * 3)
 
     captured = capture(engine, specs, load, worker="e/0")
     for seed in (1, 2):

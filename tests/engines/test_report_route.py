@@ -1,4 +1,4 @@
-"""The report of a rank on another host reaches the launcher; nobody else can report for that rank."""
+"""A rank on another host reports to the launcher; no other process can report for this rank."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_ranks_elsewhere_report_is_gathered_with_the_others(
 
 
 async def test_a_report_without_proof_or_that_was_changed_is_refused() -> None:
-    """And the launcher no longer waits for the rank that sent it."""
+    """Check also that the launcher stops waiting for the rank."""
     with RankReports(1) as reports:
         report = Report(reports.folder, 0, failed=False, body=b"layout")
 
@@ -118,7 +118,7 @@ async def test_a_report_without_proof_or_that_was_changed_is_refused() -> None:
 
 
 async def test_the_body_of_a_stranger_is_never_read() -> None:
-    """A stranger sent 64 MiB that the server read, in quadratic time, before it looked for a proof."""
+    """Regression: the server read 64 MiB of a stranger, in quadratic time, before it looked for a proof."""
 
     async def receive() -> Message:
         raise AssertionError("the body was read")
@@ -187,7 +187,7 @@ async def test_a_proven_report_must_be_the_one_that_its_head_describes() -> None
 
 @pytest.mark.parametrize("root_path", ["", "/v1", "/api/model"])
 async def test_other_routes_are_the_engines(root_path: str) -> None:
-    """A server may have a root path, under which it answers this route as well."""
+    """Check servers without and with a root path; a server also answers this route under its root path."""
     assert await tell(b"{}", path="/generate", root_path=root_path) == (204, {})
     assert await tell(b"{}", method="GET", root_path=root_path) == (204, {})
     assert (await tell(b"{}", path=root_path + REPORT_PATH, root_path=root_path))[0] == 400

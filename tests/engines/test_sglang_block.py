@@ -1,4 +1,4 @@
-"""What SGLang is asked to do around an update, in which order, and when its loops are held."""
+"""Requests to SGLang around an update: their order, and how long its loops are held."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ STAMP, GO_ON = "/update_weight_version", "/continue_generation"
 
 @dataclass
 class Loops:
-    """The main loops of two ranks behind routes like SGLang's; orders reach both, one at a time.
+    """The main loops of two ranks, behind routes like SGLang's. Each order reaches both loops, one order at a time.
 
     Attributes:
-        seen: what was asked, in order; an order when its loops have left it.
-        namespaces: of the caches from each order on.
-        refused: a route that answers with a refusal. missing: routes that are not there.
+        seen: requests, in order. An order is added when both loops have left it.
+        namespaces: namespace of the caches that each order sets.
+        refused: route that answers with a refusal.
+        missing: routes that do not exist.
         longest_hold_s: see `QuiesceGate.block`.
-        carried_out: an order has been.
+        carried_out: set after the first order.
     """
 
     gates: tuple[QuiesceGate, ...] = field(default_factory=lambda: (QuiesceGate(), QuiesceGate()))
@@ -51,7 +52,8 @@ class Loops:
     busy: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, path: str, body: dict[str, Any]) -> bool:
-        if path in (PAUSE, GO_ON):  # these do not go through the loops
+        # These two routes do not go through the loops.
+        if path in (PAUSE, GO_ON):
             self.seen.append(path)
         elif path == "/update_weights_from_tensor":
             self.carry_out(body)
@@ -112,7 +114,7 @@ def hooks_of(loops: Loops, url: str, *, blocks: bool) -> list[RankHooks]:
 
 
 def together(*calls: Any) -> None:
-    """As agents of several ranks do."""
+    """Make the calls at the same time, like the agents of several ranks."""
     threads = [threading.Thread(target=call) for call in calls]
     for thread in threads:
         thread.start()

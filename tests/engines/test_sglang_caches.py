@@ -1,19 +1,18 @@
-"""No cache entry of older weights answers a request that begins under newer ones: live SGLang, caches on.
+"""A live SGLang server, with its caches on, never answers a new request from a cache entry of older weights.
 
-Two sets of weights take turns in one live server, in every mode of updates and of pauses. Prompts of 320
-tokens, one for each way to ask (plain `/generate`, both OpenAI routes, a rollout worker), are asked
-before and after every update, twice: what comes after must be what a fresh server of those weights
-answers, greedy tokens, logprobs, and how much of the prompt was found cached, all of them equal. While
-the weights change
+Two sets of weights alternate in one server, in every mode of updates and of pauses. After every update, the test sends
+prompts of 320 tokens twice: one prompt for each route (plain `/generate`, both OpenAI routes, a rollout worker). Greedy
+tokens, logprobs and the number of cached prompt tokens must equal the answers of a fresh server with these weights.
+While the weights change
 
-1. a request runs: it must reach its last token (but where aborting is the mode), and what it leaves in the
-   cache after the update must be found by nobody;
-2. a rollout worker's request waits, admitted before the update and not begun: it must be answered as after
-   it, and is also what an aborting pause sends away and the worker brings again;
-3. prompts are being filled in, chunk by chunk: what the one that spans the update leaves must be found by
-   nobody. Here the oracle is the server itself, once its caches have been emptied by its own route.
+1. a request runs. It must reach its last token (unless the pause aborts), and no request after the update may use its
+   cache entries;
+2. a request of a rollout worker waits: admitted before the update, but not started. Its answer must come from the new
+   weights. An aborting pause returns this request, and the worker sends it again;
+3. the server fills in prompts, chunk by chunk. No later request may use the entries of a prompt that spans the update.
+   The expected answers come from the same server, after its own route emptied its caches.
 
-Options of SGLang and what it logs are those of 0.5.23.
+The options and the log lines of SGLang are the ones of 0.5.23.
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ pytestmark = [
 KIND = "long"
 PROMPT_TOKENS, CHUNK, ANSWER_TOKENS = 320, 16, 8
 RUNNING_TOKENS = 1200
-"""Of the request that runs while weights change."""
+"""Length of the answer to the request that runs while weights change."""
 FILLED_TOKENS = 1600
-"""Of a prompt that is filled in meanwhile."""
+"""Length of a prompt that the server fills in while weights change."""
 VOCABULARY = 250
 DEADLINE_S = 120.0
 TRIES = 5
-"""Updates of which one must find a prompt half filled in."""
+"""Number of updates; at least one must find a prompt half filled in."""
 WAYS = [
     (mode, pause)
     for pause in (PauseMode.IN_PLACE, PauseMode.RETRACT, PauseMode.ABORT)
@@ -73,11 +72,11 @@ FLAGS = (
     *("--max-running-requests", "1", "--chunked-prefill-size", str(CHUNK)),
     *("--enable-cache-report", "--context-length", "2048"),
 )
-"""One request runs at a time: batches are then the same, whoever else asks, and so is every bit of an answer."""
+"""Options of SGLang. Only one request runs at a time, so other requests change no batch and no bit of an answer."""
 
 
 def prompt(number: int) -> list[int]:
-    """Of `PROMPT_TOKENS`, unlike every other from the first token on."""
+    """Return a prompt of `PROMPT_TOKENS` tokens that differs from all others in its first token."""
     generator = torch.Generator().manual_seed(number)
     rest = torch.randint(0, VOCABULARY, (PROMPT_TOKENS - 1,), generator=generator).tolist()
     return [number % VOCABULARY, *rest]
@@ -88,7 +87,7 @@ def word(token: int) -> str:
 
 
 def save_with_tokenizer(seed: int, folder: Path) -> Path:
-    """A checkpoint with a tokenizer that writes numbers, for the OpenAI routes."""
+    """Save a checkpoint with a tokenizer that writes token numbers, for the OpenAI routes."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -107,9 +106,9 @@ def save_with_tokenizer(seed: int, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Answer:
-    """Greedy tokens with their logprobs, and how many tokens of the prompt were found cached.
+    """Greedy tokens with their logprobs, and the number of cached tokens of the prompt.
 
-    Rollout workers are not told the last.
+    Rollout workers do not get this number.
     """
 
     tokens: list[int]
@@ -153,7 +152,7 @@ def ask_chat(server: Server, tokens: list[int]) -> Answer:
 
 
 def ask_worker(server: Server, tokens: list[int], count: int = ANSWER_TOKENS) -> Answer:
-    """As a rollout worker asks, across aborts."""
+    """Ask like a rollout worker, which continues after an abort."""
 
     async def ask() -> Answer:
         task = RolloutTask(
@@ -191,13 +190,13 @@ Answers = dict[str, list[Answer]]
 
 
 def ask_all(server: Server) -> Answers:
-    """Each prompt twice: nothing of it is cached at first, all but its last token then."""
+    """Send each prompt twice: uncached at first, then with all but its last token cached."""
     return {name: [ask(server, tokens) for _ in range(2)] for name, (ask, tokens) in ROUTES.items()}
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A checkpoint, and what a fresh server of it answers."""
+    """A checkpoint, and the answers of a fresh server with it."""
 
     folder: Path
     answers: Answers
@@ -208,7 +207,7 @@ class Trainer:
     """One process that publishes into a live server.
 
     Attributes:
-        version: that was published last.
+        version: last published version.
     """
 
     model: Any
@@ -228,7 +227,7 @@ class Trainer:
 async def training(
     server: Server, mode: UpdateMode, pause: PauseMode, version: int
 ) -> AsyncIterator[Trainer]:
-    """In a fleet of its own; versions after `version` are published."""
+    """Yield a trainer in a new fleet with the server; it publishes versions after `version`."""
     deadlines = PhaseDeadlines(pause_s=DEADLINE_S)
     config = ControlConfig(mode=mode, pause_mode=pause, deadlines=deadlines)
     async with windlass.Controller(token=TOKEN, config=config) as controller:
@@ -243,7 +242,7 @@ async def training(
 
 
 def stream(server: Server, tokens: list[int], begun: threading.Event) -> Mapping[str, Any]:
-    """A foreign client's request of `RUNNING_TOKENS`; its last word. `begun` when it has a token."""
+    """Send a foreign client's request for `RUNNING_TOKENS`, set `begun` at its first token and return its last event."""
     sampling = {"temperature": 0.0, "max_new_tokens": RUNNING_TOKENS, "ignore_eos": True}
     body = {"input_ids": tokens, "sampling_params": sampling, "stream": True}
     request = urllib.request.Request(
@@ -260,7 +259,7 @@ def stream(server: Server, tokens: list[int], begun: threading.Event) -> Mapping
 
 
 def publish_into_busy(server: Server, trainer: Trainer, weights: Weights, pause: PauseMode) -> None:
-    """Publish while one request runs and another waits, and check both."""
+    """Publish while one request runs and another waits, and check both answers."""
     begun, old = threading.Event(), trainer.version
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(stream, server, ROUTES[RUNNING][1], begun)
@@ -281,16 +280,21 @@ def publish_into_busy(server: Server, trainer: Trainer, weights: Weights, pause:
 
 
 def check(answers: list[Answer], expected: list[Answer]) -> None:
-    """Tokens and logprobs, equal to the bit."""
+    """Check that tokens and logprobs are bitwise equal."""
     assert [a.tokens for a in answers] == [e.tokens for e in expected]
     assert [a.logprobs for a in answers] == [e.logprobs for e in expected]
 
 
 def check_all(server: Server, weights: Weights, kept: tuple[str, ...]) -> int:
-    """All answers are those of a fresh server, as cold; `kept` were asked under these weights already.
+    """Check that all answers equal the answers of a fresh server with empty caches.
+
+    Args:
+        server: the updated server.
+        weights: the weights that it serves, with the expected answers.
+        kept: names of prompts that the server has already answered with these weights.
 
     Returns:
-        How many were compared.
+        Number of compared answers.
     """
     for name, answers in ask_all(server).items():
         expected = weights.answers[name]
@@ -302,9 +306,9 @@ def check_all(server: Server, weights: Weights, kept: tuple[str, ...]) -> int:
 
 @contextmanager
 def filling(server: Server, log: Path, seed: int) -> Iterator[list[list[int]]]:
-    """Long prompts are filled in, one after the other, each unlike the others; yields them as they go.
+    """Let the server fill in long, distinct prompts, one after the other, and yield the growing list of prompts.
 
-    Begins when SGLang logs that little of one is filled in.
+    The block begins when SGLang logs that it has filled in less than half of a prompt.
     """
     prompts: list[list[int]] = []
     over, since = threading.Event(), log.stat().st_size
@@ -331,7 +335,7 @@ def filling(server: Server, log: Path, seed: int) -> Iterator[list[list[int]]]:
 
 
 def pending(log: Path, since: int, until: str = "") -> list[int]:
-    """Tokens that were still to be filled in, after each step that filled some, as SGLang logged it."""
+    """Return the pending prompt tokens that SGLang logged after each prefill step."""
     told = log.read_bytes()[since:].decode(errors="replace")
     told = told.partition(until)[0] if until else told
     return [int(n) for n in re.findall(r"#pending-token: (\d+)", told)]
@@ -340,10 +344,10 @@ def pending(log: Path, since: int, until: str = "") -> list[int]:
 def publish_into_filling(
     server: Server, log: Path, trainer: Trainer, weights: Weights
 ) -> tuple[int, bool]:
-    """Publish while prompts are filled in; none finds what it left of old weights.
+    """Publish while the server fills in prompts, and check that no prompt uses its cache entries of old weights.
 
     Returns:
-        How many were compared, and whether one was in the middle when the engine came to rest.
+        Number of compared answers, and whether a prompt was half filled in when the engine paused.
     """
     since = log.stat().st_size
     with filling(server, log, seed=1000 * trainer.version) as filled:
@@ -357,7 +361,7 @@ def publish_into_filling(
 
 
 def flush(server: Server) -> None:
-    """Empty the cache, once the scheduler has let go of what it answered a moment ago."""
+    """Empty the cache, after the scheduler has released the request that it has just answered."""
     server.http.post(f"/flush_cache?timeout={DEADLINE_S / 2:.0f}", {}, DEADLINE_S)
 
 
@@ -390,18 +394,19 @@ async def test_no_prefix_of_old_weights_answers(
                         publish_into_filling, server, log, trainer, now
                     )
                     count += filled
-                    if in_the_middle or pause is PauseMode.ABORT:  # which leaves none
+                    # An aborting pause leaves no half-filled prompt.
+                    if in_the_middle or pause is PauseMode.ABORT:
                         break
                 else:
                     pytest.fail(f"no prompt was in the middle in {TRIES} updates")
-                # Caches are empty now; the next update finds the prefixes of these weights in them.
+                # Caches are empty now. This call fills them, so that the next update finds prefixes of these weights.
                 count += await asyncio.to_thread(check_all, server, now, ())
                 version = trainer.version
             compared("answers after updates with a fresh server's", count)
 
 
 def stamp(server: Server) -> None:
-    """Rollout workers want a number."""
+    """Set a version number, which rollout workers need."""
     body = {"new_version": "0", "abort_all_requests": False}
     server.post("/update_weight_version", body)
 
@@ -436,7 +441,7 @@ else:
     ids=["embeddings of images go with their weights", "a tree without keys is refused"],
 )
 def test_in_a_rank(code: str, variables: dict[str, str]) -> None:
-    """In SGLang's own environment, where no model with encoders is small enough to serve on a CPU."""
+    """Run code in SGLang's environment, because no model with encoders is small enough to serve on a CPU."""
     source = str(Path(windlass.__file__).parents[1])
     done = subprocess.run(
         [str(VENVS["sglang"] / "bin/python"), "-c", code],

@@ -1,4 +1,4 @@
-"""What a rank of SGLang says of an order is heard, though its server ends before it has answered."""
+"""The launcher receives a rank's report on an order even if the SGLang server ends before it answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE_S = 20.0
 
 @contextmanager
 def ending_with(on_order: Callable[[str], None]) -> Iterator[str]:
-    """Yields the address of a server that closes the connection on an order, and says nothing more."""
+    """Yield the address of a server that closes the connection on an order, without an answer."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -42,10 +42,11 @@ def ending_with(on_order: Callable[[str], None]) -> Iterator[str]:
             self.wfile.write(body)
 
         def do_GET(self) -> None:
-            self.send_error(404)  # as a release that does not tell its settings
+            # Some releases have no route for their settings.
+            self.send_error(404)
 
         def log_message(self, *_: object) -> None:
-            """Nothing on stderr."""
+            """Print nothing on stderr."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -58,7 +59,7 @@ def ending_with(on_order: Callable[[str], None]) -> Iterator[str]:
 
 
 def ask(of_a_rank: Callable[[str], None]) -> None:
-    """Have two ranks capture their layouts; one of them does `of_a_rank` with the folder of reports."""
+    """Order two ranks to capture their layouts; a rank calls `of_a_rank` with the folder of reports."""
     with ending_with(of_a_rank) as url:
         settings = AgentSettings(
             name="a", controller="http://c", transport="cma", url=url, checkpoint="/m", world_size=2
@@ -82,7 +83,7 @@ def test_a_server_that_ends_without_a_reason_is_named() -> None:
 def test_a_session_that_may_open_yet_is_closed_by_a_process_that_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SGLang opens it once no request runs any more, whether or not anybody waits."""
+    """SGLang opens the session when no request runs, even if the process no longer waits for the answer."""
     asked: list[str] = []
 
     def post(_: EngineHttp, path: str, *_body: object) -> bytes:

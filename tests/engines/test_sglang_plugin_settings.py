@@ -1,4 +1,4 @@
-"""What the plugin makes of SGLang's settings; `tests/integrations/test_sglang_plugin.py` has it in live servers."""
+"""The plugin's use of SGLang's settings; `tests/integrations/test_sglang_plugin.py` tests live servers."""
 
 from __future__ import annotations
 
@@ -70,14 +70,15 @@ def test_a_server_that_only_its_host_reaches_joins_no_controller_elsewhere(
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_server_over_several_hosts_is_reached_by_its_own_ranks(host: str) -> None:
-    """Though its controller is on this host, and the address towards it the loopback one."""
+    """Check a controller on the same host, for which the server would choose its loopback address."""
     with pytest.raises(ConfigError, match=r"since a rank is on another host, got '127\.0\.0\.1'"):
         plugin._Member(settings(host, nnodes=2))
 
 
 def test_a_server_over_several_hosts_is_given_no_other_token() -> None:
     member = plugin._Member(settings("10.0.0.2", nnodes=2))
-    for _ in range(2):  # and may be told where to join afterwards
+    # The refusal must not prevent a later order to join.
+    for _ in range(2):
         with pytest.raises(ConfigError, match="token must not be given"):
             member.join(JoinOrder("http://10.0.0.1:8000", token="another"))
 
@@ -110,7 +111,7 @@ def test_to_wait_takes_a_token_and_to_join_as_well(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def downloads(tmp_path: Path) -> Path:
-    """A cache of the Hugging Face Hub with one model in one revision."""
+    """Provide a cache of the Hugging Face Hub with one model in one revision."""
     cache = tmp_path / "cache"
     model = cache / "models--org--tiny"
     (model / "refs").mkdir(parents=True)

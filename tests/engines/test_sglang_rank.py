@@ -1,4 +1,4 @@
-"""A rank of an SGLang server knows its number, and no error of a pause ends its loop."""
+"""A rank of an SGLang server knows its number, and an error during a pause does not end its loop."""
 
 from __future__ import annotations
 

@@ -35,14 +35,14 @@ class Request:
 
 @dataclass
 class Manager:
-    """SGLang's, as far as it is used."""
+    """The used part of SGLang's tokenizer manager."""
 
     server_args: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(dp_size=2))
     update_weights_from_tensor_communicator: object = "every replica"
     asked: list[tuple[object, Request]] = field(default_factory=list)
 
     def auto_create_handle_loop(self) -> None:
-        """Nothing to begin."""
+        """Start nothing."""
 
     async def _weight_update_session_call(
         self, communicator: object, obj: Request

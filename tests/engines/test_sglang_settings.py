@@ -1,4 +1,4 @@
-"""What a running SGLang server says of itself is believed more than its command line."""
+"""The settings that a running SGLang server reports take precedence over its command line."""
 
 from __future__ import annotations
 

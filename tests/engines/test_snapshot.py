@@ -1,4 +1,4 @@
-"""Whatever an engine's loader does to a serving model while its layout is captured, it answers as before."""
+"""After a capture, a serving model answers as before, whatever its loader did to it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ WIDTH = 6
 
 
 class Failure(Exception):
-    """Of an engine's loader."""
+    """An error of an engine's loader."""
 
 
 @dataclass
 class Kernel:
-    """What a quantisation method makes of weights."""
+    """Values that a quantisation method derives from weights."""
 
     scale: torch.Tensor
     shift: float = 0.5
@@ -44,14 +44,14 @@ class Slotted:
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """An object that refuses to be set."""
+    """An object that refuses assignments to its attributes."""
 
     rank: int = 0
 
 
 @dataclass
 class Method:
-    """As engines' `quant_method`."""
+    """An object like `quant_method` of engines."""
 
     kernel: Kernel | None
     facts: Facts = field(default_factory=Facts)
@@ -63,7 +63,7 @@ class Method:
 
 
 def numbered(first: int, *shape: int) -> torch.Tensor:
-    """Distinct values."""
+    """Return a tensor of distinct values."""
     return (torch.arange(torch.Size(shape).numel()).reshape(shape) + first) / 64
 
 
@@ -117,7 +117,7 @@ def addresses(model: Model) -> list[int]:
 
 
 def to_meta(model: Model) -> None:
-    """As vLLM does before it loads again."""
+    """Replace parameters and buffers by tensors on `meta`, as vLLM does before it loads again."""
     for layer in model.rows:
         del layer.weight
         layer.register_parameter(
@@ -137,7 +137,7 @@ def replace_tensors(model: Model) -> None:
 
 
 def make_anew(model: Model) -> None:
-    """What SGLang's loader does to projections that it absorbs."""
+    """Replace tensors, as SGLang's loader does with absorbed projections."""
     for layer in model.rows:
         layer.absorbed = layer.absorbed + 1
         layer.register_buffer("further", torch.ones(2))
@@ -176,7 +176,7 @@ def change_methods(model: Model) -> None:
 
 
 def fill_what_was_empty(model: Model) -> None:
-    """Hooks, buffers and lists of which there were none."""
+    """Add a hook, and fill an empty list, set and dictionary."""
     for layer in model.rows:
         layer.register_forward_hook(lambda _module, _inputs, output: output + 1)
         layer.quant_method.unused.append(1)
@@ -283,7 +283,7 @@ def test_a_layout_that_is_refused_leaves_an_engine_that_answers_as_before() -> N
 
 
 def test_what_only_a_load_makes_is_refused() -> None:
-    """Restored, the engine does not have it, and an update would have nowhere to write."""
+    """The restored engine does not have this tensor, so an update would have no place to write it."""
     model = Model()
     answer = model(X).clone()
 
@@ -298,7 +298,7 @@ def test_what_only_a_load_makes_is_refused() -> None:
 
 
 class Communicator:
-    """State that other processes go by."""
+    """State that is shared with other processes."""
 
     def __init__(self) -> None:
         self.lock, self.turn = threading.Lock(), 0
@@ -315,7 +315,7 @@ def test_what_belongs_to_others_as_well_is_left_alone() -> None:
 
 
 def test_a_set_that_did_not_change_is_not_built_anew() -> None:
-    """One that was larger before would be iterated in another order, and its readers would find it empty."""
+    """A rebuilt set that has shrunk may iterate in another order, and a reader may see it empty during the rebuild."""
     model = Model()
     vars(model)["layers_left"] = left = set(range(200))
     for number in set(left) - {9, 64}:

@@ -1,4 +1,4 @@
-"""One table of rules per engine, for command lines and for what a running engine is set to."""
+"""Each engine has one table of rules, for its command line and for the settings of a running engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def test_any_other_value_is_refused_with_the_reason(words: list[str], says: str)
 
 def test_the_same_rules_hold_for_what_an_engine_is_set_to() -> None:
     settings: dict[str, object] = {"cluster.nodes": 1, "mode": None}
-    refuse_settings("engine", RULES, settings.__getitem__)  # this release has no `moves`
+    # This release has no setting `moves`.
+    refuse_settings("engine", RULES, settings.__getitem__)
     with pytest.raises(ConfigError, match=r"engine: cluster\.nodes must be 1, got 2: ranks are on"):
         refuse_settings("engine", RULES, {**settings, "cluster.nodes": 2}.__getitem__)
     with pytest.raises(ConfigError, match="engine: moves must be False, got True: weights move"):

@@ -1,18 +1,17 @@
-"""Nothing in an engine's caches answers for other weights than those it was computed with.
+"""A live vLLM server never answers from a cache entry of other weights.
 
-A live server, with the caches that users have on, is updated with two sets of weights in turn, in
-every mode and every pause mode. Around every update prompts with one long prefix are asked, by
-Windlass's own client of engines and by foreign ones. While it comes, requests run in every seat of
-the server and one waits for a seat. Then
+The server has the caches on that users have on. Two sets of weights alternate in it, in every update mode and every pause
+mode. Before and after every update, Windlass's own client of engines and foreign clients send prompts with one long
+prefix. During the update, requests run in every seat of the server, and one request waits for a seat.
 
-1. what was asked afterwards is what a fresh server of these weights answers to the same questions in
-   the same order, tokens and logprobs, to the bit; also where a prompt repeats what a request said
-   that ran across the update;
-2. what waited is answered by the new weights alone; what runs goes on where the pause mode says so,
-   and otherwise goes on with the new weights, as a fresh server goes on from its tokens;
-3. the caches are used: within one version prompts find the prefix of others, across an update none.
+1. After the update, tokens and logprobs are bitwise equal to the answers of a fresh server with these weights to the same
+   prompts in the same order. This includes prompts that repeat the answer of a request that ran across the update.
+2. The waiting request is answered by the new weights alone. A running request continues if the pause mode says so.
+   Otherwise a foreign client's request ends, and a rollout worker continues its own with the new weights, with the
+   answer that a fresh server gives after the same tokens.
+3. The test prints the shares of prompt tokens that the prefix cache served before and after the update.
 
-The last server updated is compared after it has ended: two live servers would share two cores.
+The fresh servers start after the updated server has ended, because two live servers would share two cores.
 """
 
 from __future__ import annotations
@@ -44,23 +43,23 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 KIND = "long"
 CONFIGS[KIND] = {**CONFIGS["dense"], "max_position_embeddings": 2048}
 MODEL = "model"
-"""The name that foreign clients give."""
+"""Name of the model in requests of foreign clients."""
 NUM_SEATS = 4
-"""Of `FLAGS`: requests that run at once."""
+"""Number of requests that run at once: `--max-num-seqs` of `servers.serving`."""
 NUM_TOKENS = 12
 NUM_RUNNING_TOKENS = 1200
-"""More than an update lasts."""
+"""Length of answers that take longer than an update."""
 NUM_PREFIX_TOKENS = 400
 TAILS: tuple[list[int], ...] = ([17, 18], [99, 4, 5], [])
 BUSY_DISTANCE = 0.03
-"""Of logprobs in bfloat16 that were computed beside other requests; other weights are far away."""
+"""Largest distance of bfloat16 logprobs that were computed next to other requests; other weights differ by far more."""
 FLAGS = {
     "vllm": ("--max-model-len", "2048", "--no-skip-tokenizer-init", "--served-model-name", MODEL),
 }
 
 
 def prefix(number: int) -> list[int]:
-    """Of the prompts around an update: what an earlier one left would hide what this one leaves."""
+    """Return the prefix of the prompts around an update. Each update has its own, or older cache entries would hide errors."""
     return [(i * i * 7 + i * 3 + 31 * number) % 240 + 5 for i in range(NUM_PREFIX_TOKENS)]
 
 
@@ -69,7 +68,7 @@ def prompts(number: int) -> list[list[int]]:
 
 
 class Client(StrEnum):
-    """Who asks."""
+    """Client that sends a prompt."""
 
     WORKER = "worker"
     COMPLETIONS = "completions"
@@ -78,7 +77,7 @@ class Client(StrEnum):
 
 @dataclass(frozen=True)
 class Way:
-    """How an update goes."""
+    """Update mode and pause mode of an update."""
 
     mode: UpdateMode
     pause: PauseMode
@@ -98,7 +97,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Heard:
-    """A question and its answer; `exact`: asked when nothing else ran."""
+    """A prompt and its answer; `exact` if no other request ran at the same time."""
 
     client: Client
     prompt: Sequence[int]
@@ -109,7 +108,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class Stretch:
-    """What was heard of one set of weights, in order, from an empty cache on."""
+    """Answers of one set of weights, in order, that began with an empty cache."""
 
     seed: int
     way: str
@@ -117,7 +116,7 @@ class Stretch:
 
 
 async def ask(server: Server, client: Client, prompt: Sequence[int], count: int) -> Heard:
-    """Greedily."""
+    """Ask for a greedy answer."""
     if client is Client.WORKER:
         said = await work(server, prompt, count)
         return Heard(client, prompt, list(said.output_ids), list(said.logprobs))
@@ -145,7 +144,7 @@ def ids(words: Sequence[str]) -> list[int]:
 async def work(
     server: Server, prompt: Sequence[int], count: int, on_abort: OnAbort = OnAbort.CONTINUE
 ) -> Partial:
-    """As rollout workers do."""
+    """Generate like a rollout worker."""
     task = RolloutTask(
         task_id=f"{id(prompt)}-{count}-{asyncio.get_running_loop().time()}",
         attempt=0,
@@ -160,7 +159,7 @@ async def work(
 
 
 async def ask_all(server: Server, number: int, more: Sequence[Sequence[int]] = ()) -> list[Heard]:
-    """One after the other."""
+    """Ask all clients' prompts, and twice each of `more`, one after the other."""
     heard = [await ask(server, c, prompt, NUM_TOKENS) for prompt in prompts(number) for c in Client]
     return heard + [
         await ask(server, Client.WORKER, prompt, NUM_TOKENS) for prompt in more for _ in range(2)
@@ -169,7 +168,7 @@ async def ask_all(server: Server, number: int, more: Sequence[Sequence[int]] = (
 
 @dataclass(frozen=True)
 class Spoken:
-    """What ran across an update, and what waited for a seat meanwhile."""
+    """Answers of the requests that ran across an update, and of the request that waited for a seat."""
 
     running: list[Partial]
     foreign: list[int]
@@ -183,7 +182,7 @@ def running_prompt(number: int, seat: int) -> list[int]:
 
 @asynccontextmanager
 async def busy(server: Server, number: int) -> AsyncIterator[asyncio.Future[Spoken]]:
-    """Every seat is taken by requests that share the prefix, and one more waits."""
+    """Fill every seat with requests that share the prefix, and let one more request wait; yield their future answers."""
     async with asyncio.TaskGroup() as group, aiohttp.ClientSession() as session:
         running = [
             group.create_task(work(server, running_prompt(number, seat), NUM_RUNNING_TOKENS))
@@ -204,7 +203,7 @@ async def busy(server: Server, number: int) -> AsyncIterator[asyncio.Future[Spok
 async def stream(
     session: aiohttp.ClientSession, server: Server, number: int, began: asyncio.Event
 ) -> tuple[list[int], str]:
-    """Tokens of a foreign client's answer, and why they end."""
+    """Return the tokens of a foreign client's answer and its finish reason."""
     body = {
         "model": MODEL, "prompt": running_prompt(number, NUM_SEATS - 1), "stream": True, "logprobs": 1,
         "max_tokens": NUM_RUNNING_TOKENS, "temperature": 0, "ignore_eos": True,
@@ -233,12 +232,12 @@ def metric(server: Server, name: str) -> float:
 async def reached(server: Server, name: str, value: float) -> None:
     async with asyncio.timeout(HTTP_S):
         while await asyncio.to_thread(metric, server, name) < value:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)  # servers tell when asked
+            await asyncio.sleep(0.02)
 
 
 @dataclass
 class Hits:
-    """Share of the tokens of prompts that vLLM found in its prefix cache since the last look."""
+    """Share of prompt tokens that vLLM found in its prefix cache since the last call of `since`."""
 
     server: Server
     queried: float = 0.0
@@ -257,7 +256,7 @@ class Hits:
 async def updating(
     server: Server, way: Way, weights: Any
 ) -> AsyncIterator[Callable[[int], windlass.UpdateReport]]:
-    """A fleet of its own, and what publishes a version of `weights` into it."""
+    """Yield a function that publishes a version of `weights` to the server, in a new fleet."""
     config = ControlConfig(
         mode=way.mode, pause_mode=way.pause, deadlines=PhaseDeadlines(pause_s=120)
     )
@@ -273,7 +272,7 @@ async def updating(
 
 
 def checkpoint(seed: int, folder: Path) -> Path:
-    """With a tokenizer of one word per token, and a template that adds nothing."""
+    """Save a checkpoint with a tokenizer of one word per token and a chat template that adds no text."""
     save(KIND, seed, folder)
     tokenizer = vocabulary({f"w{token}": token for token in range(CONFIGS[KIND]["vocab_size"])})
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -282,7 +281,7 @@ def checkpoint(seed: int, folder: Path) -> Path:
 
 
 def vocabulary(words: Mapping[str, int]) -> Any:
-    """A tokenizer of words between spaces."""
+    """Return a tokenizer that splits text at spaces."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel(dict(words), unk_token="w0"))
@@ -291,7 +290,7 @@ def vocabulary(words: Mapping[str, int]) -> Any:
 
 
 SEEDS = (1, 2)
-"""Of the weights that a server starts with, and of the others."""
+"""Seeds of the weights that a server starts with, and of the other weights."""
 
 
 @pytest.mark.parametrize(
@@ -315,7 +314,7 @@ async def test_an_updated_server_answers_as_a_fresh_one_with_its_caches_on(
             old, seed = SEEDS[(number - 1) % 2], SEEDS[number % 2]
             weights, version = build(KIND, old), 2 * number
             async with updating(server, way, weights) as publish:
-                # What it holds already: the fleet is bound, and the update that counts is short.
+                # This version does not change the weights. It binds the fleet, so that the measured update is short.
                 await asyncio.to_thread(publish, version - 1)
                 hits.since()
                 await ask_all(server, number)
@@ -343,14 +342,15 @@ async def test_an_updated_server_answers_as_a_fresh_one_with_its_caches_on(
             continue
         log = tmp_path / f"fresh-{seed}.log"
         with serving(engine, checkpoints[seed], log, layout=layout, flags=flags) as server:
-            server.post("/update_weight_version", {"new_version": "0"})  # workers want one
+            # Rollout workers need a version.
+            server.post("/update_weight_version", {"new_version": "0"})
             for stretch in told:
                 different += await differences(server, stretch, compared)
     assert not different, "\n".join(different)
 
 
 def check_spoken(spoken: Spoken, way: Way, number: int, version: int) -> Iterator[Heard]:
-    """What ran and what waited carries the right versions; parts that only new weights made."""
+    """Check the versions of running and waiting requests, and yield the parts that only the new weights generated."""
     goes_on = way.pause is PauseMode.IN_PLACE
     assert (spoken.foreign_ended, len(spoken.foreign) == NUM_RUNNING_TOKENS) == (
         ("length", True) if goes_on else ("abort", False)
@@ -376,8 +376,8 @@ def check_spoken(spoken: Spoken, way: Way, number: int, version: int) -> Iterato
 async def differences(
     server: Server, stretch: Stretch, compared: Callable[[str, int], None]
 ) -> list[str]:
-    """From what a fresh server says."""
-    # its caches are empty, as when it started
+    """Return the differences between a stretch and the answers of a fresh server."""
+    # The server must have empty caches, as after its start.
     await asyncio.to_thread(server.http.post, "/reset_prefix_cache", {}, HTTP_S)
     different = []
     for heard in stretch.heard:

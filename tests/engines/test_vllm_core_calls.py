@@ -1,4 +1,4 @@
-"""Calls in the queue of vLLM's core; live by `tests/jobs/test_demo_on_gpu.py` and, for holds, `test_vllm_plugin.py`."""
+"""Calls through the queue of vLLM's core. Live: `tests/jobs/test_demo_on_gpu.py`; holds: `test_vllm_plugin.py`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from windlass.errors import PeerTimeout, PeerUnreachable
 
 
 class PauseState(IntEnum):
-    """As `vllm/v1/core/sched/interface.py` has it."""
+    """Copy of `PauseState` in `vllm/v1/core/sched/interface.py`."""
 
     UNPAUSED, PAUSED_NEW, PAUSED_ALL = range(3)
 
 
 class Scheduler:
-    """The part of vLLM's scheduler that is used."""
+    """The used part of vLLM's scheduler."""
 
     pause_state = PauseState.UNPAUSED
 
@@ -33,7 +33,7 @@ class Scheduler:
 
 
 class Core:
-    """The part of an EngineCore that is used; its loop is a thread that takes what is in the queue."""
+    """The used part of an EngineCore. Its loop is a thread that takes calls from the queue."""
 
     def __init__(self) -> None:
         self.input_queue: queue.SimpleQueue[tuple[object, Callable[[], None]] | None] = (
@@ -113,7 +113,7 @@ def test_a_loop_that_does_not_come_by_is_waited_for_until_the_deadline(core: Cor
 
 @pytest.fixture
 def _releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules of a vLLM that stamps tokens itself (0.32)."""
+    """Provide modules of a vLLM that stamps tokens itself (0.32)."""
     interface, engine = (
         ModuleType("vllm.v1.core.sched.interface"),
         ModuleType("vllm.v1.engine.core"),
@@ -141,7 +141,8 @@ def test_a_hold_begins_when_what_runs_is_given_out_and_ends_with_the_version(cor
 
 @pytest.mark.usefixtures("_releases")
 def test_a_hold_that_ends_with_no_version_or_fails_leaves_the_core_as_it_was(core: Core) -> None:
-    core.scheduler.pause_state = PauseState.PAUSED_NEW  # by its user
+    # The user of the engine has paused it.
+    core.scheduler.pause_state = PauseState.PAUSED_NEW
     core.calls.hold(lambda: -1)
 
     def fails() -> int:

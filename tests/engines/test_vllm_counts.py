@@ -1,4 +1,4 @@
-"""vLLM's reload asks what each weight loader copies; of tensors that are loaded alike it is told at once."""
+"""vLLM's reload counts the elements that weight loaders copy; equal cases get the answer of the first one at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windlass.engines.vllm.rank import _counted_once, _Known
 
 
 class Experts:
-    """A layer, and how it loads."""
+    """A layer with a weight loader."""
 
     def weight_loader(
         self, param: torch.Tensor, loaded: torch.Tensor, name: str, shard_id: str, expert_id: int
@@ -23,7 +23,7 @@ class Experts:
 
 @pytest.fixture
 def layerwise(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """vLLM's module, with a count that says how often it was called."""
+    """Provide vLLM's module, with a function that returns the number of its calls."""
     called: list[object] = []
 
     def get_numel_loaded(loader: object, arguments: inspect.BoundArguments) -> tuple[int, object]:

@@ -1,4 +1,4 @@
-"""Linear layers of vLLM on a CPU read their parameters, which updates write, and no packed copies."""
+"""On a CPU, linear layers of vLLM read their parameters, which updates write, instead of packed copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windlass.errors import UnsupportedLayout
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Its modules, as far as they are used; `packed` lists the layers that it has packed."""
+    """Provide the used modules of vLLM; `packed` lists the layers that vLLM has packed."""
     found = SimpleNamespace(packed=[], is_cpu=True, moves=False)
 
     def pack(layer: SimpleNamespace, remove_weight: bool) -> None:
@@ -38,7 +38,8 @@ def test_a_linear_layer_multiplies_by_its_parameter(vllm: SimpleNamespace) -> No
     multiply_by_parameters()
     layer = SimpleNamespace(weight=torch.ones(3, 2))
     vllm.utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
-    layer.weight *= 5  # an update
+    # An update changes the parameter in place.
+    layer.weight *= 5
     assert layer.cpu_linear(torch.ones(1, 2), layer.weight, None).tolist() == [[10.0] * 3]
     assert vllm.packed == []
 

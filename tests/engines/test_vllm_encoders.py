@@ -1,7 +1,7 @@
-"""What vLLM's encoders made of an image under old weights answers for no new ones.
+"""A live vLLM server with new weights never answers from encoder outputs of old weights.
 
-Encoder outputs are found by the image alone, whatever the prompt before it: prompts of their own,
-around one image, find no prefix and would still be answered from an output of older weights.
+vLLM finds an encoder output by the image alone, whatever the prompt. Two prompts around one image that share no prefix
+would therefore still use an output of older weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TEMPLATE = (
 
 
 def build(seed: int) -> Any:
-    """A small LLaVA with distinct random weights."""
+    """Return a small LLaVA with random weights that depend on the seed."""
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(
             hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -62,7 +62,7 @@ def build(seed: int) -> Any:
 
 
 def checkpoint_name(name: str) -> str | None:
-    """As LLaVA's checkpoints are published, and vLLM reads them; None for what vLLM leaves out."""
+    """Return the name in a published LLaVA checkpoint, which vLLM reads; None for tensors that vLLM does not load."""
     if "post_layernorm" in name:
         return None
     return (
@@ -76,7 +76,7 @@ def checkpoint_name(name: str) -> str | None:
 
 
 def checkpoint(model: Any, folder: Path) -> Path:
-    """With a tokenizer of one word per token, and a processor."""
+    """Save a checkpoint with a tokenizer of one word per token, and a processor."""
     folder.mkdir()
     named = {checkpoint_name(n): p.detach().clone() for n, p in model.named_parameters()}
     tensors = {name: tensor for name, tensor in named.items() if name is not None}
@@ -114,7 +114,7 @@ def image() -> str:
 
 
 def ask(server: Server, number: int) -> tuple[list[str], list[float]]:
-    """Greedy tokens and logprobs about the image, after a text that only this number has."""
+    """Return greedy tokens and logprobs about the image, after a text that differs for every number."""
     text = " ".join(f"w{(position * 7 + number) % 240 + 5}" for position in range(40))
     answer = server.post(
         "/v1/chat/completions",
@@ -144,7 +144,8 @@ async def test_an_image_that_old_weights_saw_is_seen_anew(
     old, new = checkpoint(first, tmp_path / "1"), checkpoint(second, tmp_path / "2")
     layout = Layout()
     with serving("vllm", old, tmp_path / "live.log", layout=layout, flags=FLAGS) as server:
-        before = ask(server, 0)  # vLLM's workers drop what they have of it when capture loads
+        # The loads of capture make vLLM's workers drop this encoder output.
+        before = ask(server, 0)
         async with windlass.Controller(token=TOKEN, config=config) as controller:
             await asyncio.to_thread(server.join, controller.url, "cma")
             with await asyncio.to_thread(

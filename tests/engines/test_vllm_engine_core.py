@@ -1,4 +1,4 @@
-"""Versions of tokens that Windlass notes in vLLM's core; `test_live_rollouts.py` shows it live."""
+"""Versions of tokens that Windlass records in vLLM's core. Live: `test_live_rollouts.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Blocks of vLLM's prefix cache are found by requests of one version of the weights alone.
+"""Requests find blocks of vLLM's prefix cache only under the same version of the weights.
 
-`tests/engines/test_vllm_caches.py` shows it on live servers; here is what requests are called.
+These tests check the keys of requests. Live servers: `tests/engines/test_vllm_caches.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK = 4
 
 @dataclass
 class Request:
-    """Hashes its full blocks as vLLM does: a chain that begins with the salt."""
+    """A request that hashes its full blocks as vLLM does: in a chain that begins with the salt."""
 
     tokens: list[int]
     cache_salt: str | None

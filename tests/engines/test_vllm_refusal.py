@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks of vLLM capture their layouts together, or none of them does."""
+"""All tensor-parallel ranks of vLLM capture their layouts together, or no rank does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = {"a": 0, "b": 4}
 
 
 class Worker(WindlassExtension):
-    """A rank as vLLM makes it, whose loader may fail."""
+    """A rank with the attributes that vLLM gives it, and with a loader that may fail."""
 
     def __init__(self, rank: int) -> None:
         self.model = torch.nn.Linear(6, 8, bias=False, dtype=torch.bfloat16)
@@ -53,7 +53,7 @@ class Worker(WindlassExtension):
 
 
 class Reduced:
-    """`all_reduce` of ranks that are threads: the least of what all have given."""
+    """`all_reduce` between ranks that are threads; returns the minimum."""
 
     def __init__(self) -> None:
         self.groups: list[object] = []
@@ -80,11 +80,12 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reduced]:
     monkeypatch.setattr(extension, "stamps_tokens", lambda: False)
     stand_in(monkeypatch)
     yield found
-    gc.unfreeze()  # this process lives on, without an engine
+    # The test process continues without an engine.
+    gc.unfreeze()
 
 
 def captured(workers: list[Worker], settings: AgentSettings) -> list[CapturedLayout]:
-    """What every rank reports of `windlass_capture`, all of them at once."""
+    """Run `windlass_capture` in all ranks at once, and return their reports."""
     encoded = msgspec.json.encode(settings).decode()
     with RankReports(WORLD_SIZE) as reports, ThreadPoolExecutor(WORLD_SIZE) as pool:
         list(pool.map(lambda worker: worker.windlass_capture(encoded, reports.folder), workers))
@@ -102,7 +103,8 @@ def test_a_rank_captures_again_with_one_that_could_not(tmp_path: Path, reduced: 
     workers = [Worker(rank) for rank in range(WORLD_SIZE)]
     workers[1].fails = True
 
-    with pytest.raises(PeerUnreachable, match=r"rank 1: .*out of memory"):  # not the other's
+    # The error names the rank that failed, not the other rank.
+    with pytest.raises(PeerUnreachable, match=r"rank 1: .*out of memory"):
         captured(workers, settings)
     assert reduced.groups == ["gloo of the replica"] * WORLD_SIZE
 

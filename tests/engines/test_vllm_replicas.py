@@ -1,4 +1,4 @@
-"""vLLM answers for its first data-parallel replica only; the others must not be forgotten."""
+"""vLLM answers only for its first data-parallel replica; the launcher must check the other replicas too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windlass.errors import ConfigError, PeerTimeout
 def server(
     unplaced: Mapping[int, list[str]], unread: Mapping[int, list[str]] = {}
 ) -> AbstractContextManager[str]:
-    """Its ranks report where they are told to."""
+    """Start a server with ranks that report to the given folder."""
 
     def answer(_path: str, asked: bytes) -> tuple[int, bytes]:
         _, folder = json.loads(asked)["args"]

@@ -1,4 +1,4 @@
-"""The configuration that a vLLM rank has is believed more than the command line."""
+"""The configuration of a vLLM rank takes precedence over the command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windlass.errors import ConfigError
 
 
 def config(place: str = "", value: object = None) -> SimpleNamespace:
-    """As vLLM 0.32 nests it."""
+    """Return a configuration with the nesting of vLLM 0.32."""
     found = SimpleNamespace(
         model_config=SimpleNamespace(enable_sleep_mode=False, model="folder"),
         parallel_config=SimpleNamespace(
