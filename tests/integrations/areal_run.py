@@ -1,12 +1,12 @@
 """One rank of an AReaL job against plain vLLM servers, on a CPU, in AReaL's own environment.
 
     torchrun ... areal_run.py train SETTINGS     # JSON, see `Settings`
-    torchrun ... areal_run.py refusals MODEL     # what is not updated, and why
+    torchrun ... areal_run.py refusals MODEL     # prints the configurations that are refused, and the reasons
     python areal_run.py ppo SETTINGS             # AReaL's `PPOTrainer` and all that it starts, see `PpoSettings`
 
-Everything of AReaL is its own: FSDP engine and PPO actor with gloo, optimizer steps, rollout engine and workflow executor,
-checkpoints. The loop of `train` makes the calls of `PPOTrainer.train` (`areal/trainer/rl_trainer.py`) around an
-update.
+The job uses AReaL's own FSDP engine and PPO actor with gloo, optimizer steps, rollout engine, workflow executor and
+checkpoints. Around an update, the loop of `train` makes the same calls as `PPOTrainer.train`
+(`areal/trainer/rl_trainer.py`).
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from windlass.errors import WindlassError
 
 NUM_WORDS = 240
 ASKED_S = 0.5
-"""Until answers have begun and none has ended."""
+"""Seconds after which answers have begun and none has ended."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """A job.
+    """Settings of a job.
 
-    kill: process ids that rank 0 kills when the round of version `kill_at` is writing.
+    Attributes:
+        kill: process ids that rank 0 kills when the round of version `kill_at` is in its write phase.
     """
 
     model: str
@@ -63,7 +64,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Say(RolloutWorkflow):  # type: ignore[misc]  # AReaL is not typed here
-    """One greedy answer, kept with the version of each of its tokens."""
+    """Workflow that asks for one greedy answer and records it with the version of each token."""
 
     def __init__(self, num_tokens: int) -> None:
         self.answers: list[dict[str, list[int]]] = []
@@ -72,7 +73,7 @@ class Say(RolloutWorkflow):  # type: ignore[misc]  # AReaL is not typed here
         )
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
-        """Ask, and give AReaL what it wants of an episode."""
+        """Ask, record the answer, and return the tensors that AReaL needs of an episode."""
         request = ModelRequest(input_ids=data["prompt"], gconfig=self._settings)
         said = await engine.agenerate(request)
         self.answers.append(
@@ -151,7 +152,7 @@ def train(settings: Settings) -> None:
 
 
 def train_step(actor: Any, version: int) -> None:
-    """One optimizer step of AReaL's engine, on data that differ by rank."""
+    """Make one optimizer step of AReaL's engine, on different data in each rank."""
     generator = torch.Generator().manual_seed(1000 * version + actor.rank)
     ids = torch.randint(0, NUM_WORDS, (4, 12), generator=generator)
     batch = {
@@ -169,7 +170,7 @@ def train_step(actor: Any, version: int) -> None:
 
 
 class counting_gathers:  # noqa: N801 - reads as what it does
-    """`full_tensor` calls, which is how AReaL's own update gathers."""
+    """Counter of calls of `full_tensor`, which AReaL's own update uses to gather weights."""
 
     def __init__(self, found: dict[str, Any]) -> None:
         self._found, self._real = found, DTensor.full_tensor
@@ -186,7 +187,7 @@ class counting_gathers:  # noqa: N801 - reads as what it does
 
 
 def kill_in_write(actor: Any, version: int, pids: list[int]) -> None:
-    """Where the round is known to be: in the loop of the controller that rank 0 hosts."""
+    """Kill processes from the controller's loop, which rank 0 hosts and which knows the phase of the round."""
 
     def killed(of: int, phase: object) -> None:
         if (of, str(phase)) == (version, "write"):
@@ -197,7 +198,12 @@ def kill_in_write(actor: Any, version: int, pids: list[int]) -> None:
 
 
 class PpoSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A job of AReaL's single controller. vllm_python, variables: for the server that it starts."""
+    """Settings of a job of AReaL's single controller.
+
+    Attributes:
+        vllm_python: interpreter of the vLLM server that AReaL starts.
+        variables: environment variables of this server.
+    """
 
     model: str
     out: str
@@ -207,13 +213,13 @@ class PpoSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reward(*said: Any, **_: Any) -> float:
-    """Told prompt, answer, and their tokens: how many of these are even."""
+    """Return the share of even tokens in an answer. AReaL passes prompt, answer and the tokens of both."""
     tokens: list[int] = said[3]
     return sum(token % 2 == 0 for token in tokens) / max(1, len(tokens))
 
 
 def ppo(settings: PpoSettings) -> None:
-    """Two actor workers, a rollout worker with a vLLM that it starts, and the trainer, as `PPOTrainer` makes them."""
+    """Run `PPOTrainer` with two actor workers and a rollout worker that starts a vLLM server."""
     from areal import PPOTrainer
     from areal.api.cli_args import (
         ClusterSpecConfig,
@@ -277,7 +283,7 @@ def asked(address: str, method: str, path: str, body: Any = None) -> dict[str, A
 
 
 def refusals(model: str) -> None:
-    """Print, of rank 0, the error of each."""
+    """Print the error of each refused configuration, on rank 0."""
     from areal.engine import RemoteSGLangEngine
     from areal.infra.controller.rollout_callback import RolloutCallback
 

@@ -1,7 +1,7 @@
 """One rank of a policy, or of vLLM, that calls Windlass's checkpoint engine as NeMo-RL's workers do.
 
-`python nemo_rl_rank.py RANK WORLD_SIZE STORE TRAIN_WORLD_SIZE OUT`: ranks below TRAIN_WORLD_SIZE are the policy's. What
-`PolicyCheckpointEngineMixin` and `VllmCheckpointEngineMixin` do, their workers do by these methods alone.
+`python nemo_rl_rank.py RANK WORLD_SIZE STORE TRAIN_WORLD_SIZE OUT`: ranks below TRAIN_WORLD_SIZE belong to the policy.
+Workers with `PolicyCheckpointEngineMixin` and `VllmCheckpointEngineMixin` use only the methods that are called here.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from stream_processes import digest, weights
 
 NUM_STEPS = 3
 TRANSPORT = "windlass.integrations.nemo_rl:WindlassCheckpointEngine"
-# Of `policy.generation.refit_cfg`, without the ratio, which NeMo-RL makes `bucket_size_bytes` of.
+# Keys of `policy.generation.refit_cfg`, without the ratio that NeMo-RL turns into `bucket_size_bytes`.
 ENGINE_KWARGS = {"release_after_refit": False, "transport": "cma", "device": "cpu"}
 
 
 def exported(step: int, num_ranks: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """As a policy exports: every tensor is gathered, which every rank takes part in."""
+    """Yield weights like a policy, which gathers every tensor from all its ranks."""
     group = dist.new_group(list(range(num_ranks)), use_local_synchronization=True)
     for name, tensor in weights(step):
         dist.barrier(group)
@@ -47,7 +47,8 @@ def main() -> None:
     )
     found = []
     for step in range(NUM_STEPS):
-        if step != 1:  # between the first two the engine is kept, and then released
+        # The engine is kept between steps 0 and 1, and released after step 1.
+        if step != 1:
             metadata: list[Any] = [None] * world_size
             dist.all_gather_object(metadata, {**engine.prepare(), "rank": rank})
             topology = {

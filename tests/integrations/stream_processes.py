@@ -1,4 +1,4 @@
-"""Both ends of a bucket stream as processes of their own, which can be killed."""
+"""Both ends of a bucket stream in separate processes that a test can kill."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def settings(bucket_nbytes: int, transport: str = "cma", mode: str = "in_place")
 
 
 def weights(step: int) -> Tensors:
-    """Many dtypes and shapes, every element distinct in its tensor; the first and the last exceed a bucket."""
+    """Return tensors of many dtypes and shapes with mostly distinct elements; the first and the last exceed a bucket."""
     begin = 1_000_003 * step
     flat = torch.arange(begin, begin + 150_000, dtype=torch.int32)
     return [
@@ -58,7 +58,7 @@ async def one_by_one(tensors: Tensors) -> AsyncIterator[tuple[str, torch.Tensor]
 
 
 def digest(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
-    """Dtype, shape and a digest of every byte."""
+    """Return dtype, shape and a digest of all bytes."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return str(tensor.dtype), tuple(tensor.shape), xxhash.xxh3_64_hexdigest(raw)
 
@@ -101,7 +101,7 @@ def _be_sender(pipe: Connection, given: StreamSettings, tensors: Tensors) -> Non
 
 
 class Peer:
-    """A process at the other end of a pipe."""
+    """A process with a pipe to the test."""
 
     def __init__(self, target: Any, *args: object) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -125,7 +125,7 @@ class Receiver(Peer):
         self.name: str = self.answer()
 
     def receive(self, stop_at: int = -1, seconds: float = 0.0) -> None:
-        """Read one stream; before tensor `stop_at` say so, and stand still."""
+        """Read one stream; before tensor `stop_at`, report it and wait for `seconds`."""
         self.pipe.send((stop_at, seconds))
 
 

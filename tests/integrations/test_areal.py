@@ -1,4 +1,4 @@
-"""AReaL's own FSDP actor and rollout, and plain vLLM servers that Windlass keeps up to date, on CPUs."""
+"""On CPUs, AReaL's own FSDP actor and rollout update plain vLLM servers through Windlass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_VERSIONS = 4
 KILL_AT = 4
 NUM_TOKENS = 200
 ROUNDING = 0.06
-"""Of a logit in bfloat16, between vLLM's kernels and transformers'."""
+"""Rounding difference of a bfloat16 logit between the kernels of vLLM and transformers."""
 
 
 def run_ranks(num_ranks: int, *arguments: str, log: Path) -> str:
@@ -41,7 +41,7 @@ def run_ranks(num_ranks: int, *arguments: str, log: Path) -> str:
 
 
 def run(*arguments: str, log: Path, **variables: str) -> str:
-    """What AReaL's interpreter says."""
+    """Run AReaL's interpreter and return its output."""
     if not VENV.exists():
         pytest.skip(f"no {VENV}: make test-integrations installs AReaL")
     environment = {
@@ -96,7 +96,7 @@ def test_fsdp_ranks_update_two_servers_under_rollouts_and_go_on_with_one(tmp_pat
 
 
 def test_its_trainer_runs_with_two_changed_lines(tmp_path: Path) -> None:
-    """`PPOTrainer` and its controllers, with workers in processes of their own, and a vLLM that it starts."""
+    """Check `PPOTrainer` with its controllers, its worker processes and a vLLM server that it starts."""
     source = checkpoint(1, tmp_path / "source")
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
@@ -125,12 +125,12 @@ def test_its_trainer_runs_with_two_changed_lines(tmp_path: Path) -> None:
 
 
 def saved(folder: Path) -> list[Path]:
-    """By AReaL itself, of each version."""
+    """Return the checkpoint folder that AReaL wrote for each version."""
     return [folder / str(version) for version in range(1, NUM_VERSIONS + 1)]
 
 
 def require_fresh(server: PlainServer, weights: Path, log: Path) -> None:
-    """Every tensor that it serves is what a server holds that loads what AReaL saved."""
+    """Check that all tensors of a server equal those in a server that loads AReaL's checkpoint."""
     assert server.version() == str(NUM_VERSIONS)
     assert not server.is_paused()
     with serving_plain(weights, log) as fresh:
@@ -138,7 +138,7 @@ def require_fresh(server: PlainServer, weights: Path, log: Path) -> None:
 
 
 def require_versions_are_true(answers: Sequence[dict[str, Any]], weights: Sequence[Path]) -> None:
-    """Each token is what the weights of its version say next; those of other versions say something else."""
+    """Check that the weights of a token's version predict this token, and that other versions often do not."""
     gaps = [_gaps(answers, folder) for folder in weights]
     others: list[bool] = []
     for place, answer in enumerate(answers):
@@ -157,7 +157,7 @@ def require_versions_are_true(answers: Sequence[dict[str, Any]], weights: Sequen
 
 
 def _gaps(answers: Sequence[dict[str, Any]], folder: Path) -> list[list[float]]:
-    """How far each token's logit is from the best one's."""
+    """Return the difference between each token's logit and the largest logit."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     found = []
     for answer in answers:

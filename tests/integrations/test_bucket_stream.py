@@ -1,4 +1,4 @@
-"""Streams of whole tensors between real processes: every byte compared, deaths told at once."""
+"""Streams of whole tensors between real processes: tests compare every byte, and deaths are reported at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from windlass.integrations.bucket_stream import (
 
 SMALL = 64 << 10
 AT_ONCE_S = 3.0
-"""Far below every deadline; the machine may be busy."""
+"""Limit for reports without delay: far below every deadline, with time for a busy machine."""
 
 
 @pytest.fixture
@@ -131,7 +131,8 @@ def test_a_killed_receiver_is_told_to_all_others_at_once(receivers: list[Receive
         error, told_at = left.answer()
         assert isinstance(error, PeerUnreachable)
         assert max(sender_told_at, told_at) - killed_at[0] < AT_ONCE_S
-        send_and_compare(sender, [left], 1)  # who is left goes on
+        # The remaining receiver gets the next stream.
+        send_and_compare(sender, [left], 1)
 
 
 def test_a_receiver_that_died_before_the_stream_is_told_at_once(receivers: list[Receiver]) -> None:

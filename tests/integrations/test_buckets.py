@@ -1,4 +1,4 @@
-"""What a bucket says of itself: read back as written, and refused where it cannot be."""
+"""Headers of buckets: readers get the written header, and refuse invalid ones."""
 
 from __future__ import annotations
 

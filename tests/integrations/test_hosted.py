@@ -1,4 +1,4 @@
-"""Ranks of a trainer meet around a controller, or all hear at once why one of them cannot."""
+"""Ranks of a trainer meet at a controller; if a rank fails, all ranks get its error at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADDRESS = HostAddress("http://127.0.0.1:1", "secret of a role")
 
 @dataclass
 class Meeting:
-    """Ranks as threads, which find each other by one store."""
+    """Ranks as threads that share one store."""
 
     happened: list[str] = field(default_factory=list)
     changed: threading.Lock = field(default_factory=threading.Lock)
@@ -32,7 +32,7 @@ class Meeting:
             self.happened.append(what)
 
     def hold(self, host: Callable[[], HostAddress], connect: Callable[[int], None]) -> list[str]:
-        """The error of each rank, or nothing."""
+        """Let all ranks meet, and return the error of each rank; empty for none."""
         store = HashStore()
 
         def meet(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""The checkpoint engine that NeMo-RL's own configuration names and its factory makes, between processes."""
+"""The checkpoint engine, named in NeMo-RL's configuration and made by its factory, between processes."""
 
 from __future__ import annotations
 

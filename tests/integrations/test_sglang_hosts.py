@@ -1,4 +1,4 @@
-"""A SGLang that its user starts over two hosts, a rank on each, joins and is updated as one engine."""
+"""An SGLang server over two hosts, with a rank on each, joins and is updated as one engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LAYOUTS = (Layout(tp=2), Layout(pp=2), Layout(tp=2, attn_dp=2))
 def serving(
     model: Path, log: Path, hosts: Sequence[Host], layout: Layout, *told: Mapping[str, str]
 ) -> Iterator[Server]:
-    """A server with a rank on each of the hosts; `told`: variables on each."""
+    """Start a server with a rank on each host; `told` are the environment variables of each rank."""
     installed = install(log.with_suffix(".installed"))
     flags = (
         *("--tp-size", str(layout.tp), "--pp-size", str(layout.pp), "--nnodes", str(len(hosts))),
@@ -63,13 +63,13 @@ def serving(
 
 
 def checksums(server: Server) -> list[dict[str, str]]:
-    """Of every tensor of every rank of the first stage, by SGLang itself."""
+    """Return SGLang's own checksums of all tensors, for each rank of the first stage."""
     said = server.post("/weights_checker", {"action": "checksum"})
     return [rank["checksums"] for rank in said["ranks"]]
 
 
 def ask_to_join(server: Server, controller: str) -> tuple[int, Any]:
-    """Status and answer."""
+    """Order the server to join, and return status and answer."""
     request = urllib.request.Request(
         f"{server.url}/windlass/join",
         json.dumps({"controller": controller}).encode(),
@@ -97,14 +97,14 @@ async def controller_on(
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    # By a wire in user space SGLang's steps, of several messages each, would crawl.
+    # Each step of SGLang sends several messages, which a wire in user space would slow down too much.
     with Network(("one", "two"), by_wire=False, rate_bit_s=FAST_BIT_S) as made:
         yield made
 
 
 @pytest.fixture
 def folders(network: Network, tmp_path: Path) -> Path:
-    """For temporary files: at the same path on both hosts, and another folder on each."""
+    """Provide a folder for temporary files: the same path on both hosts, with separate contents."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     for name in ("one", "two"):
@@ -113,7 +113,7 @@ def folders(network: Network, tmp_path: Path) -> Path:
 
 
 def told(folder: Path, tokens: Sequence[str], controller: str = "wait") -> list[dict[str, str]]:
-    """Variables on each host: where to join, a file with a token, and where temporary files are."""
+    """Return each host's variables for the controller, a file with the token, and temporary files."""
     found = []
     for number, token in enumerate(tokens):
         (own := folder.parent / f"host {number}").mkdir()
@@ -129,7 +129,7 @@ def told(folder: Path, tokens: Sequence[str], controller: str = "wait") -> list[
 
 @contextmanager
 def key_of(server: Server, host: Host, folders: Path) -> Iterator[None]:
-    """Have this process find the key of the server in its own folder of keys."""
+    """Copy the server's key into this process's folder of keys, and remove it at the end."""
     file = _folder() / server.url.rpartition(":")[2]
     file.parent.mkdir(mode=0o700, exist_ok=True)
     file.write_text(host.run("cat", str(folders / file.parent.name / file.name)))
@@ -143,7 +143,7 @@ def key_of(server: Server, host: Host, folders: Path) -> Iterator[None]:
 async def test_one_server_over_two_hosts_is_updated_by_a_trainer_on_both(
     layout: Layout, network: Network, folders: Path, tmp_path: Path
 ) -> None:
-    """Tensors in slices go inside a host by cma, between them by Mooncake over TCP; then it is what a fresh one is."""
+    """Check that links use cma inside a host and Mooncake over TCP between hosts, and compare with a fresh server."""
     old, hosts = save("dense", 1, tmp_path / "old"), (network.host("one"), network.host("two"))
     first = hosts[0]
 
@@ -156,7 +156,8 @@ async def test_one_server_over_two_hosts_is_updated_by_a_trainer_on_both(
         )
         running.enter_context(key_of(server, first, folders))
         ranks = running.enter_context(training(FSDP, "dense", old, hosts=hosts))
-        first.call(lambda: server.digests_of_fresh_load(old))  # supplies what attention lacks
+        # This call also installs SGLang's missing CPU functions of attention (`sglang_cpu_gaps`).
+        first.call(lambda: server.digests_of_fresh_load(old))
         answered, held = sample(server), first.call(lambda: checksums(server))
         pause_mode = PauseMode.ABORT if layout.pp > 1 else PauseMode.IN_PLACE
         before, version = answered, 0
@@ -207,7 +208,7 @@ async def test_one_server_over_two_hosts_is_updated_by_a_trainer_on_both(
 async def test_a_rank_that_has_another_token_than_its_server_is_named(
     network: Network, folders: Path, tmp_path: Path
 ) -> None:
-    """At once, and the server goes on as before."""
+    """Check that the error comes at once and that the server still answers as before."""
     old, hosts = save("dense", 1, tmp_path / "old"), (network.host("one"), network.host("two"))
     first, tokens = hosts[0], [ENGINE_TOKEN, "another"]
     with serving(old, tmp_path / "live.log", hosts, Layout(tp=2), *told(folders, tokens)) as server:

@@ -1,4 +1,4 @@
-"""Windlass is installed beside SGLang, and the user's own `sglang.launch_server` joins when it is told where."""
+"""With Windlass installed next to SGLang, the user's own `sglang.launch_server` joins a named controller."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def token(tmp_path: Path) -> Path:
 
 
 def ask_to_join(server: Server, body: object, token: str = ENGINE_TOKEN) -> tuple[int, Any]:
-    """Status and answer."""
+    """Order the server to join, and return status and answer."""
     request = urllib.request.Request(
         f"{server.url}/windlass/join",
         json.dumps(body).encode(),
@@ -76,9 +76,9 @@ async def publish(
     *,
     busy: Sequence[int] = (),
 ) -> None:
-    """Train, publish, and compare what the engine holds and serves with what its own loader makes of it.
+    """Train, publish, and compare the engine's bytes and answers with a load by its own loader.
 
-    busy: replicas that answer requests meanwhile.
+    `busy`: replicas that answer requests during the update.
     """
     checkpoint, before = folder / str(version), server.digests()
     order = Order(controller.url, "auto", version, str(checkpoint))
@@ -144,7 +144,7 @@ async def test_a_server_of_the_users_joins_where_it_is_told(
 async def test_a_server_whose_attention_is_data_parallel_is_updated_while_it_answers(
     kind: str, spelt: tuple[str, ...], tmp_path: Path, installed: str, token: Path
 ) -> None:
-    """Each of its two ranks answers requests of its own, and waits for the other in every step."""
+    """Check a server with two ranks that answer separate requests and wait for each other in every step."""
     old, log, port = save(kind, 1, tmp_path / "old"), tmp_path / "server.log", free_port()
     given = variables(
         installed,
@@ -186,7 +186,7 @@ async def test_the_same_of_a_server_that_a_launcher_has_started(tmp_path: Path) 
 
 
 async def fail_the_first_version(server: Server, folder: Path) -> None:
-    """Its trainers die while the engine is paused; it goes on with the weights of its start."""
+    """Kill the trainers while the engine is paused, and check that it continues with the weights of its start."""
     in_place = ControlConfig(mode=UpdateMode.IN_PLACE, pause_mode=PauseMode.IN_PLACE)
     source = save("dense", 1, folder / "dying")
     answered, held = server.sample(PROMPT, NUM_TOKENS), server.digests()
@@ -202,14 +202,15 @@ async def fail_the_first_version(server: Server, folder: Path) -> None:
 
             controller.coordinator.on_phase(kill_trainers)
             order = Order(controller.url, "auto", 1, str(folder / "never"))
-            with pytest.raises(AssertionError):  # no rank answers
+            # No rank answers.
+            with pytest.raises(AssertionError):
                 await asyncio.to_thread(ranks.publish, order)
         assert await asyncio.to_thread(server.sample, PROMPT, NUM_TOKENS) == answered
         assert await asyncio.to_thread(server.digests) == held
 
 
 async def refuse_strangers_and_errors(server: Server) -> None:
-    """None of them brings the engine anywhere, nor keeps it from joining afterwards."""
+    """Check that invalid orders do not make the engine join, and do not prevent a later join."""
     for token in ("", "wrong", role_token(TOKEN, Access.TRAINER), TOKEN):
         status, answer = ask_to_join(server, {"controller": "http://127.0.0.1:1"}, token)
         assert (status, "is for owner and engine" in answer["error"]) == (403, True)
@@ -232,7 +233,7 @@ async def refuse_strangers_and_errors(server: Server) -> None:
 async def test_a_server_that_cannot_join_where_it_is_told_ends(
     tmp_path: Path, installed: str, token: Path
 ) -> None:
-    """Else it would answer with the weights of its start for ever."""
+    """Otherwise the server would answer forever with the weights of its start."""
     old, log, port = save("dense", 1, tmp_path / "old"), tmp_path / "server.log", free_port()
     async with windlass.Controller(token="another secret") as controller:
         told = {"WINDLASS_CONTROLLER": controller.url, "WINDLASS_TOKEN_FILE": str(token)}

@@ -1,4 +1,4 @@
-"""Live Megatron-core ranks update a SGLang that joined by the plugin, through the interface of slime's weight updater."""
+"""Through slime's interface of weight updaters, live Megatron-core ranks update an SGLang server with the plugin."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ USUAL = {
 
 @pytest.fixture
 def actor(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Where slime's actor finds its updaters by name."""
+    """Provide slime's module with the names of its updaters."""
     module = ModuleType("slime.backends.megatron_utils.actor")
     vars(module)["UpdateWeightFromDistributed"] = "slime's own"
     for name in ("slime", "slime.backends", "slime.backends.megatron_utils"):

@@ -1,7 +1,7 @@
-"""A real `AsyncGRPOTrainer` of TRL, and plain vLLM servers that Windlass keeps up to date, on CPUs.
+"""On CPUs, a real `AsyncGRPOTrainer` of TRL updates plain vLLM servers through Windlass.
 
-`trl_run.py` says what stands in for kernels that CPUs lack. Every run ends with servers that answer, token by
-token, what the trainer's own weights answer.
+`trl_run.py` describes the replacement for kernels that do not exist for CPUs. At the end of every run, the servers' answers
+equal the answers of the trainer's own weights, token by token.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rewards(found: dict[str, Any]) -> list[float]:
 
 
 def assert_serve_final(run: Run, model: Path, servers: Sequence[PlainServer], version: int) -> None:
-    """What the trainer has in the end is what they answer with."""
+    """Check that all servers answer with the final weights of the trainer."""
     final = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     untrained = [_greedy(final, prompt) for prompt in PROMPTS]
     final.load_state_dict(load_file(run.folder / "final.safetensors"))

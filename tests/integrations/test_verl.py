@@ -1,4 +1,4 @@
-"""verl 0.9.1's own worker groups over Ray, with the checkpoint engine that its configuration names."""
+"""verl 0.9.1's own worker groups over Ray, with Windlass's checkpoint engine from the configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VENV = Path(os.environ.get("WINDLASS_VERL_VENV", ROOT / ".venv-verl"))
 NUM_ROLLOUTS = 3
 AT_ONCE_S = 3.0
 STOP_S = 4.0
-"""`verl_job.STOP_S`: how long the reader that was told to stop stands still."""
+"""Seconds that a stopped reader waits, as `verl_job.STOP_S`."""
 MODEL = """
 import sys, torch, transformers
 torch.manual_seed(0)
@@ -38,8 +38,8 @@ transformers.PreTrainedTokenizerFast(
 
 
 def run(folder: Path, *command: str) -> None:
-    """With verl's interpreter, as an installation of Windlass beside verl would be seen there."""
-    # verl asks for the version of a package that the wheel for CPUs is not called.
+    """Run a command with verl's interpreter, as if Windlass were installed next to verl."""
+    # verl asks for the version of the package `vllm`. The wheel for CPUs has another name.
     info = folder / "installed" / "vllm-0.32.0+cpu.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
@@ -48,9 +48,10 @@ def run(folder: Path, *command: str) -> None:
         **environment("vllm", 1, os.pathsep.join(map(str, path))),
         "VLLM_SERVER_DEV_MODE": "1",
         "VERL_PLATFORM": "cpu",
-        "RAY_raylet_start_wait_time_s": "300",  # the machine may be busy
+        # The machine may be busy.
+        "RAY_raylet_start_wait_time_s": "300",
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform",
-        # Its FSDP engine is registered for these only.
+        # verl registers its FSDP engine only for this device and vendor.
         "VERL_ENGINE_DEVICE": "cuda",
         "VERL_ENGINE_VENDOR": "nvidia",
     }
@@ -92,7 +93,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[st
 
 
 def check_whole(update: dict[str, Any], num_rollouts: int) -> None:
-    """Every tensor of verl's export is on every rollout rank, every element the same."""
+    """Check that every rollout rank has every tensor of verl's export, with equal elements."""
     assert update["differences"] == [[]] * num_rollouts
     assert update["num_tensors"] == 47
     assert update["num_elements"] > 1_000_000
@@ -128,13 +129,14 @@ def test_a_killed_sender_is_told_to_every_receiver_at_once(found: dict[str, Any]
     for why, _ in killed["told"]:
         assert "PeerUnreachable" in why
     first, last = sorted(after_s for _, after_s in killed["told"])
-    assert first < AT_ONCE_S  # who waited for a bucket
-    assert last < STOP_S + AT_ONCE_S  # who stood still with one in its hands
+    # The first receiver was waiting for a bucket. The other was stopped while it read a bucket.
+    assert first < AT_ONCE_S
+    assert last < STOP_S + AT_ONCE_S
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[str, Any]:
-    """Found by `verl_shard_job.py`; `weights` is the checkpoint of what the actor has in the end."""
+    """Provide the results of `verl_shard_job.py`; `weights` is a checkpoint of the actor's final weights."""
     folder = tmp_path_factory.mktemp("shards")
     run(
         folder,
@@ -146,7 +148,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[
 
 
 def check_served(update: dict[str, Any], num_servers: int) -> None:
-    """All servers have the same weights, and label tokens with the step."""
+    """Check that all servers have the same weights and label tokens with the step."""
     assert len(update["checksums"]) == len(update["answers"]) == num_servers
     for number in range(1, num_servers):
         assert update["checksums"][number] == update["checksums"][0]

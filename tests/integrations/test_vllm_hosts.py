@@ -1,4 +1,4 @@
-"""A plain vLLM server whose tensor-parallel ranks are on two hosts, beside a trainer whose ranks are too."""
+"""A plain vLLM server and a trainer, both with ranks on the same two hosts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FAST_BIT_S = 10_000_000_000
 
 
 def test_one_server_over_two_hosts_is_updated_by_links_of_two_kinds(tmp_path: Path) -> None:
-    """Inside a host by cma, between them by Mooncake over TCP; then it is what a fresh one is."""
+    """Check that links use cma inside a host and Mooncake over TCP between hosts, and compare with a fresh server."""
     source = checkpoint(1, tmp_path / "source")
-    # Engines of vLLM step by several messages: by a wire in user space they would crawl.
+    # Each step of vLLM sends several messages, which a wire in user space would slow down too much.
     with Network(("one", "two"), by_wire=False, rate_bit_s=FAST_BIT_S) as network:
         hosts = (network.host("one"), network.host("two"))
         first = hosts[0]

@@ -1,11 +1,11 @@
 """FSDP2 trainers update plain vLLM servers, which users start with one flag, through vLLM's own routes.
 
-After every update a server with prefix caches gives the answers of a fresh server that has no Windlass on its path and
-has loaded the trainer's weights (`fresh_servers`). vLLM's own checksums of all parameters are equal too. Servers die in a
-known phase of a round: rank 0 of the trainer hosts the controller, and kills them there.
+After every update, a server with prefix caches gives the same answers as a fresh server that has loaded the trainer's
+weights and runs without Windlass (`fresh_servers`). vLLM's own checksums of all parameters are equal too. Servers die in
+a known phase of a round: rank 0 of the trainer hosts the controller and kills them in this phase.
 
-WINDLASS_ENGINES=one leaves out most phases, and cases that only repeat others with more ranks. `all` has every phase in
-both modes, and every way of pausing with two ranks.
+WINDLASS_ENGINES=one omits most phases, and cases that repeat others with more ranks. `all` tests every phase in both modes,
+and every kind of pause with two ranks.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ CHOICE = os.environ.get("WINDLASS_ENGINES", "")
 ONE = CHOICE == "one"
 PREFIX = [(7 * place) % 240 for place in range(140)]
 PROMPTS = tuple([*PREFIX, *tail] for tail in ([17, 18], [99, 4, 5]))
-"""The second finds the block of the first in the prefix cache: vLLM's have 128 tokens on CPUs."""
+"""Prompts with a common block. vLLM's blocks have 128 tokens on CPUs, so the second prompt hits the prefix cache."""
 NUM_TOKENS = 12
 DTYPE = "bfloat16"
 """The dtype of the live and the fresh servers."""
 NUM_NOISY, NOISE = 3, 0.5
-"""Versions that the trainer makes by adding noise to every parameter, and its standard deviation."""
+"""Number of versions that the trainer makes with noise on every parameter, and the noise's standard deviation."""
 NOISY_DTYPE = "float32" if PACKS else "bfloat16"
-"""The dtype of servers of such versions: other kernels than the updated server's may differ by whole nats in bfloat16."""
+"""The dtype of servers of noisy versions. In bfloat16, two servers with different kernels may differ by whole nats."""
 NUM_RUNNING_TOKENS = 120
 BY_CALLER = "by the caller"
-"""Who pauses and resumes as frameworks do; `pause=None` of `WeightSync`."""
+"""Kind of pause: the caller pauses and resumes, as frameworks do; `pause=None` of `WeightSync`."""
 BY_FACTORY = "by the caller, of vLLM's own trainer engines"
-"""Which number their versions themselves."""
+"""The same with vLLM's own trainer engines, which number their versions themselves."""
 HOLDING = "POST /update_weights "
-"""In a server's log: it was held by a route, and not by its own agent."""
+"""Line in a server's log if a route, instead of the server's own agent, held it."""
 TOLD_S = 15.0
-"""For whoever waits to hear that a process is dead; deadlines of phases are 60 s and more."""
+"""Limit in seconds for the report of a dead process; deadlines of phases are 60 s and more."""
 
 Answers = list[tuple[list[int], list[float]]]
 
@@ -69,9 +69,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_rank(source: Path) -> Iterator[PlainServer]:
-    """Of all tests, one after the other: it joins the trainers of each, and serves what those before left.
+    """Provide one server for all tests, with the weights that the previous test left.
 
-    Its agent holds it; servers whose rank has a process of its own are held by routes.
+    Its own agent holds it during updates. Servers with a separate process per rank are held through routes.
     """
     with serving_plain(source, source.with_name("live.log"), in_core=True) as server:
         yield server
@@ -83,7 +83,7 @@ def ask(server: PlainServer) -> Answers:
 
 @contextmanager
 def running(server: PlainServer) -> Iterator[list[int]]:
-    """Requests run one after the other meanwhile; how many tokens each got."""
+    """Run requests one after the other inside the block, and yield the lengths of their answers."""
     over = threading.Event()
     lengths: list[int] = []
 
@@ -103,7 +103,7 @@ def running(server: PlainServer) -> Iterator[list[int]]:
 
 @contextmanager
 def paused(servers: Sequence[PlainServer]) -> Iterator[None]:
-    """By the caller, as frameworks do; a server that is dead in the end is not resumed."""
+    """Pause servers inside the block, as frameworks do, and resume those still alive at its end."""
     for server in servers:
         server.http.post("/pause?mode=keep", {})
         assert server.is_paused()
@@ -134,7 +134,7 @@ def require_equal_to_fresh(
     tp: int = 1,
     dtype: str = DTYPE,
 ) -> None:
-    """Compare an updated server with a fresh one that runs without Windlass."""
+    """Compare an updated server with a fresh server that runs without Windlass."""
     with serving_fresh("vllm", weights, log, layout=Layout(tp), dtype=dtype) as fresh:
         require_equal_parameters(updated, checksums("vllm", fresh.post))
         told = [fresh.answer(prompt, NUM_TOKENS) for prompt in PROMPTS]
@@ -191,7 +191,8 @@ def update_in_every_way(server: PlainServer, source: Path, tmp_path: Path, *, tp
                 assert lengths if pause == "abort" else {*lengths} == {NUM_RUNNING_TOKENS}
                 assert server.version() == str(version)
                 assert not server.is_paused()
-                ask(server)  # fills its prefix cache
+                # These requests fill the prefix cache.
+                ask(server)
                 num_asked += tp > 1 or pause in ("wait", "abort")
                 assert server.log.read_text().count(HOLDING) == num_asked
     weights = tmp_path / str(version)
@@ -201,7 +202,7 @@ def update_in_every_way(server: PlainServer, source: Path, tmp_path: Path, *, tp
 def test_a_version_that_is_not_published_leaves_the_old_weights(
     one_rank: PlainServer, source: Path, tmp_path: Path
 ) -> None:
-    """The first one, whose trainer dies; and one that is refused. The next trainer joins the same server."""
+    """Check a first version that ends with the trainer's death, a later join, and a refused version."""
     server = one_rank
     settings: dict[str, Any] = {
         "source": str(source),
@@ -234,7 +235,7 @@ def test_a_version_that_is_not_published_leaves_the_old_weights(
 def test_versions_of_large_noise_are_those_of_fresh_servers(
     source: Path, tmp_path: Path, compared: Callable[[str, int], None]
 ) -> None:
-    """With such weights an error of one value, or of one version, changes most greedy tokens."""
+    """With such weights, one wrong value or one wrong version changes most greedy tokens."""
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(1)
     served: list[tuple[Answers, dict[str, str]]] = []
@@ -272,14 +273,14 @@ KILLS: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("staged", BY_CALLER): ("prepare", "write", "verify", "pause", "apply", "publish"),
     },
 }
-"""Phases in which a server is killed, by mode and by who pauses."""
+"""WINDLASS_ENGINES -> (mode, kind of pause) -> phases that a server is killed in."""
 
 
 @pytest.mark.parametrize(("mode", "pause"), KILLS[CHOICE])
 def test_a_server_that_dies_keeps_nobody_and_rejoins(
     mode: str, pause: str, one_rank: PlainServer, source: Path, tmp_path: Path
 ) -> None:
-    """In one phase after another; then it is started again at its URL, and is in the next version."""
+    """Kill a server in each phase, start it again at its URL, and check that it gets the next version."""
     phases = KILLS[CHOICE][mode, pause]
     stays = one_rank
     old, held = ask(stays), stays.checksums()
@@ -307,7 +308,7 @@ def test_a_server_that_dies_keeps_nobody_and_rejoins(
                         version, tmp_path / str(version), kill=family, kill_in=phase
                     )
                     server.process.wait(30)
-                # In its last phase the version may have reached it before.
+                # In the last phase, the server may have received the version before its death.
                 expect(answers, version, [stays.url], may=server.url if phase == "publish" else "")
                 assert all(sent.took_s < TOLD_S for sent in answers), answers
                 assert stays.version() == str(version)

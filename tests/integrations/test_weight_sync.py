@@ -1,4 +1,4 @@
-"""What a `WeightSync` refuses, and that all ranks of a trainer hear of a failure of one; without an engine."""
+"""`WeightSync` without an engine: refused arguments, and reports of one rank's failure to all ranks of a trainer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from windlass.net.access import Access
 from windlass.net.addresses import free_port
 
 TOLD_S = 20.0
-"""For all ranks to have heard."""
+"""Limit in seconds for the report to all ranks."""
 NOWHERE = "http://127.0.0.1:1"
 
 

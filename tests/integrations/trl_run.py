@@ -2,10 +2,11 @@
 
     python trl_run.py make FOLDER 64 2        # a tiny Qwen3 and its tokenizer
     torchrun ... trl_run.py train SETTINGS    # a JSON file, see `Settings`
-    torchrun ... trl_run.py refusals -        # what `WeightTransfer` does not take
+    torchrun ... trl_run.py refusals -        # prints arguments that `WeightTransfer` refuses
 
-TRL 1.16 calls FlashAttention-3 (`trl/experimental/async_grpo/packing.py`), which has no build for CPUs:
-`varlen_attention` stands in for that one function, in plain torch. Nothing else of TRL is touched.
+TRL 1.16 calls FlashAttention-3 (`trl/experimental/async_grpo/packing.py`), which has no build for CPUs.
+`varlen_attention` replaces this function in plain torch. On CPUs, `train` also replaces the query of the GPU's name, and
+`shard_on_cpu` sets up FSDP.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 WORDS = [f"w{i}" for i in range(56)]
 GOOD = frozenset(WORDS[:14])
-"""The reward counts them: a quarter of what an untrained policy says."""
+"""Words that the reward counts: a quarter of the words of an untrained policy."""
 SPECIAL = ["<pad>", "<eos>", "<user>", "<bot>", "<unk>"]
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}<user> {{ m['content'] }}"
@@ -56,7 +57,7 @@ def varlen_attention(
     causal: bool,
     window_size: tuple[int, int],
 ) -> torch.Tensor:
-    """What `flash_attn_varlen_func` computes: causal from the ends of query and key, sequence by sequence."""
+    """Compute `flash_attn_varlen_func`: causal attention, aligned at the ends of query and key, for each sequence."""
     assert causal
     assert window_size == (-1, -1)
     del max_seqlen_q, max_seqlen_k
@@ -99,7 +100,8 @@ def make(folder: Path, hidden: int, layers: int) -> None:
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,  # vLLM's CPU attention has no smaller one
+        # vLLM's CPU attention has no smaller head.
+        head_dim=32,
         max_position_embeddings=256,
         tie_word_embeddings=False,
         pad_token_id=0,
@@ -110,10 +112,10 @@ def make(folder: Path, hidden: int, layers: int) -> None:
 
 
 class DiskReload:
-    """What a user can do today on a CPU: a checkpoint on disk, and vLLM's own `reload_weights`.
+    """Transfer that works on a CPU without Windlass: a checkpoint on disk, and vLLM's own `reload_weights`.
 
-    TRL's own transfer is NCCL's alone: a CPU worker of vLLM 0.32 answers its
-    `/init_weight_transfer_engine` with "Cannot access accelerator device when none is available".
+    TRL's own transfer works only with NCCL: a CPU worker of vLLM 0.32 answers `/init_weight_transfer_engine` with
+    "Cannot access accelerator device when none is available".
     """
 
     def __init__(self, servers: list[str], model: str, folder: Path) -> None:
@@ -122,7 +124,7 @@ class DiskReload:
         shutil.copytree(model, folder, dirs_exist_ok=True)
 
     def init_weight_transfer(self) -> None:
-        """Nothing to set up."""
+        """Set up nothing."""
 
     def _post(self, path: str, body: Any = None) -> None:
         for server in self._servers:
@@ -130,11 +132,11 @@ class DiskReload:
             response.raise_for_status()
 
     def pause(self) -> None:
-        """As TRL's own client does."""
+        """Pause the servers as TRL's own client does."""
         self._post("/pause?mode=keep")
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Write them, and have every worker load the file."""
+        """Write the weights, and let every worker load the file."""
         save_file(
             {n: t.contiguous() for n, t in iterator},
             self._folder / "model.safetensors",
@@ -146,15 +148,15 @@ class DiskReload:
         )
 
     def resume(self) -> None:
-        """As TRL's own client does."""
+        """Resume the servers as TRL's own client does."""
         self._post("/resume")
 
     def destroy(self) -> None:
-        """Nothing to give back."""
+        """Release nothing."""
 
 
 def reward(completions: list[list[dict[str, str]]], **_: object) -> list[float]:
-    """The share of good words in each answer."""
+    """Return the share of good words in each answer."""
     shares = []
     for completion in completions:
         words = completion[0]["content"].split()
@@ -163,7 +165,7 @@ def reward(completions: list[list[dict[str, str]]], **_: object) -> list[float]:
 
 
 def shard_on_cpu(accelerator: Any) -> None:
-    """What accelerate does for `fsdp_version: 2`, which its state ignores on CPUs (`accelerate/state.py`)."""
+    """Set up `fsdp_version: 2` as accelerate does on GPUs; on CPUs its state ignores it (`accelerate/state.py`)."""
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     accelerator.state.distributed_type = DistributedType.FSDP
@@ -176,17 +178,17 @@ def shard_on_cpu(accelerator: Any) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one run.
+    """Settings of one run.
 
     Attributes:
-        model: folder of `make`.
-        out: where rank 0 writes what became of it; the final weights go beside it.
-        servers: addresses.
-        transfer: what moves the weights: "trl" TRL's own, "disk" `DiskReload`, "whole" and "shards" Windlass.
+        model: folder that `make` wrote.
+        out: file for the results of rank 0; the final weights go into the same folder.
+        servers: addresses of the servers.
+        transfer: the weight transfer: "trl" for TRL's own, "disk" for `DiskReload`, "whole" and "shards" for Windlass.
         pause: see `WeightTransfer`; empty for none.
-        steps: of the optimizer.
+        steps: number of optimizer steps.
         lora: train an adapter.
-        learning_rate: of AdamW.
+        learning_rate: learning rate of AdamW.
     """
 
     model: str
@@ -200,7 +202,7 @@ class Settings:
 
 
 def transfer_of(settings: Settings) -> Any:
-    """What TRL is given as `weight_transfer`; nothing for its own."""
+    """Return the value of TRL's `weight_transfer`; None for TRL's own transfer."""
     from windlass.integrations.trl import WeightTransfer
 
     if settings.transfer == "trl":
@@ -211,7 +213,7 @@ def transfer_of(settings: Settings) -> Any:
 
 
 def train(settings: Settings) -> None:
-    """Train, and write what TRL logged and the weights that it ended with."""
+    """Train, and write TRL's log and the final weights."""
     from datasets import Dataset
     from peft import LoraConfig
     from trl.experimental.async_grpo import (
@@ -221,7 +223,8 @@ def train(settings: Settings) -> None:
         packing,
     )
 
-    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None  # asks a GPU for its name
+    # The original function asks a GPU for its name.
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     out = Path(settings.out)
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
     prompts = [
@@ -280,7 +283,7 @@ def train(settings: Settings) -> None:
 
 
 def refusals() -> None:
-    """Print what is refused, on rank 0."""
+    """Print the refusals, on rank 0."""
     from windlass.errors import ConfigError
     from windlass.integrations.trl import WeightTransfer
 

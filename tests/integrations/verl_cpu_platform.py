@@ -1,6 +1,6 @@
-"""verl on CPUs: a platform as its plugins register one (`verl/plugin/platform/platform_manager.py`).
+"""Platform of verl for CPUs, registered like a plugin (`verl/plugin/platform/platform_manager.py`).
 
-verl loads this module where VERL_USE_EXTERNAL_MODULES names it; VERL_PLATFORM=cpu chooses it.
+verl loads this module if VERL_USE_EXTERNAL_MODULES names it, and uses it with VERL_PLATFORM=cpu.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class PlatformCpu(PlatformBase):  # type: ignore[misc]  # verl has no types
         pass
 
     def ray_resource_name(self) -> str:
-        return "GPU"  # which Ray takes on trust, and verl places servers by
+        # verl places servers by this resource. Ray does not check that GPUs exist.
+        return "GPU"
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
         return {"num_gpus": num_gpus}

@@ -1,8 +1,8 @@
 """verl's own worker groups over Ray, on CPUs; run by the Python of verl's environment.
 
-As `tests/checkpoint_engine/test_correctness_on_gpu.py` of verl 0.9.1, whose helpers it uses: real
-`TrainingWorker`s with FSDP2, real `CheckpointEngineWorker`s, a real `CheckpointEngineManager`. What the
-rollout side gets is compared in its own process, element by element.
+The job follows `tests/checkpoint_engine/test_correctness_on_gpu.py` of verl 0.9.1 and uses its helpers: real
+`TrainingWorker`s with FSDP2, real `CheckpointEngineWorker`s, a real `CheckpointEngineManager`. The processes of the
+rollout side compare the received weights element by element.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -40,31 +40,31 @@ from verl.workers.config import (
 from verl.workers.engine_workers import TrainingWorkerConfig
 
 STOP_S = 4.0
-"""How long a reader that was told to stop stands still."""
+"""Seconds that a stopped reader waits."""
 
 
 class Ended:
-    """How the last update of a worker ended, for the driver: (why, when)."""
+    """Record for the driver of the end of a worker's last update: (error, time)."""
 
     last: tuple[str, float] = ("", 0.0)
 
     def note(self, error: BaseException | None) -> None:
-        # Of one host, so of one clock.
+        # All workers run on one host, so their clocks agree.
         self.last = (f"{type(error).__name__}: {error}" if error else "", time.monotonic())
 
 
 class Trainer(TrainingWorkerTest):  # type: ignore[misc]  # verl has no types
-    """verl's, whose weights can be made others."""
+    """verl's trainer worker, with a method that changes its weights."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # verl asks for "cpu:gloo,DEVICE:BACKEND", which names the CPU twice here.
+        # verl asks for "cpu:gloo,DEVICE:BACKEND", which would name the CPU twice.
         initialize_global_process_group_ray(timeout_second=None, backend="cpu:gloo")
         super().__init__(*args, **kwargs)
         self.ended = Ended()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def add_to_weights(self, number: float) -> int:
-        """Every element becomes another one."""
+        """Add a number to every element, and return the process id."""
         with torch.no_grad():
             for parameter in self.engine.module.parameters():
                 parameter.to_local().add_(number)
@@ -72,7 +72,7 @@ class Trainer(TrainingWorkerTest):  # type: ignore[misc]  # verl has no types
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
-        """As `ActorRolloutRefWorker.update_weights`: the engine's figures go to the trainer."""
+        """Send the weights and return the engine's metrics, as `ActorRolloutRefWorker.update_weights` does."""
         weights, _ = self.engine.get_per_tensor_param()
         try:
             done = await self.checkpoint_engine.send_weights(weights, global_steps=global_steps)
@@ -83,7 +83,7 @@ class Trainer(TrainingWorkerTest):  # type: ignore[misc]  # verl has no types
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """What verl exports now."""
+        """Return the current export of verl."""
         weights, _ = self.engine.get_per_tensor_param()
         return {name: tensor.clone() for name, tensor in weights}
 
@@ -92,7 +92,7 @@ class Trainer(TrainingWorkerTest):  # type: ignore[misc]  # verl has no types
 
 
 class Adapter(MockServerAdapter):  # type: ignore[misc]
-    """Keeps what came; can stand still in the middle of it."""
+    """Adapter that keeps the received weights, and that can stop in the middle of a stream."""
 
     stop_at = -1
 
@@ -118,7 +118,7 @@ class Adapter(MockServerAdapter):  # type: ignore[misc]
 
 
 class Rollout(CheckpointEngineWorkerTest):  # type: ignore[misc]
-    """verl's, that compares what it got with what the trainer has."""
+    """verl's rollout worker, with a comparison of its received weights with the trainer's."""
 
     def __init__(self, rollout_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(rollout_config, model_config, *args, **kwargs)
@@ -126,7 +126,7 @@ class Rollout(CheckpointEngineWorkerTest):  # type: ignore[misc]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def differences(self, expected: dict[str, torch.Tensor], step: int) -> list[str]:
-        """Names whose dtype, shape or any element is another one; empty for none."""
+        """Return the names of tensors with another dtype, shape or element; empty for none."""
         got = self.server_adapter.received_weights
         found = sorted(expected.keys() ^ got.keys())
         for name in expected.keys() & got.keys():
@@ -150,7 +150,7 @@ class Rollout(CheckpointEngineWorkerTest):  # type: ignore[misc]
 
 
 class Job:
-    """Two trainer ranks, and as many rollout ranks as asked for, each a replica."""
+    """Trainer ranks and rollout ranks, as many as the arguments say; each rollout rank is a replica."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         environment = {
@@ -159,7 +159,8 @@ class Job:
             if name.startswith("VERL_") or name in {"PYTHONPATH", "OMP_NUM_THREADS"}
         }
         ray.init(
-            address="local",  # whatever else runs on this machine
+            # The job does not use another cluster of Ray on this machine.
+            address="local",
             num_cpus=args.trainers + args.rollouts + 1,
             include_dashboard=False,
             object_store_memory=256 << 20,
@@ -218,7 +219,7 @@ class Job:
         )
 
     def update(self) -> dict[str, Any]:
-        """Other weights, one update, and what differs on every replica that took part."""
+        """Change the weights, make one update, and return the differences on every replica in it."""
         self.step += 1
         self.actors.add_to_weights(1.0)
         began = time.perf_counter()
@@ -237,7 +238,7 @@ class Job:
         }
 
     def kill(self, worker: Any, pid: int) -> dict[str, Any]:
-        """Begin an update; while a reader stands still in the middle of it, SIGKILL one process."""
+        """Begin an update, and kill one process (SIGKILL) while a reader is stopped in the middle."""
         self.step += 1
         stopped = self.rollouts.workers[-1]
         own_pid = ray.get(stopped.stand_still_at.remote(5))
@@ -264,7 +265,7 @@ class Job:
         return {"raised": raised, "told": told}
 
     def begin(self) -> list[Any]:
-        """The steps of `CheckpointEngineManager.update_weights` that send and receive."""
+        """Start the steps of `CheckpointEngineManager.update_weights` that send and receive."""
         workers = [worker for replica in self.manager.replicas for worker in replica.workers]
         rollouts = RayWorkerGroup(
             worker_handles=workers,
@@ -276,7 +277,7 @@ class Job:
 
 
 def all_that_can_happen(job: Job) -> dict[str, Any]:
-    """Updates; a replica leaves and comes back; a receiver dies, the others go on; the sender dies."""
+    """Run updates: a replica leaves and returns; a receiver dies and the others continue; the sender dies."""
     found: dict[str, Any] = {"updates": [job.update() for _ in range(3)]}
     job.manager.remove_replicas(job.replicas[:1])
     found["without one"] = job.update()

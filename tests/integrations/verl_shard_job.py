@@ -1,7 +1,7 @@
 """verl's own actor, manager and vLLM servers over Ray, on CPUs; run by the Python of verl's environment.
 
 The configuration is verl's `ppo_trainer`, the actor ranks are its `ActorRolloutRefWorker`, the servers its `vLLMReplica`
-of vLLM for CPUs. What a server has is compared with what the actor exports by vLLM's own answers.
+of vLLM for CPUs. The job records vLLM's own checksums and answers, and saves the actor's export for a comparison.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -44,7 +44,7 @@ NUM_RUNNING_TOKENS = 120
 
 
 class Server(vLLMHttpServer):  # type: ignore[misc]  # verl has no types
-    """verl's: it calls vLLM's pause as releases before 0.32 have it."""
+    """verl's server, which calls vLLM's pause with the arguments of releases before 0.32."""
 
     async def run_server(self, args: argparse.Namespace) -> None:
         await super().run_server(args)
@@ -57,22 +57,22 @@ class Server(vLLMHttpServer):  # type: ignore[misc]  # verl has no types
         self.engine.pause_generation = abort
 
     async def wait_running(self) -> None:
-        """Return once it has requests."""
+        """Wait until the server has requests."""
         while not self.engine.output_processor.request_states:  # noqa: ASYNC110 - vLLM tells nobody
             await asyncio.sleep(0.01)
 
 
 class Actor(ActorRolloutRefWorker):  # type: ignore[misc]  # verl has no types
-    """verl's, whose weights can be made others and written."""
+    """verl's actor, with methods that change and export its weights."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # verl asks for "cpu:gloo,DEVICE:BACKEND", which names the CPU twice here.
+        # verl asks for "cpu:gloo,DEVICE:BACKEND", which would name the CPU twice.
         initialize_global_process_group_ray(timeout_second=None, backend="cpu:gloo")
         super().__init__(*args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def change_weights(self, seed: int) -> None:
-        """Every element becomes another one."""
+        """Add noise to every element."""
         torch.manual_seed(seed)
         with torch.no_grad():
             for parameter in self.actor.engine.module.parameters():
@@ -81,13 +81,13 @@ class Actor(ActorRolloutRefWorker):  # type: ignore[misc]  # verl has no types
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """What verl exports now, gathered."""
+        """Return the current export of verl, gathered."""
         weights, _ = self.actor.engine.get_per_tensor_param()
         return {name: tensor.clone() for name, tensor in weights}
 
 
 class Manager(ShardCheckpointManager):
-    """Windlass's, which kills processes once requests are aborted."""
+    """Windlass's manager, which also kills processes after it has aborted requests."""
 
     pids: Sequence[int] = ()
 
@@ -98,7 +98,7 @@ class Manager(ShardCheckpointManager):
 
 
 class Job:
-    """Two actor ranks, and vLLM servers of one rank each, on GPUs that Ray believes in."""
+    """Actor ranks, and vLLM servers of one rank each. Ray counts GPUs that do not exist."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         names = {"PYTHONPATH", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"}
@@ -108,7 +108,8 @@ class Job:
             if name.startswith(("VERL_", "VLLM_")) or name in names
         }
         ray.init(
-            address="local",  # whatever else runs on this machine
+            # The job does not use another cluster of Ray on this machine.
+            address="local",
             num_cpus=16,
             num_gpus=args.rollouts,
             include_dashboard=False,
@@ -144,7 +145,7 @@ class Job:
         await asyncio.gather(*(replica.init_standalone() for replica in self.replicas))
 
     def update(self) -> dict[str, Any]:
-        """Other weights, one update in which requests run, and what every replica has then."""
+        """Change the weights, make one update while requests run, and return the state of every replica."""
         self.step += 1
         self.actors.change_weights(self.step)
         replicas = self.manager.replicas
@@ -158,7 +159,7 @@ class Job:
         }
 
     def served(self, replicas: Sequence[Any]) -> dict[str, Any]:
-        """What is served, by vLLM's own answers."""
+        """Return vLLM's own checksums and answers for every replica."""
         return {
             "step": self.step,
             "checksums": [checksums(replica) for replica in replicas],
@@ -166,7 +167,7 @@ class Job:
         }
 
     def save(self, folder: Path) -> None:
-        """Write the checkpoint of what the actor exports now."""
+        """Write a checkpoint of the actor's current export."""
         folder.mkdir()
         for path in Path(self.args.model).iterdir():
             if path.suffix != ".safetensors":
@@ -174,7 +175,7 @@ class Job:
         save_file(self.actors.full_weights()[0], folder / "model.safetensors", {"format": "pt"})
 
     def kill(self, replica: Any) -> dict[str, Any]:
-        """An update in which all processes of a replica are killed once its requests are aborted."""
+        """Make an update that kills all processes of a replica after its requests are aborted."""
         self.step += 1
         self.actors.change_weights(self.step)
         pid = ray.get(replica.server_handle.__ray_call__.remote(lambda _: os.getpid()))
@@ -197,7 +198,7 @@ class Job:
 
 
 def configuration(args: argparse.Namespace) -> Any:
-    """verl's own, with what its users would write for Windlass, and what CPUs and a tiny model need."""
+    """Return verl's configuration with the options for Windlass, for CPUs and for a tiny model."""
     windlass = [
         "actor_rollout_ref.rollout.checkpoint_engine.backend=windlass_shards",
         f"+actor_rollout_ref.rollout.checkpoint_manager_class={MANAGER}",
@@ -243,7 +244,7 @@ def told(output: Any) -> dict[str, Any]:
 
 
 def checksums(replica: Any) -> dict[str, str]:
-    """Of every tensor, by vLLM itself."""
+    """Return vLLM's own checksum of every tensor."""
     request = urllib.request.Request(
         f"http://{replica.server_address}/weight_checker",
         json.dumps({"action": "checksum"}).encode(),
@@ -254,7 +255,7 @@ def checksums(replica: Any) -> dict[str, str]:
 
 
 def family(pid: int) -> list[int]:
-    """Pids: itself, and what it has started."""
+    """Return the process ids of a process and of all its descendants."""
     found, left = [], [pid]
     while left:
         pid = left.pop()
