@@ -1,4 +1,4 @@
-"""Gangs over several nodes with GPUs: a real Slurm of several slurmds, a real Ray of several raylets."""
+"""Gangs over several nodes with GPUs, on a real Slurm with several slurmds and a real Ray with several raylets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_RAY = "" if importlib.util.find_spec("ray") else "ray is not installed"
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(240),
-    # Ray leaves its own sockets and files to the collector.
+    # Ray does not close its own sockets and files.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -54,7 +54,7 @@ OPTIONS = {
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """Two nodes of 4 GPUs each; yields Ray's address, or nothing for Slurm."""
+    """Start two nodes of 4 GPUs each, and yield Ray's address; empty for Slurm."""
     if request.param == "ray":
         from ray.cluster_utils import Cluster
 
@@ -99,7 +99,7 @@ def gang(name: str, num_gpus: int, num_nodes: int = 2) -> ProcessSpec:
 async def test_ranks_over_two_nodes_find_each_other_and_have_gpus_of_their_own(
     cluster: str, tmp_path: Path
 ) -> None:
-    """Four ranks with one GPU each are one reservation; an engine beside rank 2 sees the GPUs from its on."""
+    """Check four ranks with one GPU each in one reservation, and a process next to rank 2 that sees GPUs from rank 2's on."""
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     async with opened(cluster, tmp_path) as scheduler:
         controller = TrainController(
@@ -171,11 +171,11 @@ async def test_a_gang_is_granted_whole_or_waits(cluster: str, tmp_path: Path) ->
         await scheduler.start(gang("waits", 2))
         with pytest.raises(PeerTimeout, match="waits is still queued"):
             await scheduler.wait_healthy("waits", deadline_s=1)
-        # It holds no part of what it waits for: two GPUs of the other node, and the last of the first.
+        # The waiting gang must not reserve a part of its GPUs: two of the other node, and the last of the first.
         for name in ("other", "last"):
             await scheduler.start(gang(name, {"other": 3, "last": 1}[name], num_nodes=1))
         if not cluster:
-            # Slurm gives GPUs out in order of age: what came later waits behind the gang.
+            # Slurm gives GPUs out in the order of submission, so later jobs wait behind the gang.
             await scheduler.delete("other")
             await scheduler.delete("last")
         else:

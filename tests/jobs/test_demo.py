@@ -1,4 +1,4 @@
-"""The main job, whole: real trainers, real engines, real updates, every answer checked."""
+"""The whole demo: real trainers, real engines, real updates, and a check of every answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slurm_cluster import missing_reason, slurm_cluster
 
 STEPS = 8
 FEW_STEPS = 4
-"""With two versions of staleness, three could be fed by the first version's answers alone."""
+"""Steps of a short demo. With a staleness of two, the first version's answers would be enough for three steps."""
 
 
 @pytest.mark.long

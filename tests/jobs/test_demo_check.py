@@ -1,4 +1,4 @@
-"""The demo's check finds answers of weights that they do not name, and no others."""
+"""The demo's check finds exactly the answers that other weights than the named version generated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def versions_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("versions")
     for version in range(NUM_VERSIONS):
         torch.manual_seed(version)
-        # Large weights, so that one token tells which version computed it, and its context.
+        # With large weights, a single token shows its version and the version of its context.
         weights = {n: 4 * p.detach() for n, p in build_model(MODEL).named_parameters()}
         save_file(weights, folder / f"{version}.safetensors")
     return folder
@@ -33,7 +33,7 @@ def versions_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.no_grad()
 def serve(folder: Path, versions: Sequence[int], *, kept: bool) -> TrainingSample:
-    """Draw an answer as an engine does, a token at a time; keys and values are kept, or computed anew."""
+    """Draw an answer token by token, as an engine does; with `kept`, keys and values of older versions stay."""
     models = {version: build_model(MODEL).eval() for version in versions}
     for version, model in models.items():
         model.load_state_dict(load_file(folder / f"{version}.safetensors"), strict=False)
@@ -126,5 +126,5 @@ def test_the_check_says_how_many_answers_are_done(versions_dir: Path, kept: bool
         device="cpu",
         progress=done.append,
     )
-    # Three answers name version 0, which was not published, and need no pass.
+    # Three answers name version 0, which was not published. They need no forward pass.
     assert done == [3, 4, 5]

@@ -1,4 +1,4 @@
-"""The main job on a GPU: rollout controller, worker, trainer and an unmodified vLLM beside it."""
+"""The demo on a GPU: rollout controller, worker, trainer and an unmodified vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo refuses before it starts anything, and what it calls a problem at its end."""
+"""Settings of the demo: refusals before its start, its options, and its list of problems at the end."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def test_an_engine_that_is_not_installed_is_named_before_anything_starts(
 
 def test_nothing_but_the_output_of_an_earlier_demo_is_deleted(tmp_path: Path) -> None:
     job = config("--output", str(tmp_path / "out"))
-    for _ in range(2):  # a new folder, then that of the demo before
+    # The first turn makes a new folder. The second finds the folder of an earlier demo.
+    for _ in range(2):
         make_directory(job)
         assert {path.name for path in (tmp_path / "out").iterdir()} == {"job.json", "versions"}
         (tmp_path / "out" / "log").write_text("old")
@@ -186,7 +187,7 @@ def test_whatever_a_demo_must_not_show_is_a_problem() -> None:
 def test_what_is_named_next_can_be_typed_where_the_environment_is_not_active(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After `make demo`, which has made it and has not put it on the PATH."""
+    """`make demo` creates the environment but does not add it to the PATH."""
     job = config("--output", str(tmp_path))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     said = [line.split()[0] for line in what_next(job, []) if "windlass " in line]

@@ -1,4 +1,4 @@
-"""A job whose engine is a real SGLang or vLLM over two nodes of a real Slurm or Ray: updated, killed on one of them, started again."""
+"""A real SGLang or vLLM engine over two nodes of a real Slurm or Ray: updates, death of one part, and restart."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ mode = "staged"
 
 
 class Watching(Recipe):
-    """Has the second node's part of the engine killed before the second step.
+    """A recipe that kills the engine's part on the second node before the second step.
 
     Attributes:
-        held: digests of both ranks before each step, and those of a fresh load of what was published last.
-        versions: of the tokens that each step trains on.
+        held: digests of both ranks before each step, and digests of a fresh load of the last published version.
+        versions: versions of the tokens in each step's samples.
     """
 
     def __init__(self, folder: Path, server: Server) -> None:
@@ -116,7 +116,7 @@ class Watching(Recipe):
             await self._kill_a_part()
 
     async def _kill_a_part(self) -> None:
-        """Return once the engine, which has left the fleet, is in it again."""
+        """Kill a part of the engine, and wait until the engine has left the fleet and joined again."""
         coordinator = self._controller.coordinator
         gone, back = asyncio.Event(), asyncio.Event()
 
@@ -133,7 +133,7 @@ class Watching(Recipe):
 
 @contextmanager
 def cluster_of(kind: str, folder: Path) -> Iterator[tuple[str, str]]:
-    """Two nodes on this host; yields their address, and the job's tables of the cluster and its controller."""
+    """Start two nodes on this host, and yield their address and the job's settings of the cluster."""
     if kind == "slurm":
         folder.mkdir()
         with (
@@ -170,7 +170,7 @@ def cluster_of(kind: str, folder: Path) -> Iterator[tuple[str, str]]:
 async def test_an_engine_over_two_nodes_is_one_engine(
     engine: str, kind: str, tmp_path: Path
 ) -> None:
-    """Every version that it serves is what a fresh load of it is, on both nodes, before and after it is started again."""
+    """Check that served versions equal fresh loads on both nodes, before and after a restart of the engine."""
     save("dense", 1, tmp_path / "0.model")
     (tmp_path / "0.model" / "config.json").rename(tmp_path / "0.json")
     (tmp_path / "0.model" / "config.json").write_text((tmp_path / "0.json").read_text())

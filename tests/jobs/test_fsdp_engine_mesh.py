@@ -1,4 +1,4 @@
-"""`FsdpEngine` on meshes of four real gloo ranks, against the same steps of plain PyTorch in this process."""
+"""`FsdpEngine` on meshes of four real gloo ranks, compared with the same steps of plain PyTorch in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from windlass.transfer.collective_group import Rendezvous
 
 RANKS = str(Path(__file__).parents[1] / "support" / "mesh_rank.py")
 DEADLINE_S = 300.0
-NORM = 0.5  # what gradients are clipped to: every step's is larger
+NORM = 0.5
+"""Limit of the gradient norm. The norm of every step is larger."""
 
 WAYS: list[dict[str, Any]] = [
     {"name": "fsdp", "groups": 4},
@@ -32,11 +33,11 @@ WAYS: list[dict[str, Any]] = [
     {"name": "tp", "groups": 4, "sizes": {"tp": 2}},
     {"name": "hsdp_tp", "groups": 4, "sizes": {"dp_replicate": 2, "tp": 2}},
     {"name": "cp", "groups": 4, "sizes": {"cp": 2}},
-    # The first two data-parallel ranks have two groups, and the others one: these run one of share 0.
+    # Two data-parallel ranks have two groups, and two ranks have one. The latter also run a group with share 0.
     {"name": "micro", "groups": 6, "sizes": {"dp_replicate": 2}, "num_groups": 1},
-    # Three groups in micro-batches of one and two; the others' are of one each.
+    # Two ranks have three groups in micro-batches of one and two groups. The others have micro-batches of one group.
     {"name": "uneven", "groups": 10, "num_groups": 2},
-    # Two groups for two of the ranks, and one for the others: one rank's step on all of them.
+    # Two ranks have two groups, and two have one. The step must equal a single rank's step on all groups.
     {"name": "shares", "groups": 6},
     {"name": "bfloat16", "groups": 4, "bfloat16": True},
     {"name": "before", "groups": 4, "sizes": {"tp": 2}, "schedule": True, "save": "at", "steps": [0]},
@@ -48,7 +49,7 @@ for way in WAYS:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Of every way, what each of its four ranks has found."""
+    """Provide the results of the four ranks for each way."""
     folder = tmp_path_factory.mktemp("ranks")
     stores = [Rendezvous("127.0.0.1", DEADLINE_S) for _ in WAYS]
     what = json.dumps([WAYS, [store.port for store in stores]])
@@ -69,7 +70,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 def trained(
     way: dict[str, Any], size: int, steps: list[int]
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """The same in one process: the gradient of the mean over all samples, in the parts of data-parallel ranks."""
+    """Train in one process on the mean over all samples, with gradients added over the shares of data-parallel ranks."""
     torch.manual_seed(7)
     model = Decoder()
     stepper = optimizer(model)
@@ -80,7 +81,7 @@ def trained(
         whole: dict[str, torch.Tensor] = {}
         last = 0.0
         for index in range(size):
-            # As FSDP2 has it: parameters in bfloat16, gradients reduced in float32.
+            # FSDP2 computes with bfloat16 parameters and reduces gradients in float32.
             replica = copy.deepcopy(model).bfloat16() if way.get("bfloat16") else model
             replica.zero_grad()
             loss = mean_loss(replica, groups[index::size])
@@ -130,7 +131,8 @@ def test_three_steps_on_a_mesh_are_those_of_one_process(
     assert tuple(rank["data_parallel"] for rank in ranks) == tuple((i, size) for i in indices)
     steps = way["steps"]
     weights, metrics = trained(way, size, steps)
-    if name == "after":  # the first step was taken on another mesh, with other data-parallel ranks
+    # The way "after" continues from the first step of another mesh with other data-parallel ranks.
+    if name == "after":
         metrics = check_resumed(found, way)
     else:
         ours = ranks[0]["weights"]
@@ -151,9 +153,9 @@ def test_three_steps_on_a_mesh_are_those_of_one_process(
 def check_resumed(
     found: dict[str, list[dict[str, Any]]], way: dict[str, Any]
 ) -> list[dict[str, float]]:
-    """What follows a load is what would have followed: momentum and learning rate go on.
+    """Check that training after a load continues with the saved momentum and learning rate.
 
-    With as many samples for every rank, their number makes no difference.
+    All ranks have the same number of samples here, so the number of ranks makes no difference.
     """
     weights, metrics = trained(way, 4, [0, 1, 2, 3])
     assert distance(found["after"][0]["weights"], weights) < 2e-6

@@ -1,4 +1,4 @@
-"""A job's FSDP2 engine with a replica: the next step does not wait for the fleet."""
+"""With a replica, the next step of a job's FSDP2 engine does not wait for the fleet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windlass.transports.base import WriteBatch
 from windlass.transports.registry import create_transport
 
 TOKEN = "secret of the test"
-# The loss below reads no sample, but a step without samples is refused.
+# The loss below reads no sample, but the engine refuses a step without samples.
 SAMPLE = TrainingSample(
     prompt_ids=(1,),
     output_ids=(2,),
@@ -38,7 +38,7 @@ SECONDS = 30.0
 
 
 class HeldTransport(WrappedTransport):
-    """Its writes wait until they are let go, and then may fail."""
+    """A transport that delays writes until `go` is set and then raises `error`, if there is one."""
 
     go = threading.Event()
     error = ""
@@ -147,7 +147,7 @@ async def test_after_an_update_that_failed_the_next_one_is_prepared_as_ever(held
         assert report.outcome is windlass.RoundOutcome.ABORTED
         assert "no wire" in report.reason
         HeldTransport.error = ""
-        # One that was prepared, and that the controller never began.
+        # The trainer prepares this version, but the controller never begins it.
         await asyncio.to_thread(engine.prepare_publish, 2)
         await asyncio.to_thread(engine.train_step, 1, GROUPS)
         await published(controller, engine, 3)
@@ -158,7 +158,7 @@ async def test_after_an_update_that_failed_the_next_one_is_prepared_as_ever(held
 async def in_job(
     controller: windlass.Controller,
 ) -> AsyncIterator[tuple[torch.Tensor, FsdpEngine]]:
-    """An engine and a trainer rank; who blocks does so in other threads, as in other processes."""
+    """Yield the weight of an engine and a trainer's `FsdpEngine`, with their blocking calls in other threads."""
     with ExitStack() as stack:
         live = await asyncio.to_thread(stack.enter_context, served_linear(controller.url, TOKEN))
         engine = await asyncio.to_thread(stack.enter_context, trained(controller.url))

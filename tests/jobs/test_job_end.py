@@ -1,4 +1,4 @@
-"""How long the ranks of a job may take to end is what their last update may still need, and no more."""
+"""Ranks get the time of an update to end only if an update may be under way."""
 
 from __future__ import annotations
 

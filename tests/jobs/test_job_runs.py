@@ -96,7 +96,7 @@ def lines(printed: str, start: str) -> list[str]:
 
 
 def test_a_job_that_was_stopped_continues_by_the_same_command(tmp_path: Path) -> None:
-    """Its recipe has workflows, rewards that are a tensor of booleans, a state and an evaluation."""
+    """Check a recipe with workflows, rewards in a boolean tensor, a state and an evaluation."""
     top = 'steps = 8\nresume = "auto"'
     script = tmp_path / "padded.py"
     script.write_text(PADDED.format(example=str(EXAMPLE / "trainer.py")))
@@ -111,7 +111,7 @@ def test_a_job_that_was_stopped_continues_by_the_same_command(tmp_path: Path) ->
         assert process.wait(timeout=120) == 128 + signal.SIGTERM, first
     stopped_at = len(lines(first, "step "))
     assert 5 <= stopped_at < 8
-    # A sample for each of two turns of two rollouts of two groups.
+    # Two groups of two rollouts with two turns each make 8 samples.
     assert {line.partition("]")[2] for line in lines(first, "TRAIN ")} == {" {4} 8"}
     assert lines(first, "AFTER ")[:2] == [
         "0 ['grad_norm', 'logprob_difference', 'loss'] {1}",
@@ -126,7 +126,7 @@ def test_a_job_that_was_stopped_continues_by_the_same_command(tmp_path: Path) ->
     assert lines(second, "LOAD ")
     assert len(lines(second, "step ")) == 8 - saved
     assert lines(second, "ENDED ") == ["8 8 {8}"]
-    # What the first run had drawn and not trained on came again, and no other prompt did.
+    # The second run repeats only the prompts that the first run drew without training on them.
     before = [n for line in lines(first, "TRAIN ")[:saved] for n in numbers(line)]
     after = [n for line in lines(second, "TRAIN ") for n in numbers(line)]
     assert sorted(before + after) == sorted({*before, *after})
@@ -247,6 +247,7 @@ def kill_worker(parent: int) -> None:
                 words = (entry / "cmdline").read_text()
                 is_child = f"\nPPid:\t{parent}\n" in (entry / "status").read_text()
             except OSError:
-                continue  # it has ended
+                # The process has ended.
+                continue
             if is_child and "windlass.rollout.worker" in words:
                 os.kill(int(entry.name), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Who is given which token: jobs their role's alone, and what a process starts none at all."""
+"""Processes get only the token of their role, and their child processes get no token."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOOLS = {
     "scontrol": "exit 0",
     "squeue": "exit 0",
     "scancel": "exit 0",
-    # The job's script with its arguments, as the node would run it.
+    # This program runs the job's script with its arguments, as a node would.
     "sbatch": 'env >"$RECORDED/sbatch"; echo 7; while [ "${1#*slurm-lease.sh}" = "$1" ]; do shift; done; echo "$3 $4" >"$RECORDED/lease"; exec sh "$@"',
     "srun": 'env >"$RECORDED/srun"; while [ "$1" != "--" ]; do shift; done; shift; exec "$@"',
 }
@@ -46,13 +46,13 @@ TOOLS = {
 
 @pytest.fixture(autouse=True)
 def owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process was started with the owner's secret, and with a token for engines."""
+    """Set the owner's token and the engines' token of this process to the owner's secret."""
     for name in NAMES:
         monkeypatch.setenv(name, SECRET)
 
 
 async def shown(scheduler: Scheduler) -> str:
-    """What an engine's process sees, and its parent."""
+    """Return the output of an engine's process about its own variables and its parent's."""
     spec = ProcessSpec(
         name="engine",
         command=(sys.executable, "-c", SHOW),
@@ -103,7 +103,7 @@ async def test_a_slurm_job_gets_the_token_of_its_role_alone(
     assert not any(name in batch for name in NAMES)
     assert SECRET not in batch + step
     assert f"WINDLASS_TOKEN={role_token(SECRET, Access.ENGINE)}\n" in step
-    # Of the job that this process runs in, sbatch and srun would read options.
+    # sbatch and srun would read options from variables of the surrounding job.
     for seen in (batch, step):
         assert "SLURM_CONF=/etc/slurm/slurm.conf\n" in seen
         assert not [line for line in seen.splitlines() if line.endswith("=outer")]
@@ -151,7 +151,8 @@ def test_a_process_that_has_read_its_token_shows_it_to_nobody() -> None:
     assert b"PATH=" in done.stdout
     assert b"WINDLASS_TOKEN=" + SECRET.encode() not in done.stdout
     engine_token = b"WINDLASS_ENGINE_TOKEN=" + SECRET.encode()
-    assert done.stdout.count(engine_token) == 2  # it has not been read
+    # Nothing has read this variable yet.
+    assert done.stdout.count(engine_token) == 2
 
 
 async def test_what_runs_in_a_worker_sees_no_token(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`windlass launch` for real: the example to its end, and signals in the middle of an update."""
+"""`windlass launch` with real processes: the whole example, and signals in the middle of an update."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write(tmp_path: Path, *replacements: tuple[str, str]) -> Path:
 
 @contextmanager
 def launched(config: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """The job's process; every process of the job must be gone when it is."""
+    """Yield the job's process, and check at its end that all processes of the job have ended."""
     token = uuid.uuid4().hex
     with (config.parent / "stderr").open("w") as log:
         job = subprocess.Popen(
@@ -64,7 +64,7 @@ def launched(config: Path, **environment: str) -> Iterator[subprocess.Popen[str]
 
 
 def carriers(token: str) -> list[str]:
-    """Command lines of live processes with this token."""
+    """Return the command lines of live processes with this token."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -72,7 +72,8 @@ def carriers(token: str) -> list[str]:
                 if token.encode() in (entry / "environ").read_bytes():
                     found.append((entry / "cmdline").read_text().replace("\0", " "))
             except OSError:
-                continue  # it has ended
+                # The process has ended.
+                continue
     return found
 
 
@@ -87,7 +88,7 @@ def read_until(job: subprocess.Popen[str], start: str) -> str:
 
 
 def wait_for(fifo: Path, job: subprocess.Popen[str]) -> None:
-    """Until a rank has written to the fifo; fails with what the job printed when that ended."""
+    """Wait until a rank has written to the fifo; fail with the job's exit status if the job ends first."""
     reader, process = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK), os.pidfd_open(job.pid)
     ready, _, _ = select.select([reader, process], [], [], DEADLINE_S)
     os.close(process)
@@ -119,13 +120,14 @@ def check_example(tmp_path: Path, config: Path, **environment: str) -> None:
     assert isinstance(rollouts, dict)
     assert rollouts["lost"] == 0
     assert rollouts["completed"] >= 2 * 32
-    # The page, from before everybody left.
+    # The job saved this page before the engines left.
     page = (tmp_path / "out" / "report.html").read_text()
     assert '"published_version":2,' in page
     assert '"routable":true,' in page
 
 
-@pytest.mark.long  # the example once more; `make test-security` runs it
+# This test runs the whole example again; `make test-security` includes it.
+@pytest.mark.long
 def test_a_whole_job_speaks_tls_alone(tmp_path: Path) -> None:
     config = write(tmp_path, ("steps = 4", "steps = 2"))
     check_example(tmp_path, config, **Authority(tmp_path).issue())
@@ -173,7 +175,7 @@ def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: 
         "done:",
         "in",
     ]
-    # The last one was still under way when the job's work was done.
+    # The last update was still under way at the end of the job's work. It counts too.
     found = summary(tmp_path)
     assert found["outcomes"] == ["published"] * 2
     assert (found["steps"], found["version"]) == (3, 3)
@@ -199,7 +201,7 @@ class EverySecond(CountSevens):
 
 
 def check_logs(tmp_path: Path) -> None:
-    """What the processes of the example wrote as JSON lines."""
+    """Check the JSON lines in the logs of the example's processes."""
     controller = [json.loads(line) for line in (tmp_path / "stderr").read_text().splitlines()]
     ended = [line for line in controller if line["message"].startswith("round published")]
     assert [line["version"] for line in ended] == [0, 1, 2]
@@ -213,7 +215,7 @@ def check_logs(tmp_path: Path) -> None:
     worker = (tmp_path / "out" / "logs" / "worker-0.log").read_text().splitlines()
     attempts = [json.loads(line) for line in worker if "attempt accepted" in line]
     assert len(attempts) >= 2 * 32
-    # On a busy machine some grow too old and are made again.
+    # On a busy machine, some attempts exceed the staleness and are repeated.
     assert len({(line["task"], line["attempt"]) for line in attempts}) == len(attempts)
     assert {line["version"] for line in attempts} <= {0, 1, 2}
     assert {(line["process"], line["engine"]) for line in attempts} == {("worker-0", "engine-a")}
@@ -303,8 +305,11 @@ class Watching(CountSevens):
 def test_a_dead_trainer_rank_starts_again_from_its_checkpoint_and_the_job_goes_on(
     tmp_path: Path, dies_in: str
 ) -> None:
-    """Rank 1 is killed with SIGKILL once step 2 is saved: what the engine serves next is step 2 again, under a
-    new number, though version 3 was served or half written; every batch is of the version before its step."""
+    """Check a SIGKILL of rank 1 after step 2 was saved, when version 3 is served or half written.
+
+    The engine must then serve the weights of step 2 again, under a new number. Every batch must have the version before its
+    step.
+    """
     recipe, died = tmp_path / "watching.py", tmp_path / "died"
     recipe.write_text(WATCHING)
     config = write(
@@ -323,8 +328,10 @@ def test_a_dead_trainer_rank_starts_again_from_its_checkpoint_and_the_job_goes_o
         assert job.returncode == 0, printed + (tmp_path / "stderr").read_text()
     assert died.exists()
     assert "starting the ranks again, 1 of at most 3" in printed
-    lost = {"train_step": [3], "write": [], "save": [3]}[dies_in]  # steps after the checkpoint
-    again = 5 if dies_in == "save" else 4  # the version of step 2, the second time
+    # Versions after the checkpoint that the engine served before the death.
+    lost = {"train_step": [3], "write": [], "save": [3]}[dies_in]
+    # The second version with the weights of step 2.
+    again = 5 if dies_in == "save" else 4
     steps: dict[int, int] = {}
     answers: dict[tuple[int, str], float] = {}
     for line in (tmp_path / "out" / "seen").read_text().splitlines():
@@ -346,7 +353,7 @@ def test_a_dead_trainer_rank_starts_again_from_its_checkpoint_and_the_job_goes_o
         version: {what: value for (v, what), value in answers.items() if v == version}
         for version in (1, 2, again)
     }
-    # Which requests an engine computes together moves a log-probability by up to 1e-6.
+    # A log-probability changes by up to 1e-6 with the other requests in the same batch.
     same = pytest.approx(of[again], abs=1e-5)
     assert of[2]
     assert of[2] == same
@@ -420,9 +427,10 @@ def test_a_trainer_that_dies_fails_the_job_with_its_log(tmp_path: Path) -> None:
     assert "no such optimizer" in printed
 
 
-@pytest.mark.long  # the example once more: schedulers give out GPUs in test_schedulers.py as well
+# This test runs the whole example again. test_schedulers.py also covers the GPUs of schedulers.
+@pytest.mark.long
 def test_an_engine_shares_the_reservation_of_a_trainer_rank(tmp_path: Path) -> None:
-    """The ranks, on their side, find the GPU that they reserved and count it from 0."""
+    """Check also that each rank sees the GPU that it reserved, and local rank 0."""
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, pathlib\n"
@@ -452,7 +460,7 @@ def test_the_example_runs_as_slurm_jobs(tmp_path: Path) -> None:
 
 
 def several_nodes(tmp_path: Path, address: str, *replacements: tuple[str, str]) -> Path:
-    """The job of docs/cluster.md, started on the host of this address."""
+    """Write the job of docs/cluster.md for a controller at this address."""
     text = (EXAMPLE / "slurm.toml").read_text().replace("{here}", str(EXAMPLE))
     for old, new in (
         *replacements,
@@ -476,7 +484,8 @@ def test_the_example_of_several_nodes_runs_on_slurm(tmp_path: Path) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-@pytest.mark.filterwarnings("ignore")  # Ray leaves its own sockets and files to the collector
+# Ray does not close its own sockets and files.
+@pytest.mark.filterwarnings("ignore")
 def test_the_example_of_several_nodes_runs_on_ray(tmp_path: Path) -> None:
     from ray.cluster_utils import Cluster
 

@@ -1,4 +1,4 @@
-"""The launch file: what it takes, and what it says to what it does not take."""
+"""The launch file: accepted settings, and errors for refused settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "launch" / "job.tom
 
 
 def write(tmp_path: Path, *replacements: tuple[str, str]) -> Path:
-    """The example's file, changed, in another folder; `{here}` still means the example's."""
+    """Write a changed copy of the example's file; `{here}` still means the folder of the example."""
     text = EXAMPLE.read_text().replace("{here}", str(EXAMPLE.parent))
     for old, new in replacements:
         assert old in text
@@ -313,7 +313,7 @@ BAD = Path(__file__).with_name("bad_jobs")
 def test_check_says_which_line_of_a_bad_job_to_mend(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first line of each file is what must be said of it; `good.toml` is what they were made from."""
+    """Compare the output with the first line of each file; all files are changed copies of `good.toml`."""
     says = path.read_text().splitlines()[0].removeprefix("# says: ")
     status = main(["launch", str(path), "--check"])
     printed = capsys.readouterr()
@@ -385,7 +385,7 @@ ON_GPUS = ("world_size = 2", "world_size = 2\nnum_gpus = 1")
 
 
 def check(config: LaunchConfig) -> None:
-    """What the command does before it starts anything."""
+    """Run the checks of the command before its start of processes."""
     check_job(config)
     check_host(config)
 
@@ -518,7 +518,8 @@ def test_what_a_start_would_be_refused_for_is_refused_before_it(
         ((LOCAL, 'kind = "slurm"\nhost = "127.0.0.1"'),),
         ((LOCAL, 'kind = "ray"'),),
         (SLURM, REACHED, ('transport = "cma"', 'transport = "mooncake"')),
-        (GPUS, ON_GPUS),  # and the engine's one rank gets the third
+        # The engine's one rank gets the third GPU.
+        (GPUS, ON_GPUS),
         (GPUS, ON_GPUS, ('name = "engine-a"', 'name = "engine-a"\ncolocate_with = "trainer-1"')),
         (VLLM, with_arguments("--pp", "2", "--max-model-len", "64")),
     ],

@@ -1,6 +1,6 @@
-"""The main job with live, unmodified vLLM servers: rollout controller, worker and updates at once.
+"""The demo with live, unmodified vLLM servers: rollout controller, worker and updates together.
 
-`WINDLASS_VLLM_OWN_VERSIONS=1` has vLLM 0.32 answer and pause as 0.24 does, which runs on GPUs.
+With `WINDLASS_VLLM_OWN_VERSIONS=1`, vLLM 0.32 answers and pauses like 0.24, the release that runs on GPUs.
 """
 
 from __future__ import annotations

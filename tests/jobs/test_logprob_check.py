@@ -1,4 +1,4 @@
-"""A job compares log-probabilities of rollouts with its trainer's in its first step, under its own sampling settings."""
+"""In its first step, a job compares log-probabilities of rollouts with its trainer's, under its sampling settings."""
 
 from __future__ import annotations
 
@@ -77,12 +77,13 @@ def model() -> Any:
     torch.manual_seed(0)
     found = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).eval()
     with torch.no_grad():
-        found.lm_head.weight.mul_(20)  # far from uniform
+        # Large weights make the distribution far from uniform.
+        found.lm_head.weight.mul_(20)
     return found
 
 
 def answer(model: Any, prompt: list[int], length: int, sampling: dict[str, Any], cut: Any) -> Any:
-    """A sample as an engine draws it."""
+    """Return a sample that is drawn as an engine draws it."""
     output: list[int] = []
     for _ in range(length):
         ahead = distributions(model, [*prompt, *output], [0], sampling, cut)

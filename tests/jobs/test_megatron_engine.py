@@ -1,4 +1,4 @@
-"""`MegatronEngine` on real Megatron-core ranks over gloo: its steps, and what an engine serves, are those of transformers."""
+"""`MegatronEngine` on real Megatron-core ranks over gloo makes the steps of transformers, and engines serve the result."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def sample(number: int) -> TrainingSample:
 
 
 def groups_of(step: int) -> list[list[TrainingSample]]:
-    """Two groups for each of two data-parallel ranks, of two samples each."""
+    """Return two groups of two samples for each of two data-parallel ranks."""
     return [[sample(step * 8 + group * 2 + n) for n in range(2)] for group in range(4)]
 
 
 class Alone:
-    """The same steps by transformers and torch's AdamW, in this process."""
+    """The same training with transformers and torch's AdamW in the test process."""
 
     def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
         torch.manual_seed(3)
@@ -64,7 +64,7 @@ class Alone:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=0.0)
 
     def step(self, step: int, lr: float) -> tuple[float, float]:
-        """Return the loss and the norm of the gradients before they were clipped."""
+        """Make a step, and return the loss and the norm of the unclipped gradients."""
         samples = [each for group in groups_of(step) for each in group]
         ids = torch.tensor([each.prompt_ids + each.output_ids for each in samples])
         self._optimizer.zero_grad()
@@ -166,7 +166,7 @@ async def test_steps_over_nccl_are_those_of_transformers(
 async def check_steps(
     trainers: TrainController, alone: Alone, folder: Path, restart_at: str
 ) -> None:
-    """Three steps, and two of them again from what was saved before, by new processes if they have a controller to start at."""
+    """Make three steps, and repeat two from a checkpoint; with `restart_at`, new processes at this controller repeat them."""
     losses: dict[int, list[float]] = {}
     for step in range(3):
         if step == 1:
@@ -177,7 +177,7 @@ async def check_steps(
         losses[step] = [rank["loss"] for rank in result.ranks]
     if restart_at:
         await trainers.start(restart_at, deadline_s=DEADLINE_S)
-    # What follows a load is what followed the save: momentum and learning rate go on.
+    # After a load, training continues with the saved momentum and learning rate.
     await trainers.load(str(folder / "saved"), deadline_s=DEADLINE_S)
     for step in (1, 2):
         result = await trainers.train_step(step, groups_of(step), deadline_s=DEADLINE_S)
@@ -191,5 +191,5 @@ def check_step(ranks: Any, expected: tuple[float, float], lr: float) -> None:
         assert rank["grad_norm"] == pytest.approx(norm, rel=1e-3)
         assert rank["lr"] == pytest.approx(lr)
         assert rank["skipped"] == 0
-    # Each data-parallel rank says the loss of its own samples.
+    # Each data-parallel rank reports the loss of its share of the samples.
     assert sum(rank["loss"] for rank in ranks) / len(ranks) == pytest.approx(loss, rel=1e-4)

@@ -1,4 +1,4 @@
-"""A command that is refused changes nothing on disk, and names all mistakes of a job file in one go."""
+"""A refused command changes no file, and reports all mistakes of a job file at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "launch"
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Return the content of every file below a folder; None for a folder. Bytecode is Python's own, and left out."""
+    """Return the content of every file below a folder, None for a folder. Python's bytecode is omitted."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
@@ -24,7 +24,7 @@ def tree(folder: Path) -> dict[str, bytes | None]:
 
 @pytest.fixture
 def earlier_demo(tmp_path: Path) -> Path:
-    """The output folder that a demo has left, with what a job leaves."""
+    """Provide the output folder of an earlier demo, with the files of a job."""
     folder = tmp_path / "out"
     (folder / "versions").mkdir(parents=True)
     for name in ("job.json", "report.html", "metrics.jsonl", "versions/0.safetensors"):
@@ -105,7 +105,7 @@ def test_a_launch_that_starts_nothing_writes_nothing(
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv("WINDLASS_TOKEN", raising=False)
-    # An earlier test of this process may have had a token.
+    # An earlier test in this process may have read a token.
     monkeypatch.setattr("windlass.envs._secrets", {})
     if token_file:
         monkeypatch.setenv("WINDLASS_TOKEN_FILE", str(tmp_path / token_file))

@@ -1,4 +1,4 @@
-"""One suite for every scheduler: real subprocesses, a real Slurm cluster, a real Ray cluster."""
+"""One suite for all schedulers: real subprocesses, a real Slurm cluster, a real Ray cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_RAY = "" if importlib.util.find_spec("ray") else "ray is not installed"
 SLURM = [pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)]
 RAY = [
     pytest.mark.skipif(bool(NO_RAY), reason=NO_RAY),
-    # Ray leaves its own sockets and files to the collector.
+    # Ray does not close its own sockets and files.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -84,7 +84,7 @@ async def test_a_process_is_created_watched_signalled_listed_and_deleted(
         )
         await scheduler.start(python("says", say, OWN="a b"))
         assert (await scheduler.wait("says")).returncode == 3
-        # srun says in the same log that a task ended, and may say so first.
+        # srun writes the end of a task into the same log, perhaps before this line.
         assert "yes a b x y" in (await scheduler.log_tail("says")).splitlines()
         with pytest.raises(
             PeerUnreachable, match=r"ended with 3; its log ends:\n(.*\n)*yes a b x y"
@@ -133,7 +133,8 @@ async def test_whoever_waits_for_a_process_is_told_of_that_one_when_another_has_
             await scheduler.start(python("again", STAY))
 
         kept = asyncio.create_task(keep())
-        await asyncio.sleep(0)  # the first to wait, so the first to go on
+        # `keep` waits first, so it continues first.
+        await asyncio.sleep(0)
         waited = asyncio.create_task(scheduler.wait("again"))
         await asyncio.sleep(0)
         first = scheduler.status("again").pid
@@ -192,7 +193,7 @@ async def test_what_a_cluster_cannot_free_takes_nobody_elses_time_to_end(
 
 
 async def pidfds(fifo: Path, deadline_s: float = 15) -> list[int]:
-    """Handles of the processes that a process names; a reused pid cannot be mistaken for them."""
+    """Read process ids from a fifo and return their handles, which stay valid if a process id is reused."""
     async with asyncio.timeout(deadline_s):
         words = (await asyncio.to_thread(fifo.read_text)).split()
     return [os.pidfd_open(int(word)) for word in words]
@@ -272,7 +273,7 @@ async def test_what_runs_ends_with_an_owner_that_was_killed(kind: str, tmp_path:
 
 
 async def test_a_number_that_another_process_has_now_is_not_killed(tmp_path: Path) -> None:
-    """Of a long job some process ended hours ago, and the kernel has given its number away."""
+    """In a long job, the kernel may have reused the number of a process that ended hours ago."""
     other = subprocess.Popen((sys.executable, "-c", STAY), start_new_session=True)  # noqa: ASYNC220
     try:
         async with LocalScheduler(tmp_path) as scheduler:
@@ -292,7 +293,7 @@ async def test_a_number_that_another_process_has_now_is_not_killed(tmp_path: Pat
 
 
 def sees_gpus(num_gpus: int, name: str, *, beside: str = "") -> ProcessSpec:
-    """A process that prints the GPUs it sees and stays until it is told to end."""
+    """Return a process that prints its visible GPUs and runs until SIGTERM."""
     code = (
         "import os, signal; signal.signal(signal.SIGTERM, lambda *_: os._exit(0));"
         "os.write(1, os.environ.get('CUDA_VISIBLE_DEVICES', 'unset').encode());"
@@ -309,7 +310,8 @@ def sees_gpus(num_gpus: int, name: str, *, beside: str = "") -> ProcessSpec:
 async def test_processes_of_this_host_see_gpus_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5e1f,7")  # as a container's owner has it
+    # The owner of a container may have set the variable like this.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5e1f,7")
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     seen = {}
@@ -321,7 +323,8 @@ async def test_processes_of_this_host_see_gpus_of_their_own(
             sees_gpus(0, "engine-b", beside="trainer-0"),
         ):
             await scheduler.start(spec)
-            await asyncio.to_thread(fifo.read_text)  # it has printed
+            # The process has printed when it opens the fifo.
+            await asyncio.to_thread(fifo.read_text)
             seen[spec.name] = await scheduler.log_tail(spec.name)
         full = r"'engine-c': num_gpus must be at most the 0 free of 3 on this host, got 1 \(3: trainer-0"
         with pytest.raises(ConfigError, match=full):
@@ -330,9 +333,10 @@ async def test_processes_of_this_host_see_gpus_of_their_own(
         missing = ProcessSpec(name="missing", command=("/no/such/program",), num_gpus=1)
         with pytest.raises(ConfigError, match=r"cannot start '/no/such/program'"):
             await scheduler.start(missing)
-        await scheduler.start(sees_gpus(1, "engine-c"))  # what those two had is free
+        # The deleted process and the failed start have released their GPU.
+        await scheduler.start(sees_gpus(1, "engine-c"))
         await asyncio.to_thread(fifo.read_text)
-        # Again in its reservation, which the engine beside it has kept.
+        # The rank starts again in its reservation, which the colocated engine has kept.
         await scheduler.delete("trainer-0")
         await scheduler.start(sees_gpus(2, "trainer-0"))
         assert scheduler.status("engine-b").returncode is None

@@ -1,4 +1,4 @@
-"""Groups are scored in threads, several at a time, before their step takes them."""
+"""Threads score several groups at a time, before a step takes these groups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = RolloutSection(sampling=SAMPLING, groups_per_step=4, samples_per_group=
 
 
 class Scored(Recipe):
-    """A recipe whose rewards are made by a function of the test."""
+    """A recipe with rewards from a function of the test."""
 
     def __init__(self, reward: Callable[[RolloutGroup], float]) -> None:
         self.reward = reward
@@ -42,7 +42,7 @@ class Scored(Recipe):
 
 
 class Rig:
-    """Rollouts of a fake engine, and what scores them."""
+    """Rollouts of a fake engine, with their scoring."""
 
     def __init__(self, rollouts: RolloutController, scoring: Scoring) -> None:
         self.rollouts, self.scoring = rollouts, scoring
@@ -88,7 +88,7 @@ async def started(reward: Callable[[RolloutGroup], float], config: RolloutSectio
 
 @contextmanager
 def joined_threads() -> Iterator[threading.Event]:
-    """Let threads of recipes that hang end after the block."""
+    """Release hanging threads of recipes after the block, and wait for their end."""
     release = threading.Event()
     yield release
     release.set()
@@ -101,7 +101,7 @@ async def test_groups_are_scored_side_by_side_and_ahead_of_their_step() -> None:
     all_there = threading.Barrier(8)
 
     def reward(_: RolloutGroup) -> float:
-        # Rewards that were made one after another would break the barrier.
+        # Rewards that are computed one after another would break the barrier.
         all_there.wait(DEADLINE_S)
         return 1.0
 
@@ -168,7 +168,7 @@ async def test_time_for_scoring_is_not_taken_from_the_wait_for_groups() -> None:
     async with started(reward, config) as rig:
         rig.submit(1)
         assert await rig.next_batch() == [[1.0, 1.0]]
-        # Each of two waits takes less than the deadline, which both together pass.
+        # Each of the two waits is shorter than the deadline. Together they are longer.
         rig.submit(1)
         assert await rig.next_batch() == [[1.0, 1.0]]
 

@@ -1,4 +1,4 @@
-"""What a train controller says to its ranks and to its scheduler; the ranks are plain sockets."""
+"""Calls of a train controller to its ranks and its scheduler; the ranks are plain sockets."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_actor_and_critic_share_a_server_and_a_name_is_taken_once() -> Non
         for name, scheduler in zip(names, schedulers, strict=True)
     ]
     try:
-        # Either waits for its own rank, and gives up the other's.
+        # Each controller waits only for its own rank.
         await asyncio.gather(*(each.start(server.url, deadline_s=20) for each in both))
         with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
             await answer_everything(server.url, schedulers[1], "critic-1x5")
@@ -106,7 +106,7 @@ async def test_ranks_that_stopped_have_the_time_to_end_that_close_was_given() ->
 
 @final
 class Together(IdleScheduler):
-    """Ends a process once all are to end."""
+    """A scheduler that ends a process only after it was asked to end all processes."""
 
     def __init__(self, num_processes: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ async def test_ranks_end_side_by_side_and_not_each_after_the_grace_of_the_one_be
 
 @final
 class FirstFails(IdleScheduler):
-    """Cannot end the first rank, and takes a moment for the others."""
+    """A scheduler that cannot end the first rank and takes a moment for the others."""
 
     async def delete(self, name: str, *, grace_s: float = 5.0) -> None:
         if name == "trainer-0":
@@ -166,7 +166,7 @@ async def test_a_rank_that_does_not_belong_here_is_told_and_does_not_come_again(
 
 @pytest.mark.parametrize("job", ["", "the start before", "\u00e9"])
 async def test_a_rank_of_another_start_takes_no_place(job: str) -> None:
-    """A rank of the start before that still ran took the place of the new rank, and `start` failed."""
+    """Regression: a leftover rank of the previous start took the place of the new rank, and `start` failed."""
     scheduler = IdleScheduler()
     headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.TRAINER)}"}
     async with (

@@ -1,4 +1,4 @@
-"""Two real FSDP2 ranks over gloo, started by a scheduler, called collectively, and killed."""
+"""A scheduler starts two real FSDP2 ranks over gloo, which get collective calls and are killed."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ async def trainers(tmp_path: Path, how: str) -> AsyncIterator[TrainController]:
 
 
 async def test_groups_are_dealt_to_ranks_until_one_of_them_raises(tmp_path: Path) -> None:
-    """The step is the whole batch's; starting ranks takes longer than all else, so one set of them
-    does both."""
+    """Check that a step uses the whole batch, and several other calls with the same ranks, which start slowly."""
     async with trainers(tmp_path, "raise") as controller:
         first = await controller.train_step(1, GROUPS, deadline_s=30)
         assert [rank["first"] for rank in first.ranks] == [0.25, 1.0]
         assert first.ranks[0]["weights"] == first.ranks[1]["weights"]
-        # The oracle: the same model trained here with all six samples.
+        # Expected values: the same model, trained in this process with all six samples.
         torch.manual_seed(0)
         model = torch.nn.Linear(2, 4)
         rows = torch.tensor([[each.reward, 1.0] for group in GROUPS for each in group])
         loss = (model(rows) ** 2).mean()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # as FsdpEngine does unless told
+        # FsdpEngine clips gradients to this norm by default.
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         assert first.metrics["loss"] == pytest.approx(loss.item())
         assert [rank["loss"] for rank in first.ranks] == [first.metrics["loss"]] * 2
@@ -79,7 +79,7 @@ async def test_groups_are_dealt_to_ranks_until_one_of_them_raises(tmp_path: Path
 
 
 async def check_checkpoint(controller: TrainController, path: str) -> None:
-    """What follows a load is what followed the save, momentum included."""
+    """Check that steps after a load equal the steps after the save, including momentum."""
     await controller.save(path, deadline_s=30)
     saved = [(await controller.train_step(s, GROUPS, deadline_s=30)).ranks for s in (5, 6)]
     await controller.load(path, deadline_s=30)
@@ -91,7 +91,8 @@ async def check_operations(controller: TrainController) -> None:
     assert await controller.call("who", "!", deadline_s=30) == ("rank 0!", "rank 1!")
     rows = [[float(n), 1.0] for n in range(5)]
     found = await controller.map("outputs", rows, deadline_s=30)
-    assert len({tuple(each) for each in found}) == len(rows)  # each its own, in order:
+    # Each row has its own result, in the order of the rows.
+    assert len({tuple(each) for each in found}) == len(rows)
     assert [(await controller.map("outputs", [row, row], deadline_s=30))[0] for row in rows] == list(found)  # fmt: skip
     with pytest.raises(
         ConfigError, match=r"must be one of \['outputs', 'too few', 'who'\].*'os.system'"
@@ -119,7 +120,7 @@ async def test_a_rank_that_dies_or_hangs_is_reported_within_its_deadline(
 
 
 async def check_failure(controller: TrainController, deadline_s: float, says: str) -> None:
-    """Step 4 fails for the reason of the rank that caused it, and every later call says the same."""
+    """Check that step 4 fails with the reason of the failing rank, and that a later call fails with the same reason."""
     began = time.monotonic()
     with pytest.raises(TrainerError, match=says) as raised:
         await controller.train_step(4, GROUPS, deadline_s=deadline_s)

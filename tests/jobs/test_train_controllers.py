@@ -1,4 +1,4 @@
-"""Actor, critic and reference: several train controllers on one server, each with ranks of its own."""
+"""Actor, critic and reference: several train controllers on one server, each with separate ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def weight_of(trainers: TrainController) -> torch.Tensor:
 
 
 async def test_actor_critic_and_reference_share_a_server_and_fail_apart(tmp_path: Path) -> None:
-    """Only the actor's weights are served; a critic that dies is started again while the actor goes on."""
+    """Check that engines get only the actor's weights, and that a dead critic restarts while the actor continues."""
     controller = windlass.Controller(token=TOKEN)
     async with AsyncExitStack() as stack:
         scheduler = await stack.enter_async_context(LocalScheduler(tmp_path / "logs"))

@@ -40,7 +40,7 @@ def write(
     rollout: str = "",
     top: str = "",
 ) -> Path:
-    """Write a job of one trainer rank that answers in eight tokens."""
+    """Write a job with one trainer rank and answers of eight tokens."""
     (folder / "recipe.py").write_text(recipe)
     if worker:
         (folder / "worker.py").write_text(worker)
@@ -91,12 +91,12 @@ class Job:
 
     @property
     def text(self) -> str:
-        """All that the job has printed so far."""
+        """The whole output of the job until now."""
         return "".join(self.lines)
 
     @property
     def error(self) -> str:
-        """The line that names why the job failed."""
+        """The line with the reason of the job's failure."""
         return next(line for line in self.lines if line.startswith("windlass launch: "))
 
     def read_until(self, part: str) -> str:
@@ -109,13 +109,13 @@ class Job:
         raise AssertionError(f"no line with {part!r}: {self.text}")
 
     def end(self) -> int:
-        """Return the status of the job once it has ended."""
+        """Wait for the job's end and return its exit status."""
         assert self.process.stdout is not None
         self.lines += self.process.stdout
         return self.process.wait(DEADLINE_S)
 
     def children(self, part: str) -> list[int]:
-        """Return child processes whose command line contains this part."""
+        """Return the child processes that have this word in their command line."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():

@@ -1,7 +1,7 @@
-"""Every script in benchmarks/ is rehearsed on a CPU at a small size: `make test-scripts`.
+"""`make test-scripts` rehearses every script in benchmarks/ on a CPU at a small size.
 
-Scripts rot when nobody runs them: an option goes, a module moves, a namespace lacks what another module reads. A
-rehearsal runs the whole script and checks its exit status and its rows. Its figures mean nothing.
+Scripts that never run break unnoticed: an option disappears, a module moves, a namespace lacks a name. A rehearsal runs
+the whole script and checks its exit status and its rows. Its figures have no meaning.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.scripts, pytest.mark.timeout(420)]
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 OUT = "OUT"
-"""Stands for the folder of a rehearsal in its words."""
+"""Placeholder for the folder of a rehearsal in its arguments."""
 VLLM = "VLLM"
-"""Stands for the interpreter of vLLM's environment."""
+"""Placeholder for the interpreter of vLLM's environment."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Rehearsal:
 
     Attributes:
         script: path in benchmarks/.
-        words: its arguments.
-        engine: key of `VENVS` whose environment it needs; empty for none.
-        gives: file in OUT that it must write, as a JSON list that is not empty or an object; empty for none.
+        words: arguments of the script.
+        engine: key in `VENVS` of the environment that the script needs; empty for none.
+        gives: file in OUT that the script must write: a JSON object or a JSON list with entries; empty for none.
     """
 
     script: str
@@ -44,7 +44,7 @@ class Rehearsal:
 
 
 def row(script: str, *words: str, engine: str = "") -> Rehearsal:
-    """Return a rehearsal whose rows go to OUT."""
+    """Return a rehearsal that writes its rows to OUT."""
     return Rehearsal(script, (*words, "--json", f"{OUT}/rows.json"), engine)
 
 
@@ -79,7 +79,7 @@ REHEARSALS = (
     row(
         "compare_checkouts.py",
         *("bench_heap", str(ROOT), "--turns", "2", "--commit", "this one"),
-        # Its own arguments end at `--`, see `command_of`.
+        # The script's own arguments end at `--`, see `command_of`.
     ),
     Rehearsal("run.py", ("journal", "--out", OUT), gives="bench_journal.json"),
     row("gpu/bench_live_engine.py", *LIVE_BENCH, engine="vllm"),
@@ -92,7 +92,7 @@ REHEARSALS = (
     ),
 )
 GIVEN = {"compare_checkouts.py": ("--", "--modules", "json", "--runs", "1")}
-"""Script -> words after all others."""
+"""Script -> arguments after all others."""
 STARTED_BY_OTHERS = {
     "harness.py": "imported by every benchmark",
     "limited_rank.py": "a rank of bench_relay.py",
@@ -117,7 +117,7 @@ GPU_ONLY = {
     "gpu/run_on_gpu.sh": "starts scripts of this table; its tests are skipped without a GPU",
     "gpu/run_replica.sh": "starts scripts of this table",
 }
-"""Script -> why a CPU cannot rehearse it. Its `--help` must work, which imports all that it needs."""
+"""Script -> why a CPU cannot rehearse it. Its `--help` must work, which also tests its imports."""
 ELSEWHERE = {
     "bench_trl.py": "needs TRL beside vLLM: `make test-integrations` installs them",
     "run_compare_reference.sh": "starts compare_checkouts.py, which is rehearsed",
@@ -151,7 +151,7 @@ def command_of(each: Rehearsal, out: Path) -> list[str]:
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """Return variables with which shell scripts find this interpreter as python3, and no GPU."""
+    """Return variables that let shell scripts find this interpreter as python3, and no GPU."""
     programs = folder / "programs"
     programs.mkdir()
     (programs / "nvidia-smi").write_text("#!/bin/sh\n")

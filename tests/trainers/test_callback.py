@@ -1,4 +1,4 @@
-"""`RolloutCallback` against real engine processes: whole updates by hand, or nothing at all."""
+"""`RolloutCallback` with real engine processes: an update through its calls is complete, or changes no engine."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_buckets_by_broadcast_arrive_whole_and_a_group_lives_from_update_t
 
 
 def opposite(url: str, version: int) -> None:
-    """Two leaders whose calls cross: each forms its group and sends while the other does."""
+    """Let two leaders form their groups and send at the same time."""
     with callback(url, "a") as a, callback(url, "b") as b:
         a.pause_generation()
         b.pause_generation()
@@ -162,7 +162,8 @@ def one_half_missing(url: str) -> None:
         began = time.monotonic()
         spec = (WireTensor("norm", DType.INT32, (24,)),)
         half = leader.update_weights_from_distributed("weights", spec, deadline_s=1.0)
-        assert not half.done()  # a future at once; the other half never comes
+        # The call returns a future at once. The other half never comes.
+        assert not half.done()
         with pytest.raises((RoundAborted, TimeoutError)):
             half.result(DEADLINE_S)
         assert time.monotonic() - began < DEADLINE_S
@@ -215,7 +216,7 @@ def vanish(url: str) -> None:
         leader.pause_generation(session_s=0.5)
         with windlass.RolloutCallback(url, "wrong") as stranger, pytest.raises(AuthenticationError):
             stranger.pause_generation()
-        # Whoever paused before the session has ended would join it, and end with it.
+        # A leader that pauses before the end of the session would join the session and end with it.
         with pytest.raises(RoundAborted, match="no update is under way"):
             ask_for(leader, DEADLINE_S)
     two_versions(url)
@@ -237,7 +238,7 @@ async def test_the_same_request_id_is_the_same_call() -> None:
                 async with http.post(f"{url}/v1/callback", data=data) as answer:
                     return msgspec.msgpack.decode(await answer.read(), type=CallbackAnswer)
 
-            # Carried out once: a second continue of one leader would find no update.
+            # All requests succeed, so the call ran once: a second `continue` of a leader would find no update.
             assert await asyncio.gather(*(ask(body) for _ in range(5))) == [CallbackAnswer()] * 5
             end = msgspec.msgpack.encode(CallbackRequest("two", "leader", ContinueCall(0), 10.0))
             answers = [await ask(end) for _ in range(3)]

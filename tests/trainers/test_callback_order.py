@@ -1,4 +1,4 @@
-"""Heads that declare an order, and arrive in the opposite one, at real engine processes."""
+"""Stages that declare an order, but call real engine processes in the opposite order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from windlass.transfer.bindings import WireTensor
 NUM_STAGES = 2
 DEADLINE_S = 30.0
 BUCKETS = (["embed"], ["gate", "down", "norm"])
-"""Of each stage, one tensor per call: the stages do not make the same number of calls."""
+"""Tensors of each stage, sent with one call each, so that the stages make different numbers of calls."""
 
 
 def stage(url: str, index: int) -> windlass.RolloutCallback:
@@ -43,10 +43,10 @@ def group(leader: windlass.RolloutCallback, name: str) -> windlass.WeightGroup:
 
 
 def crossing(url: str, version: int) -> None:
-    """Stage 1 asks first, every time; and does its own half only after stage 0 has done its own.
+    """Let stage 1 always call first, but do its own half only after stage 0.
 
-    Taken up as they arrive, stage 1's call would hold the engines while stage 1 waits for stage
-    0, whose call waits for the engines.
+    In the order of arrival, this would deadlock: stage 1's call would hold the engines while stage 1 waits for stage 0,
+    and stage 0's call would wait for the engines.
     """
     with stage(url, 0) as first, stage(url, 1) as second:
         first.pause_generation()
@@ -55,7 +55,7 @@ def crossing(url: str, version: int) -> None:
 
         def form(leader: windlass.RolloutCallback, index: int) -> windlass.WeightGroup:
             if index == 0:
-                # The call of the other one is on its way, or there: it must not matter.
+                # Stage 1's call may have arrived or not. Both cases must work.
                 assert not formed[1].wait(0.3), "stage 1 does not overtake stage 0"
             made = group(leader, f"group-{index}")
             formed[index].set()
@@ -91,7 +91,7 @@ async def test_leaders_that_arrive_in_the_opposite_order_are_taken_in_the_declar
 
 
 def early(url: str) -> None:
-    """The first leader to be done does not publish for those that have not begun."""
+    """Check that the end of the first leader does not publish before the other leader has begun."""
     with stage(url, 0) as first, stage(url, 1) as second, ThreadPoolExecutor(1) as pool:
         first.pause_generation()
         ended = pool.submit(first.continue_generation, 0)
@@ -111,7 +111,7 @@ async def test_the_update_ends_with_the_last_declared_leader_however_late_it_com
 
 
 def absent(url: str) -> None:
-    """Stage 0 never calls: stage 1 is told by its deadline, and the next update works."""
+    """Check that stage 1 gets an error by its deadline if stage 0 never calls."""
     with stage(url, 0) as first, stage(url, 1) as second:
         first.pause_generation()
         second.pause_generation()

@@ -1,4 +1,4 @@
-"""Transformer Engine names and rows agree with mbridge, an independent converter."""
+"""Names and rows of Transformer Engine parameters agree with mbridge, an independent converter."""
 
 from __future__ import annotations
 
@@ -76,14 +76,15 @@ def test_every_name_and_row_agrees_with_mbridge(
     family: str, process_group: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mbridge = pytest.importorskip("mbridge")
-    # Its training configuration for this family is of an older Megatron; names do not need it.
+    # mbridge makes its training configuration of this family for an older Megatron. Names do not need it.
     monkeypatch.setattr(
         mbridge.models.DeepseekV3Bridge,
         "_build_config",
         lambda self: SimpleNamespace(num_layers=2, mtp_num_layers=0),
     )
     config = CONFIGS[family]
-    config.rope_theta, config.rope_scaling = 1e4, None  # where mbridge looks for them
+    # mbridge reads these values from the top level of the configuration.
+    config.rope_theta, config.rope_scaling = 1e4, None
     bridge = mbridge.AutoBridge.from_config(config)
     names = ENDS | {f"decoder.layers.1.{name}": shape for name, shape in LAYERS[family].items()}
     for name, shape in names.items():

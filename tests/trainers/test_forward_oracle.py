@@ -1,8 +1,7 @@
-"""transformers, given what is described of a trained Megatron-core model, computes what Megatron does.
+"""transformers computes the same logits as Megatron-core from the described shards of a trained model.
 
-The ranks start from random values of their own, no checkpoint is cut for them: naming tables and local
-shards alone say what the checkpoint is. Names, rows, rotary conventions and interleavings that were
-wrong would change the logits.
+The ranks start from random values, not from parts of a checkpoint. The test assembles the checkpoint only from naming
+tables and local shards. Wrong names, rows, rotary conventions or interleavings would change the logits.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 COMMON: dict[str, Any] = {
     **SMALL,
-    "vocab_size": 60,  # padded to 64
+    # Megatron pads the vocabulary to 64.
+    "vocab_size": 60,
     "rms_norm_eps": 1e-6,
 }
 LATENT: dict[str, Any] = {**COMMON, **SMALL_LATENT}
@@ -118,7 +118,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def described(states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """The checkpoint that the manifests and the memory behind them amount to."""
+    """Return the checkpoint that manifests and the memory of their parameters describe."""
     found: dict[str, torch.Tensor] = {}
     for state in states:
         manifest = ShardManifest.decode(state["manifest"])

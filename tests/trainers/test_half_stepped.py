@@ -1,4 +1,4 @@
-"""FSDP2 options that could leave weights half-stepped: what is served is what one process trains."""
+"""With FSDP2 options that could leave weights half-stepped, engines get the weights of a training in one process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def serve(served: torch.nn.Module, url: str) -> EngineClient:
 
 
 async def publish_all(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Option -> what the engine holds after the last version."""
+    """Return the engine's weights after the last version, for each option."""
     served = {option: model() for option in OPTIONS}
     async with AsyncExitStack() as stack:
         urls = {}

@@ -1,4 +1,4 @@
-"""Megatron-core trains, publishes into a live engine, and both compute the same loss."""
+"""Megatron-core trains and publishes to a live engine, and both compute the same loss."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def served_weights(
 
 
 def loss_of(config: Mapping[str, Any], weights: dict[str, torch.Tensor]) -> float:
-    """Next-token loss of transformers, on the sequences that Megatron saw."""
+    """Return the next-token loss of transformers on Megatron's sequences."""
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**config)
     ).eval()

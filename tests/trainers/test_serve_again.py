@@ -1,4 +1,4 @@
-"""Trainers that wait for a batch send their version again when no engine serves it any more."""
+"""Trainers that wait for a batch publish their version again when no engine serves it any more."""
 
 from __future__ import annotations
 

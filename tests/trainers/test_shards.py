@@ -1,4 +1,4 @@
-"""Real Megatron-core shards, described in place, give engines every byte of the checkpoint."""
+"""Engines get every byte of the checkpoint from real Megatron-core shards that are described in place."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def check(case: Case, world_size: int, folder: Path) -> None:
 
 
 def of_predictors(case: Case) -> list[ShardManifest]:
-    """An engine that holds whole what layers for further tokens have besides; none without such layers."""
+    """Return an engine with the whole extra tensors of multi-token prediction layers; empty without such layers."""
     builder = ManifestBuilder("drafts/0", Role.ENGINE)
     for name, shape in case.predictors.items():
         builder.add_parameter(name, nbytes=4 * math.prod(shape), dtype=DType.FLOAT32)

@@ -1,4 +1,4 @@
-"""Weights that Megatron-core has stepped and not gathered yet are whole when they are published."""
+"""Published weights are complete even if Megatron-core has stepped them and not gathered them yet."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ ROWS = [*WHOLE, *REFUSED]
 
 
 class Served:
-    """An engine that holds every checkpoint tensor whole, in this process."""
+    """An engine in the test process that has every checkpoint tensor whole."""
 
     def __init__(self, row: Row, url: str) -> None:
         self.weights = {
@@ -96,7 +96,7 @@ class Served:
 
 
 async def publish_all(folder: Path) -> dict[str, tuple[int, dict[str, torch.Tensor]]]:
-    """Name of the row -> version published, and what its engine holds then."""
+    """Return the published version and the engine's weights for each row."""
     async with AsyncExitStack() as stack:
         controllers = [
             await stack.enter_async_context(windlass.Controller(token=TOKEN)) for _ in ROWS
@@ -148,7 +148,8 @@ def test_what_is_served_is_what_the_next_forward_pass_computes_with(
     compared("published tensors with those of Megatron's next forward pass", len(weights))
     assert all("after" not in state["met"] for state in states), states[0]["met"]
     eager = states_of(ROWS[0], folder)
-    if row.case.dtype is torch.float32:  # gathering early changes nothing that is trained
+    # An early gather does not change the training.
+    if row.case.dtype is torch.float32:
         assert [s["loss"] for s in states] == [s["loss"] for s in eager]
 
 
