@@ -1,4 +1,4 @@
-"""`--rdma-device`, and the two devices of a test."""
+"""The option `--rdma-device`, and the two devices of a test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.testing.peer_process import Child
 from windlass.transports.registry import TransportConfig
 
 ANSWER_S = 120.0
-"""An emulated processor takes this long to start a peer beside a busy queue."""
+"""Seconds that an emulated processor with a busy queue needs to start a peer."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def nics(request: pytest.FixtureRequest) -> Iterator[tuple[Nic, Nic]]:
-    """This side's device and the peer's."""
+    """Yield the device of this side and the device of the peer."""
     asked: list[str] = request.config.getoption("--rdma-device", default=[])
     here, there = find_nics(asked)
     yield here, there
@@ -41,7 +41,10 @@ def nics(request: pytest.FixtureRequest) -> Iterator[tuple[Nic, Nic]]:
 
 @pytest.fixture(scope="session")
 def forks(request: pytest.FixtureRequest) -> ForkServerContext:
-    """Forks have imported what they need already: torch only where a whole update is tested."""
+    """Provide a fork server with all imports done.
+
+    It imports torch only if a whole update is tested.
+    """
     start = time.monotonic()
     updates = any(item.path.name == "test_verbs_update.py" for item in request.session.items)
     context = start_fork_server("verbs_job" if updates else "verbs_launch")
@@ -51,7 +54,7 @@ def forks(request: pytest.FixtureRequest) -> ForkServerContext:
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_peers(forks: ForkServerContext) -> Iterator[None]:
-    """Peers are forked, and have the time that an emulated processor takes."""
+    """Fork the peers, and wait for them as long as an emulated processor needs."""
 
     def start(config: TransportConfig, nbytes: int, environment: Mapping[str, str]) -> Child:
         return ForkedChild(forks, config, nbytes, environment)

@@ -1,4 +1,4 @@
-"""Peers from a fork server: an emulated processor takes 10 s to start an interpreter with numpy."""
+"""Peers from a fork server. An emulated processor takes 10 s to start an interpreter with numpy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 
 def start_fork_server(*modules: str) -> ForkServerContext:
-    """A server that has imported these modules of this folder; it ends with this process."""
+    """Start a server that imports these modules of this folder and ends with this process."""
     here = str(Path(__file__).parent)
     if here not in os.environ.get("PYTHONPATH", "").split(":"):
         os.environ["PYTHONPATH"] = f"{here}:{os.environ.get('PYTHONPATH', '')}"
@@ -41,7 +41,7 @@ def start_fork_server(*modules: str) -> ForkServerContext:
 
 
 def _nothing() -> None:
-    """The first fork waits for the imports."""
+    """Do nothing: the first fork waits for the imports."""
 
 
 @final
@@ -75,21 +75,21 @@ class ForkedChild:
 
     @property
     def returncode(self) -> int | None:
-        """Exit status; None while it runs."""
+        """Exit status, or None while the process runs."""
         return self._process.exitcode
 
     def send_signal(self, number: int, /) -> None:
-        """Unless it has ended."""
+        """Send a signal if the process runs."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL, unless it has ended."""
+        """Send SIGKILL if the process runs."""
         if self.returncode is None:
             self._process.kill()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end."""
+        """Wait for the end of the process."""
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("forked peer", timeout or 0.0)
@@ -113,7 +113,7 @@ def _serve(
 def memory_limited(
     context: ForkServerContext, run: Callable[[Callable[[str], None]], None], nbytes: int
 ) -> str:
-    """What `run` tells in a fork that may lock no more than `nbytes`, whoever it is."""
+    """Run `run` in a fork that may lock at most `nbytes`, even as root, and return its answer."""
     answers, answer = context.Pipe(False)
     process = context.Process(target=_limited, args=(run, nbytes, answer), daemon=True)
     process.start()
@@ -134,7 +134,8 @@ def _limited(run: Callable[[Callable[[str], None]], None], nbytes: int, answer: 
     sets = (ctypes.c_uint32 * 6)()
     if libc.capget(header, sets) != 0:
         raise OSError(ctypes.get_errno(), "capget")
-    for index in range(3):  # effective, permitted, inheritable
+    # The three sets are effective, permitted and inheritable.
+    for index in range(3):
         sets[index] &= ~(1 << _CAP_IPC_LOCK)
     if libc.prctl(_PR_CAPBSET_DROP, _CAP_IPC_LOCK, 0, 0, 0) or libc.capset(header, sets):
         raise OSError(ctypes.get_errno(), "capset")

@@ -1,6 +1,6 @@
 """RDMA devices as the kernel shows them: addresses, drivers, counters, queue pairs.
 
-What a transport says about its wire is compared with this, never with what was asked for.
+Tests compare a transport's report of its wire with this, not with its settings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 __all__ = ["TOLD", "Nic", "QueuePair", "find_nics", "tell"]
 
 TOLD: list[str] = []
-"""What a reader of the output is after; printed at the end."""
+"""Lines for the reader, printed at the end of the output."""
 
 
 def tell(line: str) -> None:
@@ -41,39 +41,39 @@ class QueuePair:
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """A device and the address that peers reach it at."""
+    """A device and its address for peers."""
 
     name: str
     host: str
 
     @property
     def folder(self) -> Path:
-        """Its directory in sysfs."""
+        """Directory of the device in sysfs."""
         return _ROOT / self.name
 
     @property
     def netdev(self) -> str:
-        """The network interface below it."""
+        """Network interface below the device."""
         return (
             (self.folder / f"ports/{_PORT}/gid_attrs/ndevs/0").read_text(encoding="ascii").strip()
         )
 
     def counters(self) -> str:
-        """What the device counts of things that went wrong, and were mended or not."""
+        """Return the device's nonzero hardware counters, which include recovered errors."""
         folder = self.folder / f"ports/{_PORT}/hw_counters"
         counted = {p.name: p.read_text(encoding="ascii").strip() for p in sorted(folder.glob("*"))}
         return ", ".join(f"{n} {v}" for n, v in counted.items() if v not in {"0", ""})
 
     @property
     def driver(self) -> str:
-        """The kernel module that drives it."""
+        """Kernel module of the device."""
         link = self.folder / "device/driver"
         if link.exists():
             return link.resolve().name
         return "rdma_rxe" if (self.folder / "parent").exists() else "unknown"
 
     def packets_sent(self) -> int:
-        """RDMA packets that this device has sent, by its own count."""
+        """Return the device's own count of sent RDMA packets."""
         for name in ("sent_pkts", "port_xmit_packets"):
             for kind in ("hw_counters", "counters"):
                 path = self.folder / f"ports/{_PORT}/{kind}/{name}"
@@ -82,36 +82,37 @@ class Nic:
         raise FileNotFoundError(f"{self.name}: no counter of packets")
 
     def counter(self, name: str) -> int:
-        """One hardware counter."""
+        """Return one hardware counter."""
         path = self.folder / f"ports/{_PORT}/hw_counters/{name}"
         return int(path.read_text(encoding="ascii"))
 
     def queue_pairs(self, pid: int) -> tuple[QueuePair, ...]:
-        """Queue pairs that the process has open on this device."""
+        """Return the queue pairs that the process has open on this device."""
         command = ("rdma", "-j", "resource", "show", "qp", "link", f"{self.name}/{_PORT}")
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
         return tuple(
             QueuePair(row["type"], row["state"], pid, int(row["lqpn"]))
             for row in json.loads(done.stdout or "[]")
-            if Path(f"/proc/{pid}/task/{row.get('pid', 0)}").exists()  # it names the thread
+            # The tool prints the id of a thread.
+            if Path(f"/proc/{pid}/task/{row.get('pid', 0)}").exists()
         )
 
     def registered_nbytes(self) -> list[int]:
-        """Sizes of the memory regions on this device, of every process, largest first."""
+        """Return the sizes of all memory regions on this device, largest first, for every process."""
         command = ("rdma", "-j", "resource", "show", "mr")
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
         rows = [row for row in json.loads(done.stdout or "[]") if row["ifname"] == self.name]
         return sorted((int(row["mrlen"]) for row in rows), reverse=True)
 
     def describe(self, pid: int) -> str:
-        """Device, driver, network interface, and the queue pairs of a process in one line."""
+        """Return device, driver, network interface, and a process's queue pairs in one line."""
         kinds = Counter(f"{pair.kind} {pair.state}" for pair in self.queue_pairs(pid))
         pairs = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
         return f"{self.name} (driver {self.driver}, on {self.netdev}, {self.host}): {pairs}"
 
 
 def _address_of(name: str) -> str:
-    """The IPv4 address that one of its RoCE addresses stands for."""
+    """Return the IPv4 address that a RoCE address of the device maps to."""
     for path in sorted((_ROOT / name / f"ports/{_PORT}/gids").iterdir(), key=lambda p: int(p.name)):
         mapped = ipaddress.IPv6Address(path.read_text(encoding="ascii").strip()).ipv4_mapped
         if mapped is not None:
@@ -120,11 +121,11 @@ def _address_of(name: str) -> str:
 
 
 def find_nics(asked: list[str], at_least: int = 2) -> tuple[Nic, ...]:
-    """Devices; of two ends, one that talks to itself will do. Skips where there are too few.
+    """Return devices, or skip the test if there are too few. One device may be both ends.
 
     Args:
-        asked: `NAME` or `NAME@ADDRESS`, for here and there in turn; empty for whatever there is.
-        at_least: how many are needed.
+        asked: `NAME` or `NAME@ADDRESS`, in turn for this side and the peer. Empty: all devices.
+        at_least: number of devices that are needed.
     """
     present = sorted(path.name for path in _ROOT.iterdir()) if _ROOT.is_dir() else []
     names = asked or present

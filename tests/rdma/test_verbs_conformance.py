@@ -1,4 +1,4 @@
-"""The transport suite over true verbs, and what the bytes really went through."""
+"""The transport suite over true verbs, and the wire that the bytes really took."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ VerbsConfig = MooncakeConfig | NixlConfig
 
 
 class VerbsConformance(ProcessConformance):
-    """Sets `config` from the devices that there are."""
+    """Suite that derives `config` from the available devices."""
 
-    deadline_s: ClassVar[float] = 60.0  # an emulated processor beside others
+    # An emulated processor shares its host with others.
+    deadline_s: ClassVar[float] = 60.0
     prompt_s: ClassVar[float] = 10.0
     config: ClassVar[VerbsConfig]
     peer_config: ClassVar[VerbsConfig]
@@ -70,7 +71,7 @@ class VerbsConformance(ProcessConformance):
         assert here.name in report.detail
 
     def wire_of(self, protocol: str) -> bool:
-        """Whether the protocol in the report is the one asked for."""
+        """Return whether the report has the requested protocol."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong on a verbs fabric: each a named error within its deadline, or a recovery."""
+"""Every fault on a verbs fabric is a named error within its deadline, or is recovered."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 DEADLINE_S = 5.0
 FIRST_S = 60.0
-"""For writes that are to go well, on an emulated processor."""
+"""Deadline for writes that must succeed, on an emulated processor."""
 SLACK_S = 3.0
 RECOVERY_S = 150.0
 KINDS: dict[str, Callable[[Nic], VerbsConfig]] = {
@@ -49,12 +49,12 @@ KINDS: dict[str, Callable[[Nic], VerbsConfig]] = {
         host=nic.host, protocol=MooncakeProtocol.RDMA, device=nic.name
     ),
 }
-"""Mooncake last: after an error its threads stay busy, which an emulated processor feels."""
+"""Mooncake is last, because after an error its busy threads slow an emulated processor down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The wire of the guest; a real one is not touched."""
+    """The wire of the guest. A real wire is not changed."""
 
     ends: tuple[Nic, Nic]
 
@@ -68,11 +68,12 @@ class Link:
         here, there = self.ends
         self.run("ip", "link", "set", there.netdev, "up")
         route = ("ip", "route", "replace", here.host, "dev", there.netdev, "src", there.host)
-        self.run(*route, "table", "100")  # the kernel drops routes with the link
+        # The kernel drops routes with the link.
+        self.run(*route, "table", "100")
 
     @contextmanager
     def shaped(self, *rule: str) -> Iterator[None]:
-        """With a rule of netem for what this side sends."""
+        """Apply a netem rule to packets that this side sends."""
         device = self.ends[0].netdev
         self.run("tc", "qdisc", "add", "dev", device, "root", "netem", *rule)
         try:
@@ -109,7 +110,7 @@ def rig(kind: str, nics: tuple[Nic, Nic]) -> Iterator[Rig]:
 
 @contextmanager
 def sender(kind: str, nic: Nic, peer: Peer) -> Iterator[Rig]:
-    """A transport of this side, with an arena of distinct words."""
+    """Yield a transport of this side, with an arena of distinct words."""
     transport = create_transport(KINDS[kind](nic))
     with ExitStack() as stack:
         stack.callback(transport.close)
@@ -124,7 +125,7 @@ def whole(rig: Rig, deadline_s: float = DEADLINE_S) -> None:
 
 
 def until_an_error(rig: Rig) -> TransferError:
-    """Write until that fails; each attempt keeps its deadline."""
+    """Write until a write fails. Check that each attempt keeps its deadline."""
     end = time.monotonic() + RECOVERY_S
     while time.monotonic() < end:
         start = time.monotonic()
@@ -140,10 +141,10 @@ def until_an_error(rig: Rig) -> TransferError:
 
 
 def until_it_works(rig: Rig, limit_s: float = RECOVERY_S) -> float:
-    """Write until that works; how long it took.
+    """Write until a write succeeds, and return the seconds that it took.
 
     Raises:
-        TransferError: it did not within the limit.
+        TransferError: no write succeeded within the limit.
     """
     start = time.monotonic()
     while True:
@@ -152,13 +153,14 @@ def until_it_works(rig: Rig, limit_s: float = RECOVERY_S) -> float:
         except TransferError:
             if time.monotonic() - start > limit_s:
                 raise
-            rig.peer.digest()  # a round trip: the write that is open goes on meanwhile
+            # The open write continues during this round trip.
+            rig.peer.digest()
         else:
             return time.monotonic() - start
 
 
 def ended(peer: Peer) -> bool:
-    """Whether the process is gone."""
+    """Return whether the process has ended."""
     try:
         peer.digest()
     except (ProtocolError, OSError):
@@ -177,13 +179,15 @@ def test_a_link_down_in_mid_write_is_unknown_and_it_goes_on_when_the_link_is_bac
             whole(rig)
         failed.append(caught.value)
 
-    with link.shaped("rate", "20mbit"):  # 8 MiB take 3.5 s
+    # 8 MiB take 3.5 s at this rate.
+    with link.shaped("rate", "20mbit"):
         before = here.packets_sent()
         writer = threading.Thread(target=write)
         start = time.monotonic()
         writer.start()
         pause = threading.Event()
-        while here.packets_sent() < before + 200:  # of 2048: a counter is no event
+        # Poll a counter for 200 of the 2048 packets.
+        while here.packets_sent() < before + 200:
             assert time.monotonic() < start + DEADLINE_S
             pause.wait(0.01)
         link.down()
@@ -198,7 +202,7 @@ def test_a_link_down_in_mid_write_is_unknown_and_it_goes_on_when_the_link_is_bac
     assert isinstance(again, TransferOutcomeUnknown | PeerUnreachable)
     link.up()
     if ended(rig.peer):
-        # UCX ends a process whose datagram queue pair is flushed, and there is one behind rc as well.
+        # UCX ends a process if its datagram queue pair is flushed. With `rc` there is one as well.
         assert kind != "mooncake"
         with PeerProcess(KINDS[kind](link.ends[1]), NBYTES) as successor:
             rig = Rig(rig.transport, rig.arena, successor)
@@ -235,8 +239,8 @@ def test_a_peer_that_is_killed_in_mid_write_is_gone_at_once(rig: Rig) -> None:
 def test_a_queue_pair_in_error_is_a_named_error_and_a_new_transport_gets_through(
     nics: tuple[Nic, Nic], enforcing: str
 ) -> None:
-    # A write into withdrawn memory is answered with an access error, which ends the queue pair.
-    # UCX keeps withdrawn memory registered unless its registration cache is off.
+    # Writing into withdrawn memory causes an access error, which ends the queue pair. UCX keeps
+    # withdrawn memory registered unless its registration cache is off.
     settings = {"UCX_RCACHE_ENABLE": "n"}
     with PeerProcess(KINDS[enforcing](nics[1]), NBYTES, settings) as peer:
         with sender(enforcing, nics[0], peer) as rig:

@@ -28,7 +28,7 @@ STEP_NBYTES = 3 << 19
 
 
 def configured(kind: str, nics: tuple[Nic, ...], step_nbytes: int = 0) -> VerbsConfig:
-    """Over all of these devices of one host."""
+    """Return a configuration that uses all these devices of one host."""
     if kind == "mooncake":
         return MooncakeConfig(
             host=nics[0].host,
@@ -46,7 +46,7 @@ def configured(kind: str, nics: tuple[Nic, ...], step_nbytes: int = 0) -> VerbsC
 
 @pytest.fixture(scope="session")
 def two_each(request: pytest.FixtureRequest) -> tuple[tuple[Nic, ...], tuple[Nic, ...]]:
-    """Two devices here and two of the peer's; on one switch."""
+    """Provide two devices of this side and two of the peer, on one switch."""
     asked: list[str] = request.config.getoption("--rdma-device", default=[])
     names = asked[2:6] or ["rxe_c", "rxe_d", "rxe_e", "rxe_f"]
     found = find_nics(names, at_least=4)
@@ -82,9 +82,11 @@ def test_two_nics_of_a_rank_both_carry_bytes(
 ) -> None:
     here, there = two_each
     rig = connected(stack, configured(kind, here), configured(kind, there))
-    rig.write(rig.batch([0], [0], [64]))  # connections are made
+    # This write makes the connections.
+    rig.write(rig.batch([0], [0], [64]))
     sent, received = ([nic.packets_sent() for nic in nics] for nics in two_each)
-    # Mooncake picks a NIC for every request of 1 MiB at random: 16 through one are 1 in 32 768.
+    # Mooncake picks a random NIC for every request of 1 MiB: all 16 use the same one once in 32
+    # 768.
     for _ in range(2):
         rig.write(rig.batch([0], [0], [NBYTES]))
     rig.check_peer(rig.arena.bytes, "over two NICs")
@@ -98,7 +100,8 @@ def test_two_nics_of_a_rank_both_carry_bytes(
     if kind == "mooncake":
         assert min(packets) >= REQUEST_NBYTES // 4096, "one of the NICs carried no request"
         assert min(answers) > 0, "one of the peer's NICs received nothing"
-    else:  # an eighth each: it aims at halves
+    # The limit is an eighth each, because NIXL aims at halves.
+    else:
         assert min(packets) >= NBYTES // 4096 // 4, "one of the NICs carried next to nothing"
     for name in names:
         assert name in rig.transport.report().detail

@@ -38,7 +38,7 @@ DEADLINES = PhaseDeadlines(
     publish_s=300.0,
     fleet_s=300.0,
 )
-"""For an emulated processor."""
+"""Deadlines for an emulated processor."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def spelled(config: VerbsConfig) -> str:
 
 
 def saved_by_rank_0(folder: Path, version: int) -> dict[str, npt.NDArray[np.float32]]:
-    """What is true of a version, as rounded to what engines hold."""
+    """Return a version's true weights, rounded to the engines' dtype."""
     prefix = f"{version}."
     return {path.stem.removeprefix(prefix): np.load(path) for path in folder.glob(f"{prefix}*.npy")}
 

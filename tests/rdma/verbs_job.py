@@ -1,6 +1,6 @@
-"""The processes of `test_verbs_update.py`. A fork server imports this once, for all of them.
+"""The processes of `test_verbs_update.py`. A fork server imports this once for all of them.
 
-An emulated processor takes a minute to import torch; what is imported here, a fork has at once.
+An emulated processor takes a minute to import torch. Forks have these imports at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from windlass.transports.registry import parse_transport
 
 
 def run_engine(model: str, url: str, host: str, transport: str, token: str) -> None:
-    """An engine, until it is killed."""
+    """Run an engine until it is killed."""
     configure_logging("engine")
     settings = EngineSettings(
         name="engine",
@@ -50,9 +50,10 @@ def run_trainer(
     token: str,
     hold: Connection,
 ) -> None:
-    """One FSDP2 rank: publishes versions, writes what is true of each, and waits to be killed."""
+    """Run an FSDP2 rank: publish versions, save each version's true weights, and wait to be killed."""
     configure_logging(f"trainer-{rank}")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the trainers' own traffic is not under test
+    # The test does not cover the trainers' own traffic.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
@@ -81,4 +82,5 @@ def run_trainer(
             report = trainer.publish(version, deadline_s=PATIENCE_S * 2)
             if rank == 0:
                 print(f"version {version}: {report}", flush=True)
-        hold.poll(None)  # the queue pairs are looked at while the trainers live
+        # The test reads the queue pairs while the trainers live.
+        hold.poll(None)

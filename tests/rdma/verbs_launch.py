@@ -1,4 +1,4 @@
-"""What a test may import of `verbs_job` without importing torch."""
+"""Parts of `verbs_job` that a test can import without torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = {
 
 
 def launch_engine(model: str, url: str, host: str, transport: str, token: str) -> None:
-    """In a fork."""
+    """Run an engine in a fork."""
     from verbs_job import run_engine
 
     run_engine(model, url, host, transport, token)
@@ -44,17 +44,18 @@ def launch_trainer(
     token: str,
     hold: Connection,
 ) -> None:
-    """In a fork."""
+    """Run a trainer rank in a fork."""
     from verbs_job import run_trainer
 
     run_trainer(rank, world_size, folder, url, transport, token, hold)
 
 
 def first_error(transport: str, answer: Callable[[str], None]) -> None:
-    """In a fork: tell what an arena over this transport raises, by name."""
+    """Run in a fork and report the error that an arena over this transport raises."""
     try:
         Arena(create_transport(parse_transport(transport)), 8 << 20)
     except WindlassError as error:
         answer(f"{type(error).__name__}: {error}")
-        os._exit(0)  # the agent's own end waits for memory that it may not lock
+        # The agent's own end would wait for memory that it may not lock.
+        os._exit(0)
     answer("")

@@ -1,4 +1,4 @@
-"""The agentic example, whole: a real engine, real trainers, updates while conversations run."""
+"""The complete agentic example: a real engine, real trainers, and updates during conversations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-# What torchrun tells the only rank of a job; the store's port is the system's choice.
+# Variables that torchrun sets for the only rank of a job. The system chooses the store's port.
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 

@@ -49,7 +49,7 @@ sys.exit(run_rollout_worker({"sandbox": sandbox}))
 
 
 class Rig:
-    """A controller and a worker process; each run writes to a pipe when it begins."""
+    """A controller and a worker process. Each run writes to a pipe when it begins."""
 
     def __init__(
         self, folder: Path, controller: RolloutController, worker: asyncio.subprocess.Process
@@ -58,7 +58,7 @@ class Rig:
         self.begun = asyncio.Semaphore(0)
 
     def count(self, what: str) -> int:
-        """Return how many sandboxes were opened, or closed."""
+        """Return how many sandboxes were opened or closed."""
         return len(list(self._folder.glob(f"*.{what}")))
 
     def note_begun(self, reader: int) -> None:
@@ -145,7 +145,7 @@ async def test_what_a_workflow_opened_is_closed_whatever_ends_it(
                 await handle
         ended = asyncio.create_task(rig.controller.cancel_all(deadline_s=20))
         if event == "end_and_sigterm":
-            # The cancellation has reached the worker, whose clean-up takes longer.
+            # The cancellation has reached the worker. Its clean-up takes longer than this sleep.
             await asyncio.sleep(0.3)
             rig.worker.send_signal(signal.SIGTERM)
             assert await rig.worker.wait() == 0

@@ -1,4 +1,4 @@
-"""User code and child processes that do not end: whoever waits for them goes on by a deadline."""
+"""When user code or child processes do not end, waiting code continues after a deadline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DEADLINE_S = 20.0
 
 
 class Stubborn:
-    """A workflow that goes on after it was cancelled, until `release` is set."""
+    """Workflow that ignores cancellation until `release` is set."""
 
     def __init__(self) -> None:
         self.begun, self.release, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()

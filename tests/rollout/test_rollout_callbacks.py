@@ -1,7 +1,7 @@
-"""Outcomes that are dropped, doubled, repeated late and delayed past their deadline, for real.
+"""Outcomes are dropped, doubled, repeated late and delayed past their deadline, for real.
 
-A proxy process would add nothing but time: this one is a real server on a real port, in the
-test's loop, between real worker processes and a real controller.
+The proxy is a real server on a real port, between real worker processes and a real controller. It
+runs in the test's loop, because a separate process would only take more time.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ FAULTS = ("lost", "cut", "lost answer", "doubled", "old again", "late", "", "", 
 
 
 class Proxy:
-    """Forwards the frames of workers, and does to completions what `FAULTS` says."""
+    """Proxy that forwards frames of workers and applies `FAULTS` to completions."""
 
     def __init__(self, target: str, *, seed: int) -> None:
         self.target = target
         self.random = random.Random(seed)
         self.num = dict.fromkeys(FAULTS, 0)
         self.old: dict[str, list[bytes]] = {}
-        """By worker: each numbers its frames, and no network has one worker say what another said."""
+        """Old frames per worker.
+
+        Workers number their frames, and no network mixes the frames of two workers.
+        """
         self.sent: set[tuple[str, int]] = set()
         self.late: set[asyncio.Task[None]] = set()
         self.hellos: list[WorkerHello] = []
@@ -91,13 +94,13 @@ class Proxy:
     async def treat(
         self, far: aiohttp.ClientWebSocketResponse, frame: bytes, old: list[bytes]
     ) -> bool:
-        """Forward a frame, or not; false for a connection that is cut."""
+        """Forward a frame or lose it. Return false if the connection must be cut."""
         fault = self.random.choice(FAULTS)
         self.num[fault] += 1
         if fault in {"lost", "cut"}:
             return fault == "lost"
         if fault == "late":
-            # Forwarded long after the worker has given the call up and sent everything again.
+            # Forward it long after the worker gave the call up and sent everything again.
             self.late.add(asyncio.create_task(self.forward_late(far, frame)))
             return True
         if fault == "lost answer":
@@ -147,7 +150,7 @@ async def test_callbacks_lost_doubled_reordered_and_delayed_past_the_deadline_co
     for index in range(2):
         await rig.worker(f"worker-{index}", *options, url=url)
     num_rollouts = 0
-    # Batches grow with the delay, so how many callbacks there are is not known beforehand.
+    # Batches grow with the delay, so the number of callbacks is not known beforehand.
     while num_rollouts < NUM_ROLLOUTS or min(proxy.num.values()) == 0:
         rollouts = await finished(rig.submit(NUM_ROLLOUTS), deadline_s=60)
         assert_right(rollouts)

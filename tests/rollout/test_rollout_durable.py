@@ -1,4 +1,4 @@
-"""`kill -9` of the controller in the middle of a thousand rollouts; its successor goes on."""
+"""`kill -9` of the controller in the middle of a thousand rollouts: the next one continues them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEADLINE_S = 60.0
 
 
 class Rig:
-    """Engine in the test's loop; workers and controllers in processes of their own."""
+    """Engine in the test's loop, with workers and controllers in their own processes."""
 
     def __init__(self, stack: AsyncExitStack, folder: Path) -> None:
         self.stack, self.folder = stack, folder
@@ -42,7 +42,7 @@ class Rig:
         return process
 
     async def controller(self) -> tuple[asyncio.subprocess.Process, int, int]:
-        """The process, groups that its owner has stored, groups that it has taken up again."""
+        """Return the process, the number of stored groups, and the number of recovered groups."""
         process = await self.spawn(
             str(SUPPORT / "durable_controller.py"),
             *(str(self.port), str(self.folder / "journal"), str(self.folder / "store")),
@@ -96,7 +96,7 @@ def assert_delivered_once(folder: Path) -> None:
 async def test_a_controller_killed_among_a_thousand_rollouts_goes_on_and_repeats_none(
     rig: Rig,
 ) -> None:
-    """Killed with all at the engine: workers keep them, and the successor is told of them."""
+    """All rollouts are at the engine. Workers keep them and report them to the next controller."""
     rig.engine.hold(2)
     first, have, recovered = await rig.controller()
     assert (have, recovered) == (0, 0)
@@ -118,15 +118,15 @@ async def test_a_controller_killed_among_a_thousand_rollouts_goes_on_and_repeats
 async def test_kills_of_the_controller_while_it_delivers_lose_and_double_nothing(
     rig: Rig,
 ) -> None:
-    """Killed again and again, wherever it is: dispatching, storing, acknowledging.
+    """Kill the controller again and again while it dispatches, stores and acknowledges.
 
-    Once a worker dies with it: what that one had run or had not delivered is tried elsewhere.
+    Once, a worker dies with it, and other workers retry its unfinished and undelivered rollouts.
     """
     process, _, _ = await rig.controller()
     workers = [await rig.worker(f"worker-{index}") for index in range(2)]
     progress = 0
     for number in range(1, 4):
-        # Requests come in while answers go out.
+        # Requests arrive while answers leave.
         target = number * NUM_GROUPS * GROUP_SIZE // 5
         await rig.engine.until(
             lambda: rig.engine.num_requests >= target,  # noqa: B023

@@ -54,7 +54,7 @@ def outcome(task_id: str, attempt: int, status: OutcomeStatus, version: int) -> 
 
 
 class Process:
-    """What of a controller a kill ends: records, counts, policy. Its workers live on."""
+    """State of a controller that a kill ends: records, counts, policy. Workers survive."""
 
     def __init__(self, path: Path, world: World) -> None:
         self.world = world
@@ -75,7 +75,7 @@ class Process:
         self.table = self.life.table
         for handle in self.recovered.groups.values():
             self.watch(handle)
-        # Workers are asked what they still have; what they forgot is tried again.
+        # Workers report the attempts that they still have. Lost attempts are retried.
         for record in self.running():
             if (record.task_id, record.attempt) not in world.at_workers:
                 self.life.retry(record, "unknown", Partial())
@@ -108,7 +108,7 @@ class Process:
             self.world.at_workers[key] = -1
 
     def finish(self, pick: int, status: OutcomeStatus, version: int) -> None:
-        """A worker delivers; it forgets only what was acknowledged."""
+        """Deliver a worker's outcome. The worker drops only acknowledged outcomes."""
         if not self.world.at_workers:
             return
         key = sorted(self.world.at_workers)[pick % len(self.world.at_workers)]
@@ -129,7 +129,7 @@ class Process:
             handed.append([rollout.task_id for rollout in group.rollouts])
             ids = frozenset(handed[-1])
             if acknowledge:
-                # The owner has it in a store of its own, and says so.
+                # The owner has stored the group and acknowledges it.
                 assert ids not in self.world.stored
                 assert not any(ids & other for other in self.world.stored)
                 self.world.stored.append(ids)
@@ -152,7 +152,7 @@ class Process:
 
 
 class World:
-    """What survives: workers, the owner's store, and the file."""
+    """State that survives a kill: workers, the owner's store, and the file."""
 
     def __init__(self, path: Path, on_stale: OnStale = OnStale.RESUBMIT) -> None:
         self.path, self.on_stale = path, on_stale
@@ -164,11 +164,12 @@ class World:
         self.dropped: set[frozenset[str]] = set()
 
     async def restarted(self, old: Process, torn: int) -> Process:
-        """The end of the file may be lost (`torn` bytes), as after a power cut."""
+        """Restart after a kill, or after a power cut that lost the last `torn` bytes of the file."""
         await old.journal.close()
         if torn:
             data = self.path.read_bytes()
-            first = data.index(b"\n") + 1  # a start is on disk before anything follows
+            # The record of a start is on disk before any other.
+            first = data.index(b"\n") + 1
             self.path.write_bytes(data[: max(first, len(data) - torn)])
         fresh = Process(self.path, self)
         fresh.audit()
@@ -251,7 +252,8 @@ def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
                 case "kill":
                     process = await world.restarted(process, 0)
                 case "cut":
-                    # Until the owner has told what it stored, a cut can bring that back.
+                    # A power cut can bring a stored group back, until the owner acknowledges it
+                    # again.
                     process = await world.restarted(process, number * 40)
                     cut = True
                     for ids in world.stored:
@@ -264,12 +266,13 @@ def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
                     pass
             await asyncio.sleep(0)
             process.audit()
-        # Everything that was not cancelled, or lost before it was on disk, comes out in the end.
+        # All groups must end that were not cancelled or lost before they were on disk.
         process = await world.restarted(process, 0)
         for _ in itertools.takewhile(lambda _: process.table.records, range(1000)):
             for _ in range(2 * BATCH):
                 process.dispatch()
-                await asyncio.sleep(0)  # backoffs end
+                # Backoffs end here.
+                await asyncio.sleep(0)
             while world.at_workers:
                 process.finish(0, OutcomeStatus.ACCEPTED, process.policy.version)
             process.hand_out(acknowledge=True)
@@ -352,7 +355,8 @@ async def test_how_often_a_rollout_was_made_again_and_when_it_began_survive_a_ki
         process.life.set_version(process.policy.version + 2)
         assert not world.at_workers, "stopped at its worker"
         process = await world.restarted(process, 0)
-    await asyncio.sleep(0)  # callbacks of futures
+    # Run the callbacks of futures.
+    await asyncio.sleep(0)
     assert not process.table.records
     assert world.dropped == {frozenset(handle.task_ids)}
     await process.journal.close()
@@ -365,15 +369,15 @@ async def test_what_grew_too_old_while_no_controller_ran_is_dealt_with_at_the_st
     first = Process(world.path, world)
     told = first.life.submit(prompt((2,)))
     first.dispatch()
-    first.finish(0, OutcomeStatus.ACCEPTED, 0)  # handed out, and never acknowledged
+    # The owner got this outcome and did not acknowledge it.
+    first.finish(0, OutcomeStatus.ACCEPTED, 0)
     first.life.submit_group(prompt((1,)), 2)
     running = first.life.submit(prompt((3,)))
     for _ in range(3):
         first.dispatch()
     first.finish(0, OutcomeStatus.ACCEPTED, 0)
-    first.journal.add(
-        VersionReached(5)
-    )  # and the process ends before it has drawn the consequences
+    # The process ends before it acts on this version.
+    first.journal.add(VersionReached(5))
     second = await world.restarted(first, 0)
     assert (await second.recovered.rollouts[told.task_id]).versions == (0,)
     for handle in (second.recovered.groups[0], second.recovered.rollouts[running.task_id]):
@@ -461,11 +465,12 @@ async def test_a_full_disk_stops_admission_and_delivery_until_there_is_room(
         for _ in range(3):
             with pytest.raises(RolloutError, match="No space left"):
                 process.life.submit(prompt((1,)))
-        await asyncio.sleep(0.05)  # it is tried again, in vain
+        # The write is repeated and fails again.
+        await asyncio.sleep(0.05)
         assert process.journal.broken
         assert len(caplog.records) == changes == 1, "said once, and without a traceback"
     assert world.at_workers, "the worker keeps what was not acknowledged"
-    # What the file says is whole: a process that is killed now is followed by one that goes on from it.
+    # The records in the file are whole: a process can continue from them after a kill.
     left = PersistedState.of(journal_entries(world.path))
     assert left is not None
     assert [(task.running, task.outcome) for task in left.tasks.values()] == [(True, None)]

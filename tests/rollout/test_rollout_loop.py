@@ -1,4 +1,4 @@
-"""The rollout loop over real HTTP with real worker processes that are really killed."""
+"""The rollout loop over real HTTP, with real worker processes that are really killed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
 
 class Rig:
-    """A controller on a real port, and everything that a test starts around it."""
+    """A controller on a real port, with the engines and workers that a test starts."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.stack = stack
@@ -96,7 +96,7 @@ class Rig:
         return engine
 
     async def up(self, hold: int | None = None, **options: int | bool) -> FakeEngine:
-        """Controller, engine `a` that stops after `hold` tokens, and worker `worker-0`."""
+        """Start a controller, engine `a` that stops after `hold` tokens, and worker `worker-0`."""
         await self.start()
         engine = await self.engine("a", **options)
         if hold is not None:
@@ -156,7 +156,7 @@ async def finished(tasks: Sequence[asyncio.Task[Rollout]], deadline_s: float = 6
 
 
 def assert_right(rollouts: Sequence[Rollout]) -> None:
-    """Every answer is the one to its own prompt, and every prompt has one."""
+    """Check that every prompt has exactly its own answer."""
     for index, rollout in enumerate(rollouts):
         assert rollout.metadata == index
         assert rollout.prompt_ids == (index + 1, 5)
@@ -249,7 +249,7 @@ async def test_a_worker_that_hangs_loses_its_work_and_may_come_back(rig: Rig) ->
     await rig.reap(rig.workers["worker-1"])
     more = await finished(rig.submit(10))
     assert {rollout.worker for rollout in more} == {"worker-0"}
-    # A snapshot may show answers whose callback is under way.
+    # A snapshot may show an answer before the controller has handled its callback.
     assert rig.controller.stats().ignored >= 25
     rig.assert_balanced(completed=35)
 
@@ -464,7 +464,7 @@ async def test_a_group_that_grew_too_old_while_it_waited_is_made_again(rig: Rig)
 
 
 async def train_beside_long_groups(rig: Rig, num_steps: int) -> tuple[FakeEngine, list[Rollout]]:
-    """Each step trains on two groups of short answers; two long groups need three versions."""
+    """Train each step on two groups of short answers. Two long groups need three versions."""
     engine = await rig.up()
     engine.hold(1, per_version=True)
     long, short = SamplingParams(max_new_tokens=3), SamplingParams(max_new_tokens=1)
@@ -494,7 +494,7 @@ async def test_rollouts_that_last_longer_than_the_bound_end_and_are_reported(
             await handle
     stats = rig.controller.stats()
     assert (stats.completed, stats.dropped, stats.lost, stats.outstanding) == (160, 8, 0, 0)
-    # 8 samples, 4 tries each; the end of a group stops the rest of it.
+    # There are 8 samples with 4 attempts each. The end of a group stops its other samples.
     assert 3 * 8 + 2 <= stats.stopped_early + stats.too_old <= 4 * 8
     assert "too old for version 2 (max_staleness=1, on_stale=resubmit" in caplog.text
     await engine.until(lambda: engine.num_active == 0)
@@ -537,7 +537,7 @@ async def test_what_cannot_be_young_enough_is_stopped_at_the_engine_and_leaves_r
         with pytest.raises(RolloutError, match="dropped, too old for version 2"):
             await handle
     stats = rig.controller.stats()
-    # One sample of the group was found too old, the others go with it.
+    # One sample of the group was too old, so the whole group is dropped.
     assert (stats.stopped_early, stats.dropped, stats.capacity, stats.lost) == (2, 5, 8, 0)
     with pytest.raises(PeerTimeout, match=r"got 0 \(.*dropped 5, too old 0, stopped early 2,"):
         await rig.controller.next_batch(1, deadline_s=0.05)
@@ -607,7 +607,8 @@ async def test_closing_ends_every_wait_with_an_error_and_cancels_nobody(rig: Rig
         asyncio.create_task(rig.controller.wait_for_room(deadline_s=60)),
         asyncio.create_task(rig.controller.wait_for_workers(9, deadline_s=60)),
     ]
-    await asyncio.sleep(0)  # both wait now
+    # Both calls wait now.
+    await asyncio.sleep(0)
     await rig.controller.close()
     for wait in waits:
         with pytest.raises(ConfigError, match="needs an open controller, got closed"):
@@ -718,7 +719,7 @@ async def test_a_batch_that_cannot_be_had_is_a_named_error(rig: Rig) -> None:
 
 
 async def test_a_question_changes_no_other_ranks_answer() -> None:
-    """The first question for a step decided its world size, and one for a later step drew batches early."""
+    """The first question for a step set its world size. One for a later step drew batches early."""
     num_ranks = 0
     queue = BatchQueue(lambda: num_ranks)
     strangers = [
@@ -736,7 +737,8 @@ async def test_a_question_changes_no_other_ranks_answer() -> None:
     await queue.put(0, [[sample(index)] for index in range(4)])
     answers = [[s.group_id for s in (await rank).samples] for rank in ranks]
     assert answers == [[0, 2], [1, 3]]
-    await queue.requested(0, deadline_s=0.05)  # it was put
+    # Step 0 was put, so this call returns.
+    await queue.requested(0, deadline_s=0.05)
     for stranger in strangers:
         stranger.cancel()
 
@@ -763,7 +765,7 @@ def sample(group_id: int) -> TrainingSample:
 
 
 async def first_answer(rig: Rig, frame: msgspec.Struct) -> object:
-    """What the controller says to the first frame of a connection."""
+    """Return the controller's answer to the first frame of a connection."""
     async with (
         aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
         session.ws_connect(f"{rig.server.url}/v1/workers") as socket,
@@ -780,7 +782,7 @@ def hello(name: str = "w", *, version: int = PROTOCOL_VERSION) -> WorkerHello:
 async def test_a_worker_that_answers_nothing_takes_its_share_and_no_more(
     rig: Rig, deadline_s: float, num_done: int
 ) -> None:
-    """It took 255 of 256 attempts, and all of them again after each deadline."""
+    """It used to take 255 of 256 attempts, and all of them again after each deadline."""
     rig.policy = StalenessPolicy.unbounded(32)
     rig.config = RolloutConfig(
         attempt_deadline_s=deadline_s, max_attempts=100, retry_backoff_s=0.01
@@ -847,7 +849,7 @@ async def test_a_worker_with_the_tokens_of_its_role_works_and_listens_nowhere(ri
 
 
 def listening_sockets(pid: int) -> list[str]:
-    """Inodes of the TCP sockets that a process listens on."""
+    """Return the inodes of the TCP sockets on which a process listens."""
     links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
     tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table.splitlines()[1:]]

@@ -1,4 +1,4 @@
-"""What travels between controller and workers, and what it may cost to read."""
+"""Messages between controller and workers, and the cost of decoding them."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def outcome(value: bytes = b"", num_tokens: int = 2) -> RolloutOutcome:
 
 
 def encoded_with(value: bytes) -> bytes:
-    """An outcome as a worker can send it that checks nothing."""
+    """Encode an outcome without the checks of a worker."""
     builtins = msgspec.to_builtins(outcome(), builtin_types=(bytes,))
     return encode({**builtins, "value": value})
 
 
 def lists(number: int) -> bytes:
-    """So many empty lists: a byte each, and 64 in memory."""
+    """Encode this number of empty lists: one byte each, but 64 in memory."""
     return b"\xdd" + (number - 1).to_bytes(4) + b"\x90" * (number - 1)
 
 
@@ -83,7 +83,7 @@ async def test_frames_are_read_as_they_were_written() -> None:
 
 @pytest.mark.parametrize("number", [MAX_VALUE_ITEMS + 1, 4 << 20, MAX_VALUE_NBYTES - 16])
 def test_a_value_of_many_objects_is_refused_before_they_are_made(number: int) -> None:
-    """It cost 78 bytes of memory per byte, and 6.6 s of the event loop for 16 MiB."""
+    """It used to cost 78 bytes of memory per byte, and 6.6 s of the event loop for 16 MiB."""
     sent = encoded_with(lists(number))
     tracemalloc.start()
     try:

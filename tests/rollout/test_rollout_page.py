@@ -1,4 +1,4 @@
-"""The scripts of the pages on rollouts, as somebody who copies them runs them."""
+"""The scripts of the pages on rollouts run unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAID = {
     "next_batch(GROUPS": [f"step {step}: 32 samples to train on" for step in range(3)],
     "submit_workflow_group": ["2 turns: {'reward': 1.0}"] * 4,
 }
-"""What only one script has -> what it prints with an engine whose answers count upwards."""
+"""Text of one script -> its output with an engine that counts upwards."""
 
 
 @pytest.mark.parametrize("own", SAID)

@@ -1,4 +1,4 @@
-"""What controller and worker make of each other's memory, with one side played by the test."""
+"""Controller and worker compare their state after a reconnect. The test plays one side."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def accepted(task_id: str, attempt: int, *, token: int) -> RolloutOutcome:
 
 
 class PlayedWorker:
-    """Takes work and does nothing, except what the test says."""
+    """Worker that takes tasks and otherwise does only as the test tells it."""
 
     def __init__(self, stack: AsyncExitStack, url: str) -> None:
         self.stack, self.url = stack, url
@@ -105,7 +105,7 @@ class PlayedWorker:
         return await asyncio.wait_for(self.tasks.get(), WITHIN_S)
 
     async def deliver(self, last: int, *outcomes: RolloutOutcome) -> int:
-        """Returns what the controller acknowledges."""
+        """Deliver outcomes and return the number that the controller acknowledges."""
         batch = CompletionBatch(last, tuple(encode(outcome) for outcome in outcomes))
         await self.socket.send_bytes(encode(batch))
         return await asyncio.wait_for(self.acknowledged.get(), WITHIN_S)
@@ -213,7 +213,7 @@ async def test_work_that_a_worker_forgot_is_sent_again_and_work_that_it_runs_is_
 async def test_what_a_worker_runs_and_nobody_wants_is_cancelled(
     played: tuple[RolloutController, PlayedWorker],
 ) -> None:
-    """As after a restart, when the cancellation was lost with the process that asked for it."""
+    """This happens after a restart, if the process died before it sent the cancellation."""
     controller, worker = played
     handle = controller.submit((1,), SAMPLING)
     task = await worker.task()

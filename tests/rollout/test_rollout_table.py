@@ -1,4 +1,4 @@
-"""Deadlines of attempts, of which tens of thousands run at a time."""
+"""Deadlines of tens of thousands of simultaneous attempts."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Rig:
-    """A controller with engines; workers are started by the test."""
+    """A controller with engines. The test starts the workers."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.stack = stack
@@ -118,7 +118,7 @@ async def test_a_workflow_in_the_controllers_loop_sees_its_own_turns(rig: Rig) -
 
 
 async def raises(context: WorkflowContext) -> object:
-    """Raise whatever the arguments name."""
+    """Raise the exception that the arguments name."""
     await context.generate(np.array([1, 2]))  # type: ignore[arg-type]
     kinds = (SystemExit, KeyboardInterrupt, asyncio.CancelledError, StopAsyncIteration)
     raise {kind.__name__: kind for kind in kinds}[str(context.arguments)]("\ud800 cannot be sent")
@@ -135,7 +135,7 @@ async def returns_arrays(context: WorkflowContext) -> object:
 async def test_a_workflow_that_raises_anything_fails_its_rollout_and_nothing_else(
     rig: Rig, raised: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The runner of the tests cannot send the character either.
+    # The test runner cannot send this character either.
     monkeypatch.setattr(workflows.logger, "disabled", True)
     monkeypatch.setattr(lifecycle.logger, "disabled", True)
     await rig.start()
@@ -290,7 +290,7 @@ async def test_a_conversation_over_more_versions_than_the_bound_ends_as_its_owne
         return
     with pytest.raises(RolloutError, match="dropped, too old"):
         await handle
-    # The third turn of a run shows that it cannot be used; the three after it are never made.
+    # The third turn shows that a run cannot be used, so its last three turns are never made.
     runs = 2 if on_stale is OnStale.RESUBMIT else 1
     assert engine.num_requests == 3 * runs
     stats = rig.controller.stats()
@@ -336,7 +336,8 @@ async def test_groups_and_single_rollouts_that_are_declined_are_replaced(rig: Ri
     rig.policy = StalenessPolicy(max_staleness=0, batch_size=2, max_concurrent=2)
     await rig.start()
     rig.controller.run_here({})
-    for number in range(5):  # the version stands still: the second would wait for ever
+    # The version does not change, so without `decline` the second would wait forever.
+    for number in range(5):
         rig.controller.submit_group((number + 1,), 2, SAMPLING)
         (group,) = await rig.controller.next_batch(1, deadline_s=20)
         rig.controller.decline(group)
@@ -377,7 +378,7 @@ async def test_a_wait_for_a_workflow_that_no_worker_knows_names_it(rig: Rig) -> 
 
 
 async def hook() -> None:
-    """Block the loop, far below the caller's own code."""
+    """Block the loop deep inside a library call."""
     json.loads("{}", object_hook=lambda _: time.sleep(0.6))
 
 

@@ -1,4 +1,4 @@
-"""Routers of others are told which engines may be sent requests: what they know, and what they really do."""
+"""Routers of other projects learn which engines are routable, and send requests to no others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from windlass.rollout.routers import RouterUpdates
 
 WITHIN_S = 40.0
 ROUTERS_VARIABLE = "WINDLASS_ROUTERS"
-"""A folder into which `pip install --target` has put sglang-router and vllm-router."""
+"""Folder into which `pip install --target` put sglang-router and vllm-router."""
 DEADLINES = PhaseDeadlines(connect_s=0.5, pause_s=0.5, prepare_s=0.5)
 
 
@@ -35,7 +35,7 @@ DEADLINES = PhaseDeadlines(connect_s=0.5, pause_s=0.5, prepare_s=0.5)
 async def serving(
     handlers: Mapping[str, Callable[[web.Request], Any]], port: int = 0
 ) -> AsyncIterator[str]:
-    """The URL of a real server with these routes, of any method."""
+    """Serve these routes for any method and yield the server's URL."""
     app = web.Application()
     app.add_routes([web.route("*", path, handler) for path, handler in handlers.items()])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -58,7 +58,7 @@ async def feeding(rig: FakeFleet, *routers: RouterConfig) -> AsyncIterator[Route
 
 
 class Hook:
-    """Keeps what it is told; answers as it is told to."""
+    """Hook that records requests and answers with `status`."""
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []
@@ -178,11 +178,11 @@ def test_an_address_that_is_none_is_refused_before_anything_is_started(
     assert "RouterConfig: url must be http" in capsys.readouterr().err
 
 
-# --- the real ones -------------------------------------------------------------------------------
+# --- real routers --------------------------------------------------------------------------------
 
 
 def _engine(name: str, asked: set[str]) -> dict[str, Callable[[web.Request], Any]]:
-    """What a router asks of an engine, and one route that says who answered."""
+    """Return the engine routes that a router uses. `/generate` records which engine answered."""
 
     async def answer(request: web.Request) -> web.Response:
         if request.path == "/generate":
@@ -196,7 +196,7 @@ def _engine(name: str, asked: set[str]) -> dict[str, Callable[[web.Request], Any
 
 @pytest.fixture(params=["sglang_router", "vllm_router"])
 def router(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """The package of a router, and the folder where it is."""
+    """Provide the package of a router and its folder."""
     package: str = request.param
     folder = str(Path(os.environ.get(ROUTERS_VARIABLE, "")).resolve())
     if not Path(folder, package).is_dir():
@@ -240,7 +240,7 @@ async def test_real_routers_send_requests_to_routable_engines_alone(router_url: 
         aiohttp.ClientSession() as http,
         feeding(rig, RouterConfig(url=router_url, num_tries=40)),
     ):
-        # The name of a scripted engine is where it is said to listen.
+        # A scripted engine's name is also its address.
         a, b = (url.removeprefix("http://") for url in (url_a, url_b))
         await rig.start({a: 1})
         await rig.add_engine(b, on_command=stuck)

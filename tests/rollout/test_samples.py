@@ -1,4 +1,4 @@
-"""What user code returns for training: it is converted, or refused where it is returned."""
+"""Samples that user code returns for training are converted, or refused at the return."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def sample(**changes: object) -> TrainingSample:
 
 
 def received(*samples: TrainingSample) -> tuple[TrainingSample, ...]:
-    """What a trainer rank decodes."""
+    """Return the samples as a trainer rank decodes them."""
     return TRAINING_BATCHES.decode(encode(TrainingBatch(0, samples))).samples
 
 
@@ -200,7 +200,7 @@ async def test_a_queue_refuses_what_is_no_sample() -> None:
 
 
 class Returns(Recipe):
-    """Returns or raises what it was made with."""
+    """Recipe that returns or raises its argument."""
 
     def __init__(self, samples: object) -> None:
         self._samples = samples
@@ -277,7 +277,7 @@ def test_tasks_that_are_none_or_raise_are_an_error_of_the_recipe() -> None:
         (KeyError("shard 5"), r"recipe: tasks raised KeyError: 'shard 5'"),
         (SystemExit(3), r"recipe: tasks raised SystemExit: 3"),
         ((1, 2), r"recipe: tasks\[1\] must be a Task, got \(1, 2\)"),
-        # Not the end of the tasks, which `next(tasks, None)` would take it for.
+        # `next(tasks, None)` would take None for the end of the tasks.
         (None, r"recipe: tasks\[1\] must be a Task, got None"),
     ):
         with pytest.raises(WindlassError, match=says):

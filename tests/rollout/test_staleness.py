@@ -90,7 +90,7 @@ def test_impossible_bounds_are_refused(bad: tuple[int, int, int]) -> None:
 
 
 class Bench:
-    """A lifecycle whose workers are this object."""
+    """A lifecycle with this object as its workers."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Bench:
         self.num = 0
 
     def restarted(self) -> Bench:
-        """Another controller process; it learns the version from the engines, and no more."""
+        """Return another controller process, which learns only the version from the engines."""
         fresh = Bench(self.policy.version, self.policy.on_stale, self.policy.max_resubmits)
         fresh.num = self.num
         assert fresh.policy.capacity() <= 2 * 4
@@ -299,7 +299,7 @@ async def test_a_group_is_never_ready_before_its_last_sample() -> None:
 
 
 async def test_cancelling_the_future_gives_the_whole_group_up_at_once() -> None:
-    """However it is cancelled: `asyncio.wait_for` of a task that awaits it knows no handle."""
+    """Any cancellation works, for example by `asyncio.wait_for`, which has no handle."""
     bench = Bench()
     work = Work(prompt_ids=(1,), sampling=SAMPLING)
     single, group = bench.life.submit(work), bench.life.submit_group(work, 3)
@@ -316,7 +316,8 @@ async def test_cancelling_the_future_gives_the_whole_group_up_at_once() -> None:
 
 
 async def test_groups_that_are_declined_leave_room_for_others_for_ever() -> None:
-    bench = Bench()  # 2 batches of 4 may be ahead, and the version never grows
+    # Two batches of 4 may be ahead, and the version never grows.
+    bench = Bench()
     for _ in range(20):
         bench.add_group(4)
         for _ in range(4):
@@ -390,7 +391,8 @@ async def test_a_group_that_lasts_three_versions_ends_as_its_owner_chose(on_stal
             assert bench.groups[0].future.result().rollouts[0].versions == (0,)
             assert counts.completed == 2
         case OnStale.RESUBMIT:
-            assert counts.stopped_early == 5  # each twice, and one that ends the group
+            # Each sample is stopped twice, and one more ends the group.
+            assert counts.stopped_early == 5
             with pytest.raises(RolloutError, match=r"dropped, .* after 2 resubmissions"):
                 bench.groups[0].future.result()
         case OnStale.DROP:
@@ -405,7 +407,8 @@ async def test_what_a_dropped_group_had_finished_counts_as_wasted_and_leaves_roo
     for _ in range(3):
         bench.dispatch()
     bench.life.set_version(1)
-    bench.finish(OutcomeStatus.ACCEPTED, 0, 1)  # young, but of the same group
+    # This sample is young, but belongs to the same group.
+    bench.finish(OutcomeStatus.ACCEPTED, 0, 1)
     bench.life.set_version(2)
     counts = bench.life.table.counts
     assert (counts.dropped, counts.stopped_early, counts.too_old) == (3, 1, 0)

@@ -1,4 +1,4 @@
-"""Rollout workers as processes whose clock jumps, or that the kernel kills for want of memory."""
+"""Rollout workers with a jumping clock, or killed by the kernel for lack of memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def rig() -> AsyncIterator[Rig]:
 async def test_a_worker_whose_clock_jumps_keeps_what_it_runs_and_repeats_nothing(
     rig: Rig, tmp_path: Path
 ) -> None:
-    """By days and by years, while rollouts are under way; `finished_at` is of its clock."""
+    """The clock jumps by days and years during rollouts. `finished_at` uses that clock."""
     rig.config = RolloutConfig(worker_lease_s=1.0, worker_grace_s=1.0)
     await rig.start()
     engine = await rig.engine("a")
@@ -62,7 +62,7 @@ async def test_rollouts_of_a_worker_that_the_kernel_kills_for_memory_are_tried_e
     tasks = rig.submit(50)
     await engine.until_held(50)
     with no_memory_left(victim.pid):
-        # More than it has at hand: it is killed while it takes them in.
+        # The tasks exceed the free memory, so the kernel kills the worker while it receives them.
         long = [
             rig.controller.submit((7,) * 100_000, SamplingParams(max_new_tokens=1))
             for _ in range(40)

@@ -120,7 +120,8 @@ async def test_a_connection_whose_other_end_answers_no_ping_is_ended(rig: Rig) -
     worker = PlayedWorker(rig.stack, rig.server.url)
     await worker.connect()
     await rig.controller.wait_for_workers(1, deadline_s=WITHIN_S)
-    worker.reader.cancel()  # whoever does not read answers no ping
+    # A worker that does not read answers no ping.
+    worker.reader.cancel()
     gone = asyncio.Event()
     session = rig.controller._workers["played"]
     stop = session.stop

@@ -1,4 +1,4 @@
-"""Several transports behind one: what `auto` starts, registers, writes by, and gives back."""
+"""The transports that `auto` starts, uses for registration and writes, and returns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from windlass.transports.shm import ShmTransport
 
 
 class TestAuto(ProcessConformance):
-    """A set of one transport is that transport; a set of two passes like each of them."""
+    """A set of one transport equals that transport. A set of two passes the suite as each does."""
 
     config: ClassVar[AutoConfig] = AutoConfig(offers=("cma", "shm"))
 
@@ -91,7 +91,7 @@ def test_a_write_goes_by_the_transport_of_its_endpoint() -> None:
 
 
 class Late(MemoryTransport):
-    """Releases memory when it is told."""
+    """Transport that releases memory when the test says so."""
 
     def __init__(self) -> None:
         super().__init__(MemoryFabric())

@@ -1,4 +1,4 @@
-"""Which transport a link takes, from what both of its ends offer."""
+"""The choice of a link's transport from the offers of both ends."""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ class TestCma(ProcessConformance):
 
         batch = mortal.batch([0], [0], [16])
         process = self.process(mortal)
-        os.kill(process.pid, signal.SIGKILL)  # not reaped: the pid and its start time stay
+        # The process is not reaped, so its pid and start time remain.
+        os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         start = time.monotonic()
         mortal.refused(batch, PeerUnreachable)

@@ -1,4 +1,4 @@
-"""Stores into GPU memory: strided, cast, hashed, through CUDA IPC; needs at least one GPU."""
+"""Stores into GPU memory through CUDA IPC: strided, cast, hashed. These tests need a GPU."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_block_float8_is_that_of_the_cpu_bit_for_bit(
 def serve(pipe: Connection) -> None:
     torch.zeros(1, device="cuda")
     transport = CudaIpcTransport(0)
-    # Torch's caching allocator: the tensor lies somewhere inside a larger allocation.
+    # The tensor is inside a larger allocation of torch's caching allocator.
     keep = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
     memory = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
     pipe.send(transport.register(memory.data_ptr(), memory.nbytes).remote)
@@ -157,7 +157,7 @@ def serve(pipe: Connection) -> None:
 
 
 def lend(pipe: Connection) -> None:
-    """Memory that is freed when told to, while a peer still has it mapped."""
+    """Free memory on command while a peer still has it mapped."""
     transport = CudaIpcTransport(0)
     address = transport.gpu.device.allocate(1 << 30)
     region = transport.register(address, 1 << 30)

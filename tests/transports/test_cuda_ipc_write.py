@@ -1,4 +1,4 @@
-"""`CudaIpcTransport.write` with copies and kernels in numpy: what is over, and what may still land."""
+"""`CudaIpcTransport.write` with copies and kernels in numpy: ended writes and possible late ones."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from windlass.transports.cuda_ipc import CudaIpcTransport
 
 SECONDS = 20.0
 LARGE = 4096
-"""From so many bytes a copy engine, below a kernel."""
+"""Smallest piece in bytes that a copy engine moves. A kernel moves smaller pieces."""
 
 
 class Ends:
-    """One process that writes into its own memory: a large piece and then small ones."""
+    """A process that writes a large piece and then small pieces into its own memory."""
 
     def __init__(self) -> None:
         self.transport = CudaIpcTransport()
@@ -97,11 +97,12 @@ def test_a_write_that_stops_half_way_has_failed_only_when_its_copies_are_over(
         patch.setattr(ends.gpu, "finish", finish)
         with pytest.raises(type(stops) if over is None else TransferOutcomeUnknown):
             ends.transport.write(ends.batch, deadline_s=SECONDS)
-    assert (ends.target[:LARGE] == ends.source[:LARGE]).all()  # a copy was queued, and landed
+    # The queued copy has landed.
+    assert (ends.target[:LARGE] == ends.source[:LARGE]).all()
     assert len(finished) == 1
     assert 0 < finished[0] <= SECONDS
     assert ends.gpu.is_late == (over is not None)
-    # A kernel that may still go on reads its table.
+    # A kernel that may still run reads its table.
     assert ends.num_held == (0 if over is None else 1)
 
 

@@ -1,4 +1,4 @@
-"""Memory under a write of unknown outcome is there until that write is over, whoever closes what."""
+"""Memory under a write of unknown outcome stays until that write ends, whatever is closed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NBYTES = 1 << 14
 
 
 class Deferring(WrappedTransport):
-    """Has a write under way."""
+    """Transport with a write under way."""
 
     def __init__(self) -> None:
         super().__init__(MemoryTransport(MemoryFabric()))
@@ -98,7 +98,7 @@ def test_gpu_memory_under_late_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Touching(RegionTransport):
-    """Frees memory at the addresses of `touched` late, and at others at once."""
+    """Transport that frees the addresses in `touched` late, and others at once."""
 
     traits = MemoryTransport.traits
 
@@ -179,7 +179,7 @@ class SlowEngine:
         self.began, self.may_go, self.ended = (threading.Event() for _ in range(3))
         self.may_go.set()
         self.codes: queue.SimpleQueue[int] | None = None
-        """What writes wait for and return, instead of moving bytes."""
+        """Codes that writes wait for and return instead of moving bytes."""
 
     def get_rpc_port(self) -> int:
         return int(self.listener.getsockname()[1])
@@ -216,7 +216,7 @@ class SlowEngine:
 
 
 class Ends:
-    """A transport that writes from an arena into another one's memory."""
+    """A transport that writes from an arena into another transport's memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engines: list[SlowEngine] = []
@@ -254,9 +254,10 @@ class Ends:
         self.source.write(batch, deadline_s=deadline_s)
 
     def lose(self) -> None:
-        """The arena is closed under a write that goes on."""
+        """Close the arena during a write that continues."""
         self.native.may_go.clear()
-        for deadline_s in (0.3, 2.0, 10.0):  # on a busy machine nothing may begin within the first
+        # On a busy machine the first deadlines may pass before the write begins.
+        for deadline_s in (0.3, 2.0, 10.0):
             with pytest.raises((TransferOutcomeUnknown, TransferFailed, PeerUnreachable)) as found:
                 self.write(self.arena, deadline_s)
             if found.type is TransferOutcomeUnknown:
@@ -265,7 +266,7 @@ class Ends:
         self.arena.close()
 
     def end_of_call(self) -> None:
-        """Return once the write that was lost has come back."""
+        """Return once the lost write has returned."""
         self.native.may_go.set()
         (peer,) = self.source._peers.values()
         before = time.monotonic()
@@ -305,7 +306,8 @@ def test_a_mooncake_write_that_is_late_reads_the_arena_that_was_closed(ends: End
     ends.end_of_call()
     assert ends.landing.bytes.tobytes() == ends.wanted
     other = Arena(ends.source, NBYTES)
-    ends.write(other, SECONDS)  # which finds that nothing is open any more
+    # This write finds that no write is open.
+    ends.write(other, SECONDS)
     assert ends.memory() is None
     other.close()
 
@@ -334,7 +336,7 @@ def test_a_late_mooncake_write_keeps_no_arena_that_it_does_not_read(ends: Ends) 
 def test_a_mooncake_write_of_unknown_outcome_is_not_settled_by_another_that_was_late(
     ends: Ends,
 ) -> None:
-    """As a relay's threads write to one peer: the second call waits in line behind the first."""
+    """Threads of a relay write to one peer like this: the second call queues behind the first."""
     ends.write(ends.arena, SECONDS)
     (peer,) = ends.source._peers.values()
     native = ends.native
@@ -372,10 +374,11 @@ def test_a_mooncake_write_of_unknown_outcome_is_not_settled_by_another_that_was_
 
 
 def test_a_mooncake_write_that_never_began_keeps_no_arena(ends: Ends) -> None:
-    """It was in line behind one that is stuck, and ran out of time."""
+    """The write was queued behind a stuck write and ran out of time."""
     ends.lose()
     (peer,) = ends.source._peers.values()
-    peer._under_way.update(peer._given_up)  # as if the other thread were waiting still
+    # Pretend that the other thread still waits.
+    peer._under_way.update(peer._given_up)
     peer._given_up.clear()
     arena = Arena(ends.source, NBYTES)
     memory = weakref.ref(arena.bytes)
@@ -420,7 +423,7 @@ def test_closing_mooncake_beside_a_write_ends_it_with_an_error_and_keeps_its_mem
 def test_closing_mooncake_beside_a_peer_that_does_not_answer_ends_the_write(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is asked of it once more: that would wait behind the call that is stuck."""
+    """The peer gets no further request, because that would wait behind the stuck call."""
     ends.write(ends.arena, SECONDS)
     asked, may_answer, found = threading.Event(), threading.Event(), list[Exception]()
 
@@ -463,7 +466,8 @@ def test_a_mooncake_call_that_gets_no_thread_leaves_no_descriptor(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        patch.setattr(peer, "_thread", None)  # as after a while without calls
+        # This is the state after a while without calls.
+        patch.setattr(peer, "_thread", None)
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             with pytest.raises(TransferFailed, match="not begun"):

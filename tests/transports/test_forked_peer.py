@@ -1,4 +1,4 @@
-"""Peers of the verbs tests, which run in an emulated machine, are forked; over `cma` that works anywhere."""
+"""The forked peers of the verbs tests also work over `cma`, on any machine."""
 
 from __future__ import annotations
 

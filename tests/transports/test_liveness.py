@@ -1,4 +1,4 @@
-"""A liveness listener tells that a process has ended, and a broken connection to it does not."""
+"""A liveness listener reports the end of a process, and not a broken connection to it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def enter(port: int) -> PeerLiveness:
 
 
 def break_connection(listener: LivenessListener, liveness: PeerLiveness) -> None:
-    """As a box on the way does that forgets connections: reset, though both ends live."""
+    """Reset the connection while both ends live, as a middlebox that drops connections does."""
     until = time.monotonic() + SECONDS
     while not listener._clients:
         assert time.monotonic() < until
@@ -89,7 +89,8 @@ def test_silence_behind_a_connection_that_was_reset_is_no_end(
     liveness = enter(listener.port)
     break_connection(listener, liveness)
     with monkeypatch.context() as patch:
-        patch.setattr(listener, "_incarnation", b"")  # lets in, and says nothing
+        # The listener accepts and sends nothing.
+        patch.setattr(listener, "_incarnation", b"")
         for _ in range(3):
             assert not liveness.wait_ended(0.05)
     ended: list[bool] = []
@@ -104,7 +105,8 @@ def test_silence_behind_a_connection_that_was_reset_is_no_end(
     watching.join(0.5)
     assert watching.is_alive()
     used = os.times()
-    watching.join(0.5)  # waits, and does not spin
+    # The thread waits and does not spin.
+    watching.join(0.5)
     assert os.times().user - used.user < 0.4
     listener.close()
     watching.join(SECONDS)

@@ -61,7 +61,7 @@ class TestMooncakeTcp(ProcessConformance):
     def test_a_range_that_the_engine_refuses_is_named_and_none_of_its_call_stays(
         self, rig: Rig
     ) -> None:
-        """The page of the token is registered with the engine, and with nobody else."""
+        """Only the engine has the page of the token registered."""
         token_page = int(rig.transport.endpoint().incarnation.split("@")[1].split(":")[0], 16)
         memory = np.full(16384, 7, np.uint8)
         good = [(int(memory.ctypes.data) + at, 64) for at in (0, 4096, 8192)]
@@ -83,8 +83,8 @@ class TestMooncakeTcp(ProcessConformance):
         self, rig: Rig
     ) -> None:
         rig.peer.unregister()
-        # The target ends the connection after a refusal. Where the read that is to prove the queue
-        # empty still meets that connection, or the refusal is late, "unknown" is the honest answer.
+        # The target ends the connection after a refusal. The outcome is "unknown" if the read that
+        # checks the queue still uses that connection, or if the refusal is late.
         message = rig.refused(
             rig.batch([0, 64], [0, 64], [16, 16]), (TransferFailed, TransferOutcomeUnknown)
         )
@@ -105,7 +105,8 @@ class TestMooncakeTcp(ProcessConformance):
         start = time.monotonic()
         while caught is None and time.monotonic() < start + 8.0:
             try:
-                mortal.write(batch, 1.0)  # until the stop falls into one, not between two
+                # Repeat until the stop happens during a write, not between two.
+                mortal.write(batch, 1.0)
             except TransferOutcomeUnknown as error:
                 caught = error
             except PeerUnreachable:
@@ -121,14 +122,15 @@ class TestMooncakeTcp(ProcessConformance):
                 mortal.write(batch)
                 break
             except TransferOutcomeUnknown:
-                process.digest()  # a round trip: the write that was open goes on meanwhile
+                # The open write continues during this round trip.
+                process.digest()
         mortal.check_peer(mortal.arena.bytes, "after it went on")
 
     def test_a_process_restarted_at_the_same_address_is_another_peer_and_can_be_written(
         self, mortal: Rig
     ) -> None:
-        # The engine rarely gets its port back within a minute of a kill, so the address is that
-        # of a forwarder: to this side it is one address with one process after another behind it.
+        # The engine rarely gets its port back within a minute of a kill, so peers use a forwarder's
+        # address. To this side it is one address with one process after another.
         with Forwarder() as forwarder:
             first = PeerProcess(TCP, NBYTES)
             behind = Behind(forwarder, first)
@@ -174,7 +176,7 @@ class TestMooncakeTcp(ProcessConformance):
 
 
 class Forwarder:
-    """Passes connections on to whatever port is set."""
+    """Forwarder of connections to the port that is set."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -222,7 +224,7 @@ class Forwarder:
 
 
 class Behind:
-    """A peer process as it is seen through a forwarder."""
+    """Peer process seen through a forwarder."""
 
     def __init__(self, forwarder: Forwarder, process: PeerProcess) -> None:
         endpoint = process.region.endpoint
@@ -255,7 +257,8 @@ def test_nothing_lands_over_a_connection_from_before_a_fence_and_peers_find_thei
             nbytes=np.array([source.nbytes], np.uint64),
             regions=(region.remote,),
         )
-        receiver.fence(deadline_s=10.0)  # nothing to cut yet
+        # This fence has nothing to cut yet.
+        receiver.fence(deadline_s=10.0)
         for factor in (1, 3):
             source *= np.uint64(factor)
             sender.write(batch, deadline_s=20.0)

@@ -1,4 +1,4 @@
-"""Which RDMA devices an engine has opened, while another one of this process closes its own."""
+"""The RDMA devices of an engine are found while another engine of the process closes its devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windlass.transports.mooncake import native as mooncake_native
 
 @pytest.fixture
 def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In the place of /dev/infiniband/uverbs0."""
+    """Provide a file in place of /dev/infiniband/uverbs0."""
     found = tmp_path / "uverbs0"
     found.touch()
     monkeypatch.setattr(mooncake_native, "_VERBS", str(tmp_path / "uverbs"))

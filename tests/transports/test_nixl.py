@@ -108,7 +108,7 @@ def test_a_link_that_was_planted_in_the_shared_folder_leads_ucx_to_no_file_of_th
 
 
 def until_ended(liveness: PeerLiveness) -> None:
-    """The kernel says so, a moment after the process has gone."""
+    """Wait until the kernel reports the end, a moment after the process ended."""
     assert liveness.wait_ended(20.0)
 
 
@@ -140,7 +140,7 @@ def test_peers_that_have_ended_hold_no_descriptor_once_another_is_written() -> N
 
 
 class Ends:
-    """Two transports of this process, each with memory, and writes in both directions."""
+    """Two transports of this process, each with memory, that write in both directions."""
 
     def __init__(self, config: NixlConfig) -> None:
         self.transports = [create_transport(config), create_transport(config)]
@@ -151,7 +151,7 @@ class Ends:
         ]
 
     def write(self, source: int, first: int) -> None:
-        """New values from one end to the other, and a look at every element."""
+        """Write new values from one end to the other and check every element."""
         target = 1 - source
         self.memory[source][:] = np.arange(first, first + (1 << 15), dtype=np.uint64)
         batch = WriteBatch(
@@ -169,7 +169,9 @@ class Ends:
             transport.close()
 
     def num_connections(self) -> int:
-        """Of UCX in this process, without those of agents with themselves; none is left."""
+        """Cut UCX's connections in this process, except agents' to themselves, and return their
+        number.
+        """
         ours = self.transports[0]
         assert isinstance(ours, NixlTransport)
         return ours._fence.cut(Deadline.after(10.0, "test"))
@@ -181,7 +183,8 @@ def test_nothing_lands_over_a_connection_from_before_a_fence_and_peers_find_thei
 ) -> None:
     ends = Ends(config)
     try:
-        ends.transports[1].fence(deadline_s=10.0)  # nothing to cut yet
+        # This fence has nothing to cut yet.
+        ends.transports[1].fence(deadline_s=10.0)
         first = 1
         for fenced in (1, 0, 1):
             for source in (0, 1, 0):
@@ -190,14 +193,15 @@ def test_nothing_lands_over_a_connection_from_before_a_fence_and_peers_find_thei
             ends.transports[fenced].fence(deadline_s=10.0)
             assert ends.num_connections() == 0
         ends.write(0, first)
-        assert ends.num_connections() > 0 or config is not TCP  # UCX may need none within a host
+        # UCX may need no connection within a host.
+        assert ends.num_connections() > 0 or config is not TCP
     finally:
         ends.close()
 
 
 @pytest.mark.parametrize("config", [TCP, NixlConfig()], ids=["tcp", "auto"])
 def test_memory_is_registered_and_written_after_a_fence_too(config: NixlConfig) -> None:
-    """As a shadow is, which an engine allocates when it has lost a controller and found another."""
+    """An engine that changes its controller allocates a shadow like this."""
     ends = Ends(config)
     try:
         ends.write(0, 1)
@@ -214,7 +218,7 @@ def test_memory_is_registered_and_written_after_a_fence_too(config: NixlConfig) 
 
 
 def stop_between_word_and_batch(monkeypatch: pytest.MonkeyPatch, process: PeerProcess) -> None:
-    """The peer is there when the next write begins, and stands still when the first byte goes."""
+    """Let the peer answer the start of the next write and stop before its first byte."""
     reach = NixlPeer.reach
 
     def reach_and_stop(*args: Any) -> None:
@@ -226,7 +230,10 @@ def stop_between_word_and_batch(monkeypatch: pytest.MonkeyPatch, process: PeerPr
 
 
 def test_regions_that_touch_are_written_as_one_however_they_were_registered() -> None:
-    """Parameters behind each other in a GPU's memory pool are; here pages of one buffer."""
+    """Adjacent parameters in a GPU's memory pool are such regions.
+
+    Here they are pages of one buffer.
+    """
     page, num = 4096, 4
     ours, theirs = create_transport(CMA), create_transport(CMA)
     source, target = (np.zeros((num + 1) * page, np.uint8) for _ in range(2))
@@ -253,11 +260,11 @@ def test_regions_that_touch_are_written_as_one_however_they_were_registered() ->
 
 
 LARGE = 32 << 20
-"""More than sockets hold."""
+"""More bytes than socket buffers take."""
 
 
 class Mortal:
-    """Arenas here, and a peer over TCP that stops or dies in the middle of a write."""
+    """Arenas on this side, and a TCP peer that stops or dies during a write."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.transport = create_transport(TCP)
@@ -302,7 +309,8 @@ def test_an_arena_under_a_late_write_is_freed_when_the_write_is_over(mortal_peer
     ends.arena.close()
     assert ends.memory() is not None
     ends.peer.resume()
-    ends.write(ends.other)  # waits for the late one
+    # This write waits for the late one.
+    ends.write(ends.other)
     assert ends.memory() is None
     assert ends.peer.digest() == xxhash.xxh3_128_hexdigest(wanted)
     ends.other.close()
@@ -385,18 +393,21 @@ class TestNixlTcp(ProcessConformance):
         mortal.write(mortal.batch([64], [0], [8]))
         process = self.process(mortal)
         process.stop()
-        mortal.refused(batch, PeerUnreachable, within_s=2.0, deadline_s=0.5)  # nothing was sent
+        # No byte was sent.
+        mortal.refused(batch, PeerUnreachable, within_s=2.0, deadline_s=0.5)
         process.resume()
         mortal.write(mortal.batch([64], [0], [8]))
         stop_between_word_and_batch(monkeypatch, process)
         mortal.refused(batch, TransferOutcomeUnknown, within_s=2.0, deadline_s=0.5)
         source = np.full(4096, 5, np.uint8)
         region = mortal.transport.register(int(source.ctypes.data), source.nbytes)
-        mortal.transport.unregister(region)  # waits inside for the open write
+        # This call waits for the open write.
+        mortal.transport.unregister(region)
         mortal.refused(mortal.batch([0], [0], [16]), TransferOutcomeUnknown, deadline_s=0.5)
         process.resume()
         for _ in range(400):
-            process.digest()  # a round trip: the write that was open goes on meanwhile
+            # The open write continues during this round trip.
+            process.digest()
             try:
                 mortal.write(batch)
                 break

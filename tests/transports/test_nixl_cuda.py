@@ -1,4 +1,4 @@
-"""NIXL between GPUs: the conformance suite on GPU memory. Needs two GPUs of one host and NIXL."""
+"""The conformance suite for NIXL on GPU memory. It needs two GPUs of one host and NIXL."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ except TransportUnavailable as error:
 
 
 class GpuArena:
-    """Registered GPU memory; `bytes` is a copy in host memory of what `upload` has put there."""
+    """Registered GPU memory. `bytes` is a host copy of the last `upload`."""
 
     def __init__(self, transport: OneSidedTransport, ordinal: int) -> None:
         self.device, self.transport, self.nbytes = Device(ordinal), transport, NBYTES
@@ -156,7 +156,8 @@ class GpuPeer:
     def close(self) -> None:
         if self.process.is_alive():
             self.send_signal(signal.SIGCONT)
-            with suppress(BrokenPipeError):  # it may die at this very moment
+            # The process may die at this moment.
+            with suppress(BrokenPipeError):
                 self.pipe.send(None)
             self.process.join(ANSWER_S)
         self.kill()
@@ -175,7 +176,8 @@ class GpuRig(Rig):
 
 class TestNixlOnGpus(TransportConformance):
     config: ClassVar[NixlConfig] = HERE
-    prompt_s: ClassVar[float] = 10.0  # a first write opens the peer's memory
+    # The first write opens the peer's memory.
+    prompt_s: ClassVar[float] = 10.0
 
     def start_peer(self, transport: OneSidedTransport) -> GpuPeer:
         return GpuPeer()

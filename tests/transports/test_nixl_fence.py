@@ -1,4 +1,4 @@
-"""What is cut by a fence of NIXL's, and what is not, on sockets that are marked as UCX's are."""
+"""Tests which connections a NIXL fence cuts, on sockets marked as UCX marks its own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_peer_of_an_agent_that_started_meanwhile_is_cut() -> None:
         written = accept(of_another)
         fence.spare_own_connections()
 
-        # Nothing reads here as UCX does, so what is cut is held until the deadline.
+        # No UCX reads here, so a cut connection stays until the deadline.
         with pytest.raises(TransferFailed, match="1 connections are still read"):
             fence.cut(Deadline.after(0.1, "test"))
         assert written.recv(1) == b""

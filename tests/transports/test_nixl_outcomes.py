@@ -1,4 +1,4 @@
-"""What becomes of NIXL's transfers, over an agent that says of each what a test wants."""
+"""Outcomes of NIXL transfers, over a fake agent with states that the test sets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECONDS = 20.0
 
 @dataclass(eq=False)
 class Transfer:
-    """One native transfer; begins in the agent's `state`."""
+    """One native transfer. It begins in the agent's `state`."""
 
     source: int
     nbytes: int
@@ -37,13 +37,13 @@ class Transfer:
 
 
 class Agent:
-    """NIXL's calls; nothing moves."""
+    """Fake of NIXL's calls that moves no bytes."""
 
     def __init__(self, name: str) -> None:
         self.name, self.state, self.word = name, "DONE", "DONE"
         self.begun: list[Transfer] = []
         self.parted: list[set[str]] = []
-        """How the transfers were, each time that a peer was removed."""
+        """States of the transfers at each removal of a peer."""
         self.deregistered: list[object] = []
         self.has_begun, self.has_lost_a_word = threading.Event(), threading.Event()
 
@@ -70,7 +70,8 @@ class Agent:
 
     def remove_remote_agent(self, _: str) -> None:
         self.parted.append({transfer.state for transfer in self.begun})
-        self.word = "DONE"  # over a new connection
+        # The next word uses a new connection.
+        self.word = "DONE"
 
     def transfer(self, transfer: Transfer) -> None:
         if transfer.nbytes == WORD_NBYTES:
@@ -92,7 +93,7 @@ class Log:
 
 
 class Ends:
-    """A transport that writes out of two arenas into the memory of another one."""
+    """A transport that writes from two arenas into another transport's memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         agents: list[Agent] = []
@@ -121,7 +122,7 @@ class Ends:
         self.ours.write(batch, deadline_s=deadline_s)
 
     def lose(self) -> list[Transfer]:
-        """A write out of each arena, by two threads at once, the second of which gives up last."""
+        """Write from each arena in its own thread. The second thread gives up last."""
         self.agent.state, lost = "PROC", list[Exception]()
         before = len(self.agent.begun)
 
@@ -143,7 +144,7 @@ class Ends:
         return [found[arena.address] for arena in self.arenas]
 
     def lose_one(self) -> Transfer:
-        """A write out of the first arena that is given up."""
+        """Write from the first arena and give up."""
         self.agent.state = "PROC"
         with pytest.raises(TransferOutcomeUnknown):
             self.write(self.arenas[0], 0.3)
@@ -151,7 +152,7 @@ class Ends:
         return self.agent.begun[-1]
 
     def write_on(self) -> tuple[threading.Thread, list[Exception]]:
-        """A write out of the first arena that another thread has begun; what it ends with."""
+        """Start a write from the first arena in a thread, and return the thread and its errors."""
         self.agent.has_begun.clear()
         self.agent.state, found = "PROC", list[Exception]()
 
@@ -185,7 +186,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_peer_is_open_until_each_of_its_lost_writes_is_over(ends: Ends, first: int) -> None:
-    """As a relay's are: four threads write to one engine."""
+    """This happens in a relay, where four threads write to one engine."""
     ends.write(ends.arenas[0], SECONDS)
     lost = ends.lose()
     memory = [weakref.ref(arena.bytes) for arena in ends.arenas]
@@ -204,7 +205,7 @@ def test_a_peer_is_open_until_each_of_its_lost_writes_is_over(ends: Ends, first:
 
 
 def test_a_lost_write_keeps_no_arena_that_it_does_not_read(ends: Ends) -> None:
-    """As of a peer that has died, whose transfer never ends; a trainer goes on making plans."""
+    """The transfer to a dead peer never ends, while a trainer continues to make plans."""
     lost = ends.lose_one()
     ends.arenas.append(Arena(ends.ours, NBYTES))
     memory = [weakref.ref(arena.bytes) for arena in ends.arenas]
@@ -216,7 +217,8 @@ def test_a_lost_write_keeps_no_arena_that_it_does_not_read(ends: Ends) -> None:
     ends.write(source, SECONDS, target)
     assert memory[0]() is not None
     lost.state = "DONE"
-    ends.write(source, SECONDS, target)  # to any peer
+    # A write to any peer frees the memory.
+    ends.write(source, SECONDS, target)
     assert memory[0]() is None
     source.close()
     target.close()
@@ -277,7 +279,7 @@ def test_a_write_whose_thread_is_interrupted_keeps_its_memory_until_it_is_over(
 def test_nobody_waits_for_the_listener_of_a_peer_whose_connection_broke(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a partition listeners are silent, and each is waited for for a second."""
+    """Behind a partition listeners are silent, and each would be waited for for a second."""
     ends.write(ends.arenas[0], SECONDS)
     held: list[bool] = []
 
@@ -302,7 +304,7 @@ def test_nobody_waits_for_the_listener_of_a_peer_whose_connection_broke(
 
 
 def test_a_peer_is_not_removed_under_a_transfer_of_another_thread(ends: Ends) -> None:
-    """As a relay's threads write to one engine, whose fence has cut the connection of some of them."""
+    """This happens in a relay when the engine's fence cuts the connection of some threads."""
     agent = ends.agent
     ends.ours._agent.wire = NixlWire.TCP
     ends.write(ends.arenas[0], SECONDS)
@@ -326,7 +328,7 @@ def test_a_peer_is_not_removed_under_a_transfer_of_another_thread(ends: Ends) ->
 
 
 def test_a_peer_that_has_ended_is_not_forgotten_under_a_call(ends: Ends) -> None:
-    """Nobody would know any more that the call touches its memory."""
+    """Otherwise the transport would lose track of the memory that the call uses."""
     ends.write(ends.arenas[0], SECONDS)
     peers = ends.ours._peers
     (peer,) = peers.values()
@@ -348,7 +350,7 @@ def test_a_peer_that_has_ended_is_not_forgotten_under_a_call(ends: Ends) -> None
 def test_a_write_to_a_peer_that_another_thread_has_forgotten_says_that_it_has_ended(
     ends: Ends,
 ) -> None:
-    """Between two native calls of a batch, such as: the transport itself is open."""
+    """The peer is removed between two native calls of a batch. The transport itself is open."""
     ends.write(ends.arenas[0], SECONDS)
     (peer,) = ends.ours._peers.values()
     ends.target.close()

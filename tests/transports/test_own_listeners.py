@@ -1,4 +1,4 @@
-"""Which sockets Mooncake's engine listens on, while other transports of this process start."""
+"""The listening sockets of Mooncake's engine are found while other transports of the process start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STARTS_S = 0.5
 
 
 def agent_listens(_name: str, _wire: NixlWire, _device: str) -> socket.socket:
-    """In the place of NIXL's agent, whose library listens."""
+    """Replace NIXL's agent and the socket on which its library listens."""
     return socket.create_server((HOST, 0))
 
 
@@ -36,7 +36,7 @@ def agent_listens(_name: str, _wire: NixlWire, _device: str) -> socket.socket:
 def test_what_another_transport_listens_on_is_not_the_engines(
     start: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one starts while the engine does, and has as long as it needs where nothing holds it up."""
+    """The other transport starts with the engine, and has time to finish unless it is blocked."""
     own, others = list[socket.socket](), list[socket.socket]()
     other = threading.Thread(target=lambda: others.append(start()))
 

@@ -1,6 +1,6 @@
-"""A transport of another distribution: installed beside Windlass, found by its entry point, and used.
+"""A transport of another distribution is found by its entry point and used.
 
-Everything happens as it would for a user: pip installs the package, and Windlass is told a name.
+The steps are those that a user takes: pip installs the package, and Windlass gets a name.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a user who has installed the package; nothing comes from a network."""
+    """Provide the environment of a user who installed the package, without any network."""
     folder = tmp_path_factory.mktemp("plugin")
-    source = shutil.copytree(PLUGIN, folder / "source")  # a build leaves files beside its sources
+    # A build leaves files next to its sources.
+    source = shutil.copytree(PLUGIN, folder / "source")
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
     run = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder / "site")]
     subprocess.run([*run, str(source)], check=True, timeout=120)

@@ -142,7 +142,8 @@ def test_piece_sizes_next_to_a_multiple_of_the_limit() -> None:
         assert cut[2].tolist() == expected
 
 
-@example([(0, 0, 2)], [], [1, 1])  # a seam that is named twice
+# Name one seam twice.
+@example([(0, 0, 2)], [], [1, 1])
 @given(pieces, st.lists(st.integers(0, 400), unique=True), st.lists(st.integers(0, 400)))
 def test_pieces_cut_at_seams_move_the_same_bytes_and_cross_none(
     rows: list[tuple[int, int, int]], here: list[int], there: list[int]

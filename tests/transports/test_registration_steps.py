@@ -1,4 +1,4 @@
-"""Regions that are registered in steps: pieces cross the seams, on either side."""
+"""Regions that are registered in steps: pieces cross the seams on either side."""
 
 from __future__ import annotations
 

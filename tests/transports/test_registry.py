@@ -1,4 +1,4 @@
-"""Names, configurations and what is installed: how a transport is found."""
+"""A transport is found by its name, its configuration and its installed packages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NotItsName(TransportConfig, frozen=True, tag="other"):
 
 
 class Named(TransportConfig, frozen=True, tag="named"):
-    """As it should be."""
+    """A correct configuration."""
 
     speed: int = 1
     is_automatic: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Copies that threads share are over when they have returned, though no thread was to be had."""
+"""Copies shared among threads have ended when the call returns, even if no thread could start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECONDS = 20.0
 
 
 class NoThreads(Executor):
-    """As `ThreadPoolExecutor` where the kernel refuses threads: it queues a job, and raises."""
+    """`ThreadPoolExecutor` as if the kernel refused threads: it queues a job and raises."""
 
     def __init__(self, after: int = 0) -> None:
         self.queued: list[Callable[[], object]] = []
@@ -57,7 +57,8 @@ def test_a_replica_is_not_written_by_a_thread_that_comes_late() -> None:
     wanted = b"".join(s.tobytes() for s in sources)
     assert arena.bytes.tobytes() == wanted
     for source in sources:
-        source += 7  # the owner goes on training
+        # The owner continues training.
+        source += 7
     assert threads.queued
     threads.come_late()
     assert arena.bytes.tobytes() == wanted

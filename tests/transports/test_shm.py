@@ -22,7 +22,7 @@ from windlass.transports.shm import ShmConfig, ShmTransport
 
 
 def segments_of(pid: int) -> list[str]:
-    """Segments that a process holds open or mapped."""
+    """Return the segments that a process has open or mapped."""
     with open(f"/proc/{pid}/maps", encoding="ascii") as maps:
         return sorted({line.split()[4] for line in maps if "/memfd:windlass-" in line})
 
@@ -173,7 +173,7 @@ for _ in range(2):
 
 
 class Script:
-    """A process of its own, spoken to by lines."""
+    """Separate process that is controlled by lines."""
 
     def __init__(self, process: subprocess.Popen[str], to: IO[str], of: IO[str]) -> None:
         self.process, self._to, self._of = process, to, of
