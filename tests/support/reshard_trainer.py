@@ -1,4 +1,4 @@
-"""One trainer rank of `test_reshard.py`: shards a model, publishes, and keeps what is true."""
+"""One trainer rank of `test_reshard.py`: shards a model, publishes, and saves the true weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shard(model: torch.nn.Module, layout: str) -> None:
 
 @dataclass
 class TrainerSettings:
-    """What a rank is told when it starts."""
+    """Settings that a rank gets at its start."""
 
     rank: int
     world_size: int
@@ -89,9 +89,11 @@ def run(pipe: Connection, settings: TrainerSettings) -> None:
                 trainer.publish(version)
                 continue
             pending = trainer.begin_publish(version)
-            with torch.no_grad():  # the optimizer's next step does not wait for the engines
+            # The optimizer's next step does not wait for the engines.
+            with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(-3.0)
             pending.result()
-        pipe.poll(None)  # the engines are looked at while the trainers live
+        # The test reads the engines' weights while the trainers live.
+        pipe.poll(None)
     dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""A rank of `test_train_controllers.py`: of the actor, which engines serve, of the critic, or of the reference."""
+"""A rank of `test_train_controllers.py`: of the actor (served by engines), of the critic, or of
+the reference."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
 
 
 def weights(engine: FsdpEngine) -> list[list[float]]:
-    """The whole weight; collective."""
+    """Return the whole weight; collective."""
     (weight,) = engine.model.parameters()
     whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
     found: list[list[float]] = whole.tolist()

@@ -1,4 +1,4 @@
-"""What a test of a live engine showed."""
+"""Results of tests of live engines."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import pytest
 
 MATRIX = pytest.StashKey[list[dict[str, object]]]()
-"""Rows of everything that could be shown, as untested."""
+"""Rows of every possible result, at first untested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """One row; all but the last two are its key.
+    """One row; all fields but the last two are its key.
 
     Attributes:
-        outcome: `proven`, `refused` or `untested`. detail: the reason of a refusal.
+        outcome: `proven`, `refused` or `untested`.
+        detail: the reason of a refusal.
     """
 
     trainer: str

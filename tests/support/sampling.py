@@ -1,4 +1,4 @@
-"""The distribution that an engine should have sampled from, by transformers in the test's own process."""
+"""Expected distribution of an engine's samples, computed by transformers in the test's process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.0, "top_p": 0.5, "top_k": 5},
 )
-"""Entries of `sampling_params`. Engines run requests with all of them in one batch."""
+"""Values of `sampling_params`. Engines run requests with all of them in one batch."""
 
 Filter = Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
-"""Logits that were divided by the temperature -> the same, with -inf for each token that is not sampled."""
+"""Function of logits after division by the temperature; it returns -inf for each token that is not sampled."""
 
 
 def top_k_then_top_p(logits: torch.Tensor, sampling: dict[str, Any]) -> torch.Tensor:
-    """As transformers and vLLM: the nucleus is one of the `top_k` tokens' distribution."""
+    """Filter as transformers and vLLM do: `top_p` cuts the distribution of the `top_k` tokens."""
     ids = torch.zeros(len(logits), 1, dtype=torch.long)
     if "top_k" in sampling:
         logits = TopKLogitsWarper(sampling["top_k"])(ids, logits)
@@ -41,7 +41,7 @@ def top_k_then_top_p(logits: torch.Tensor, sampling: dict[str, Any]) -> torch.Te
 
 
 def top_k_and_top_p(logits: torch.Tensor, sampling: dict[str, Any]) -> torch.Tensor:
-    """As SGLang: `top_k` and `top_p` each cut the distribution of all tokens."""
+    """Filter as SGLang does: `top_k` and `top_p` each cut the distribution of all tokens."""
     cut = [top_k_then_top_p(logits, {n: sampling[n]}) for n in ("top_k", "top_p") if n in sampling]
     return torch.stack([logits, *cut]).amin(0)
 
@@ -54,7 +54,8 @@ def distributions(
     sampling: dict[str, Any],
     cut: Filter = top_k_then_top_p,
 ) -> torch.Tensor:
-    """Return log-probabilities (T, V) at the place of each output token. Greedy answers get the model's own."""
+    """Return log-probabilities (T, V) at the place of each output token; for greedy answers, of
+    the model itself."""
     logits: torch.Tensor = model(torch.tensor([[*prompt, *output[:-1]]])).logits[0].float()
     logits = logits[len(prompt) - 1 :]
     if temperature := sampling.get("temperature", 1.0):

@@ -1,4 +1,4 @@
-"""A trainer rank of a job whose versions can be loaded afresh: `saving_rank.py FOLDER` saves each as a checkpoint there."""
+"""A trainer rank that saves every version as a checkpoint in FOLDER: `saving_rank.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KIND = "dense"
 
 
 class Saving:
-    """An FSDP2 engine of one rank."""
+    """FSDP2 engine of one rank that saves each version before it publishes it."""
 
     def __init__(self, inner: FsdpEngine, folder: Path) -> None:
         self._inner, self._folder = inner, folder

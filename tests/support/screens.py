@@ -1,4 +1,4 @@
-"""A command in a real pseudo-terminal, and what a person sees there."""
+"""A command in a real pseudo-terminal, and the text on its screen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEADLINE_S = 240.0
 
 
 class Terminal:
-    """A terminal emulator: what it shows now, and what has scrolled out of it."""
+    """Terminal emulator: the current screen and the lines that have scrolled out of it."""
 
     def __init__(self, columns: int, rows: int) -> None:
         self._screen = pyte.HistoryScreen(columns, rows, history=HISTORY, ratio=1)
@@ -33,7 +33,7 @@ class Terminal:
         self._stream.feed(data)
 
     def lines(self) -> list[str]:
-        """Return every line, those that have scrolled away first, without the empty ones at the end."""
+        """Return every line, scrolled lines first, without empty lines at the end."""
         columns = range(self._screen.columns)
         scrolled = ["".join(row[n].data for n in columns) for row in self._screen.history.top]
         found = [line.rstrip() for line in [*scrolled, *self._screen.display]]
@@ -42,7 +42,7 @@ class Terminal:
         return found
 
     def shown(self) -> list[str]:
-        """Return the lines of the screen alone."""
+        """Return the lines of the screen only."""
         return [line.rstrip() for line in self._screen.display]
 
 
@@ -55,7 +55,7 @@ def on_screen(
     environment: dict[str, str] | None = None,
     look: Callable[[Terminal, subprocess.Popen[bytes]], object] = lambda _terminal, _process: None,
 ) -> tuple[int, Terminal]:
-    """Run a command in a terminal of this size until it ends; return its status, and the terminal.
+    """Run a command in a terminal of this size until it ends; return its status and the terminal.
 
     Args:
         look: called whenever the terminal has changed and is quiet.
@@ -77,7 +77,8 @@ def on_screen(
     terminal, is_new, deadline_s = Terminal(columns, rows), False, time.monotonic() + DEADLINE_S
     try:
         while time.monotonic() < deadline_s:
-            # Frames are written whole, so that a pause of this length is none inside of one.
+            # The command writes whole frames, so a pause of this length means that a frame is
+            # complete.
             ready, _, _ = select.select([ours], [], [], 0.05 if is_new else DEADLINE_S)
             if not ready:
                 is_new = False
@@ -89,7 +90,8 @@ def on_screen(
             terminal.feed(data)
             is_new = True
     except OSError as error:
-        if error.errno != errno.EIO:  # the other end was closed
+        # The other end was closed.
+        if error.errno != errno.EIO:
             raise
     finally:
         os.close(ours)
@@ -102,5 +104,5 @@ def on_screen(
 
 
 def unwrapped(lines: Sequence[str]) -> str:
-    """Return the lines as one text of single spaces, so that it can be searched wherever a line was wrapped."""
+    """Return the lines as one text with single spaces, so that a search ignores line wraps."""
     return " ".join(" ".join(lines).split())

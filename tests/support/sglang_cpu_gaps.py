@@ -1,7 +1,7 @@
-"""The parts that SGLang 0.5.23 lacks to run some models in plain torch on CPUs.
+"""Parts in plain torch that SGLang 0.5.23 lacks to run some models on CPUs.
 
-`sglang_fresh` installs them in a server of the tests, and `fresh_servers` in a server without Windlass. They change
-no weight, no loading and no pause.
+`sglang_fresh` installs them in a server of the tests, and `fresh_servers` in a server without
+Windlass. They change no weight, no loading and no pause.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def install() -> None:
 def _drop_experts_of_other_ranks() -> None:
     """Give experts of other ranks no weight.
 
-    SGLang marks them by -1, which its experts in plain torch take for a place ("index -1 is out of bounds"). These
-    experts count an expert once per token, so this function runs each choice alone.
+    SGLang marks them by -1. Its plain-torch experts take -1 for a place ("index -1 is out of
+    bounds"). They also count an expert once per token, so this function runs each choice by
+    itself.
     """
     from sglang.srt.layers.moe import fused_moe_native
 

@@ -1,4 +1,4 @@
-"""The oracle inside SGLang's ranks: a second model, made by the engine's own loader from a checkpoint."""
+"""The reference in SGLang's ranks: a second model that the engine's own loader makes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from windlass.engines.rank_reports import carry_out
 from windlass.engines.sglang.hook import own_rank
 
 FAILS = os.environ.get("WINDLASS_TEST_LOAD_FAILS", "")
-"""A file: while it is there, every load fails after as many tensors as it says."""
+"""File that makes every load fail while it exists, after the number of tensors in it."""
 
 
 def failing(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors, as long as there is no such file."""
+    """Yield the tensors; fail if the file exists."""
     for number, named in enumerate(weights):
         if FAILS and Path(FAILS).exists() and number == int(Path(FAILS).read_text()):
             raise RuntimeError("told to fail")
@@ -35,7 +35,7 @@ class LoadAfresh(msgspec.Struct, frozen=True):
 
 
 def run(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Called by SGLang in the main loop of every rank."""
+    """Report digests of a fresh load; SGLang calls it in the main loop of every rank."""
     if FAILS and "load_weights" not in vars(model):
         load = model.load_weights
         model.load_weights = lambda weights: load(failing(weights))

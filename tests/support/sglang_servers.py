@@ -1,4 +1,4 @@
-"""SGLang servers as users start them, beside an installed Windlass."""
+"""SGLang servers as users start them, with Windlass installed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENGINE_TOKEN = role_token(TOKEN, Access.ENGINE)
 
 
 def install(site: Path) -> str:
-    """PYTHONPATH of an environment into which Windlass was installed: with its entry points."""
+    """Return the PYTHONPATH of an environment with Windlass and its entry points."""
     if not (python := VENVS["sglang"] / "bin/python").exists():
         pytest.skip(f"no {python}: make engines installs sglang")
     write_entry_points(site)
@@ -47,7 +47,7 @@ def install(site: Path) -> str:
 
 
 def token_file(folder: Path, token: str = ENGINE_TOKEN) -> Path:
-    """Of this user alone."""
+    """Write a token to a file that only this user can read."""
     path = folder / "token"
     path.touch(0o600)
     path.write_text(token + "\n")
@@ -61,7 +61,7 @@ SLIME_SERVER = (str(Path(__file__).with_name("slime_server.py")),)
 def command(
     model: Path, port: int, *flags: str, program: Sequence[str] = LAUNCH_SERVER
 ) -> list[str]:
-    """What a user types, who has a custom weight loader already."""
+    """Return the command of a user who already has a custom weight loader."""
     return [
         *(str(VENVS["sglang"] / "bin/python"), *program),
         *("--model-path", str(model), "--port", str(port), *FLAGS["sglang"]),
@@ -75,7 +75,7 @@ def variables(installed: str, **given: str) -> dict[str, str]:
 
 
 def of_host(host: Host, installed: str, **given: str) -> dict[str, str]:
-    """As `variables`, for one of two ranks, on a host of a `Network`."""
+    """Return `variables` for one of two ranks, on a host of a `Network`."""
     own = {
         "GLOO_SOCKET_IFNAME": "rail0",
         "SGLANG_HOST_IP": host.address,
@@ -88,7 +88,7 @@ def of_host(host: Host, installed: str, **given: str) -> dict[str, str]:
 def following(
     model: Path, log: Path, host: Host, environment: Mapping[str, str], flags: Sequence[str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The part of a server over several hosts that is on one but the first."""
+    """Run a further part of a server over several hosts, on a host other than the first."""
     with log.open("w") as stream:
         process = subprocess.Popen(
             host.command(*command(model, free_port(), *flags)), env=environment,
@@ -114,9 +114,12 @@ def launched(
     layout: Layout = Layout(),  # noqa: B008 - frozen
     host: Host | None = None,
 ) -> Iterator[Server]:
-    """A server of the user's, once it serves.
+    """Run a server as its user starts it; yield once it serves.
 
-    flags: come last. layout: that they ask for. host: of a `Network`, and not this machine.
+    Args:
+        flags: appended to the command.
+        layout: layout that the flags request.
+        host: host of a `Network` to run on; None for this machine.
     """
     ready = threading.Event()
     typed = command(model, port, *flags, program=program)
@@ -135,7 +138,8 @@ def launched(
                 if "The server is fired up" in line:
                     ready.set()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(5)  # at its log's end its status is not known yet
+            # The log may end before the process has its exit status.
+            process.wait(5)
         ready.set()
 
     reading = threading.Thread(target=forward)
@@ -156,7 +160,7 @@ def launched(
 
 
 def written(log: Path, line: str, times: int) -> None:
-    """Wait until a log has it that often."""
+    """Wait until a log contains the line so many times."""
     end = time.monotonic() + JOIN_S
     while log.read_text().count(line) < times:
         assert time.monotonic() < end, log.read_text()[-4000:]
@@ -164,13 +168,13 @@ def written(log: Path, line: str, times: int) -> None:
 
 
 def kill(server: Server) -> None:
-    """As an out-of-memory killer would: its ranks notice by themselves."""
+    """Kill the server's main process, as an out-of-memory killer does; its ranks notice by themselves."""
     server.process.kill()
     server.process.wait(30)
 
 
 def check_answer(server: Server, checkpoint: Path, version: int, replica: int = 0) -> None:
-    """Its tokens are those of transformers with these weights, and say so."""
+    """Check that the tokens carry the version and agree with transformers' for the same weights."""
     sample = server.sample(PROMPT, NUM_TOKENS, replica=replica)
     assert sample.versions == [version] * NUM_TOKENS
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -178,7 +182,7 @@ def check_answer(server: Server, checkpoint: Path, version: int, replica: int = 
     ).eval()
     with torch.no_grad():
         logits = model(torch.tensor([[*PROMPT, *sample.tokens[:-1]]])).logits[0, len(PROMPT) - 1 :]
-    # Kernels round bfloat16 in their own ways: a token may be another one of those that are nearly best.
+    # Kernels round bfloat16 differently, so a token may be another one of the nearly best tokens.
     chosen = logits.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0].float()
     best = logits.max(-1).values.float()
     assert torch.all(best - chosen <= 2**-6 * best.abs()), (sample.tokens, best, chosen)

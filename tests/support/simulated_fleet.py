@@ -1,12 +1,13 @@
 """A whole fleet on a simulated clock: the shipped controller, and the shipped agent of every rank.
 
-`SimulatedFleet` is for measuring what a controller has to do for many ranks, not for faults (`chaos_world.py`
-is). Layouts are those of `tools.plan`: a small mixture of experts, cut by Megatron's rules on the one
-side and by an engine's on the other. Weights are real memory, every element says which tensor, place and version
-it is of, and engines are compared with it.
+`SimulatedFleet` measures the controller's work for many ranks; for faults see `chaos_world.py`.
+Layouts come from `tools.plan`: a small mixture of experts, cut by Megatron's rules for trainers
+and by an engine's rules for engines. Weights are real memory. Every element encodes its tensor,
+place and version, and the fleet compares the engines' memory with these values.
 
-A `Meter` tells the controller's share of the one process that all of them live in: CPU seconds and
-messages by simulated host. `held_by` counts what a controller keeps, object by object.
+All ranks and the controller share one process. A `Meter` measures CPU seconds and messages per
+simulated host, and so the controller's share. `held_by` counts the objects that a controller
+keeps.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ Elements = npt.NDArray[np.uint16]
 
 
 def topology_of(num_trainers: int, num_engines: int, *, kind: str = "megatron") -> Topology:
-    """`num_trainers` ranks to engines of `ENGINE_RANKS` each.
+    """Return the topology of `num_trainers` ranks and engines of `ENGINE_RANKS` ranks each.
 
-    `megatron`: TP4 PP2 EP8, the rest data parallel: what an engine rank reads from does not grow with the
-    fleet. `fsdp`: every rank holds a part of every tensor, so every engine rank reads from all of them.
+    `megatron`: TP4 PP2 EP8, the rest data parallel. The number of sources of an engine rank does
+    not grow with the fleet. `fsdp`: every rank has a part of every tensor, so every engine rank
+    reads from all ranks.
     """
     trainer = (
         TrainerSpec(kind="megatron", world_size=num_trainers, tp=4, pp=2, ep=8)
@@ -96,7 +98,7 @@ def topology_of(num_trainers: int, num_engines: int, *, kind: str = "megatron") 
 
 
 def _truth(tensors: dict[str, tuple[int, ...]], version: int) -> dict[str, Elements]:
-    """Two bytes per element; elements of a tensor differ, and so do versions."""
+    """Return two bytes per element; elements of a tensor differ, and so do versions."""
     found = {}
     for number, (name, shape) in enumerate(tensors.items()):
         index = np.arange(int(np.prod(shape)), dtype=np.uint32).reshape(shape)
@@ -105,7 +107,7 @@ def _truth(tensors: dict[str, tuple[int, ...]], version: int) -> dict[str, Eleme
 
 
 def _content(manifest: ShardManifest, truth: dict[str, Elements]) -> list[Elements]:
-    """What the parameters of this rank must be."""
+    """Return the expected content of this rank's parameters."""
     content = {p.name: np.zeros(p.nbytes // 2, np.uint16) for p in manifest.parameters}
     for shard in manifest.shards():
         place = tuple(
@@ -122,7 +124,7 @@ def _content(manifest: ShardManifest, truth: dict[str, Elements]) -> list[Elemen
 
 
 class _Rank:
-    """One process: an agent around real memory, and its connection."""
+    """One process: an agent with real memory, and its connection."""
 
     def __init__(
         self, fleet: SimulatedFleet, manifest: ShardManifest, number: int, world_size: int
@@ -187,7 +189,7 @@ class _Rank:
         return all((m == c).all() for m, c in zip(self.memory, content, strict=True))
 
 
-# --- the controller's share ----------------------------------------------------------------------
+# --- cost of the controller ----------------------------------------------------------------------
 
 
 _SKIPPED = (
@@ -205,9 +207,10 @@ _SKIPPED = (
 
 
 def held_by(*roots: object) -> tuple[int, Counter[str]]:
-    """Bytes of everything that these objects keep alive, and how many of each type there are.
+    """Return the bytes of everything that these objects keep alive, and the number of objects per
+    type.
 
-    Not followed: types, modules, functions' globals, the simulation, the other ends of connections.
+    Excluded: types, modules, functions' globals, the simulation, the other ends of connections.
     """
     nbytes, counts = 0, Counter[str]()
     seen: set[int] = set()
@@ -233,16 +236,16 @@ def held_by(*roots: object) -> tuple[int, Counter[str]]:
 
 @final
 class SimulatedFleet:
-    """See the module. Its coroutines run in `loop`, inside `simulated`.
+    """A simulated fleet; see the module. Its coroutines run in `loop`, inside `simulated`.
 
     Args:
-        topology: of `topology_of`.
-        folder: for the journal.
-        seed: of the network's delays.
+        topology: result of `topology_of`.
+        folder: folder for the journal.
+        seed: seed of the network's delays.
 
     Attributes:
-        meter: of the controller; running inside `simulated`.
-        coordinator, server: of the controller that runs now.
+        meter: meter of all hosts; it runs inside `simulated`.
+        coordinator, server: parts of the current controller.
     """
 
     def __init__(self, topology: Topology, folder: Path, *, seed: int = 0) -> None:
@@ -271,7 +274,7 @@ class SimulatedFleet:
 
     @contextlib.contextmanager
     def simulated(self) -> Iterator[None]:
-        """Inside, HTTP is simulated and CPU is metered; everything ends with it."""
+        """Simulate HTTP and measure CPU inside the block; end all processes after it."""
         random.seed(0)
         with self.network.http(), self.meter.running():
             asyncio.set_event_loop(self.loop)
@@ -282,10 +285,10 @@ class SimulatedFleet:
                 asyncio.set_event_loop(None)
                 self.loop.close()
 
-    # --- what happens ----------------------------------------------------------------------------
+    # --- actions ---------------------------------------------------------------------------------
 
     def start_controller(self) -> asyncio.Task[None]:
-        """Make and start one; returns once that is done, if awaited."""
+        """Create and start a controller; await the task to wait for the start."""
         self._controller = self.network.host(CONTROLLER)
         return self._controller.spawn(self._start_controller())
 
@@ -301,7 +304,7 @@ class SimulatedFleet:
         await self.server.start()
 
     async def kill_controller(self) -> None:
-        """It is gone without a word."""
+        """Kill the controller without notice."""
         coordinator, server = self.coordinator, self.server
         journal: Any = coordinator.run.journal
         journal.close()
@@ -311,7 +314,7 @@ class SimulatedFleet:
         await server.close()
 
     def start_trainers(self) -> None:
-        """All ranks, at once."""
+        """Start all trainer ranks at once."""
         truth = _truth(self._tensors, -1)
         for manifest in self._trainer_manifests:
             rank = _Rank(self, manifest, next(self._numbers), self.num_trainers)
@@ -320,7 +323,7 @@ class SimulatedFleet:
             self.trainers.append(rank)
 
     def start_engine(self, index: int) -> None:
-        """All ranks of one engine, at once."""
+        """Start all ranks of one engine at once."""
         first = index * ENGINE_RANKS
         manifests = self._engine_manifests[first : first + ENGINE_RANKS]
         ranks = [_Rank(self, m, next(self._numbers), ENGINE_RANKS) for m in manifests]
@@ -329,23 +332,23 @@ class SimulatedFleet:
         self.engines[f"engine-{index}"] = ranks
 
     async def start_engines(self, every_s: float) -> None:
-        """All engines, one after another."""
+        """Start all engines, one after another."""
         for index in range(self.num_engines):
             self.start_engine(index)
             await asyncio.sleep(every_s)
 
     async def restart_engine(self, index: int) -> None:
-        """Its ranks are killed; others come in their place."""
+        """Kill the ranks of an engine and start new ones in their place."""
         for rank in self.engines.pop(f"engine-{index}"):
             await rank.kill(self.fabric)
         await self.until(lambda: self.coordinator.fleet.group_of(f"engine-{index}") is None)
         self.start_engine(index)
 
     async def publish(self, version: int) -> UpdateReport:
-        """Have all trainers publish `version`; returns what they were told.
+        """Let all trainers publish `version`; return their report.
 
         Raises:
-            AssertionError: it was not published to all, or an engine holds something else.
+            AssertionError: the version was not published to all engines, or an engine has other weights.
         """
         truth = _truth(self._tensors, version)
         made: dict[int, list[Elements]] = {}
@@ -369,7 +372,7 @@ class SimulatedFleet:
         return told[0]
 
     async def settled(self) -> None:
-        """Return once everybody is connected and bound, and serves what is published."""
+        """Wait until every rank is connected and bound, and serves the published version."""
 
         def there() -> bool:
             fleet, binding = self.coordinator.fleet, self.coordinator.connector.binding
@@ -388,20 +391,20 @@ class SimulatedFleet:
         await self.until(there)
 
     def _serving(self) -> set[int]:
-        """The version that all engines serve; -1 if there is none, nothing if they differ."""
+        """Return the version that all engines serve; -1 if they serve none, nothing if they differ."""
         states = self.coordinator.fleet.states()
         versions = {state.version for state in states}
         return versions if len(versions) == 1 and len(states) == self.num_engines else set()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Look again every 50 simulated milliseconds."""
+        """Wait for a condition; check it every 50 simulated milliseconds."""
         end_s = self.loop.time() + DEADLINE_S
         while not holds():
             assert self.loop.time() < end_s, "it does not come about"
             await asyncio.sleep(0.05)
 
     def held(self) -> tuple[int, Counter[str]]:
-        """What the controller keeps: see `held_by`."""
+        """Return the size of the controller's objects; see `held_by`."""
         gc.collect()
         return held_by(self.coordinator, self.server)
 

@@ -1,11 +1,11 @@
 """An event loop without a clock, without sockets and without threads.
 
-Time stands still while there is something to do and jumps to the next timer when there is
-nothing. Connections are made by a `SimulatedNetwork`; jobs for executors run in the loop itself,
-after a time that the network's host decides. Two runs of one program are the same run.
+Time stands still while any callback is ready; then it jumps to the next timer. A
+`SimulatedNetwork` makes connections. Jobs for executors run in the loop itself, after a time that
+the network's host decides. Two runs of one program are identical.
 
-The idea is that of FoundationDB's simulator: the code under test is the code that is shipped, and
-everything that it cannot control comes from one seed.
+The idea comes from FoundationDB's simulator: the code under test is the shipped code, and one seed
+determines everything that this code cannot control.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ ArgTs = TypeVarTuple("ArgTs")
 
 @final
 class OneThread(concurrent.futures.Executor):
-    """Stands for an executor with one thread: its jobs run one after another."""
+    """Executor with one simulated thread: its jobs run one after another."""
 
     def __init__(self) -> None:
         self.busy_until_s = 0.0
 
 
 def run_in_loop(channel: AgentChannel, loop: asyncio.AbstractEventLoop) -> None:
-    """Have a channel that has not started run in `loop`, its commands in a thread of the simulation."""
+    """Run a channel that has not started in `loop`, and its commands in a simulated thread."""
     channel._loop.close()
     channel._loop, channel._executor, channel._owns_executor = loop, OneThread(), False
 
 
 class _Jump:
-    """What the base class takes for a selector: instead of waiting, it moves the clock."""
+    """Selector for the base class; it moves the clock instead of waiting."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         self._loop = loop
@@ -59,13 +59,13 @@ class _Jump:
 
 @final
 class SimulatedLoop(asyncio.BaseEventLoop):
-    """See the module.
+    """Event loop with simulated time; see the module.
 
     Args:
-        network: makes connections; its hosts say how long jobs take.
+        network: makes connections; its hosts decide how long jobs take.
 
     Attributes:
-        after_step: called after every turn of the loop, for invariants.
+        after_step: called after every turn of the loop, to check invariants.
     """
 
     def __init__(self, network: SimulatedNetwork) -> None:
@@ -78,11 +78,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         network.attach(self)
 
     def time(self) -> float:
-        """Simulated seconds since the loop was made."""
+        """Return the simulated seconds since the loop was made."""
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Called by the base class when there is nothing to do for `seconds`."""
+        """Move the clock; the base class calls it when nothing is ready for `seconds`."""
         self._now_s += max(seconds, 0.0)
 
     def run_in_executor(
@@ -91,7 +91,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         func: Callable[[*ArgTs], ResultT],
         *args: *ArgTs,
     ) -> asyncio.Future[ResultT]:
-        """Run `func` in the loop when the current host has had the time for it."""
+        """Run `func` in the loop after the time that the current host needs for it."""
         future: asyncio.Future[ResultT] = self.create_future()
         host = self.network.current_host()
         starts_s = self._now_s
@@ -122,10 +122,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         host: str,
         port: int,
     ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
-        """Connect to a server of the simulated network; ports alone name servers.
+        """Connect to a server of the simulated network; only the port selects the server.
 
         Raises:
-            OSError: nobody listens, or this host has no descriptor left.
+            OSError: no server listens, or this host has no descriptor left.
         """
         del host
         return await self.network.connect(protocol_factory, port)
@@ -142,7 +142,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         reuse_address: bool | None = None,
         reuse_port: bool | None = None,
     ) -> SimulatedServer:
-        """Listen on the port of `sock`, which is only asked for its number, or on `port`."""
+        """Listen on the port number of `sock`, or on `port`."""
         del host, ssl, backlog, reuse_address, reuse_port
         wanted = sock.getsockname()[1] if sock is not None else (port or 0)
         return self.network.listen(protocol_factory, wanted, sock)
@@ -155,14 +155,15 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         context: Context | None = None,
         eager_start: bool | None = None,
     ) -> asyncio.Task[ResultT]:
-        """A task of the current host: it ends with it. It begins in its turn, though Python 3.14 may ask for more."""
+        """Create a task of the current host, which ends with the host. Eager starts of Python 3.14
+        are ignored."""
         del eager_start
         task: asyncio.Task[ResultT] = super().create_task(coro, name=name, context=context)
         self.network.current_host().adopt(task)
         return task
 
     def _process_events(self, event_list: list[object]) -> None:
-        del event_list  # there are none
+        del event_list
 
     def _write_to_self(self) -> None:
         return

@@ -1,9 +1,10 @@
-"""Hosts and connections in memory, for a `SimulatedLoop`: what can go wrong is asked for by name.
+"""Hosts and connections in memory, for a `SimulatedLoop`, with faults that a test requests by
+name.
 
-Connections carry bytes in order, late by a time drawn from the seed. They can be cut; hosts can
-be killed, stalled, and parted from each other: what is sent meanwhile arrives when they are
-together again, as with TCP. Once a connection has been upgraded to a WebSocket every write is one
-message, and messages can be lost, doubled, delayed behind later ones, or made undecodable.
+Connections carry bytes in order, after a delay drawn from the seed. They can be cut. Hosts can be
+killed, stalled, and parted from each other: as with TCP, data that is sent during the partition
+arrives after it. Once a connection is upgraded to a WebSocket, every write is one message.
+Messages can be lost, doubled, delayed behind later ones, or made undecodable.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ __all__ = ["MessageFault", "Meter", "SimulatedHost", "SimulatedNetwork", "Simula
 
 _HOST: ContextVar[str] = ContextVar("simulated_host", default="")
 UNDECODABLE = 0xC1
-"""The one byte that begins no msgpack value."""
+"""The only byte that begins no msgpack value."""
 BINARY_FRAME = 0x82
 """First byte of a WebSocket frame that is one whole binary message."""
 KEPT_FRAMES = 30
-"""Of each direction of a connection, for replays: the newest."""
+"""Number of newest frames that each direction of a connection keeps for replays."""
 
 
 class MessageFault(StrEnum):
-    """What happens to one message.
+    """Fault of one message.
 
-    LOSE: it never arrives, and the connection lives on. CUT: neither arrives, both ends are reset.
-    DOUBLE: it arrives twice. DELAY: it arrives up to a second late, behind later ones.
-    CORRUPT: its first byte is one that cannot be decoded. REPLAY: an earlier one of the
-    connection comes again after it.
+    LOSE: it never arrives, and the connection stays. CUT: it does not arrive, and both ends are
+    reset. DOUBLE: it arrives twice. DELAY: it arrives up to a second late, behind later ones.
+    CORRUPT: its first byte cannot be decoded. REPLAY: an earlier message of the connection arrives
+    again after it.
     """
 
     LOSE = "lose"
@@ -59,11 +60,11 @@ class MessageFault(StrEnum):
 
 @dataclass
 class Meter:
-    """What each host costs the one process that all of them live in.
+    """Cost of each host to the process that all hosts share.
 
     Attributes:
-        cpu_s: host -> seconds of this thread's CPU; inside `running` alone.
-        messages, nbytes: host -> what it has sent.
+        cpu_s: host -> CPU seconds of this thread, measured only inside `running`.
+        messages, nbytes: host -> messages and bytes that it has sent.
     """
 
     cpu_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -73,19 +74,19 @@ class Meter:
     _since_s: float = field(default_factory=time.thread_time)
 
     def switch(self, host: str) -> str:
-        """What runs from now on belongs to `host`; returns whose it was."""
+        """Count further CPU time for `host`; return the host that it was counted for until now."""
         now_s = time.thread_time()
         self.cpu_s[self._owner] += now_s - self._since_s
         before, self._owner, self._since_s = self._owner, host, now_s
         return before
 
     def sent(self, host: str, nbytes: int) -> None:
-        """`host` has sent a message."""
+        """Count a message that `host` has sent."""
         self.messages[host] += 1
         self.nbytes[host] += nbytes
 
     def take(self, host: str) -> tuple[float, int, int]:
-        """CPU seconds, messages and bytes of `host` since this was asked last, of any."""
+        """Return CPU seconds, messages and bytes of `host`, and reset the counts of all hosts."""
         self.switch(self.switch(""))
         found = self.cpu_s[host], self.messages[host], self.nbytes[host]
         self.cpu_s.clear()
@@ -95,7 +96,7 @@ class Meter:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, every callback of the loop counts for the host that it belongs to."""
+        """Count every callback of the loop for its host inside the block."""
         handle: Any = asyncio.Handle
         run = handle._run
 
@@ -118,7 +119,7 @@ class SimulatedHost:
     """One process: its tasks, its speed, whether it is alive. Made by `SimulatedNetwork.host`.
 
     Attributes:
-        job_range_s: how long a job of an executor takes, drawn between these.
+        job_range_s: bounds of the random duration of a job of an executor.
         no_descriptors: new connections fail with EMFILE.
     """
 
@@ -134,28 +135,28 @@ class SimulatedHost:
         self._deferred: list[Callable[[], None]] = []
 
     def job_s(self) -> float:
-        """Seconds that the next job takes."""
+        """Return the seconds that the next job takes."""
         return self._network.random.uniform(*self.job_range_s)
 
     def when_awake(self, call: Callable[[], None]) -> None:
-        """Call it now, after the stall, or never if the host is dead."""
+        """Call it now, or after the stall, or never if the host is dead."""
         if self.stalled:
             self._deferred.append(call)
         elif self.alive:
             call()
 
     def spawn(self, work: Any, name: str = "") -> asyncio.Task[Any]:
-        """Run a coroutine as part of this host: its connections are this host's."""
+        """Run a coroutine as part of this host; its connections belong to this host."""
         with self._network.acting_as(self):
             return asyncio.get_running_loop().create_task(work, name=f"{self.name} {name}")
 
     def adopt(self, task: asyncio.Task[Any]) -> None:
-        """Called by the loop for every task that code of this host has made."""
+        """Record a task that code of this host has made; called by the loop."""
         self._tasks[task] = None
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
     def kill(self) -> None:
-        """Like SIGKILL: nothing is sent any more, peers see resets. Tasks end."""
+        """Kill the host as SIGKILL does: it sends nothing more, peers see resets, its tasks end."""
         self.alive = self.stalled = False
         self._deferred.clear()
         self._network.silence(self)
@@ -165,15 +166,15 @@ class SimulatedHost:
             task.cancel()
 
     async def ended(self) -> None:
-        """Return once the tasks of a killed host are gone."""
+        """Wait until the tasks of a killed host have ended."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def stall(self) -> None:
-        """Like SIGSTOP: nothing is executed or received; connections stay open."""
+        """Stall the host as SIGSTOP does: it runs and receives nothing; connections stay open."""
         self.stalled = self.alive
 
     def wake(self) -> None:
-        """Like SIGCONT."""
+        """Wake the host as SIGCONT does."""
         self.stalled = False
         deferred, self._deferred = self._deferred, []
         for call in deferred:
@@ -182,7 +183,7 @@ class SimulatedHost:
 
 
 class _Socket:
-    """What a site of aiohttp asks for its name."""
+    """Socket that tells aiohttp's site its name."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -192,28 +193,29 @@ class _Socket:
 
 
 class _ConnectedSocket:
-    """What is asked of the socket of a connection: which one it is, and that it ends."""
+    """Socket of a connection, with the few methods that callers use."""
 
-    family = socket.AF_UNIX  # so that nobody sets options of TCP
+    # With this family, aiohttp sets no options of TCP.
+    family = socket.AF_UNIX
 
     def __init__(self, reset: Callable[[], None]) -> None:
         self._reset = reset
 
     def setsockopt(self, *_: object) -> None:
-        """Nothing is to be set."""
+        """Set nothing."""
 
     def fileno(self) -> int:
-        """None: hosts count connections by themselves."""
+        """Return -1: hosts count connections by themselves."""
         return -1
 
     def shutdown(self, _how: int) -> None:
-        """The connection is cut."""
+        """Cut the connection."""
         self._reset()
 
 
 @final
 class SimulatedServer:
-    """Returned by `SimulatedLoop.create_server`."""
+    """Server that `SimulatedLoop.create_server` returns."""
 
     def __init__(
         self,
@@ -234,7 +236,7 @@ class SimulatedServer:
             self._real.close()
 
     async def wait_closed(self) -> None:
-        """Connections are closed by whoever serves them."""
+        """Return at once: the code that serves connections closes them."""
 
 
 @final
@@ -255,7 +257,7 @@ class _Transport(asyncio.Transport):
         self.sent: deque[bytes] = deque(maxlen=0 if network.meter is not None else KEPT_FRAMES)
         host.transports[self] = None
 
-    # --- what protocols use --------------------------------------------------------------------
+    # --- methods for protocols -----------------------------------------------------------------
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = protocol
@@ -285,7 +287,8 @@ class _Transport(asyncio.Transport):
         return 0
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        del high, low  # nothing is buffered
+        # Nothing is buffered.
+        del high, low
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._closing or not data:
@@ -306,10 +309,10 @@ class _Transport(asyncio.Transport):
     def abort(self) -> None:
         self.reset()
 
-    # --- what the network uses -------------------------------------------------------------------
+    # --- methods for the network -----------------------------------------------------------------
 
     def reset(self) -> None:
-        """This end is gone; the other one hears of it when it can."""
+        """Close this end at once; the other end gets a reset when the network delivers it."""
         if not self._closing:
             self._closing = True
             error = ConnectionResetError(errno.ECONNRESET, "simulated reset")
@@ -317,20 +320,20 @@ class _Transport(asyncio.Transport):
             self._network.loop.call_soon(self._lose, error)
 
     def depart(self, item: bytes | BaseException | None) -> None:
-        """Something is on the wire, behind all that is; `arrive_next` when it comes."""
+        """Put an item on the wire behind all others; `arrive_next` delivers it."""
         self._under_way.append(item)
 
     def arrive_next(self) -> None:
-        """The first that departed has come: timers of one moment are called in any order."""
+        """Deliver the oldest item on the wire, because timers of one moment are called in any order."""
         self.arrive(self._under_way.popleft())
 
     def arrive(self, item: bytes | BaseException | None) -> None:
-        """Something has come over the wire."""
+        """Deliver an item to this end."""
         self._in_flight.append(item)
         self.flush()
 
     def flush(self) -> None:
-        """Hand on what has arrived, as far as this end can take it."""
+        """Pass arrived items to the protocol, as far as this end can receive now."""
         while self._in_flight and not self._reading_paused and self._network.reaches(self):
             item = self._in_flight.popleft()
             if self._lost or not self.host.alive:
@@ -346,11 +349,11 @@ class _Transport(asyncio.Transport):
         self._closing = True
         if item is None and isinstance(self._protocol, asyncio.Protocol):
             self._protocol.eof_received()
-        # As asyncio's transports do: whoever waits for what came just before runs first.
+        # asyncio's transports do the same: code that waits for earlier data runs first.
         self._network.loop.call_soon(self._lose, item)
 
     def arrival_s(self, delay_s: float, now_s: float, *, overtaken: bool) -> float:
-        """When what is sent now arrives: never before what was sent earlier."""
+        """Return the arrival time of an item that is sent now: never before earlier items."""
         arrival = max(now_s + delay_s, self._last_arrival_s)
         if not overtaken:
             self._last_arrival_s = arrival
@@ -367,12 +370,12 @@ class _Transport(asyncio.Transport):
 
 @final
 class SimulatedNetwork:
-    """Hosts, and what separates them.
+    """Hosts and the connections between them.
 
     Args:
-        seed: of everything that is drawn.
-        delay_range_s: how long a message travels, drawn between these.
-        meter: is told what each host does; no frames are kept for replays then.
+        seed: seed of all random draws.
+        delay_range_s: bounds of the random travel time of a message.
+        meter: measures the hosts; the network then keeps no frames for replays.
     """
 
     def __init__(
@@ -396,30 +399,30 @@ class SimulatedNetwork:
 
     @property
     def loop(self) -> SimulatedLoop:
-        """The loop that was made with this network."""
+        """Return the loop that was made with this network."""
         if self._loop is None:
             raise ConfigError("SimulatedNetwork: make a SimulatedLoop with it first")
         return self._loop
 
     def attach(self, loop: SimulatedLoop) -> None:
-        """Called by the loop."""
+        """Store the loop; called by the loop."""
         self._loop = loop
 
     def host(self, name: str) -> SimulatedHost:
-        """The live host of that name; a dead one is replaced by a new process."""
+        """Return the live host of that name; a new process replaces a dead one."""
         found = self._hosts.get(name)
         if found is None or not found.alive:
             found = self._hosts[name] = SimulatedHost(self, name)
         return found
 
     def current_host(self) -> SimulatedHost:
-        """The host that the running code belongs to."""
+        """Return the host of the running code."""
         name = _HOST.get()
         return self._hosts[name] if name in self._hosts else self.host(name)
 
     @contextmanager
     def acting_as(self, host: SimulatedHost) -> Iterator[None]:
-        """What is called or spawned inside belongs to `host`."""
+        """Run calls and tasks of the block as parts of `host`."""
         token = _HOST.set(host.name)
         before = "" if self.meter is None else self.meter.switch(host.name)
         try:
@@ -442,12 +445,12 @@ class SimulatedNetwork:
         return server
 
     def unlisten(self, server: SimulatedServer) -> None:
-        """Nobody can connect any more."""
+        """Refuse further connections to the server."""
         if self._servers.get(server.port) is server:
             del self._servers[server.port]
 
     def silence(self, host: SimulatedHost) -> None:
-        """A host is dead: it listens no more."""
+        """Close the servers of a dead host."""
         for server in [s for s in self._servers.values() if s.host is host]:
             server.close()
 
@@ -461,7 +464,8 @@ class SimulatedNetwork:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         server = self._servers.get(port)
         while server is not None and not self.together(host.name, server.host.name):
-            await asyncio.sleep(0.05)  # SYNs are lost; the caller's own timeout ends this
+            # SYNs are lost; the caller's own timeout ends the loop.
+            await asyncio.sleep(0.05)
             server = self._servers.get(port)
         if server is None or not server.host.alive or server.host.no_descriptors:
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens at {port}")
@@ -477,7 +481,7 @@ class SimulatedNetwork:
         return near, protocol
 
     def transmit(self, sender: _Transport, data: bytes) -> None:
-        """Send bytes to the other end, or do to them what was asked for."""
+        """Send bytes to the other end, or apply the next requested fault to them."""
         if not sender.host.alive:
             return
         self.num_messages += 1
@@ -517,7 +521,7 @@ class SimulatedNetwork:
         late_s: float = 0.0,
         even_if_dead: bool = False,
     ) -> None:
-        """Have it arrive at the other end after a while."""
+        """Let an item arrive at the other end after a delay."""
         if not (sender.host.alive or even_if_dead):
             return
         delay_s = self.random.uniform(*self._delay_range_s) + late_s
@@ -530,28 +534,28 @@ class SimulatedNetwork:
             self.loop.call_at(at_s, peer.arrive_next)
 
     def reaches(self, end: _Transport) -> bool:
-        """Whether what has arrived at `end` can be taken by its host now."""
+        """Return whether the host of `end` can receive now."""
         return not end.host.stalled and self.together(end.host.name, end.peer.host.name)
 
     def flush(self) -> None:
-        """Hand on whatever can be handed on now."""
+        """Deliver everything that can be delivered now."""
         for host in list(self._hosts.values()):
             for transport in list(host.transports):
                 transport.flush()
 
-    # --- what goes wrong -------------------------------------------------------------------------
+    # --- faults ----------------------------------------------------------------------------------
 
     def together(self, first: str, second: str) -> bool:
-        """Whether two hosts reach each other."""
+        """Return whether two hosts reach each other."""
         return not self._parted.get(frozenset((first, second)))
 
     def part(self, first: str, second: str) -> None:
-        """Nothing passes between two hosts any more; counted, so that partitions may overlap."""
+        """Part two hosts. Partitions are counted, so that they may overlap."""
         key = frozenset((first, second))
         self._parted[key] = self._parted.get(key, 0) + 1
 
     def rejoin(self, first: str, second: str) -> None:
-        """Undo one `part`; what was sent meanwhile arrives now."""
+        """Undo one `part`; data that was held back arrives now."""
         key = frozenset((first, second))
         self._parted[key] = max(0, self._parted.get(key, 0) - 1)
         self.flush()
@@ -563,11 +567,11 @@ class SimulatedNetwork:
                 transport.reset()
 
     def disturb(self, sender: str, receiver: str, fault: MessageFault, count: int = 1) -> None:
-        """Do this to the next messages from one host to another."""
+        """Apply a fault to the next messages from one host to another."""
         self._faults.setdefault((sender, receiver), deque()).extend([fault] * count)
 
     def calm(self) -> None:
-        """Nothing goes wrong any more: partitions heal, faults are forgotten, hosts wake up."""
+        """End all faults: partitions heal, hosts wake up, and no requested fault remains."""
         self._faults.clear()
         self._parted.clear()
         for host in list(self._hosts.values()):
@@ -579,12 +583,12 @@ class SimulatedNetwork:
 
     @property
     def num_connections(self) -> int:
-        """Open ends of live hosts."""
+        """Number of open connection ends of live hosts."""
         return sum(len(host.transports) for host in self._hosts.values() if host.alive)
 
     @contextmanager
     def http(self) -> Iterator[None]:
-        """Inside, connectors of aiohttp make simulated connections."""
+        """Let connectors of aiohttp make simulated connections inside the block."""
         original = aiohttp.TCPConnector._wrap_create_connection
 
         async def _connect(
@@ -612,7 +616,7 @@ class SimulatedNetwork:
 
 
 def _undecodable(frame: bytes) -> bytes:
-    """A WebSocket frame whose payload begins with a byte that no msgpack value begins with."""
+    """Return a WebSocket frame with a payload whose first byte begins no msgpack value."""
     length = frame[1] & 0x7F
     start = 2 + {126: 2, 127: 8}.get(length, 0)
     masked = bool(frame[1] & 0x80)

@@ -1,7 +1,8 @@
-"""One Megatron-core rank of a slime job: `trainer_rank.py`, whose weights go out as slime's actor has it.
+"""One Megatron-core rank of a slime job: a rank of `trainer_rank.py` that publishes as slime's
+actor does.
 
-`url` of an `Order` is a server's, which rank 0 has as a Ray actor, as slime has its own; `transport` is `new` where
-slime would say that there are new engines.
+`url` of an `Order` is the URL of a server. Rank 0 has the server as a Ray actor, as in slime.
+`transport` is `new` if slime would report new engines.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from windlass.integrations.slime import WeightUpdater
 
 
 class Engine:
-    """The part of slime's `SGLangEngine` that is used."""
+    """The used part of slime's `SGLangEngine`."""
 
     def __init__(self, url: str | None) -> None:
         self._url = url
@@ -47,7 +48,8 @@ def main() -> None:
     updater = WeightUpdater(
         args, trained.chunks, dict, model_name="qwen3config", quantization_config=None
     )
-    updater.weight_version = 40  # as `--update-weight-start-version` has it
+    # The option `--update-weight-start-version` has the same effect.
+    updater.weight_version = 40
     for line in sys.stdin:
         order = msgspec.json.decode(line, type=Order)
         trained.step()
@@ -55,7 +57,8 @@ def main() -> None:
         if rank == 0:
             shutil.copy(folder / "config.json", order.checkpoint)
         if order.transport == "new":
-            nodes = (order.url, None)  # the second node of one server
+            # None is the second node of the server.
+            nodes = (order.url, None)
             remote: Any = ray.remote(num_cpus=0)(Engine)
             actors = [remote.remote(url) for url in nodes] if rank == 0 else []
             updater.connect_rollout_engines(actors, None, engine_gpu_counts=[1])

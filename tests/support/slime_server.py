@@ -1,6 +1,7 @@
-"""A SGLang server started as slime starts its own (`launch_server_process` of `sglang_engine.py`): by no command of SGLang's.
+"""An SGLang server started as slime starts its own (`launch_server_process` of
+`sglang_engine.py`), without a command of SGLang.
 
-Settings are made in one process, which loads no plugins, and are handed to another, which serves.
+One process, which loads no plugins, makes the settings; another process gets them and serves.
 """
 
 from __future__ import annotations

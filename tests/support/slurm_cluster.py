@@ -1,7 +1,9 @@
-"""A real Slurm cluster in a temporary directory: several nodes of this machine, GPUs that are only device files.
+"""A real Slurm cluster in a temporary directory: several nodes on this machine, with device files
+as GPUs.
 
-Every node is a slurmd of its own name and port (`slurmd -N`). A GPU is another /dev/null, which gres.conf names: Slurm
-counts it, gives it to one job, and says in CUDA_VISIBLE_DEVICES which one, as it does with a real one.
+Every node is a slurmd with its own name and port (`slurmd -N`). A GPU is another /dev/null, which
+gres.conf names. As with a real GPU, Slurm counts it, gives it to one job, and names it in
+CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ NODE_MIB = 4096
 
 
 def missing_reason() -> str:
-    """Why there can be no cluster here; empty when there can."""
+    """Return why no cluster can run here; empty if one can."""
     if os.geteuid() != 0:
         return "slurmd needs root"
     missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCH) is None]
@@ -40,12 +42,12 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def slurm_cluster(root: Path, *, num_nodes: int = 1, gpus_per_node: int = 0) -> Iterator[Path]:
-    """Start munged, slurmctld and slurmds; yields the path of slurm.conf.
+    """Start munged, slurmctld and slurmds; yield the path of slurm.conf.
 
     Args:
-        root: where everything lies.
-        num_nodes: they are called node0, node1, and so on, each with `NUM_CPUS` cores.
-        gpus_per_node: device files.
+        root: folder for all files.
+        num_nodes: number of nodes: node0, node1, and so on, each with `NUM_CPUS` cores.
+        gpus_per_node: number of device files.
     """
     nodes = [f"node{number}" for number in range(num_nodes)]
     host = socket.gethostname().split(".")[0]
@@ -109,7 +111,8 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
     ]
     started: list[subprocess.Popen[bytes]] = []
     try:
-        # --foreground says when it listens only in its log; the detached form returns when it does.
+        # With --foreground, only the log shows that munged listens; the detached form returns once
+        # it listens.
         del munged[1]
         subprocess.run(munged, env=environment, check=True, timeout=20)
         daemons = [["slurmctld", "-D", "-i"], *(["slurmd", "-D", "-N", node] for node in nodes)]
@@ -143,7 +146,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
 
 
 def _wait_for_nodes(environment: dict[str, str], num_nodes: int) -> None:
-    """A job that ends proves controller, nodes and credentials at once; srun itself waits."""
+    """Run a job: its end proves controller, nodes and credentials at once; srun itself waits."""
     last = ""
     for _ in range(20):
         done = subprocess.run(
@@ -161,7 +164,7 @@ def _wait_for_nodes(environment: dict[str, str], num_nodes: int) -> None:
 
 
 def _wait_for_idle(environment: dict[str, str]) -> None:
-    """A daemon that stops before its last job has ended leaves that job's processes."""
+    """Wait for the last job: a daemon that stops earlier leaves the job's processes behind."""
     listed = ""
     for _ in range(60):
         command = ["squeue", "--noheader", "--format=%i %T"]

@@ -27,7 +27,7 @@ def write_job(
     script: Path | None = None,
     num_workers: int = 0,
 ) -> Path:
-    """Write a job and its recipe, of class `R`, into `folder`; the rest are lines of its tables."""
+    """Write a job and its recipe of class `R` into `folder`; the other arguments are lines of its tables."""
     (folder / "recipe.py").write_text(textwrap.dedent(recipe))
     path = folder / "job.toml"
     path.write_text(
@@ -67,7 +67,7 @@ sampling = {{ max_new_tokens = 4, ignore_eos = true }}
 
 @contextmanager
 def start(job: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-    """Start a job, which ends with the block; its output and its log are one pipe."""
+    """Start a job that ends with the block; one pipe carries its output and its log."""
     with subprocess.Popen(
         (sys.executable, "-m", "windlass.cli.main", "launch", str(job)),
         env=dict(os.environ),
@@ -83,7 +83,7 @@ def start(job: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
 
 
 def launch(job: Path) -> tuple[int, str]:
-    """Run a job to its end; returns its status and what it printed."""
+    """Run a job to its end; return its status and its output."""
     with start(job) as (process, _):
         printed, _ = process.communicate(timeout=DEADLINE_S)
         return process.returncode, printed

@@ -27,7 +27,8 @@ class SmallPair:
     """Both ends.
 
     Attributes:
-        trained: what the trainer publishes, every byte another. served: the engine's memory.
+        trained: bytes that the trainer publishes, all different.
+        served: the engine's memory.
     """
 
     trained: np.ndarray
@@ -36,19 +37,19 @@ class SmallPair:
     engine: EngineClient
 
     def close(self) -> None:
-        """Disconnect both."""
+        """Disconnect both ends."""
         self.trainer.close()
         self.engine.close()
 
 
 def connect_small_pair(controller: str, token: str, hooks: EngineHooks, url: str) -> SmallPair:
-    """Blocks until both are connected; the engine is group `a`.
+    """Connect both ends; the engine is group `a`. Blocks.
 
     Args:
-        controller: its address.
-        token: of all roles.
-        hooks: of the engine.
-        url: of the engine's server.
+        controller: URL of the controller.
+        token: token of all roles.
+        hooks: hooks of the engine.
+        url: URL of the engine's server.
     """
     trained, served = np.arange(_NBYTES, dtype=np.uint8), np.zeros(_NBYTES, np.uint8)
     addresses = [int(array.ctypes.data) for array in (trained, served)]
@@ -81,7 +82,7 @@ def connect_small_pair(controller: str, token: str, hooks: EngineHooks, url: str
 
 
 def small_manifest(worker: str, role: Role) -> ShardManifest:
-    """Of either end: one checkpoint tensor, held whole."""
+    """Return the manifest of either end: one whole checkpoint tensor."""
     builder = ManifestBuilder(worker, role)
     builder.add_parameter("p", nbytes=_NBYTES, dtype=DType.UINT8)
     builder.add_shard("weight", _SHAPE, Box((0, 0), _SHAPE), "p")

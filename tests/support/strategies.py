@@ -1,4 +1,4 @@
-"""Hypothesis strategies: any mesh, any fusing, any strides."""
+"""Hypothesis strategies for any mesh, any fusing and any strides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ITEMSIZE = _DTYPE.itemsize
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Both sides of a transfer whose every destination byte has a source."""
+    """Both sides of a transfer; every destination byte has a source."""
 
     sources: tuple[ShardManifest, ...]
     destinations: tuple[ShardManifest, ...]
@@ -28,7 +28,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Strided memory for one box: `nbytes` of it, first element at `offset`."""
+    """Strided memory for one box: `nbytes` bytes, with the first element at `offset`."""
 
     nbytes: int
     offset: int
@@ -36,14 +36,14 @@ class Placement:
 
 
 def shapes(max_dims: int = MAX_DIMS, max_size: int = 7) -> st.SearchStrategy[tuple[int, ...]]:
-    """Tensor shapes of 1 to `max_dims` dims."""
+    """Return tensor shapes of 1 to `max_dims` dims."""
     dims = st.lists(st.integers(1, max_size), min_size=1, max_size=max_dims)
     return dims.map(tuple)
 
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
-    """Non-empty boxes inside `shape`."""
+    """Return non-empty boxes inside `shape`."""
     offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
     sizes = tuple(
         draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True)
@@ -53,7 +53,7 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 @st.composite
 def grids(draw: st.DrawFn, shape: tuple[int, ...], max_parts: int = 3) -> list[Box]:
-    """`shape` cut into a grid, unevenly, along any number of dims."""
+    """Return `shape` cut unevenly into a grid along any number of dims."""
     spans: list[list[tuple[int, int]]] = []
     for size in shape:
         cuts = draw(st.sets(st.integers(1, size - 1), max_size=max_parts - 1)) if size > 1 else ()
@@ -67,7 +67,7 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...], max_parts: int = 3) -> list[B
 
 @st.composite
 def placements(draw: st.DrawFn, sizes: tuple[int, ...]) -> Placement:
-    """Memory for `sizes`: dims in any order, rows with gaps, dims reversed; mostly plain."""
+    """Return memory for `sizes`: dims in any order, rows with gaps, reversed dims; mostly plain."""
     num_dims = len(sizes)
     plain = draw(st.booleans())
     order = tuple(range(num_dims)) if plain else draw(st.permutations(range(num_dims)))
@@ -133,11 +133,11 @@ def _manifest(
 
 @st.composite
 def fleets(draw: st.DrawFn, max_tensors: int = 3, max_ranks: int = 4) -> Fleet:
-    """Trainers and engines of any layout.
+    """Return trainers and engines of any layout.
 
     Sources: a grid per tensor, each cell on any non-empty set of ranks, plus boxes that overlap
-    it. Destinations: any boxes on any ranks, fused and strided at will. The last tensor
-    may be known to the engines by a tied name only.
+    the grid. Destinations: any boxes on any ranks, with any fusing and strides. Engines may know
+    the last tensor only by a tied name.
     """
     tensors = {f"t{i}": draw(shapes()) for i in range(draw(st.integers(1, max_tensors)))}
     num_sources, num_destinations = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_ranks))

@@ -1,7 +1,7 @@
 """One rank of an FSDP2 trainer that sends its weights to plain vLLM servers by `WeightSync`.
 
-`python sync_rank.py RANK WORLD_SIZE STORE SETTINGS` answers with a line when it has joined, then reads one `Order` in JSON per
-line, and answers each with a line.
+`python sync_rank.py RANK WORLD_SIZE STORE SETTINGS` writes a line when it has joined. Then it
+reads one `Order` in JSON per line and answers each with a line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How the ranks sync; `source` has `config.json` of the model."""
+    """Settings of the ranks; `source` contains `config.json` of the model."""
 
     source: str
     servers: list[str]
@@ -37,9 +37,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """Train a step, write the weights to `checkpoint`, send them as `version`.
+    """Order to train a step, write the weights to `checkpoint` and send them as `version`.
 
-    kill: process ids that rank 0 kills when the round of this version enters the phase `kill_in`.
+    Attributes:
+        kill: process ids that rank 0 kills when the round of this version enters the phase `kill_in`.
     """
 
     version: int
@@ -49,7 +50,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
-    """How it ended. `error` begins with the name of the type; `links`, of rank 0: "source > destination" -> transport."""
+    """Result of an order. `error` begins with the type's name; `links` (rank 0): "source >
+    destination" -> transport."""
 
     version: int = -1
     servers: list[str] = []
@@ -117,7 +119,7 @@ def main() -> None:
 
 
 def kill_in_phase(sync: WeightSync, order: Order) -> None:
-    """Where the round is known to be: in the loop of the controller that rank 0 hosts."""
+    """Kill processes from the loop of the hosted controller on rank 0, where the phase is known."""
 
     def killed(version: int, phase: str) -> None:
         if (version, str(phase)) == (order.version, order.kill_in):
@@ -130,7 +132,7 @@ def kill_in_phase(sync: WeightSync, order: Order) -> None:
 
 
 def links_of(sync: WeightSync) -> dict[str, str]:
-    """Which transport each link took: the controller's status has it."""
+    """Return the transport of each link, from the controller's status."""
     fleet = sync._fleet
     assert fleet is not None
 

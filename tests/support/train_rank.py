@@ -1,4 +1,4 @@
-"""A rank of `test_train_controller.py`: FSDP2 over gloo, or a rank that misbehaves on request."""
+"""A rank of `test_train_controller.py`: FSDP2 over gloo; it misbehaves on request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windlass.rollout.messages import TrainingSample
 
 
 class Misbehaving:
-    """Steps train until step 4, in which rank 1 dies, stops or raises."""
+    """Engine that trains until step 4; there rank 1 dies, stops or raises."""
 
     def __init__(self, inner: FsdpEngine, how: str) -> None:
         self._inner, self._how, self._rank = inner, how, 0

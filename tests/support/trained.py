@@ -1,4 +1,4 @@
-"""A sample that was trained on, and the report of an update."""
+"""A sample for training, and the report of an update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank that trains a step in Megatron-core, then says what it describes and what it computes."""
+"""One rank that trains a step in Megatron-core, then saves its description and its results."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ NUM_TOKENS = 16
 
 @dataclass(frozen=True)
 class Trained:
-    """A model, its layout, and how it is trained.
+    """A model, its layout, and its training.
 
     Attributes:
-        family: naming table. distributed: with the distributed optimizer.
+        family: naming table.
+        distributed: use the distributed optimizer.
     """
 
     case: Case
@@ -89,7 +90,7 @@ def trained(row: Trained) -> dict[str, Any]:
 
 
 def lies_in(address: int, nbytes: int, models: list[Any]) -> bool:
-    """Whether memory is part of a parameter buffer of Megatron's data-parallel wrapper."""
+    """Return whether memory is part of a parameter buffer of Megatron's data-parallel wrapper."""
     buffers = [b for m in models for b in (*m.buffers, *m.expert_parallel_buffers)]
     held = [b.param_data for b in buffers if b.param_data is not None]
     begins = [(memory.data_ptr(), memory.nbytes) for memory in held]
@@ -97,13 +98,13 @@ def lies_in(address: int, nbytes: int, models: list[Any]) -> bool:
 
 
 def bytes_at(address: int, nbytes: int) -> bytes:
-    """What a one-sided read would bring."""
+    """Return the bytes that a one-sided read would get."""
     return ctypes.string_at(address, nbytes)
 
 
 @torch.no_grad()
 def scatter(chunk: Any) -> None:
-    """Distinct random values everywhere; replicas get the same, parts different ones."""
+    """Fill a chunk with distinct random values: equal for replicas, different for parts."""
     from megatron.core import parallel_state as ps
 
     tensors = dict(chunk.named_parameters())
@@ -126,7 +127,7 @@ def scatter(chunk: Any) -> None:
 
 
 def global_name(chunk: Any, name: str) -> str:
-    """With the layer's number in the whole model."""
+    """Return the name with the layer's number in the whole model."""
     found = re.fullmatch(r"(decoder\.layers\.\d+)(\..*)", name)
     if found is None:
         return name

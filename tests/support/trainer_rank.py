@@ -1,7 +1,7 @@
-"""One rank of a real trainer: trains a step, writes what it has as a checkpoint, publishes; again.
+"""One rank of a real trainer: for each order, it trains a step, saves a checkpoint, and publishes.
 
-`python trainer_rank.py RANK WORLD_SIZE NAME KIND LAYOUT FOLDER` reads one `Order` in JSON per line and
-answers each with a line; LAYOUT is JSON, FOLDER has `config.json` of the model.
+`python trainer_rank.py RANK WORLD_SIZE NAME KIND LAYOUT FOLDER` reads one `Order` in JSON per line
+and answers each with a line. LAYOUT is JSON; FOLDER contains `config.json` of the model.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from windlass.trainers.client import TrainerClient
 NUM_TOKENS = 16
 LEARNING_RATE = 0.02
 IN_FLOAT32 = "e_score_correction_bias"
-"""In every checkpoint that has it."""
+"""Tensor that every checkpoint stores in float32."""
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Train a step, write the weights to `checkpoint`, publish them as `version`."""
+    """Order to train a step, write the weights to `checkpoint` and publish them as `version`."""
 
     url: str
     transport: str
@@ -43,7 +43,7 @@ class Trained(Protocol):
     """A model in the layout of its framework."""
 
     def step(self) -> None:
-        """Train; collective."""
+        """Train one step; collective."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -51,7 +51,7 @@ class Trained(Protocol):
         ...
 
     def connect(self, url: str, transport: str) -> TrainerClient:
-        """To a controller."""
+        """Connect to a controller."""
         ...
 
 
@@ -75,7 +75,8 @@ def main() -> None:
 
 
 def trained_by(name: str, kind: str, layout: Mapping[str, Any]) -> Trained:
-    """Kinds of models that end in `+lora` train an adapter and publish it alone."""
+    """Return the model of a framework. Kinds that end in `+lora` train an adapter and publish only
+    the adapter."""
     if name == "megatron":
         return Megatron(kind, layout)
     base = kind.removesuffix("+lora")
@@ -83,7 +84,7 @@ def trained_by(name: str, kind: str, layout: Mapping[str, Any]) -> Trained:
 
 
 class Fsdp:
-    """float32 masters, one unit per decoder layer, AdamW."""
+    """FSDP2 with float32 masters, one unit per decoder layer, AdamW."""
 
     def __init__(self, kind: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -146,7 +147,7 @@ class FsdpAdapter:
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:
-        """As PEFT saves it."""
+        """Save as PEFT does."""
         from torch.distributed.tensor import DTensor
 
         targets = dict(self._plain.named_parameters())
@@ -165,7 +166,7 @@ class FsdpAdapter:
 
 
 class Megatron:
-    """float32 parameters in Megatron's own layout, its own wrapper, schedule and AdamW."""
+    """float32 parameters in Megatron's own layout, with its wrapper, schedule and AdamW."""
 
     def __init__(self, kind: str, layout: Mapping[str, Any]) -> None:
         sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
@@ -193,7 +194,8 @@ class Megatron:
         (model,) = chunks
         self._tensors: Sequence[torch.Tensor] = all_tensors(chunks)
         self._numbered = checkpoint(self._spec)
-        fill(model, self._numbered)  # which element of the checkpoint lies where
+        # The numbers show the place of each element of the checkpoint.
+        fill(model, self._numbered)
         self._numbers = [tensor.detach().long().clone() for tensor in self._tensors]
         generator = torch.Generator().manual_seed(3)
         weights = {
@@ -207,7 +209,7 @@ class Megatron:
 
     @property
     def chunks(self) -> Sequence[torch.nn.Module]:
-        """Of this rank, as its framework holds them."""
+        """Return the chunks of this rank in Megatron's wrapper."""
         return self._training.models
 
     def step(self) -> None:
@@ -232,7 +234,7 @@ def save_numbered(
     numbers: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
 ) -> None:
-    """Every rank's elements put where their numbers say; collective, rank 0 writes."""
+    """Put the elements of every rank where their numbers say; collective, rank 0 writes."""
     folder.mkdir(exist_ok=True)
     mine = list(zip(numbers, [value.detach() for value in values], strict=True))
     parts: list[Any] = [None] * dist.get_world_size()
@@ -242,7 +244,8 @@ def save_numbered(
     flat = torch.full((1 + sum(t.numel() for t in numbered.values()),), torch.nan)
     for part in parts:
         for number, value in part:
-            real = number > 0  # not the padding of a vocabulary
+            # Number 0 and below mark the padding of a vocabulary.
+            real = number > 0
             known = flat[number[real]]
             same = known.isnan() | (known == value[real])
             assert same.all(), "replicas of a parameter must be equal"

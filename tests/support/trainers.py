@@ -1,4 +1,4 @@
-"""Real trainers in processes of their own, for several publications each."""
+"""Real trainers in their own processes, for several publications each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Trainer:
     """A framework and its parallel layout over two processes.
 
     Attributes:
-        axes: of two ranks each; expert parallelism may lie over the ranks of another.
+        axes: axes of two ranks each; expert parallelism may share the ranks of another axis.
     """
 
     name: str
@@ -41,10 +41,10 @@ MEGATRON_TP_EP = Trainer("megatron", ("tp", "ep"))
 
 
 class Ranks(RankProcesses):
-    """Ranks of `trainer_rank.py`."""
+    """Running ranks of `trainer_rank.py`."""
 
     def publish(self, order: Order) -> None:
-        """Return once every rank has trained a step, published it and left the fleet."""
+        """Wait until every rank has trained a step, published it and left the fleet."""
         self.begin(order)
         for rank in range(NUM_RANKS):
             assert json.loads(self.line(rank))["digest_ok"]
@@ -60,9 +60,13 @@ def training(
     script: str = "trainer_rank.py",
     hosts: Sequence[Host] = (),
 ) -> Iterator[Ranks]:
-    """Args: folder: has `config.json` of the model. ends_well: whether every rank lives to the end.
+    """Start the ranks of a trainer.
 
-    script: beside this one. hosts: of the ranks, where they are on hosts of a `Network`.
+    Args:
+        folder: contains `config.json` of the model.
+        ends_well: every rank lives to the end.
+        script: file in the folder of this module.
+        hosts: hosts of the ranks, if they run on hosts of a `Network`.
     """
     script = str(Path(__file__).with_name(script))
     layout = json.dumps(dict.fromkeys(trainer.axes, NUM_RANKS))

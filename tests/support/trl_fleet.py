@@ -1,4 +1,4 @@
-"""Runs of TRL's trainer, in its own environment, beside plain vLLM servers."""
+"""Runs of TRL's trainer in its own environment, with plain vLLM servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN_S = 420.0
 
 
 def server_flags(model: Path) -> tuple[str, ...]:
-    """TRL asks for the model by its path."""
+    """Return flags with the model's path as its name, because TRL requests the model by its path."""
     return ("--dtype", "float32", "--served-model-name", str(model))
 
 
@@ -46,7 +46,7 @@ def environment() -> dict[str, str]:
 
 
 def make_model(folder: Path, *, hidden: int = 64, layers: int = 2) -> Path:
-    """A model of random weights and its tokenizer."""
+    """Save a model of random weights and its tokenizer."""
     if not VENV.exists():
         pytest.skip(f"no {VENV}: make test-integrations installs TRL")
     sizes = (str(hidden), str(layers))
@@ -56,7 +56,7 @@ def make_model(folder: Path, *, hidden: int = 64, layers: int = 2) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """One that is under way."""
+    """A running trainer."""
 
     folder: Path
     process: subprocess.Popen[bytes]
@@ -65,7 +65,7 @@ class Run:
         return (self.folder / "log").read_text()
 
     def end(self) -> dict[str, Any]:
-        """What it wrote."""
+        """Wait for the end of the run and return its output."""
         assert self.process.wait(RUN_S) == 0, self.log_text()[-6000:]
         found: dict[str, Any] = json.loads((self.folder / "out.json").read_text())
         return found
@@ -79,7 +79,11 @@ def start(
     num_ranks: int = 1,
     **settings: Any,
 ) -> Run:
-    """settings: of `trl_run.Settings`."""
+    """Start a run.
+
+    Args:
+        settings: fields of `trl_run.Settings`.
+    """
     folder.mkdir()
     settings = {
         "model": str(model),

@@ -1,9 +1,10 @@
-"""What vLLM 0.32 lacks on CPUs to run experts that are spread over ranks. `vllm_fresh` installs it.
+"""Parts that vLLM 0.32 lacks on CPUs to run experts that are spread over ranks; `vllm_fresh`
+installs them.
 
-Without it a server starts and dies with its first request: the kernel of the experts takes numbers of
-all experts for places among its own (and reads past their end), and the CPU's communicator cannot gather
-tokens of replicas nor add up their outputs ("NotImplementedError"). Nothing here touches weights, loading
-or what pauses an engine.
+Without them a server starts and ends at its first request. The kernel of the experts takes numbers
+of all experts for places among its own (and reads past their end). The CPU's communicator can
+neither gather tokens of replicas nor add up their outputs ("NotImplementedError"). Nothing here
+affects weights, loading or pauses.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Communicator = Any
 
 
 def install() -> None:
-    """In the process of a rank."""
+    """Install the parts in the process of a rank."""
     _map_experts()
     CpuCommunicator.all_gatherv = all_gatherv
     CpuCommunicator.reduce_scatterv = reduce_scatterv
@@ -50,7 +51,7 @@ def _map_experts() -> None:
 def all_gatherv(
     self: Communicator, given: Any, dim: int = 0, sizes: list[int] | None = None
 ) -> Any:
-    """Tensors of all ranks, one below the other; `sizes` are the rows of every rank."""
+    """Return the tensors of all ranks, one below the other; `sizes` are the rows of every rank."""
     assert dim == 0
     if isinstance(given, list):
         return [all_gatherv(self, one, dim, sizes) for one in given]
@@ -65,7 +66,7 @@ def all_gatherv(
 def reduce_scatterv(
     self: Communicator, given: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
 ) -> torch.Tensor:
-    """The own rows of the sum over ranks."""
+    """Return this rank's rows of the sum over ranks."""
     assert dim == 0
     rows = sizes or [len(given) // self.world_size] * self.world_size
     summed = given.contiguous().clone()

@@ -1,4 +1,4 @@
-"""The oracle inside vLLM's ranks: a second model, made by the engine's own loader from a checkpoint."""
+"""The reference in vLLM's ranks: a second model that the engine's own loader makes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ vllm_cpu_experts.install()
 if os.environ.get("WINDLASS_TEST_WITHOUT_AVX512_BF16"):
     torch.cpu._is_avx512_bf16_supported = lambda: False
 FAILS = os.environ.get("WINDLASS_TEST_LOAD_FAILS", "")
-"""A file: while it is there, every load fails after as many tensors as it says."""
+"""File that makes every load fail while it exists, after the number of tensors in it."""
 
 
 def failing(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors, as long as there is no such file."""
+    """Yield the tensors; fail if the file exists."""
     for number, named in enumerate(weights):
         if FAILS and Path(FAILS).exists() and number == int(Path(FAILS).read_text()):
             raise RuntimeError("told to fail")
@@ -32,10 +32,10 @@ def failing(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
 
 
 class FreshLoads(WindlassExtension):
-    """What the fleet uses, and the oracle."""
+    """The extension that the fleet uses, with digests of fresh loads."""
 
     def windlass_capture(self, encoded: str, folder: str) -> None:
-        """As the fleet's, with a loader that can be told to fail."""
+        """Capture as the fleet does, with a loader that can fail on request."""
         worker = cast("Any", self)
         if FAILS and "reload_weights" not in vars(worker):
             reload = worker.reload_weights
@@ -46,15 +46,16 @@ class FreshLoads(WindlassExtension):
         super().windlass_capture(encoded, folder)
 
     def write_digests(self, checkpoint: str, folder: str) -> None:
-        """`windlass_digests`, or `fresh_digests` of a checkpoint, to `folder`/rank.
+        """Write `windlass_digests`, or `fresh_digests` of a checkpoint, to `folder`/rank.
 
-        vLLM answers for its first replica only.
+        vLLM answers for its first replica only, so the ranks write files.
         """
         digests = self.fresh_digests(checkpoint) if checkpoint else self.windlass_digests()
         (Path(folder) / str(self.windlass_rank())).write_bytes(msgspec.json.encode(digests))
 
     def fresh_digests(self, checkpoint: str) -> dict[str, str]:
-        """Of a model loaded from `checkpoint`, and of one that drafts for it, beside those that serve."""
+        """Return digests of a model loaded from `checkpoint`, and of its drafting model, next to
+        the serving ones."""
         from vllm.config import set_current_vllm_config
 
         model, config = self._fresh(checkpoint)
@@ -73,7 +74,8 @@ class FreshLoads(WindlassExtension):
         return fingerprints(held_by(both))
 
     def fresh_adapter_digests(self, adapter: str) -> dict[str, str]:
-        """Of the slots of a new model of the same weights, into which vLLM loads an adapter."""
+        """Return digests of the adapter slots of a new model with the same weights, after vLLM
+        loads an adapter."""
         from vllm.config import set_current_vllm_config
         from vllm.lora.request import LoRARequest
         from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -87,7 +89,7 @@ class FreshLoads(WindlassExtension):
         return fingerprints(held_by(Slot(wrapped)))
 
     def load_another_adapter(self, adapter: str) -> str:
-        """What vLLM says to an adapter for which the one that serves would have to go."""
+        """Return vLLM's answer to an adapter that would evict the serving adapter."""
         from vllm.lora.request import LoRARequest
 
         try:
@@ -97,7 +99,7 @@ class FreshLoads(WindlassExtension):
         return "loaded"
 
     def _fresh(self, checkpoint: str) -> tuple[Any, Any]:
-        """A model and its configuration."""
+        """Return a new model and its configuration."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import get_model
 

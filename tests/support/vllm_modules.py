@@ -1,4 +1,4 @@
-"""Modules of vLLM that a rank of ours imports, for tests whose ranks have no vLLM."""
+"""Stand-ins for modules of vLLM that our ranks import, for tests without vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOADER = "vllm.model_executor.model_loader"
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have imports of vLLM find what is in them here, until the end of the test."""
+    """Provide stand-ins for vLLM's modules until the end of the test."""
     world = SimpleNamespace(cpu_group="gloo of the replica")
     modules: dict[str, dict[str, object]] = {
         "vllm": {},

@@ -1,4 +1,4 @@
-"""Trainer and engine ranks as processes, asked from a test: see `weight_rank`."""
+"""Trainer and engine ranks as processes that a test can query: see `weight_rank`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROCESSES: ForkServerContext | SpawnContext = multiprocessing.get_context("forks
 
 
 class Rank:
-    """A process that answers a message with a message."""
+    """A process that answers each message with a message."""
 
     def __init__(self, target: Callable[..., None], settings: Any) -> None:
         self._pipe, theirs = PROCESSES.Pipe()
@@ -46,7 +46,7 @@ class Rank:
 
 
 class Published(NamedTuple):
-    """How the trainers saw a version end: left out are the engines, or the reason."""
+    """Result of a version for the trainers. `left_out` contains engines, or the reason of a failure."""
 
     outcome: str
     left_out: list[str]
@@ -54,11 +54,11 @@ class Published(NamedTuple):
 
 
 class Fleet:
-    """Trainer ranks, and engines that come one by one.
+    """Trainer ranks, and engines that join one by one.
 
     Args:
-        devices: where trainers and engines are, by their group's name; in host memory by default.
-        common: goes to every rank's `RankSettings`.
+        devices: device of trainers and engines, by the name of their group; host memory by default.
+        common: passed to every rank's `RankSettings`.
     """
 
     def __init__(
@@ -112,17 +112,17 @@ class Fleet:
             assert await rank.read() == "ready"
 
     async def publish(self, version: int) -> Published:
-        """What all trainer ranks say of it, and the bytes that they wrote together."""
+        """Return the answer of all trainer ranks, and the bytes that they wrote together."""
         answers = await asyncio.gather(*(t.ask(version) for t in self.trainers))
         assert all(answer[:2] == answers[0][:2] for answer in answers)
         return Published(answers[0][0], answers[0][1], sum(answer[2] for answer in answers))
 
     async def held(self, name: str) -> list[Any]:
-        """(served version, version that every byte of memory belongs to, tainted) per rank."""
+        """Return (served version, version of all bytes in memory, mixed weights) per rank."""
         return [(await rank.ask(True))[:3] for rank in self.engines[name]]
 
     async def relayed(self) -> int:
-        """Bytes that engines have written to each other so far."""
+        """Return the bytes that engines have written to each other."""
         ranks = [rank for ranks in self.engines.values() for rank in ranks]
         return sum([(await rank.ask(True))[3] for rank in ranks])
 
@@ -135,7 +135,7 @@ class Fleet:
 async def running_fleet(
     config: ControlConfig, num_trainers: int, **common: Any
 ) -> AsyncIterator[Fleet]:
-    """A controller and its fleet; `common` goes to every rank's `RankSettings`."""
+    """Run a controller and its fleet; `common` is passed to every rank's `RankSettings`."""
     async with windlass.Controller(token=TOKEN, config=config) as controller:
         fleet = Fleet(controller.url, num_trainers, **common)
         try:

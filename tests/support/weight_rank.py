@@ -1,9 +1,9 @@
-"""A trainer or engine rank in a process of its own, without a model; every element distinct.
+"""A trainer or engine rank in its own process, without a model; every element is distinct.
 
-What it does wrong is one word, `fault`. Commands of an engine: `die` (inside `Receive`), `skip`
-(one `Receive`), `damage:FOLDER` (files before `Verify`). Writes of either: `kill:N`, `stop:N`
-(this process, before write N), `tear:N` (it is killed after half of write N) or `spoil:N` (write N
-brings wrong bytes), N from 1.
+One word, `fault`, selects its fault. Faults in commands of an engine: `die` (inside `Receive`),
+`skip` (one `Receive`), `damage:FOLDER` (files before `Verify`). Faults in writes of either role,
+with N from 1: `kill:N` and `stop:N` (this process, before write N), `tear:N` (it is killed after
+half of write N), `spoil:N` (write N brings wrong bytes).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from windlass.transports.registry import create_transport, parse_transport
 
 PER_RUN = 20
 ROW_PARALLEL = {"down"}
-"""Cut along dim 1 in the engines: strided on both sides."""
+"""Tensors that engines cut along dim 1: strided on both sides."""
 
 
 def shapes(scale: int = 1) -> dict[str, tuple[int, ...]]:
-    """The model; `scale` times as many rows, or columns where it is row-parallel."""
+    """Return the shapes of the model with `scale` times as many rows, or columns if row-parallel."""
     return {
         "embed": (37 * scale, 24),
         "down": (24, 50 * scale),
@@ -53,7 +53,7 @@ def model_nbytes(scale: int) -> int:
 
 
 def truth(version: int, scale: int = 1) -> dict[str, npt.NDArray[np.int32]]:
-    """The whole model: no two elements of any two versions are equal."""
+    """Return the whole model. No two elements of any two versions are equal."""
     found, first = {}, 1 + version * 1_000_000
     for name, shape in shapes(scale).items():
         numel = int(np.prod(shape))
@@ -64,7 +64,7 @@ def truth(version: int, scale: int = 1) -> dict[str, npt.NDArray[np.int32]]:
 
 @dataclass
 class Part:
-    """What one rank holds."""
+    """The shards of one rank."""
 
     manifest: ShardManifest
     places: dict[str, tuple[slice, ...]]
@@ -85,7 +85,7 @@ class Part:
 
 
 def part_of(worker: str, role: Role, index: int, parts: int, scale: int = 1) -> Part:
-    """Rank `index` of `parts`: trainers as FSDP2 cuts, engines with whole norms."""
+    """Return rank `index` of `parts`: trainers are cut as FSDP2 does, engines have whole norms."""
     builder = ManifestBuilder(worker, role)
     places: dict[str, tuple[slice, ...]] = {}
     for name, shape in shapes(scale).items():
@@ -102,7 +102,7 @@ def part_of(worker: str, role: Role, index: int, parts: int, scale: int = 1) -> 
 
 
 class FaultyCommands:
-    """Carries out commands, and misbehaves once."""
+    """Handler that carries out commands and misbehaves once."""
 
     def __init__(self, agent: EngineAgent, fault: str) -> None:
         self.agent, self.fault = agent, fault
@@ -110,7 +110,7 @@ class FaultyCommands:
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
         if isinstance(command, Receive):
             if self.fault == "die":
-                # The others are already waiting for this rank's part of the broadcast tree.
+                # The other ranks already wait for this rank's part of the broadcast tree.
                 threading.Timer(0.3, os._exit, (9,)).start()
                 threading.Event().wait(30)
             if self.fault == "skip":
@@ -122,7 +122,7 @@ class FaultyCommands:
 
 
 def damage(folder: Path, version: int) -> None:
-    """Flip the last byte of every file of a version, and cut one of them short."""
+    """Flip the last byte of every file of a version, and cut one file short."""
     files = sorted((folder / f"v{version:08d}").glob("*.safetensors"))
     for path in files:
         data = bytearray(path.read_bytes())
@@ -132,7 +132,7 @@ def damage(folder: Path, version: int) -> None:
 
 
 class FaultyWrites(WrappedTransport):
-    """A transport that counts what it writes, and misbehaves in one write."""
+    """Transport that counts the bytes it writes, and misbehaves in one write."""
 
     def __init__(self, inner: OneSidedTransport, fault: str) -> None:
         super().__init__(inner)
@@ -157,9 +157,10 @@ class FaultyWrites(WrappedTransport):
             self.inner.write(half, deadline_s=deadline_s)
         if now and self._kind in ("kill", "stop", "tear"):
             os.kill(os.getpid(), signal.SIGSTOP if self._kind == "stop" else signal.SIGKILL)
-            threading.Event().wait()  # other threads may take the signal: this one goes no further
+            # Another thread may get the signal, but this thread must not continue.
+            threading.Event().wait()
         if now and self._kind == "spoil":
-            # From where it reads in truth, but shifted: the first piece brings other elements.
+            # Shift the source, so that the first piece contains other elements.
             nbytes = batch.nbytes.copy()
             nbytes[0] -= 4
             batch = WriteBatch(
@@ -174,7 +175,7 @@ class FaultyWrites(WrappedTransport):
 
 @dataclass
 class RankSettings:
-    """What a rank is told when it starts."""
+    """Settings that a rank gets at its start."""
 
     url: str
     token: str
@@ -188,12 +189,12 @@ class RankSettings:
     arena_nbytes: int = 0
     fault: str = ""
     run: int = 0
-    """Runs train other weights: version v of run r is `truth(v + PER_RUN * r)`."""
+    """Number of the run. Runs train different weights: version v of run r is `truth(v + PER_RUN * r)`."""
     job: str = "one start"
 
 
 def made_transport(settings: RankSettings, like: torch.Tensor) -> OneSidedTransport:
-    """What writes are counted and spoilt in; where kernels store they are neither."""
+    """Return a transport that counts and spoils writes; without both if kernels store the bytes."""
     transport = create_transport(
         parse_transport(settings.transport), memory_at=like.data_ptr() if like.is_cuda else 0
     )
@@ -202,15 +203,15 @@ def made_transport(settings: RankSettings, like: torch.Tensor) -> OneSidedTransp
 
 
 def written(transport: OneSidedTransport) -> int:
-    """Bytes, where they are counted."""
+    """Return the bytes written; 0 if they are not counted."""
     return transport.nbytes if isinstance(transport, FaultyWrites) else 0
 
 
 def run_engine(pipe: Connection, settings: RankSettings) -> None:
     """Serve until the pipe closes.
 
-    Each message is answered: served version, the version that all memory belongs to, whether the
-    agent calls it tainted, bytes written to other engines. "clock" is answered with the time of day.
+    Each message is answered with: served version, version of all memory, whether the agent reports
+    mixed weights, bytes written to other engines. "clock" is answered with the time of day.
     """
     torch.set_num_threads(1)
     group, fault = settings.group, settings.fault
@@ -251,7 +252,7 @@ def run_engine(pipe: Connection, settings: RankSettings) -> None:
 
 
 def run_trainer(pipe: Connection, settings: RankSettings) -> None:
-    """Publish every version that comes; answer with outcome, details and the bytes written for it."""
+    """Publish every version from the pipe; answer with outcome, details and the bytes written for it."""
     torch.set_num_threads(1)
     os.environ["WINDLASS_JOB"] = settings.job
     index, parts = settings.index, settings.parts
@@ -284,7 +285,7 @@ def run_trainer(pipe: Connection, settings: RankSettings) -> None:
 
 
 def run_bystander(pipe: Connection, nbytes: int) -> None:
-    """Has memory that peers might write, and no part in a fleet; tells whether it is untouched."""
+    """Register memory that peers might write, without a part in a fleet; report whether it is untouched."""
     memory = np.full(nbytes, 255, np.uint8)
     transport = create_transport(parse_transport("cma"))
     transport.register(memory.ctypes.data, nbytes)

@@ -1,4 +1,4 @@
-"""A rank that joins the others by what its environment says, as a script for `torchrun` does."""
+"""A rank that joins the others by the variables of its environment, as a script for `torchrun` does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = (
 
 
 class WhereEngine:
-    """Trains nothing."""
+    """Engine that trains nothing."""
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
         dist.init_process_group("gloo")
@@ -29,10 +29,10 @@ class WhereEngine:
         return False
 
     def save(self, path: str) -> None:
-        """Nothing."""
+        """Save nothing."""
 
     def load(self, path: str) -> None:
-        """Nothing."""
+        """Load nothing."""
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -40,7 +40,7 @@ class WhereEngine:
 
 
 def where(argument: object) -> Sequence[object]:
-    """What every rank's environment says, gathered over the group that it led to."""
+    """Return every rank's environment, gathered over the group that it configured."""
     found: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(found, {name: os.environ.get(name, "") for name in NAMES})
     return found

@@ -1,4 +1,5 @@
-"""One rank that trains in Megatron-core with options that leave weights half-stepped, and publishes. Tests only."""
+"""One rank that trains in Megatron-core with options that leave weights half-stepped, and
+publishes. Tests only."""
 
 from __future__ import annotations
 
@@ -21,15 +22,15 @@ NUM_VERSIONS = 2
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A model, its layout, how it is trained, and how it is published.
+    """A model, its layout, its training, and its publication.
 
     Attributes:
         ddp, optimizer: arguments of Megatron's two configurations.
         way: `publish`, `begin_publish` or `update_weights`.
         unsynced: publish without making weights whole.
-        freed: with the parameters' buffers offloaded as Megatron does it.
-        main_params: of the optimizer's fp32 copies.
-        wrapper: name of the class that the model is in, besides.
+        freed: offload the parameters' buffers as Megatron does.
+        main_params: publish the optimizer's fp32 copies.
+        wrapper: name of a further class around the model.
     """
 
     case: Case
@@ -62,7 +63,7 @@ def run_whole(
 
 
 def published(row: Row, url: str, token: str) -> dict[str, Any]:
-    """What this rank holds after the forward pass that follows the last version, and what it met."""
+    """Return this rank's weights after the forward pass that follows the last version, and its errors."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
@@ -102,7 +103,8 @@ def published(row: Row, url: str, token: str) -> dict[str, Any]:
             training.step()
             met |= unwhole("before", training)
             for buffer in (b for m in training.models for b in m.buffers if row.freed):
-                buffer.param_data_cpu = buffer.param_data.clone()  # Megatron's own would be pinned
+                # Megatron's own buffer would be pinned.
+                buffer.param_data_cpu = buffer.param_data.clone()
                 buffer.offload_to_cpu(move_grads=False)
             try:
                 if row.way == "begin_publish":
@@ -117,12 +119,13 @@ def published(row: Row, url: str, token: str) -> dict[str, Any]:
             met |= unwhole("after", training)
             for buffer in (b for m in training.models for b in m.buffers if row.freed):
                 buffer.reload_from_cpu(move_grads=False)
-        loss = training.loss()  # what was not gathered before is gathered now
+        # The forward pass gathers all weights that are not gathered yet.
+        loss = training.loss()
     return {**state_of(row, training), "loss": loss, "met": met}
 
 
 def refused(row: Row, training: RealTraining, url: str, token: str) -> dict[str, Any]:
-    """What connecting meets."""
+    """Return the error of connecting."""
     import megatron.core.distributed as wrappers
     from megatron.core import parallel_state
 
@@ -130,7 +133,8 @@ def refused(row: Row, training: RealTraining, url: str, token: str) -> dict[str,
     from windlass.trainers.megatron import connect_megatron_trainer
 
     (model,) = training.models
-    if row.wrapper:  # made by hand: building one needs CUDA
+    # Build the wrapper by hand, because its constructor needs CUDA.
+    if row.wrapper:
         kind = vars(wrappers)[row.wrapper]
         inner, model = model.module, kind.__new__(kind)
         torch.nn.Module.__init__(model)
@@ -152,7 +156,7 @@ def refused(row: Row, training: RealTraining, url: str, token: str) -> dict[str,
 
 
 def unwhole(when: str, training: RealTraining) -> dict[str, str]:
-    """What `check_whole` says now."""
+    """Return the error of `check_whole`, if any."""
     from windlass.errors import ConfigError
     from windlass.trainers.megatron import check_whole
 

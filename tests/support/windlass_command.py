@@ -1,4 +1,4 @@
-"""`windlass COMMAND` in a process of its own."""
+"""`windlass COMMAND` in its own process."""
 
 from __future__ import annotations
 

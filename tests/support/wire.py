@@ -1,10 +1,10 @@
 """A network in user space: packets between hosts, with delay, loss, reordering and partitions.
 
-Run as a process of its own by `hosts`. Each host's interface is a TUN device
-whose other end this process holds, so whatever the host sends passes here: kernels retransmit,
-back off and time out as on a real line. Nothing is known of the protocols above IP.
+`hosts` runs it as a separate process. Each host's interface is a TUN device. This process has the
+other end of it, so all packets of the host pass here: kernels retransmit, back off and time out as
+on a real line. The wire knows no protocol above IP.
 
-Orders come as JSON lines on stdin, each answered with a line once it holds.
+Orders are JSON lines on stdin; each is answered with a line once it has taken effect.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["Line", "Order", "Wire", "main"]
 MAX_PACKET_NBYTES = 1 << 16
 PACKETS_AT_ONCE = 64
 MAX_WAITING_NBYTES = 256 << 20
-"""More than this on the line is dropped, as a full queue would."""
+"""Most bytes on the line; the wire drops further packets, as a full queue does."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """What packets of one direction meet.
+    """Faults of the packets of one direction.
 
     Attributes:
-        delay_s: on top of what the machine takes.
-        loss: share that is dropped.
-        reorder: share that takes `reorder_s` longer, and so arrives after later ones.
-        cut: nothing arrives, what is on its way included.
+        delay_s: delay in addition to the machine's own.
+        loss: share of packets that is dropped.
+        reorder: share that takes `reorder_s` longer, and so arrives after later packets.
+        cut: nothing arrives, not even packets that are already on the line.
     """
 
     delay_s: float = 0.0
@@ -46,7 +46,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """From now on packets from `source` to `destination` (host names) meet `line`."""
+    """Order to apply `line` to further packets from `source` to `destination` (host names)."""
 
     source: str
     destination: str
@@ -54,7 +54,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class _Setup(msgspec.Struct, frozen=True):
-    """Devices by host and the addresses behind each: {host: [[fd, [packed hex, ...]], ...]}."""
+    """Devices of each host, and the addresses behind each device: {host: [[fd, [packed hex, ...]], ...]}."""
 
     hosts: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]]
     seed: int
@@ -62,10 +62,12 @@ class _Setup(msgspec.Struct, frozen=True):
 
 @final
 class Wire:
-    """The switch: reads from every device, and writes when a packet is due.
+    """Switch that reads from every device, and writes each packet when it is due.
 
     Args:
-        setup: devices and addresses. orders: descriptor of the orders. answers: of the answers.
+        setup: devices and addresses.
+        orders: descriptor to read orders from.
+        answers: descriptor to write answers to.
     """
 
     def __init__(self, setup: _Setup, orders: int, answers: int) -> None:
@@ -86,7 +88,7 @@ class Wire:
                     self._place[bytes.fromhex(address)] = host, device
 
     def run(self) -> None:
-        """Until the orders end."""
+        """Run until the orders end."""
         while True:
             timeout = self._waiting[0][0] - time.monotonic() if self._waiting else None
             for key, _ in self._selector.select(timeout and max(timeout, 0.0)):
@@ -146,11 +148,12 @@ class Wire:
         try:
             os.write(device, packet)
         except OSError:
-            return  # the interface is down or its queue is full: a lost packet
+            # The interface is down or its queue is full, so the packet is lost.
+            return
 
 
 def main() -> int:
-    """`python -m wire SETUP`."""
+    """Run a wire: `python -m wire SETUP`."""
     Wire(msgspec.json.decode(sys.argv[1], type=_Setup), 0, 1).run()
     return 0
 
